@@ -1,0 +1,1 @@
+"""Load models and tokenizers; the bundled reference model lives in `reference`."""
