@@ -1,0 +1,47 @@
+"""KV-cache compression for language models; names load on first use, so importing costs nothing."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtool.cache.attention import attach, detach
+    from kvtool.cache.cache import build_cache
+    from kvtool.cache.files import load_cache, save_cache
+    from kvtool.errors import KvtoolError, UsageError
+    from kvtool.policies.grammar import parse_policy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "parse_policy": "kvtool.policies.grammar",
+    "build_cache": "kvtool.cache.cache",
+    "attach": "kvtool.cache.attention",
+    "detach": "kvtool.cache.attention",
+    "save_cache": "kvtool.cache.files",
+    "load_cache": "kvtool.cache.files",
+    "KvtoolError": "kvtool.errors",
+    "UsageError": "kvtool.errors",
+}
+
+__all__ = [
+    "KvtoolError",
+    "UsageError",
+    "attach",
+    "build_cache",
+    "detach",
+    "load_cache",
+    "parse_policy",
+    "save_cache",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvtool' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,50 @@
+"""The mistakes a caller can put right, and the exit code each one ends the command with."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KvtoolError(ValueError):
+    """A failure that is told in one line: what is wrong with the value given, what would work.
+
+    Args:
+        message: one line, lower case, no full stop.
+        hint: what to do about it, printed as a second line ``hint: ...``.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(KvtoolError):
+    """A wrong argument, option, policy, budget or file name: refused before any work is done."""
+
+    exit_code = 2
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that `word` was most likely meant to be, or None.
+
+    >>> nearest("snapvk", ["h2o", "snapkv", "streaming"])
+    'snapkv'
+    >>> nearest("zebra", ["h2o", "snapkv"]) is None
+    True
+    """
+    spelling = {choice.lower(): choice for choice in choices}
+    found = difflib.get_close_matches(word.lower(), spelling, n=1, cutoff=0.5)
+    return spelling[found[0]] if found else None
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str | None:
+    """Return the hint ``did you mean `x`?`` for the nearest choice, or None if none is near.
+
+    >>> did_you_mean("recnt", ["recent", "sinks"])
+    'did you mean `recent`?'
+    """
+    found = nearest(word, choices)
+    return f"did you mean `{found}`?" if found else None
