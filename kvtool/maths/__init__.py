@@ -1,0 +1,1 @@
+"""Pure tensor functions: attention over slots and selection. Nothing here knows a policy or a model."""

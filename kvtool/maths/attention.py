@@ -1,0 +1,97 @@
+"""Attention of a few queries over cached keys: weights in float32, and their values.
+
+Query head h reads KV head h // group: with 6 query heads and 2 KV heads, heads 0-2 read KV head 0 and 3-5 KV head 1.
+"""
+
+import torch
+from torch import Tensor
+
+
+def group_queries(query: Tensor, kv_heads: int) -> Tensor:
+    """View queries by the KV head that they read.
+
+    Args:
+        query: (batch, heads, q_len, head_dim).
+
+    Returns:
+        (batch, kv_heads, group, q_len, head_dim).
+    """
+    batch, heads, q_len, head_dim = query.shape
+    return query.view(batch, kv_heads, heads // kv_heads, q_len, head_dim)
+
+
+def attention_weights(
+    query: Tensor,
+    keys: Tensor,
+    *,
+    scale: float,
+    visible: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Softmax of scaled dot products, in float32.
+
+    Args:
+        query: (batch, kv_heads, group, q_len, head_dim), after RoPE.
+        keys: (batch, kv_heads, kv_len, head_dim), after RoPE.
+        visible: bool, broadcastable to (batch, kv_heads, group, q_len, kv_len); None: every key. Each row needs a True.
+        softcap: logits become softcap * tanh(logits / softcap) before the mask (Gemma 2).
+        sinks: (kv_heads, group) logits that take their share of each row without a value (GPT-OSS); rows then sum to less than 1.
+
+    Returns:
+        (batch, kv_heads, group, q_len, kv_len) float32.
+    """
+    batch, kv_heads, group, q_len, head_dim = query.shape
+    flat = query.reshape(batch, kv_heads, group * q_len, head_dim)
+    logits = torch.matmul(flat, keys.transpose(2, 3)).float().mul_(scale)
+    logits = logits.view(batch, kv_heads, group, q_len, -1)
+    if softcap is not None:
+        logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
+    if visible is not None:
+        logits = logits.masked_fill_(~visible, float("-inf"))
+    if sinks is None:
+        return logits.softmax(-1)
+    column = sinks.float()[None, :, :, None, None].expand(batch, -1, -1, q_len, 1)
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
+
+
+def weighted_values(weights: Tensor, values: Tensor) -> Tensor:
+    """Mean of the values under the weights.
+
+    Args:
+        weights: (batch, kv_heads, group, q_len, kv_len) float32.
+        values: (batch, kv_heads, kv_len, value_dim).
+
+    Returns:
+        (batch, kv_heads * group, q_len, value_dim) in the dtype of the values.
+    """
+    batch, kv_heads, group, q_len, kv_len = weights.shape
+    flat = weights.to(values.dtype).view(batch, kv_heads, group * q_len, kv_len)
+    return torch.matmul(flat, values).view(batch, kv_heads * group, q_len, -1)
+
+
+def visible_keys(
+    query_positions: Tensor, key_positions: Tensor, window: int | None = None
+) -> Tensor:
+    """Which keys each query may see: stored, not later than itself and inside the sliding window.
+
+    Three queries at 2, 3, 4 over keys at 0, 2, 3, 4 and an empty slot (-1), no window:
+
+        1 1 0 0 0
+        1 1 1 0 0
+        1 1 1 1 0
+
+    Args:
+        query_positions: (batch, q_len); -1 marks padding, whose row sees every key so that its softmax stays finite.
+        key_positions: (batch, kv_heads, kv_len); -1 marks an empty slot.
+        window: width of a sliding window, in tokens, the query itself included.
+
+    Returns:
+        bool (batch, kv_heads, 1, q_len, kv_len).
+    """
+    query = query_positions[:, None, :, None]
+    key = key_positions[:, :, None, :]
+    visible = (key >= 0) & (key <= query)
+    if window is not None:
+        visible = visible & (key > query - window)
+    return (visible | (query < 0))[:, :, None]

@@ -1,0 +1,97 @@
+"""The only top-k of the library: ties go to the lower position, protection is a mask, empty slots come last.
+
+Slots need not be in order of position: after some decoding they are not. Every choice here goes by position.
+"""
+
+import torch
+from torch import Tensor
+
+_FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
+_EMPTY = -(1 << 62) - (1 << 61)  # below the key of every float, minus infinity included
+
+
+def order_key(scores: Tensor, positions: Tensor) -> Tensor:
+    """One distinct integer per slot that sorts by score, and at equal scores puts the lower position higher.
+
+    The bits of a float, read as an integer, sort like the float once the negative half is mirrored. They go to the upper
+    half of the key, the position to the lower half, so no two slots tie and any sort or top-k of the keys is stable.
+
+    Args:
+        scores: (..., slots) float32, no NaN.
+        positions: (..., slots) integers below 2**31.
+
+    Returns:
+        (..., slots) int64.
+    """
+    bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    return (ordered << 32) - positions
+
+
+def top_mask(
+    scores: Tensor, positions: Tensor, count: int | Tensor, among: Tensor | None = None
+) -> Tensor:
+    """Mark the `count` slots of highest score.
+
+    Args:
+        scores: (batch, kv_heads, slots) float32.
+        positions: (batch, kv_heads, slots), -1 = empty, never marked.
+        count: how many, one number or (batch or 1, kv_heads or 1, 1); at most what `among` leaves.
+        among: bool (batch, kv_heads, slots), the slots to choose from; None: all.
+
+    Returns:
+        bool (batch, kv_heads, slots).
+    """
+    allowed = positions >= 0 if among is None else among & (positions >= 0)
+    key = torch.where(allowed, order_key(scores, positions), _EMPTY)
+    ranks = key.argsort(-1, descending=True).argsort(-1)
+    return (ranks < count) & allowed
+
+
+def keep_top(
+    scores: Tensor, positions: Tensor, budget: int | Tensor, forced: Tensor | None, slots: int
+) -> tuple[Tensor, Tensor]:
+    """Choose the slots that stay: the forced ones, then those of highest score.
+
+    Args:
+        scores: (batch, kv_heads, kv_len) float32, higher = keep.
+        positions: (batch, kv_heads, kv_len), -1 = empty.
+        budget: slots kept per KV head, one number or (batch, 1, 1).
+        forced: bool (batch, kv_heads, kv_len), kept whatever their score; None: none.
+        slots: the largest budget, and the width of the result; at most kv_len.
+
+    Returns:
+        indices (batch, kv_heads, slots) into kv_len, in ascending position, and the positions found there; where a
+        row keeps fewer than `slots` its tail has position -1.
+    """
+    key = order_key(scores, positions)
+    if forced is not None:
+        key = torch.where(forced, _FORCED - positions, key)
+    key = torch.where(positions < 0, _EMPTY, key)
+    indices = key.topk(slots, -1).indices
+    kept = positions.gather(-1, indices)
+    if isinstance(budget, Tensor):
+        beyond = torch.arange(slots, device=scores.device) >= budget
+        kept = kept.masked_fill(beyond, -1)
+    last = torch.iinfo(kept.dtype).max
+    order = kept.masked_fill(kept < 0, last).argsort(-1)
+    return indices.gather(-1, order), kept.gather(-1, order)
+
+
+def lowest(scores: Tensor, positions: Tensor, protected: Tensor | None = None) -> Tensor:
+    """The one slot to give up: the lowest score, and among equals the highest position.
+
+    Args:
+        scores: (batch, kv_heads, slots) float32, no NaN.
+        positions: (batch, kv_heads, slots).
+        protected: bool (batch, kv_heads, slots), never chosen; at least one slot must be free.
+
+    Returns:
+        (batch, kv_heads) int64 index of a slot.
+    """
+    if protected is not None:
+        scores = scores.masked_fill(protected, float("inf"))
+    worst = scores == scores.amin(-1, keepdim=True)
+    if protected is not None:
+        worst = worst & ~protected
+    return torch.where(worst, positions, -2).argmax(-1)

@@ -1,0 +1,146 @@
+"""Policy strings: text to policy and back.
+
+    BASE[(key=value,..)][+MODIFIER[(key=value,..)]]..        h2o(recent=8)+caote
+"""
+
+import re
+from dataclasses import fields
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from kvtool.errors import UsageError, did_you_mean
+from kvtool.policies.parts import Rescore, Score
+from kvtool.policies.policy import Policy
+from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
+
+_PART = re.compile(r"\s*([a-z0-9_-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+
+
+def parse_policy(text: str) -> Policy:
+    """Read a policy string.
+
+    >>> str(parse_policy("H2O( recent = 8 )+CAOTE"))
+    'h2o(recent=8)+caote'
+
+    Args:
+        text: as typed, in any case; a `Policy` is returned as it is.
+
+    Raises:
+        UsageError: a name, parameter, value or combination that does not exist or makes no sense.
+    """
+    if isinstance(text, Policy):
+        return text
+    if not text.strip():
+        raise UsageError(f"the policy is empty; choose one of: {', '.join(BASES)}")
+    base, *rest = _split(text.lower(), "+")
+    score = _build(base, BASES, "policy")
+    rescores: list[Rescore] = []
+    for part in rest:
+        name = _PART.fullmatch(part)
+        if name and name[1] in BASES:
+            raise UsageError(
+                f"`{name[1]}` is a base policy and cannot modify `{score.name}`",
+                hint=f"modifiers: {', '.join(MODIFIERS)}",
+            )
+        rescores.append(_build(part, MODIFIERS, "modifier"))
+    if len(rescores) > 1:
+        names = [rescore.name for rescore in rescores]
+        twice = len(set(names)) < len(names)
+        raise UsageError(
+            f"modifier `{names[0]}` is given twice"
+            if twice
+            else f"modifiers `{names[0]}` and `{names[1]}` exclude each other; keep one"
+        )
+    return Policy(score, rescores[0] if rescores else None)
+
+
+def format_policy(policy: Policy) -> str:
+    """The canonical spelling: lower case, only the parameters that differ from their defaults."""
+    parts = [policy.score] + ([policy.rescore] if policy.rescore is not None else [])
+    return "+".join(_format(part) for part in parts)
+
+
+def _format(part: Score | Rescore) -> str:
+    given = [
+        f"{field.name}={_spell(getattr(part, field.name))}"
+        for field in fields(part)
+        if getattr(part, field.name) != field.default
+    ]
+    return part.name + (f"({','.join(given)})" if given else "")
+
+
+def _spell(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _split(text: str, separator: str) -> list[str]:
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _build(text: str, table: dict[str, str], kind: str) -> Any:
+    match = _PART.fullmatch(text)
+    if not match:
+        raise UsageError(
+            f"cannot read `{text.strip()}` in a policy", hint="the form is name(key=value,..)"
+        )
+    name, arguments = match[1], match[2]
+    if name in REFUSED:
+        raise UsageError(f"policy `{name}` is not offered: {REFUSED[name]}")
+    if name not in table:
+        raise UsageError(
+            f"no {kind} named `{name}`; choose one of: {', '.join(table)}",
+            hint=did_you_mean(name, table),
+        )
+    cls = policy_class(name)
+    return cls(**_read_arguments(name, cls, arguments or ""))
+
+
+def _read_arguments(name: str, cls: type, text: str) -> dict[str, Any]:
+    known = {field.name for field in fields(cls)}
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for item in _split(text, ",") if text.strip() else []:
+        key, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals or not key or not value:
+            raise UsageError(
+                f"cannot read `{item.strip()}` in `{name}({text})`", hint="the form is key=value"
+            )
+        if key not in known:
+            offered = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
+            raise UsageError(
+                f"`{name}` has no parameter `{key}`; {offered}", hint=did_you_mean(key, known)
+            )
+        if key in values:
+            raise UsageError(f"`{name}` is given `{key}` twice")
+        values[key] = _read_value(f"{name}: {key}", value, hints[key])
+    return values
+
+
+def _read_value(label: str, text: str, kind: Any) -> Any:
+    if isinstance(kind, UnionType):
+        if text in ("none", "null", "default"):
+            return None
+        kind = next(option for option in get_args(kind) if option is not type(None))
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            raise UsageError(
+                f"{label} must be one of {', '.join(get_args(kind))}, got `{text}`",
+                hint=did_you_mean(text, get_args(kind)),
+            )
+        return text
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise UsageError(f"{label} must be true or false, got `{text}`")
+        return text == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        noun = "a whole number" if kind is int else "a number"
+        raise UsageError(f"{label} must be {noun}, got `{text}`") from None

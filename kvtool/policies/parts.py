@@ -1,0 +1,152 @@
+"""What a policy is made of, and what it is shown: all that a policy author needs to read.
+
+A policy never runs attention and never moves a key. It says what evidence it wants to see, keeps small statistics
+beside the slots, and gives every slot a number; the cache does the rest. Shapes come in one order everywhere:
+batch, kv_heads, group, q_len, slots, head_dim.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+Count = int | Tensor  # one number, or one per batch row as (batch, 1, 1)
+
+
+class Evidence(enum.Enum):
+    """Which attention rows a score wants to see of every block."""
+
+    NOTHING = "nothing"
+    LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
+    ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Attention weights of some queries of the running block.
+
+    Attributes:
+        weights: (batch, kv_heads, group, rows, slots) float32. Rows of padding are 0. A chunk in the middle of a
+            prompt stops at its last key: `slots` is then smaller than the view's.
+        visible: bool, broadcastable to (batch, kv_heads, rows, slots): the keys that a row could see. None: all.
+        valid: bool (batch, rows), False where the row is padding; None: no padding.
+    """
+
+    weights: Tensor
+    visible: Tensor | None = None
+    valid: Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        """How many slots these rows reach."""
+        return self.weights.shape[-1]
+
+    def group_mean(self) -> Tensor:
+        """Mean weight over the query heads of a group: (batch, kv_heads, rows, slots)."""
+        return self.weights.mean(2)
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """The slots of one layer as a policy sees them, the running block included. Read only.
+
+    Attributes:
+        keys, values: (batch, kv_heads, slots, head_dim), keys after RoPE.
+        positions: (batch, kv_heads, slots), the true position of the token in each slot; -1 = empty. In no order.
+        tokens_seen: tokens of the row so far, the running block included.
+        budget: slots the row may keep.
+        layer: index of the layer.
+        block: tokens of the row in the running block.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    tokens_seen: Count
+    budget: Count
+    layer: int = 0
+    block: Count = 1
+
+    def recent(self, count: Count) -> Tensor:
+        """Mark the newest `count` tokens: bool (batch, kv_heads, slots)."""
+        return self.positions >= self.tokens_seen - count
+
+    def sinks(self, count: int) -> Tensor:
+        """Mark the first `count` tokens of the text: bool (batch, kv_heads, slots)."""
+        return (self.positions >= 0) & (self.positions < count)
+
+
+class Score:
+    """What matters: gives each slot a number, higher = keep.
+
+    Attributes:
+        name: as typed in a policy string.
+        paper: where it comes from.
+        evidence: which attention rows `observe` and `importance` are given.
+        window: how many rows, when the evidence is LAST_ROWS.
+        when: `always` holds the budget after every block and token; `prompt` cuts the prompt and then appends;
+            `never` keeps everything.
+        statistics: names of the float32 numbers kept beside each slot; they start at 0 and move with the slots.
+        attention: whether the scores are attention that each slot received (CAOTE needs such scores).
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    evidence: ClassVar[Evidence] = Evidence.NOTHING
+    window: int = 1
+    when: ClassVar[Literal["always", "prompt", "never"]] = "always"
+    statistics: ClassVar[tuple[str, ...]] = ()
+    attention: ClassVar[bool] = False
+
+    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
+        """Add a chunk of rows to the statistics, in place."""
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        """Number for each slot, higher = keep: (batch, kv_heads or 1, slots) float32.
+
+        `rows` are the last rows for LAST_ROWS, and None for a score that keeps statistics or needs no attention.
+        """
+        raise NotImplementedError
+
+    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor | None:
+        """Slots that must stay whatever their score: bool (batch, kv_heads, slots); None: none.
+
+        Args:
+            victims: how many slots will be given up.
+        """
+        return None
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        """Tokens that are always kept, by the name of their parameter; the budget must be above their sum."""
+        return {}
+
+    def by_head(self) -> "Score":
+        """The same score with its own number per KV head, for a rescore that differs by head."""
+        return self
+
+
+class Rescore:
+    """Turns a score into another one that also looks at the values."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
+        """New number for each slot, higher = keep: (batch, kv_heads, slots) float32."""
+        raise NotImplementedError
+
+
+def minimum(a: Count, b: Count) -> Count:
+    """The smaller of two counts, row by row if either is per row."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
+    return min(a, b)
+
+
+def half(budget: Count) -> Count:
+    """Half of a budget, rounded down: the default recent window of H2O, Scissorhands and RoCo."""
+    return budget // 2

@@ -1,0 +1,55 @@
+"""A policy: the parts that decide together what stays in the cache."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvtool.errors import UsageError
+from kvtool.policies.parts import Rescore, Score
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A score, and what modifies it. `str(policy)` is the canonical spelling, which `parse_policy` reads back.
+
+    Args:
+        score: what matters.
+        rescore: a modifier of the score (CAOTE, FastCAOTE), or None.
+
+    Raises:
+        UsageError: the rescore needs attention scores and the score has none.
+    """
+
+    score: Score
+    rescore: Rescore | None = None
+
+    def __post_init__(self) -> None:
+        if self.rescore is not None and not self.score.attention:
+            raise UsageError(
+                f"`{self.rescore.name}` weighs values by attention scores, and `{self.score.name}` has none",
+                hint="put it on scissorhands, h2o, tova, roco or snapkv",
+            )
+
+    @cached_property
+    def ranking(self) -> Score:
+        """The score as it is run: per KV head where a rescore makes heads differ."""
+        return self.score.by_head() if self.rescore is not None else self.score
+
+    def check_budget(self, tokens: int) -> None:
+        """Refuse a budget that the protected tokens alone would fill.
+
+        Raises:
+            UsageError: the budget is not above what is always kept.
+        """
+        if tokens < 1:
+            raise UsageError(f"budget must be 1 token or more, got {tokens}")
+        reserved = {name: count for name, count in self.score.reserved(tokens).items() if count}
+        total = sum(reserved.values())
+        if total >= tokens:
+            parts = " + ".join(f"{name} {count}" for name, count in reserved.items())
+            parts += f" = {total}" if len(reserved) > 1 else ""
+            raise UsageError(f"budget {tokens} is not above {parts} of policy `{self.score.name}`")
+
+    def __str__(self) -> str:
+        from kvtool.policies.grammar import format_policy
+
+        return format_policy(self)

@@ -1,0 +1,1 @@
+"""Scores made from scores: one modifier a file."""

@@ -1,0 +1,1 @@
+"""What matters: one score a file."""

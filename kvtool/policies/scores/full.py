@@ -1,0 +1,20 @@
+"""Full cache: nothing is evicted. The reference for every error measure."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtool.policies.parts import Rows, Score, SlotView, State
+
+
+@dataclass(frozen=True)
+class Full(Score):
+    """Keep every token."""
+
+    name: ClassVar = "full"
+    paper: ClassVar = "-"
+    when: ClassVar = "never"
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        return view.positions.float()

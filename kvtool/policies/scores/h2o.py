@@ -1,0 +1,52 @@
+"""H2O: heavy hitters by accumulated attention, beside a recent window (also called AAS).
+
+Zhang et al., 2023, https://arxiv.org/abs/2306.14048, section 4.2.
+
+Differences from the authors' code: the sums are per KV head, of the mean over its query heads (they have one query head
+per KV head), and per batch row. The recent window is half of the budget, as in their experiments; `recent=0` gives the
+window-less form that CAOTE seems to compare with.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtool.errors import UsageError
+from kvtool.policies.parts import Count, Evidence, Rows, Score, SlotView, State, half
+
+
+@dataclass(frozen=True)
+class H2O(Score):
+    """Keep the tokens with the most accumulated attention, and a recent window.
+
+    Args:
+        recent: newest tokens that are always kept; None: half of the budget.
+    """
+
+    recent: int | None = None
+
+    name: ClassVar = "h2o"
+    paper: ClassVar = "https://arxiv.org/abs/2306.14048"
+    evidence: ClassVar = Evidence.ALL_ROWS
+    statistics: ClassVar = ("attention_sum",)
+    attention: ClassVar = True
+
+    def __post_init__(self) -> None:
+        if self.recent is not None and self.recent < 0:
+            raise UsageError(f"h2o: recent must be 0 or more, got {self.recent}")
+
+    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
+        group = rows.weights.shape[2]
+        total = state["attention_sum"][..., : rows.slots]
+        total.add_(rows.weights.sum((2, 3)), alpha=1 / group)
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        return state["attention_sum"]
+
+    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+        return view.recent(half(view.budget) if self.recent is None else self.recent)
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"recent": half(budget) if self.recent is None else self.recent}

@@ -1,0 +1,79 @@
+"""Random: victims drawn uniformly among the slots that may go. The baseline that any score must beat.
+
+Used as a baseline by RoCo (Ren and Zhu, 2024, https://arxiv.org/abs/2402.06262).
+
+Differences from EasyKV, which drops one contiguous run of tokens from a random start: the draws here are independent.
+Instead of a generator's state, each draw is a hash of (seed, layer, tokens seen, position): a row of a batch then draws
+what it would draw alone, a saved cache goes on with the same draws, and a CPU and a GPU agree.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtool.errors import UsageError
+from kvtool.policies.parts import Count, Rows, Score, SlotView, State
+
+
+def uniform_draws(positions: Tensor, stream: Count | Tensor) -> Tensor:
+    """Independent numbers in [0, 1), one per position and stream.
+
+    Args:
+        positions: (batch, kv_heads, slots) integers.
+        stream: a number, or a tensor broadcastable to `positions`, that selects the draw.
+
+    Returns:
+        float32 of the broadcast shape, multiples of 2**-24.
+    """
+    mixed = positions.to(torch.int64) * -7046029254386353131 + stream * 0x2545F4914F6CDD1D
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ _unsigned_shift(mixed, shift)) * factor
+    mixed = mixed ^ _unsigned_shift(mixed, 31)
+    return _unsigned_shift(mixed, 40).float() * 2.0**-24
+
+
+def _unsigned_shift(number: Tensor, bits: int) -> Tensor:
+    return (number >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@dataclass(frozen=True)
+class Random(Score):
+    """Evict at random (seeded).
+
+    Args:
+        sinks: first tokens that are always kept.
+        recent: newest tokens that are always kept.
+        per_head: draw for each KV head; by default all heads of a layer lose the same tokens.
+        seed: selects the draws.
+    """
+
+    sinks: int = 0
+    recent: int = 0
+    per_head: bool = False
+    seed: int = 0
+
+    name: ClassVar = "random"
+    paper: ClassVar = "https://arxiv.org/abs/2402.06262"
+
+    def __post_init__(self) -> None:
+        for field in ("sinks", "recent", "seed"):
+            if getattr(self, field) < 0:
+                raise UsageError(f"random: {field} must be 0 or more, got {getattr(self, field)}")
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        stream = (self.seed * 1_000_003 + view.layer) * (1 << 32) + view.tokens_seen
+        if self.per_head:
+            heads = torch.arange(view.positions.shape[1], device=view.positions.device)
+            stream = stream + (heads[:, None] + 1) * (1 << 48)
+        return uniform_draws(view.positions, stream)
+
+    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor | None:
+        if self.sinks == 0 and self.recent == 0:
+            return None
+        return view.sinks(self.sinks) | view.recent(self.recent)
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"sinks": self.sinks, "recent": self.recent}

@@ -1,0 +1,22 @@
+"""Recency: a plain sliding window over the cache.
+
+Differences from EasyKV's `recency`, which never evicts a prompt token while decoding: here the oldest token goes, prompt or not.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtool.policies.parts import Rows, Score, SlotView, State
+
+
+@dataclass(frozen=True)
+class Recency(Score):
+    """Keep the newest tokens."""
+
+    name: ClassVar = "recency"
+    paper: ClassVar = "-"
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        return view.positions.float()

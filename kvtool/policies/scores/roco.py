@@ -1,0 +1,89 @@
+"""RoCo: mean attention, without the tokens whose attention varies most (MAS with a standard-deviation scope).
+
+Ren and Zhu, 2024, https://arxiv.org/abs/2402.06262, section 5 and appendix A.
+
+Differences from the paper: a fresh token has one observation, so its deviation is 0 and the literal rule evicts the
+newest token; the authors' code protects the last 10 tokens and 4 sinks, which is the default here
+(`protect_recent=0, sinks=0` is literal). As in that code a token's own row counts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtool.errors import UsageError
+from kvtool.maths.selection import top_mask
+from kvtool.policies.parts import Count, Evidence, Rows, Score, SlotView, State, half, minimum
+
+
+def mean_attention(attention_sum: Tensor, count: Tensor) -> Tensor:
+    """Mean weight that each slot received; 0 where nothing was seen."""
+    return attention_sum / count.clamp(min=1)
+
+
+def attention_deviation(attention_sum: Tensor, square_sum: Tensor, count: Tensor) -> Tensor:
+    """Population standard deviation of the weights that each slot received; 0 after one observation."""
+    mean = mean_attention(attention_sum, count)
+    return (square_sum / count.clamp(min=1) - mean * mean).clamp(min=0).sqrt()
+
+
+@dataclass(frozen=True)
+class RoCo(Score):
+    """Keep the tokens with the highest mean attention, and those whose attention varies most.
+
+    Args:
+        scope: tokens of highest deviation that are not evicted; None: half of the budget.
+        protect_recent: newest tokens that are always kept; None: 10, at most a quarter of the budget.
+        sinks: first tokens that are always kept.
+    """
+
+    scope: int | None = None
+    protect_recent: int | None = None
+    sinks: int = 4
+
+    name: ClassVar = "roco"
+    paper: ClassVar = "https://arxiv.org/abs/2402.06262"
+    evidence: ClassVar = Evidence.ALL_ROWS
+    statistics: ClassVar = ("attention_sum", "square_sum", "count")
+    attention: ClassVar = True
+
+    def __post_init__(self) -> None:
+        for field in ("scope", "protect_recent", "sinks"):
+            value = getattr(self, field)
+            if value is not None and value < 0:
+                raise UsageError(f"roco: {field} must be 0 or more, got {value}")
+
+    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
+        mean = rows.group_mean()
+        state["attention_sum"][..., : rows.slots] += mean.sum(2)
+        state["square_sum"][..., : rows.slots] += mean.square().sum(2)
+        if rows.visible is None:
+            state["count"][..., : rows.slots] += mean.shape[2]
+            return
+        counted = rows.visible
+        if rows.valid is not None:
+            counted = counted & rows.valid[:, None, :, None]
+        state["count"][..., : rows.slots] += counted.sum(2)
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        return mean_attention(state["attention_sum"], state["count"])
+
+    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+        forced = view.recent(self._protect_recent(view.budget))
+        if self.sinks:
+            forced = forced | view.sinks(self.sinks)
+        free = ~forced & (view.positions >= 0)
+        room = (free.sum(-1, keepdim=True) - victims).clamp(min=0)
+        scope = half(view.budget) if self.scope is None else self.scope
+        deviation = attention_deviation(**state)
+        in_scope = top_mask(deviation, view.positions, torch.clamp(room, max=scope), among=free)
+        return forced | in_scope
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"sinks": self.sinks, "protect_recent": self._protect_recent(budget)}
+
+    def _protect_recent(self, budget: Count) -> Count:
+        return minimum(10, budget // 4) if self.protect_recent is None else self.protect_recent

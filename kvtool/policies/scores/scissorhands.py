@@ -1,0 +1,53 @@
+"""Scissorhands, in RoCo's form: how often a token received at least average attention (AQAS).
+
+Liu et al., 2023, https://arxiv.org/abs/2305.17118, algorithm 2; Ren and Zhu, 2024, https://arxiv.org/abs/2402.06262, section 4.
+
+Differences from the original: it counts over the last 400 rows only and drops several tokens at a time; the form that
+later papers compare with counts every row and drops what is over the budget. A weight is average at 1 / (visible keys),
+and a weight equal to it counts (within 1e-6 of it, so that the rounding of a uniform row decides nothing).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtool.errors import UsageError
+from kvtool.policies.parts import Count, Evidence, Rows, Score, SlotView, State, half
+
+
+@dataclass(frozen=True)
+class Scissorhands(Score):
+    """Keep the tokens that most often got at least average attention, and a recent window.
+
+    Args:
+        recent: newest tokens that are always kept; None: half of the budget.
+    """
+
+    recent: int | None = None
+
+    name: ClassVar = "scissorhands"
+    paper: ClassVar = "https://arxiv.org/abs/2305.17118"
+    evidence: ClassVar = Evidence.ALL_ROWS
+    statistics: ClassVar = ("above_average",)
+    attention: ClassVar = True
+
+    def __post_init__(self) -> None:
+        if self.recent is not None and self.recent < 0:
+            raise UsageError(f"scissorhands: recent must be 0 or more, got {self.recent}")
+
+    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
+        mean = rows.group_mean()
+        keys = rows.slots if rows.visible is None else rows.visible.sum(-1, keepdim=True)
+        above = mean * keys >= 1 - 1e-6
+        state["above_average"][..., : rows.slots] += above.sum(2)
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        return state["above_average"]
+
+    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+        return view.recent(half(view.budget) if self.recent is None else self.recent)
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"recent": half(budget) if self.recent is None else self.recent}

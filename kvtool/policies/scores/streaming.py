@@ -1,0 +1,43 @@
+"""StreamingLLM: the first tokens, which serve as attention sinks, and the newest ones.
+
+Xiao et al., 2023, https://arxiv.org/abs/2309.17453, section 3.2.
+
+Differences from the paper: tokens keep the position at which they were read; the paper numbers them by their place in
+the cache, which only matters beyond the length that a model was trained on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvtool.errors import UsageError
+from kvtool.policies.parts import Count, Rows, Score, SlotView, State
+
+
+@dataclass(frozen=True)
+class Streaming(Score):
+    """Keep the first tokens (attention sinks) and the newest.
+
+    Args:
+        sinks: first tokens of the text that are always kept, at least 0.
+    """
+
+    sinks: int = 4
+
+    name: ClassVar = "streaming"
+    paper: ClassVar = "https://arxiv.org/abs/2309.17453"
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise UsageError(f"streaming: sinks must be 0 or more, got {self.sinks}")
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        return view.positions.float()
+
+    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+        return view.sinks(self.sinks)
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"sinks": self.sinks}

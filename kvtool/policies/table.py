@@ -1,0 +1,63 @@
+"""Every policy by name. A new one is a line here, a file of its own and a test."""
+
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import Any, Literal
+
+from kvtool.policies.parts import Rescore, Score
+
+BASES: dict[str, str] = {
+    "full": "scores.full:Full",
+    "random": "scores.random:Random",
+    "recency": "scores.recency:Recency",
+    "streaming": "scores.streaming:Streaming",
+    "scissorhands": "scores.scissorhands:Scissorhands",
+    "h2o": "scores.h2o:H2O",
+    "tova": "scores.tova:TOVA",
+    "roco": "scores.roco:RoCo",
+    "snapkv": "scores.snapkv:SnapKV",
+}
+MODIFIERS: dict[str, str] = {
+    "caote": "rescore.caote:CAOTE",
+    "fastcaote": "rescore.caote:FastCAOTE",
+}
+REFUSED: dict[str, str] = {
+    "loco": "it merges tokens with weights that need training, and there are none to ship",
+}
+
+_BUDGET_KINDS = {
+    "always": "tokens held after every step",
+    "prompt": "prompt tokens kept; what is generated is appended",
+    "never": "none: everything is kept",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the policy table."""
+
+    name: str
+    kind: Literal["base", "modifier"]
+    summary: str
+    parameters: dict[str, Any]
+    paper: str
+    budget_kind: str
+
+
+def policy_class(name: str) -> type[Score] | type[Rescore]:
+    """The class behind a name of the table."""
+    module, _, attribute = (BASES | MODIFIERS)[name].partition(":")
+    return getattr(import_module(f"kvtool.policies.{module}"), attribute)
+
+
+def describe() -> list[Entry]:
+    """Every policy and modifier, in the order of the table."""
+    entries = []
+    for name in BASES | MODIFIERS:
+        cls = policy_class(name)
+        summary = (cls.__doc__ or "").strip().splitlines()[0]
+        parameters = {field.name: field.default for field in fields(cls)}
+        kind = "base" if name in BASES else "modifier"
+        budget = _BUDGET_KINDS[cls.when] if kind == "base" else "that of its base"
+        entries.append(Entry(name, kind, summary, parameters, cls.paper, budget))
+    return entries
