@@ -1,0 +1,171 @@
+"""Sizes as people type them (`4096`, `4K`, `64MiB`, `20%`, `0.2`), read exactly, without floats."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvtool.errors import UsageError
+
+_BYTE_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_DECIMAL_UNITS = {"KB": "KiB", "MB": "MiB", "GB": "GiB", "TB": "TiB"}
+_COUNT_UNITS = {"": 1, "K": 2**10, "M": 2**20}
+_QUANTITY = re.compile(
+    r"([+-]?(?:\d+/\d+|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,2})?))\s*([A-Za-z%]*)"
+)
+_EXAMPLES = "use tokens (`512`, `4K`), a share of the prompt (`20%`, `0.2`) or bytes (`64MiB`)"
+
+
+def fraction_of(ratio: Fraction, n: int) -> int:
+    """Return how many of `n` a ratio keeps: the exact floor, at least 1.
+
+    >>> fraction_of(Fraction("0.1"), 10), fraction_of(Fraction("0.2"), 3)
+    (1, 1)
+    """
+    return max(1, ratio.numerator * n // ratio.denominator)
+
+
+def parse_count(text: str | int) -> int:
+    """Read a number of tokens: `4096` or `4K` (= 4096).
+
+    >>> parse_count("32K")
+    32768
+    """
+    number, unit = _split(str(text))
+    if unit == "k":
+        raise UsageError(f"lower-case `k` in `{text}` is ambiguous", hint=_upper_case_k(str(text)))
+    if unit not in _COUNT_UNITS:
+        raise UsageError(f"`{text}` is not a number of tokens", hint="use `4096` or `4K` (= 4096)")
+    count = number * _COUNT_UNITS[unit]
+    if count.denominator != 1:
+        raise UsageError(f"`{text}` is not a whole number of tokens")
+    return int(count)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of the cache to hold: exactly one of `tokens`, `ratio` and `bytes`.
+
+    `tokens` counts what is stored per layer and KV head, `ratio` is the share of the prompt (above
+    0, at most 1, kept as an exact fraction), `bytes` is the size of the whole K/V cache.
+    """
+
+    tokens: int | None = None
+    ratio: Fraction | None = None
+    bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.tokens, self.ratio, self.bytes) if value is not None]
+        if len(given) != 1:
+            raise UsageError(
+                f"a budget is one of tokens, ratio and bytes, got {len(given)} of them"
+            )
+        if given[0] <= 0:
+            raise UsageError(f"budget {_number(given[0])} is not above 0", hint=_EXAMPLES)
+        if self.ratio is not None and self.ratio > 1:
+            raise UsageError(f"budget ratio {_number(self.ratio)} is above 1 (100%)")
+
+    @classmethod
+    def parse(cls, value: str | int | float | Budget) -> Budget:
+        """Read a budget as typed on the command line or given in Python.
+
+        A whole number counts tokens, a decimal fraction or a percentage is a ratio, a unit of
+        bytes (`KiB`, `MiB`, `GiB`) counts bytes. A Python float is always a ratio, read as it
+        prints: 0.1 is 1/10.
+
+        >>> Budget.parse("4K"), Budget.parse(0.2), Budget.parse("64MiB").bytes
+        (Budget(tokens=4096), Budget(ratio=Fraction(1, 5)), 67108864)
+
+        Raises:
+            UsageError: not a size, not above 0, a ratio above 1, a lower-case bare `k`.
+        """
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise UsageError(f"budget `{value}` is not a size", hint=_EXAMPLES)
+        text = str(value).strip()
+        number, unit = _split(text)
+        if unit == "k":
+            raise UsageError(f"lower-case `k` in `{text}` is ambiguous", hint=_upper_case_k(text))
+        if unit == "%":
+            return cls(ratio=number / 100)
+        if unit.upper() in _BYTE_UNITS:
+            size = number * _BYTE_UNITS[unit.upper()]
+            return cls(bytes=int(size))
+        if unit.upper() in _DECIMAL_UNITS:
+            better = text[: -len(unit)].strip() + _DECIMAL_UNITS[unit.upper()]
+            raise UsageError(
+                f"budget `{text}`: `{unit}` may mean 1000 or 1024",
+                hint=f"use `{better}` (powers of 1024)",
+            )
+        if unit not in _COUNT_UNITS:
+            raise UsageError(f"budget `{text}` is not a size", hint=_EXAMPLES)
+        if unit == "" and re.search(r"[.eE/]", text):
+            return cls(ratio=number)
+        count = number * _COUNT_UNITS[unit]
+        if count.denominator != 1:
+            raise UsageError(f"budget `{text}` is not a whole number of tokens")
+        return cls(tokens=int(count))
+
+    def for_prompt(self, n: int) -> int:
+        """Return the tokens this budget means for a prompt of `n` tokens (not for bytes)."""
+        if self.tokens is not None:
+            return self.tokens
+        if self.ratio is None:
+            raise UsageError("a budget in bytes needs a model to become tokens")
+        return fraction_of(self.ratio, n)
+
+    def __str__(self) -> str:
+        """Return the canonical spelling; `Budget.parse` reads it back to an equal value."""
+        if self.tokens is not None:
+            return str(self.tokens)
+        if self.ratio is not None:
+            percent = _number(self.ratio * 100)
+            return _number(self.ratio) if "/" in percent else f"{percent}%"
+        assert self.bytes is not None, "checked on construction"
+        for unit in ("TiB", "GiB", "MiB", "KiB"):
+            if self.bytes % _BYTE_UNITS[unit.upper()] == 0:
+                return f"{self.bytes // _BYTE_UNITS[unit.upper()]}{unit}"
+        return f"{self.bytes}B"
+
+    def __repr__(self) -> str:
+        name = next(n for n in ("tokens", "ratio", "bytes") if getattr(self, n) is not None)
+        return f"Budget({name}={getattr(self, name)!r})"
+
+
+def _split(text: str) -> tuple[Fraction, str]:
+    """Split `64MiB` into its exact number and its unit as typed."""
+    found = _QUANTITY.fullmatch(text.strip())
+    if found is None:
+        raise UsageError(f"`{text}` is not a size", hint=_EXAMPLES)
+    try:
+        return Fraction(found[1]), found[2]
+    except ZeroDivisionError:
+        raise UsageError(f"`{text}` divides by zero") from None
+
+
+def _upper_case_k(text: str) -> str:
+    return f"use `{text.strip()[:-1].strip()}K` (x 1024)"
+
+
+def _number(value: int | Fraction) -> str:
+    """Write a number as a plain decimal where it ends, as p/q where it does not."""
+    if value == int(value):
+        return str(int(value))
+    value = Fraction(value)
+    twos, fives = (_times_divisible(value.denominator, prime) for prime in (2, 5))
+    if value.denominator != 2**twos * 5**fives:
+        return f"{value.numerator}/{value.denominator}"
+    places = max(twos, fives)
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    sign = "-" if value < 0 else ""
+    return f"{sign}{digits[:-places]}.{digits[-places:]}"
+
+
+def _times_divisible(n: int, prime: int) -> int:
+    times = 0
+    while n % prime == 0:
+        n //= prime
+        times += 1
+    return times
