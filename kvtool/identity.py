@@ -1,0 +1,48 @@
+"""Tell models apart: a hash of what a configuration says about the computation, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+_VOLATILE = {
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_experts_implementation",
+    "_name_or_path",
+    "architectures",
+    "attn_implementation",
+    "auto_map",
+    "dtype",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+def config_hash(config: Any) -> str:
+    """Return the sha256 of a transformers configuration.
+
+    Where the model was loaded from, in which dtype, with which attention kernel and by which
+    version of transformers does not change it.
+
+    Args:
+        config: a `PreTrainedConfig`, or the mapping its `to_dict` returns.
+    """
+    values = config if isinstance(config, dict) else config.to_dict()
+    text = json.dumps(_stable(values), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _stable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _stable(item) for key, item in value.items() if key not in _VOLATILE}
+    if isinstance(value, (list, tuple)):
+        return [_stable(item) for item in value]
+    return value
