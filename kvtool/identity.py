@@ -1,4 +1,4 @@
-"""Tell models apart: a hash of what a configuration says about the computation, and nothing else."""
+"""Tell models apart by a hash of what their configuration computes, and nothing else."""
 
 from __future__ import annotations
 

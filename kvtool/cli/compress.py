@@ -1,0 +1,99 @@
+"""`kvtool compress`: read a prompt once, keep its compressed cache in a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtool.cli.output import render, write_configuration, write_data
+from kvtool.cli.request import (
+    PromptOptions,
+    Request,
+    check_paths,
+    choose_policy,
+    configuration,
+    encode,
+    note_model,
+    read_prefill,
+    spell_budget,
+    typed_prompt,
+)
+from kvtool.cli.terminal import Terminal
+from kvtool.documents.files import write_with
+from kvtool.errors import UsageError
+from kvtool.models.load import Loaded, load
+
+if TYPE_CHECKING:
+    from kvtool.documents.generation import CompressionDocument
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressOptions(PromptOptions):
+    """Options of `kvtool compress`."""
+
+
+def compress(options: CompressOptions, terminal: Terminal) -> None:
+    """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
+    check_paths(options)
+    request = _resolve(options, terminal)
+    if options.dry_run:
+        write_configuration(configuration(options, request), options, terminal)
+        return
+    note_model(options, terminal)
+    loaded = load(options.model, **options.load_options())
+    document = _run(options, request, loaded)
+    form = options.choose_format("text" if terminal.interactive else "json")
+    write_data(render(document, form, _as_text(document)), options, terminal)
+    terminal.note(f"saved {options.save_path}")
+
+
+def _resolve(options: CompressOptions, terminal: Terminal) -> Request:
+    """Check everything that can be checked before the model is loaded."""
+    if options.save_path is None:
+        raise UsageError("no file to save to", hint="--save book.kv.safetensors")
+    if options.policy is None:
+        raise UsageError("no policy", hint="--policy h2o+caote; `kvtool policies` lists them")
+    prompt, source = typed_prompt(options)
+    if prompt is None:
+        raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
+    prefill = read_prefill(options.prefill)
+    policy, budget = choose_policy(options.policy, options.budget, terminal)
+    return Request(prompt, source, policy, budget, prefill)
+
+
+def _run(options: CompressOptions, request: Request, loaded: Loaded) -> CompressionDocument:
+    from kvtool import generation
+    from kvtool.cache.cache import build_cache
+    from kvtool.cache.files import save_cache
+    from kvtool.documents.generation import CacheSection, CompressionDocument, CompressionTiming
+
+    prompt_ids = encode(loaded, request.prompt, first=True, source=request.source)
+    request.check_length(prompt_ids.shape[1])
+    cache = build_cache(loaded.model, request.policy, request.budget, prefill=request.prefill)
+    result = generation.compress(loaded.model, cache, prompt_ids)
+    write_with(
+        options.save_path,
+        lambda file: save_cache(
+            cache,
+            file,
+            input_ids=result.input_ids,
+            next_logits=result.next_logits,
+            model=loaded.model,
+        ),
+    )
+    return CompressionDocument(
+        model=loaded.name,
+        policy=str(request.policy),
+        budget=spell_budget(request.budget),
+        prompt_tokens=prompt_ids.shape[1],
+        saved=str(options.save_path),
+        cache=CacheSection.of(cache.report()),
+        timing=CompressionTiming(prefill_s=result.prefill_s),
+    )
+
+
+def _as_text(document: CompressionDocument) -> str:
+    return (
+        f"{document.prompt_tokens} tokens read in {document.timing.prefill_s:.2f} s; "
+        f"{document.cache.in_words()}\n"
+    )

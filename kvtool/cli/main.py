@@ -1,0 +1,107 @@
+"""The command `kvtool`: its subcommands, and what a failure looks like."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+import kvtool
+from kvtool.cli.compress import compress
+from kvtool.cli.generate import generate
+from kvtool.cli.options import command
+from kvtool.cli.policies import policies
+from kvtool.errors import KvtoolError
+
+app = typer.Typer(
+    name="kvtool",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Compress the KV cache of language models."""
+    if version:
+        typer.echo(f"kvtool {kvtool.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
+
+
+for function in (generate, compress, policies):
+    app.command()(command(function))
+
+
+def run(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit."""
+    sys.exit(main(sys.argv[1:] if arguments is None else arguments))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; a mistake is one line on stderr."""
+    debug = "--debug" in arguments
+    try:
+        with warnings.catch_warnings():
+            if not debug:
+                warnings.simplefilter("ignore")
+            return app(list(arguments), prog_name="kvtool", standalone_mode=False) or 0
+    except BrokenPipeError:
+        _forget_stdout()
+        return 141  # as a program that SIGPIPE ended
+    except KeyboardInterrupt:
+        return 130
+    except (KvtoolError, typer.TyperException, OSError, MemoryError, RuntimeError) as error:
+        told = _explain(error)
+        if told is None or debug:
+            raise
+        _tell(told)
+        return told.exit_code
+
+
+def _explain(error: Exception) -> KvtoolError | None:
+    """Return the mistake behind an exception, or None for a bug, which keeps its traceback."""
+    if isinstance(error, KvtoolError):
+        return error
+    if isinstance(error, typer.TyperException):
+        message, _, suggestion = error.format_message().partition(" Did you mean ")
+        told = KvtoolError(
+            message[:1].lower() + message[1:],
+            hint=f"did you mean {suggestion}".replace("'", "`") if suggestion else None,
+        )
+        told.exit_code = error.exit_code
+        return told
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return KvtoolError(
+            "out of memory", hint="a smaller budget, --prefill block or --dtype bfloat16"
+        )
+    if isinstance(error, OSError):
+        place = f"`{error.filename}`: " if error.filename else ""
+        return KvtoolError(f"{place}{error.strerror or error}")
+    return None
+
+
+def _tell(error: KvtoolError) -> None:
+    lines = [f"error: {' '.join(str(error).split()).rstrip('.')}"]
+    if error.hint:
+        lines.append(f"hint: {' '.join(error.hint.split())}")
+    print(*lines, sep="\n", file=sys.stderr)  # noqa: T201
+
+
+def _forget_stdout() -> None:
+    """Let the interpreter flush nothing into the closed pipe on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+if __name__ == "__main__":
+    run()

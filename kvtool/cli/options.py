@@ -1,0 +1,146 @@
+"""Options that commands share, and how a dataclass of options becomes a command.
+
+A command is a function of one dataclass whose fields are its options, and the terminal it talks to:
+
+    @command
+    def generate(options: GenerateOptions, terminal: Terminal) -> None: ...
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from typer import Option
+
+from kvtool.cli.terminal import Terminal, open_terminal
+from kvtool.documents.files import check_writable
+
+Format = Literal["text", "json", "yaml"]
+_SUFFIXES: dict[str, Format] = {
+    ".json": "json",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".txt": "text",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where the data goes, in which form, and how much is said beside it."""
+
+    output: Annotated[
+        str | None,
+        Option(
+            "--output", "-o", metavar="PATH|-", help="Write the data here, whole or not at all."
+        ),
+    ] = None
+    format: Annotated[
+        Format | None,
+        Option("--format", "-f", help="Form of the data.  [default: by the suffix of --output]"),
+    ] = None
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Say nothing but errors.")] = False
+    progress: Annotated[
+        bool | None,
+        Option("--progress/--no-progress", help="Progress bars.  [default: on a terminal]"),
+    ] = None
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False
+
+    @property
+    def output_path(self) -> Path | None:
+        """The file to write, or None for stdout."""
+        return None if self.output in (None, "-") else Path(self.output).expanduser()
+
+    def check_output(self) -> None:
+        """Refuse an output file that could not be written at the end."""
+        if self.output_path is not None:
+            check_writable(self.output_path, "--output")
+
+    def choose_format(self, otherwise: Format) -> Format:
+        """Return the format asked for by name or by suffix."""
+        suffix = self.output_path.suffix.lower() if self.output_path else ""
+        return self.format or _SUFFIXES.get(suffix, otherwise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(OutputOptions):
+    """Which model runs, and on what."""
+
+    model: Annotated[
+        str | None,
+        Option("--model", "-m", metavar="ID|DIR", help="Model.  [default: the bundled reference]"),
+    ] = None
+    revision: Annotated[
+        str | None,
+        Option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub."),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Option("--dtype", help="auto: the checkpoint's on a GPU, float32 on a CPU."),
+    ] = "auto"
+    device: Annotated[
+        str, Option("--device", metavar="auto|cpu|cuda[:i]", help="Where the model runs.")
+    ] = "auto"
+    device_map: Annotated[
+        str | None,
+        Option(
+            "--device-map",
+            metavar="MAP",
+            help="Spread layers over devices, as in transformers (auto ..).",
+        ),
+    ] = None
+    attn_implementation: Annotated[
+        Literal["auto", "eager", "sdpa", "flash_attention_2"],
+        Option("--attn-implementation", help="Attention kernel."),
+    ] = "auto"
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False
+    seed: Annotated[
+        int, Option("--seed", min=0, metavar="N", help="Seed of everything random.")
+    ] = 0
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Print the resolved configuration and stop.")
+    ] = False
+
+    def load_options(self) -> dict[str, Any]:
+        """The keyword arguments of `kvtool.models.load.load`."""
+        return {
+            "revision": self.revision,
+            "dtype": self.dtype,
+            "device": self.device,
+            "device_map": self.device_map,
+            "attn_implementation": self.attn_implementation,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+
+def command(function: Callable[[Any, Terminal], None]) -> Callable[..., None]:
+    """Give typer one parameter per field of the options, a command's own before the shared ones."""
+    options_type = get_type_hints(function)["options"]
+    hints = get_type_hints(options_type, include_extras=True)
+    defaults = {field.name: field.default for field in fields(options_type)}
+    names = [
+        name for base in options_type.__mro__ for name in vars(base).get("__annotations__", ())
+    ]
+
+    @functools.wraps(function)
+    def run(**values: Any) -> None:
+        options = options_type(**values)
+        with open_terminal(quiet=options.quiet, progress=options.progress) as terminal:
+            function(options, terminal)
+
+    run.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name]
+            )
+            for name in dict.fromkeys(names)
+        ]
+    )
+    run.__annotations__ = {}
+    return run

@@ -1,0 +1,41 @@
+"""Write data where the options say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvtool.cli.options import Format, OutputOptions
+from kvtool.cli.terminal import Terminal
+from kvtool.documents.files import write_text
+
+if TYPE_CHECKING:
+    from kvtool.documents.document import Document
+
+
+def write_data(text: str, options: OutputOptions, terminal: Terminal) -> None:
+    """Write to the output file, atomically, or to stdout."""
+    if options.output_path is None:
+        terminal.write(text)
+    else:
+        write_text(options.output_path, text)
+        terminal.note(f"wrote {options.output_path}")
+
+
+def render(document: Document, form: Format, text: str) -> str:
+    """Return a document in the form asked for; `text` is what a person reads."""
+    return {"json": document.to_json, "yaml": document.to_yaml, "text": lambda: text}[form]()
+
+
+def write_configuration(
+    configuration: dict[str, Any], options: OutputOptions, terminal: Terminal
+) -> None:
+    """Print what a command would do: JSON if asked for, YAML else."""
+    import json
+
+    import yaml
+
+    if options.choose_format("yaml") == "json":
+        text = json.dumps(configuration, indent=2, ensure_ascii=False) + "\n"
+    else:
+        text = yaml.safe_dump(configuration, sort_keys=False, allow_unicode=True, width=100)
+    terminal.write(text)

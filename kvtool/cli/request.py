@@ -1,0 +1,213 @@
+"""What `generate` and `compress` are asked to do, checked before anything heavy is loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from kvtool.cli.options import ModelOptions
+from kvtool.cli.terminal import Terminal
+from kvtool.documents.files import check_writable
+from kvtool.documents.prompts import check_prompt, read_prompt
+from kvtool.errors import UsageError, did_you_mean
+from kvtool.models.load import REFERENCE, Loaded, check_folder
+from kvtool.sizes import Budget, parse_count
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtool.policies.policy import Policy
+
+DEFAULT_BUDGET = Budget(tokens=512)
+DEFAULT_BLOCK = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(ModelOptions):
+    """A prompt, and the policy and budget of the cache it fills."""
+
+    prompt: Annotated[str | None, Option("--prompt", metavar="TEXT", help="The prompt.")] = None
+    prompt_file: Annotated[
+        str | None,
+        Option(
+            "--prompt-file", metavar="FILE|-", help="Read the prompt from a UTF-8 file, - stdin."
+        ),
+    ] = None
+    policy: Annotated[
+        str | None,
+        Option(
+            "--policy",
+            "-p",
+            metavar="POLICY",
+            help="What to keep, e.g. h2o+caote; see `kvtool policies`.",
+        ),
+    ] = None
+    budget: Annotated[
+        str | None,
+        Option(
+            "--budget",
+            "-b",
+            metavar="SIZE",
+            help="Tokens per layer and KV head (512, 4K), share of the prompt (20%) or bytes "
+            f"(64MiB).  [default: {DEFAULT_BUDGET}]",
+        ),
+    ] = None
+    prefill: Annotated[
+        str | None,
+        Option(
+            "--prefill",
+            metavar="full|block[:M]",
+            help=f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}).",
+        ),
+    ] = None
+    save: Annotated[
+        str | None,
+        Option("--save", metavar="CACHE.safetensors", help="Save the compressed cache here."),
+    ] = None
+
+    @property
+    def save_path(self) -> Path | None:
+        """The cache file to write."""
+        return None if self.save is None else Path(self.save).expanduser()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request.
+
+    Attributes:
+        prompt: the text, or None for none.
+        source: where the text came from, in words.
+        policy, budget: None where a saved cache brings its own.
+        prefill: `full` or `block:M`.
+    """
+
+    prompt: str | None
+    source: str
+    policy: Policy | None
+    budget: Budget | None
+    prefill: str
+
+    def check_length(self, tokens: int) -> None:
+        """Refuse a share of this prompt that its protected tokens alone would fill."""
+        if self.policy is not None and self.budget is not None and self.budget.ratio is not None:
+            kept = self.budget.for_prompt(tokens)
+            if kept < tokens:
+                self.policy.check_budget(kept)
+
+
+def check_paths(options: PromptOptions) -> None:
+    """Refuse files and folders that are not there, without importing torch."""
+    options.check_output()
+    if options.save_path is not None:
+        check_writable(options.save_path, "--save")
+        if options.output_path is not None and options.save_path == options.output_path:
+            raise UsageError(f"--save and --output both write `{options.save_path}`")
+    check_folder(options.model)
+
+
+def typed_prompt(options: PromptOptions) -> tuple[str | None, str]:
+    """Return the prompt given, if one is, and where it came from."""
+    if options.prompt is not None and options.prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file exclude each other; keep one")
+    if options.prompt_file is not None:
+        name = "stdin" if options.prompt_file == "-" else options.prompt_file
+        return read_prompt(options.prompt_file), name
+    if options.prompt is not None:
+        return check_prompt(options.prompt, "--prompt"), "--prompt"
+    return None, "none"
+
+
+def choose_policy(
+    policy: str | None, budget: str | None, terminal: Terminal
+) -> tuple[Policy, Budget | None]:
+    """Read policy and budget, fill in what was not given, and refuse a budget that is too small."""
+    size = None if budget is None else Budget.parse(budget)
+    if policy is None and size is not None:
+        raise UsageError("--budget needs a policy", hint=f"--policy h2o+caote --budget {size}")
+    from kvtool.policies.grammar import parse_policy
+
+    chosen = parse_policy("full" if policy is None else policy)
+    if policy is None:
+        terminal.note("policy: full (everything is kept; choose another with --policy)")
+    if chosen.score.when == "never":
+        if size is not None:
+            terminal.note(
+                f"note: policy `{chosen}` keeps everything; --budget {size} has no effect"
+            )
+        return chosen, None
+    if size is None:
+        size = DEFAULT_BUDGET
+        terminal.note(f"budget: {size} tokens per layer and KV head")
+    if size.tokens is not None:
+        chosen.check_budget(size.tokens)
+    return chosen, size
+
+
+def read_prefill(text: str | None) -> str:
+    """Return `full` or `block:M`.
+
+    Raises:
+        UsageError: neither, or a block of no token.
+    """
+    found = re.fullmatch(r"(full|block)(?::(.*))?", (text or "full").strip().lower())
+    if found is None or (found[1] == "full" and found[2] is not None):
+        name = str(text).partition(":")[0]
+        raise UsageError(
+            f"--prefill must be full, block or block:M, got `{text}`",
+            hint=did_you_mean(name, ["full", "block"]),
+        )
+    if found[1] == "full":
+        return "full"
+    size = DEFAULT_BLOCK if found[2] is None else parse_count(text.strip().partition(":")[2])
+    if size < 1:
+        raise UsageError(f"--prefill: a block is 1 token or more, got {size}")
+    return f"block:{size}"
+
+
+def note_model(options: PromptOptions, terminal: Terminal) -> None:
+    """Say that the bundled model is used, where nobody asked for it."""
+    if options.model is None:
+        terminal.note(f"model: {REFERENCE} (bundled; choose another with --model)")
+
+
+def encode(loaded: Loaded, text: str, *, first: bool, source: str) -> Tensor:
+    """Return the (1, n) token ids of a prompt; special tokens come with a first prompt only."""
+    ids = loaded.tokenizer(text, return_tensors="pt", add_special_tokens=first)["input_ids"]
+    if ids.shape[1] == 0:
+        raise UsageError(f"the prompt from {source} is empty for this tokenizer")
+    return ids.to(loaded.model.device)
+
+
+def configuration(options: PromptOptions, request: Request) -> dict[str, Any]:
+    """Return what a dry run prints."""
+    from kvtool.models.load import resolve_device, resolve_dtype
+
+    device = resolve_device(options.device, options.device_map)
+    spread = {} if options.device_map is None else {"device_map": options.device_map}
+    return {
+        "model": options.model or REFERENCE,
+        "revision": options.revision,
+        "dtype": resolve_dtype(options.dtype, device),
+        "device": device,
+        **spread,
+        "attn_implementation": options.attn_implementation,
+        "policy": None if request.policy is None else str(request.policy),
+        "budget": spell_budget(request.budget),
+        "prefill": request.prefill,
+        "prompt": request.source,
+        "prompt_characters": None if request.prompt is None else len(request.prompt),
+        "seed": options.seed,
+        "save": options.save,
+    }
+
+
+def spell_budget(budget: Budget | None) -> int | str | None:
+    """Write a budget in a document: tokens as a number, anything else as typed."""
+    if budget is None:
+        return None
+    return str(budget) if budget.tokens is None else budget.tokens

@@ -1,0 +1,79 @@
+"""The two streams: data on stdout, everything else on stderr, whatever a library prints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TextIO
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """Where a command prints.
+
+    Attributes:
+        data: the real stdout.
+        interactive: whether a person reads `data`.
+        quiet: whether notes are dropped.
+        progress: whether progress bars are wanted.
+    """
+
+    data: TextIO
+    interactive: bool
+    quiet: bool
+    progress: bool
+
+    def write(self, text: str) -> None:
+        """Print data, at once."""
+        self.data.write(text)
+        self.data.flush()
+
+    def note(self, text: str) -> None:
+        """Tell the person at the terminal something that is not data."""
+        if not self.quiet:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def open_terminal(*, quiet: bool, progress: bool | None) -> Iterator[Terminal]:
+    """Keep stdout for data: what a library prints meanwhile, even from C, goes to stderr."""
+    wanted = not quiet and (sys.stderr.isatty() if progress is None else progress)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not wanted:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    with _real_stdout() as data:
+        yield Terminal(data, data.isatty(), quiet, wanted)
+
+
+@contextlib.contextmanager
+def _real_stdout() -> Iterator[TextIO]:
+    real = sys.stdout
+    if not _is_descriptor_1(real):
+        with contextlib.redirect_stdout(sys.stderr):
+            yield real
+        return
+    real.flush()
+    kept = os.dup(1)
+    data = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace", newline="")
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield data
+        data.flush()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        with contextlib.suppress(OSError):  # told already, when it was written
+            data.close()
+
+
+def _is_descriptor_1(stream: TextIO) -> bool:
+    try:
+        return stream.fileno() == 1
+    except (AttributeError, OSError, io.UnsupportedOperation):
+        return False

@@ -1,0 +1,39 @@
+"""What every document has in common: its kind, its schema version, no unknown keys."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A part of a document; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Document(Section):
+    """A whole document; subclasses add a `kind`. Sections that were not measured are left out."""
+
+    schema_version: Literal[1] = 1
+
+    def to_data(self) -> dict[str, Any]:
+        """Return plain dictionaries and lists, `kind` and `schema_version` first."""
+        left_out = {
+            name
+            for name, field in type(self).model_fields.items()
+            if getattr(self, name) is None and not field.is_required()
+        }
+        data = self.model_dump(mode="json", exclude=left_out)
+        return {"kind": data.pop("kind"), "schema_version": data.pop("schema_version"), **data}
+
+    def to_json(self) -> str:
+        """Return the document as JSON, ending in a newline."""
+        return json.dumps(self.to_data(), indent=2, ensure_ascii=False) + "\n"
+
+    def to_yaml(self) -> str:
+        """Return the document as YAML, in the same order."""
+        return yaml.safe_dump(self.to_data(), sort_keys=False, allow_unicode=True, width=100)

@@ -1,0 +1,111 @@
+"""The results of `kvtool generate` and `kvtool compress` as documents."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt
+
+from kvtool.documents.document import Document, Section
+
+if TYPE_CHECKING:
+    from kvtool.cache.cache import CacheReport
+
+
+class CacheSection(Section):
+    """What the cache held at the end, counted from its tensors.
+
+    `kv_bytes` counts filled slots, `allocated_bytes` the tensors, `state_bytes` the policy's own
+    statistics, `full_bytes` a cache that kept everything, `peak_bytes` the most there ever was.
+    """
+
+    tokens_seen: NonNegativeInt
+    kept_per_layer: list[NonNegativeInt]
+    kv_bytes: NonNegativeInt
+    allocated_bytes: NonNegativeInt
+    state_bytes: NonNegativeInt
+    full_bytes: NonNegativeInt
+    peak_bytes: NonNegativeInt
+
+    @classmethod
+    def of(cls, report: CacheReport) -> CacheSection:
+        """Take the numbers from a cache's report."""
+        return cls(**{name: getattr(report, name) for name in cls.model_fields})
+
+    def in_words(self) -> str:
+        """Say what was kept of what was seen."""
+        kept = [tokens for tokens in self.kept_per_layer if tokens > 0] or [0]
+        span = f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
+        smaller = f" ({self.full_bytes / self.kv_bytes:.1f}x smaller)" if self.kv_bytes else ""
+        return (
+            f"kept {span} of {self.tokens_seen} tokens, {_mib(self.kv_bytes)} "
+            f"of {_mib(self.full_bytes)}{smaller}"
+        )
+
+
+class GenerationTiming(Section):
+    """Wall-clock times."""
+
+    prefill_s: NonNegativeFloat
+    decode_s: NonNegativeFloat
+    decode_tokens_per_s: NonNegativeFloat | None
+
+
+class Fidelity(Section):
+    """How close the run stayed to a full cache on the same tokens."""
+
+    agreement: float
+    kl: float
+    first_divergence: NonNegativeInt | None
+
+    @classmethod
+    def of(cls, fidelity: object) -> Fidelity:
+        """Take the numbers from a measurement."""
+        return cls(**{name: getattr(fidelity, name) for name in cls.model_fields})
+
+    def in_words(self) -> str:
+        """Say how close the run stayed."""
+        where = "never" if self.first_divergence is None else f"at token {self.first_divergence}"
+        return (
+            f"full cache: {self.agreement:.1%} of tokens agree, KL {self.kl:.3g}, "
+            f"first difference {where}"
+        )
+
+
+class GenerationDocument(Document):
+    """`kvtool generate`: `text` and `token_ids` hold generated tokens only."""
+
+    kind: Literal["generation"] = "generation"
+    model: str
+    policy: str
+    budget: int | str | None
+    prompt_tokens: NonNegativeInt
+    new_tokens: NonNegativeInt
+    text: str
+    token_ids: list[NonNegativeInt]
+    cache: CacheSection
+    timing: GenerationTiming
+    fidelity: Fidelity | None = None
+
+
+class CompressionTiming(Section):
+    """Wall-clock times."""
+
+    prefill_s: NonNegativeFloat
+
+
+class CompressionDocument(Document):
+    """`kvtool compress`: what was read, and what the saved cache holds."""
+
+    kind: Literal["compression"] = "compression"
+    model: str
+    policy: str
+    budget: int | str | None
+    prompt_tokens: NonNegativeInt
+    saved: str
+    cache: CacheSection
+    timing: CompressionTiming
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,296 @@
+"""Load a model and its tokenizer, from a folder, the hub or this package."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.identity import config_hash
+
+if TYPE_CHECKING:
+    import torch
+
+REFERENCE = "reference"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run, its tokenizer, and what identifies them."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    revision: str | None
+    config_hash: str
+
+
+def load(
+    model: str | None = None,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: str | None = None,
+    attn_implementation: str = "auto",
+    trust_remote_code: bool = False,
+) -> Loaded:
+    """Load a causal language model for inference.
+
+    Args:
+        model: a folder or a hub ID; None is the bundled reference model.
+        revision: branch, tag or commit on the hub.
+        dtype: a torch dtype by name; `auto` is the checkpoint's on a GPU and float32 on a CPU.
+        device: `cpu`, `cuda`, `cuda:1` ...; `auto` is the first GPU if there is one.
+        device_map: spread the layers, as in transformers (`auto`, `balanced` ...); replaces device.
+        attn_implementation: `eager`, `sdpa` or `flash_attention_2`; `auto` leaves it to the model.
+        trust_remote_code: allow code that comes with the checkpoint to run.
+
+    Raises:
+        UsageError: no such folder or model, files missing in it, an option that cannot work here.
+        KvtoolError: the hub cannot be reached, the weights cannot be read, the architecture cannot
+            be run with a compressed cache.
+    """
+    check_folder(model)
+    place = resolve_device(device, device_map)
+    check_attention(attn_implementation, place)
+    name, source = _source(model)
+    where = {"revision": revision} if revision else {}
+    where["trust_remote_code"] = trust_remote_code
+    with _library_output_on_stderr(), _in_one_line(name, trust_remote_code):
+        config = _load_config(name, source, where)
+        tokenizer = _load_tokenizer(source, where)
+        loaded = _load_weights(
+            name,
+            source,
+            config=config,
+            dtype=_dtype(dtype, place, device_map),
+            device_map=device_map,
+            attn_implementation=None if attn_implementation == "auto" else attn_implementation,
+            **where,
+        )
+        if device_map is None:
+            loaded.to(place)
+    loaded.eval().requires_grad_(False)
+    loaded.name_or_path = loaded.config._name_or_path = name
+    commit = getattr(config, "_commit_hash", None)
+    return Loaded(loaded, tokenizer, name, revision or commit, config_hash(config))
+
+
+def check_folder(model: str | None) -> None:
+    """Refuse, without importing torch, a model folder that lacks what loading needs.
+
+    Raises:
+        UsageError: the folder, its config.json, its weights or its tokenizer is missing.
+    """
+    name, source = _source(model)
+    if not source.strip():
+        raise UsageError("the model name is empty", hint="give a folder or a hub ID")
+    folder = Path(source)
+    if not folder.is_dir():
+        if folder.is_file():
+            raise UsageError(f"model `{name}` is a file", hint="give the folder that holds it")
+        if source.startswith(("/", "./", "../")) or source.endswith("/") or source.count("/") > 1:
+            raise UsageError(f"model folder `{name}` does not exist")
+        return
+    config = folder / "config.json"
+    if not config.is_file():
+        raise UsageError(f"model folder `{name}` has no config.json")
+    try:
+        if not isinstance(json.loads(config.read_bytes()), dict):
+            raise ValueError("it holds no mapping")
+    except ValueError as error:
+        raise UsageError(f"`{config}` is not valid JSON: {error}") from None
+    _check_weights(name, folder)
+    if not any((folder / file).is_file() for file in _TOKENIZERS):
+        raise UsageError(f"model folder `{name}` has no tokenizer (no tokenizer.json)")
+
+
+def resolve_device(device: str, device_map: str | None = None) -> str:
+    """Turn `auto` into a device of this machine, and refuse one that it does not have."""
+    import torch
+
+    if device_map is not None and device != "auto":
+        raise UsageError("--device and --device-map exclude each other; keep one")
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or device.endswith(":"):
+        raise UsageError(f"no device `{device}`; choose auto, cpu, cuda or cuda:0, cuda:1 ..")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(index or 0) >= count:
+            raise UsageError(
+                f"no device `{device}`: {count} CUDA devices here", hint="--device cpu"
+            )
+    return device
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """Say what `auto` means on a device: `float32` on a CPU, the checkpoint's own (`auto`) else."""
+    return "float32" if dtype == "auto" and device == "cpu" else dtype
+
+
+def check_attention(attn_implementation: str, device: str) -> None:
+    """Refuse an attention kernel that this machine cannot run."""
+    from importlib.util import find_spec
+
+    if attn_implementation != "flash_attention_2":
+        return
+    if find_spec("flash_attn") is None:
+        raise UsageError(
+            "--attn-implementation flash_attention_2 needs the flash-attn package",
+            hint="pip install 'kvtool[flash]'",
+        )
+    if device == "cpu":
+        raise UsageError("--attn-implementation flash_attention_2 needs a CUDA device, not cpu")
+
+
+def _source(model: str | None) -> tuple[str, str]:
+    """Return the name to report and the place to load from."""
+    if model is None or (model == REFERENCE and not Path(model).exists()):
+        from kvtool.models import reference
+
+        return REFERENCE, str(reference.path())
+    return model, os.path.expanduser(model)
+
+
+def _check_weights(name: str, folder: Path) -> None:
+    index = next((folder / file for file in _INDEXES if (folder / file).is_file()), None)
+    if any((folder / file).is_file() for file in _WEIGHTS):
+        return
+    if index is None:
+        raise UsageError(f"model folder `{name}` has no weights (no {_WEIGHTS[0]})")
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"`{index}` is not an index of weight files") from None
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise UsageError(
+            f"model folder `{name}` lacks {len(missing)} of {len(shards)} weight files "
+            f"(first: {missing[0]})"
+        )
+
+
+def _dtype(dtype: str, device: str, device_map: str | None) -> str | torch.dtype:
+    import torch
+
+    resolved = resolve_dtype(dtype, "cuda" if device_map and device != "cpu" else device)
+    return "auto" if resolved == "auto" else getattr(torch, resolved)
+
+
+def _load_config(name: str, source: str, where: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kvtool.cache.attention import check_supported
+
+    config = AutoConfig.from_pretrained(source, **where)
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
+        raise KvtoolError(f"model `{name}` ({config.model_type}) is not a causal language model")
+    check_supported(config)
+    return config
+
+
+def _load_tokenizer(source: str, where: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source, **where)
+
+
+def _load_weights(name: str, source: str, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise KvtoolError(
+            f"the weights of `{name}` lack {len(missing)} tensors of its architecture "
+            f"(first: {missing[0]})"
+        )
+    return model
+
+
+@contextlib.contextmanager
+def _library_output_on_stderr() -> Iterator[None]:
+    """Keep what libraries print while loading off stdout, and their advice quiet."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def _in_one_line(name: str, trust_remote_code: bool) -> Iterator[None]:
+    """Turn what transformers, safetensors and the hub raise into one line with a hint."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except KvtoolError:
+        raise
+    except SafetensorError as error:
+        raise KvtoolError(f"cannot read the weights of `{name}`: {_one_line(error)}") from error
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise _translate(name, error, trust_remote_code) from error
+
+
+def _translate(name: str, error: Exception, trust_remote_code: bool) -> KvtoolError:
+    if type(error).__name__ == "OutOfMemoryError":
+        return KvtoolError(f"not enough memory for model `{name}`", hint="try --dtype bfloat16")
+    text = " ".join(str(part) for part in _chain(error))
+    if not trust_remote_code and "trust_remote_code" in text:
+        return UsageError(
+            f"model `{name}` brings its own code, which is not run unasked",
+            hint="read that code, then pass --trust-remote-code",
+        )
+    if "gated repo" in text or "401" in text or "403" in text:
+        return KvtoolError(f"access to model `{name}` is restricted", hint="log in: hf auth login")
+    if "does not recognize this architecture" in text or "Unrecognized model" in text:
+        return KvtoolError(
+            f"the architecture of model `{name}` is not supported: {_one_line(error)}"
+        )
+    if any(sign in text for sign in ("couldn't connect", "Connection", "offline", "resolve")):
+        return KvtoolError(
+            f"no folder `{name}` here, and the hub cannot be reached to look for a model of that "
+            "name",
+            hint="give a folder, or check the network (HF_HUB_OFFLINE, HF_ENDPOINT)",
+        )
+    if "valid model identifier" in text or "Repo id must" in text or "404" in text:
+        return UsageError(f"no folder and no hub model named `{name}`")
+    return KvtoolError(f"cannot load model `{name}`: {_one_line(error)}")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    sentence = text.split(". ")[0].rstrip(".")
+    return sentence if len(sentence) <= 200 else sentence[:197] + "..."
