@@ -1,0 +1,333 @@
+"""The cache that transformers holds: one slot layer per attention layer, budgets, rows and reports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+
+from kvtool.cache import handover
+from kvtool.cache.slots import HybridSlotLayer, SlotLayer
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.policies.grammar import parse_policy
+from kvtool.policies.policy import Policy
+from kvtool.policies.scores.recency import Recency
+from kvtool.sizes import Budget, fraction_of
+
+_DEFAULT_BLOCK = 128  # tokens, CAOTE section 2
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What a cache holds, counted from its tensors.
+
+    Attributes:
+        tokens_seen: tokens of the longest row, padding excluded.
+        kept_per_layer: filled slots of the fullest KV head of each layer; 0 for layers without attention.
+        kv_bytes: keys and values in filled slots.
+        allocated_bytes: the key and value buffers.
+        state_bytes: positions and the policy's numbers.
+        full_bytes: keys and values that a full cache would hold now.
+        peak_bytes: most key and value bytes that existed at a time, running blocks included.
+    """
+
+    tokens_seen: int
+    kept_per_layer: list[int]
+    kv_bytes: int
+    allocated_bytes: int
+    state_bytes: int
+    full_bytes: int
+    peak_bytes: int
+
+
+def build_cache(
+    model: PreTrainedModel,
+    policy: Policy | str,
+    budget: Budget | str | int | float | None = None,
+    *,
+    prefill: str = "full",
+) -> KVCache:
+    """Make an empty cache for a model that runs (or will run) kvtool's attention.
+
+    Args:
+        model: a decoder of transformers; `attach` it before use.
+        policy: what stays, as a value or a policy string.
+        budget: tokens per layer and KV head (int, `4K`), share of the prompt (float, `20%`) or bytes of the whole cache
+            (`64MiB`). None only for policies that keep everything.
+        prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens, cutting after each.
+
+    Raises:
+        UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot be read.
+        KvtoolError: a model whose layers cannot be compressed.
+    """
+    policy = parse_policy(policy)
+    config = model.config.get_text_config(decoder=True)
+    check_layers(config)
+    request = None if budget is None else Budget.parse(budget)
+    if policy.score.when == "never":
+        request = None
+    elif request is None:
+        raise UsageError(f"policy `{policy.score.name}` needs a budget, such as 512, 20% or 64MiB")
+    elif request.tokens is not None:
+        policy.check_budget(request.tokens)
+    return KVCache(config, policy, request, read_prefill(prefill), runs_eager(model))
+
+
+def read_prefill(text: str) -> int | None:
+    """Tokens per block of a prompt: `full` is None, `block` 128, `block:M` M."""
+    found = re.fullmatch(r"full|block(?::(\d+))?", text.strip().lower())
+    if not found:
+        raise UsageError(f"prefill must be full, block or block:M, got `{text}`")
+    if text.strip().lower() == "full":
+        return None
+    size = int(found[1]) if found[1] else _DEFAULT_BLOCK
+    if size < 1:
+        raise UsageError(f"prefill blocks must have 1 token or more, got {size}")
+    return size
+
+
+def runs_eager(model: PreTrainedModel) -> bool:
+    """Whether the model was loaded with the eager kernel, so that attention weights are to be computed in full."""
+    previous = handover.attachment(model)
+    name = previous.implementation if previous else model.config._attn_implementation
+    return name == "eager"
+
+
+def check_layers(config: PreTrainedConfig) -> None:
+    """Refuse layers that this cache cannot hold.
+
+    Raises:
+        KvtoolError: shared, chunked or indexed attention; no attention at all.
+    """
+    kinds, _ = get_layer_types_and_kwargs(config)
+    if any(mode == "reuse" for mode in getattr(config, "kv_sharing_modes", None) or ()):
+        raise KvtoolError(
+            f"`{config.model_type}` lets layers share a cache, which eviction here does not support"
+        )
+    known = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"}
+    stock = {"linear_attention", "conv", "mamba", "dummy", "recurrent"}
+    for kind in kinds:
+        if kind not in known | stock:
+            raise KvtoolError(
+                f"`{config.model_type}` has `{kind}` layers, whose cache cannot be compressed here"
+            )
+    if not known & set(kinds):
+        raise KvtoolError(
+            f"`{config.model_type}` has no attention layers, so there is no cache to compress"
+        )
+
+
+class KVCache(Cache):
+    """A transformers cache whose attention layers hold at most their budget.
+
+    A user's first forward is taken as the prompt, and so is every later one of more than one token; `prompt()` says so
+    where it is not plain (blocks of one token, the length of a prompt that comes in blocks).
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        policy: Policy,
+        budget: Budget | None,
+        block: int | None = None,
+        explicit: bool = False,
+    ) -> None:
+        self.config, self.policy, self.budget, self.block = config, policy, budget, block
+        self.explicit = explicit
+        self.hooked = False  # attention is stock eager code, seen through hooks
+        self.hook_note: tuple | None = None  # what the hook before an attention module tells the one after it
+        self.peak_bytes = 0
+        self._prompt_lengths: list[int] | None = None
+        self._in_prompt = False
+        self._counted: tuple[int, list[int]] | None = None
+        super().__init__(layers=_make_layers(config, policy))
+
+    # ---- what transformers asks
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, SlotLayer):
+            return layer.update(key_states, value_states, *args, **kwargs)
+        handover.check_attended(layer)
+        decoding = self.decodes(layer, key_states.shape[2])
+        raw_key, raw_value = layer.update(key_states, value_states, decoding=decoding)
+        if not decoding:
+            block = (raw_key.numel() * raw_key.element_size()) + (
+                raw_value.numel() * raw_value.element_size()
+            )
+            self.peak_bytes = max(self.peak_bytes, self._allocated_bytes() + block)
+        handover.give(handover.Taken(self, layer, raw_key, raw_value, decoding))
+        return raw_key, raw_value
+
+    def decodes(self, layer: SlotLayer, q_len: int) -> bool:
+        """Whether so many new tokens are one decoded token, and not a block of a prompt."""
+        return q_len == 1 and layer.seen > 0 and not self._in_prompt
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if not self.hooked:
+            handover.announce(self._slot_layer(layer_idx))
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [
+            isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, SlotLayer)
+            for layer in self.layers
+        ]
+
+    def reset(self) -> None:
+        super().reset()
+        self.peak_bytes = 0
+        self._counted = None
+
+    # ---- prompts and budgets
+
+    @contextmanager
+    def prompt(self, lengths: list[int] | None = None) -> Iterator[None]:
+        """Say that the forwards inside are blocks of one prompt.
+
+        Args:
+            lengths: tokens that each row will have seen at its end; a budget that is a ratio is a ratio of these.
+        """
+        self._in_prompt, self._prompt_lengths = True, lengths
+        try:
+            yield
+        finally:
+            self._in_prompt, self._prompt_lengths = False, None
+
+    def set_budget(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> None:
+        """Fix what the rows of a layer may keep, before a block of a prompt is cut."""
+        if layer.window is not None:
+            layer.budget = layer.least = layer.most = layer.window - 1
+        elif self.budget is None:
+            return
+        elif self.budget.tokens is not None:
+            layer.budget = layer.least = layer.most = self.budget.tokens
+        elif self.budget.bytes is not None:
+            tokens = self._tokens_for_bytes(layer)
+            layer.budget = layer.least = layer.most = tokens
+        else:
+            lengths = self._prompt_lengths or self._count(layer, positions, q_len)
+            rows = [max(fraction_of(self.budget.ratio, n), layer.least) for n in lengths]
+            self.policy.check_budget(min(rows))
+            layer.least, layer.most = min(rows), max(rows)
+            layer.budget = layer.most
+            if layer.least < layer.most:
+                layer.budget = torch.tensor(rows, device=layer.device)[:, None, None]
+
+    def _count(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> list[int]:
+        """Tokens of each row at the end of the running block; one device sync a block, none where nothing is padded."""
+        if positions is None and not layer.ragged:
+            return [layer.seen]
+        if self._counted is None or self._counted[0] != layer.seen:
+            before = layer.lengths if layer.ragged else layer.seen - q_len
+            new = q_len if positions is None else (positions >= 0).sum(1)
+            self._counted = (layer.seen, (before + new).tolist())
+        return self._counted[1]
+
+    def _tokens_for_bytes(self, layer: SlotLayer) -> int:
+        per_token = layer.token_bytes() * layer.positions.shape[0] * layer.positions.shape[1]
+        slots = [other for other in self.layers if isinstance(other, SlotLayer)]
+        windows = sum(other.window - 1 for other in slots if other.window is not None)
+        free = sum(other.window is None for other in slots)
+        left = self.budget.bytes - windows * per_token
+        tokens = left // (free * per_token)
+        if tokens < 1:
+            raise UsageError(
+                f"budget {self.budget} is too small: one token in every layer takes "
+                f"{(windows + free) * per_token} bytes"
+            )
+        self.policy.check_budget(tokens)
+        return tokens
+
+    # ---- what is in it
+
+    def kept_positions(self, layer: int) -> Tensor:
+        """True positions of the tokens that a layer holds.
+
+        Returns:
+            (batch, kv_heads, slots) int64, ascending, -1 at the end where a head holds fewer.
+        """
+        slots = self._slot_layer(layer)
+        if not slots.is_initialized:
+            raise KvtoolError("the cache is empty: nothing has been fed to it yet")
+        positions = slots.stored_positions().long()
+        last = torch.iinfo(torch.int64).max
+        positions = positions.masked_fill(positions < 0, last).sort(-1).values
+        positions = positions.masked_fill(positions == last, -1)
+        filled = int((positions >= 0).sum(-1).max()) if positions.numel() else 0
+        return positions[..., :filled]
+
+    def tokens_seen(self) -> list[int]:
+        """Tokens of each row so far, padding excluded."""
+        layer = next(layer for layer in self.layers if isinstance(layer, SlotLayer))
+        if layer.ragged:
+            return layer.lengths.tolist()
+        return [layer.seen] * max(layer.batch_size, 1)
+
+    def report(self) -> CacheReport:
+        """Count what is held, from the tensors."""
+        seen = self.tokens_seen()
+        slots = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        kept = [
+            self.kept_positions(i).shape[-1]
+            if isinstance(layer, SlotLayer) and layer.is_initialized
+            else 0
+            for i, layer in enumerate(self.layers)
+        ]
+        full = 0
+        for layer in slots:
+            if layer.is_initialized:
+                tokens = sum(n if layer.window is None else min(n, layer.window - 1) for n in seen)
+                full += tokens * layer.positions.shape[1] * layer.token_bytes()
+        allocated = self._allocated_bytes()
+        return CacheReport(
+            tokens_seen=max(seen),
+            kept_per_layer=kept,
+            kv_bytes=sum(layer.filled_bytes() for layer in slots),
+            allocated_bytes=allocated,
+            state_bytes=sum(layer.state_bytes() for layer in slots),
+            full_bytes=full,
+            peak_bytes=max(self.peak_bytes, allocated),
+        )
+
+    def _allocated_bytes(self) -> int:
+        return sum(
+            layer.allocated_bytes() for layer in self.layers if isinstance(layer, SlotLayer)
+        )
+
+    def _slot_layer(self, index: int) -> SlotLayer:
+        layer = self.layers[index]
+        if isinstance(layer, SlotLayer):
+            return layer
+        if index == 0:  # transformers asks layer 0 for the first attention layer
+            return next(layer for layer in self.layers if isinstance(layer, SlotLayer))
+        raise KvtoolError(f"layer {index} has no attention, so it holds no keys")
+
+
+def _make_layers(config: PreTrainedConfig, policy: Policy) -> list:
+    sliding = Policy(Recency())
+    layers = []
+    for i, (kind, options) in enumerate(zip(*get_layer_types_and_kwargs(config), strict=True)):
+        window = options.get("sliding_window")
+        own = policy if window is None else sliding
+        if kind in ("full_attention", "sliding_attention"):
+            layers.append(SlotLayer(i, own, window))
+        elif kind in ("hybrid", "hybrid_sliding"):
+            layers.append(HybridSlotLayer(i, own, window, options.get("number_of_states", 1)))
+        else:
+            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**options))
+    return layers

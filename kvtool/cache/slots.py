@@ -1,0 +1,349 @@
+"""Slots: the fixed buffers of one layer, what is in them, and how tokens enter and leave.
+
+A slot holds the key and value of one token and its true position. Slot order is free: in steady state nothing moves, the
+next token is written over the victim of the step before. An empty slot has position -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+
+from kvtool.errors import KvtoolError
+from kvtool.policies.parts import Count, State
+from kvtool.policies.policy import Policy
+
+_GROWTH = 1.25  # buffers that have no budget grow by this factor, so that appending copies O(1) per token
+
+
+class SlotLayer(CacheLayerMixin):
+    """One attention layer of the cache.
+
+    Attributes:
+        keys: (batch, kv_heads, capacity, head_dim) in the model's dtype, after RoPE.
+        values: (batch, kv_heads, capacity, value_dim).
+        positions: (batch, kv_heads, capacity) int32, the true position of the token in each slot, -1 = empty.
+        state: the policy's numbers for each slot, (batch, kv_heads, capacity) float32.
+        used: slots in use, `positions[..., used:]` are empty. In a padded batch a short row has empty slots below it.
+        seen: tokens seen, padding included: what transformers calls the sequence length.
+        lengths: (batch,) int64 tokens seen without padding; None where no row is padded (then it is `seen`).
+        pending: (batch, kv_heads) slot that the next token overwrites; counts as empty for everybody but the writer.
+        budget: tokens that a row may keep, one number or (batch, 1, 1); set when a prompt begins. None: no limit.
+        least, most: smallest and largest budget of the rows, known to the host.
+        window: width of the layer's own sliding window, in tokens, or None.
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, index: int, policy: Policy, window: int | None = None) -> None:
+        super().__init__()
+        self.index = index
+        self.policy = policy
+        self.window = window
+        self.is_sliding = window is not None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_initialized = False
+        self.keys = self.values = self.positions = None
+        self.state: State = {}
+        self.used = self.seen = 0
+        self.lengths: Tensor | None = None
+        self.pending: Tensor | None = None
+        self.written: Tensor | None = None
+        self.ordered = True
+        self.budget: Count | None = None
+        self.least = self.most = 0
+
+    # ---- what transformers asks
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, heads = key_states.shape[:2]
+        self.keys = _zeros(key_states, (batch, heads, 0, key_states.shape[-1]))
+        self.values = _zeros(value_states, (batch, heads, 0, value_states.shape[-1]))
+        self.positions = _zeros(key_states, (batch, heads, 0), torch.int32)
+        self.state = {
+            name: _zeros(key_states, (batch, heads, 0), torch.float32)
+            for name in self.policy.score.statistics
+        }
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that attention will see, and how many tokens lie before them: right for stock masks, too."""
+        kept = self.kept
+        return kept + query_length, self.seen - kept
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Take in the keys and values of a block, or of one decoded token.
+
+        A block is stored when it has been attended; until then the cache holds [kept slots, block]. A decoded token is
+        written at once, over the pending victim or into the next free slot.
+
+        Returns:
+            Keys and values to attend to.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.seen += key_states.shape[2]
+        if kwargs.get("decoding", False):
+            return self._write(key_states, value_states)
+        self.settle()
+        return self.joined(key_states, value_states)
+
+    def reset(self) -> None:
+        self._clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0:
+            raise KvtoolError(
+                "an evicting cache cannot be cropped, what was evicted is gone",
+                hint="generate without an assistant model and without prompt lookup",
+            )
+
+    @property
+    def batch_size(self) -> int:
+        return self.keys.shape[0] if self.is_initialized else -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map_rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_rows(lambda t: t[indices.to(t.device)])
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if not self.is_initialized:
+            return
+        self.keys, self.values = change(self.keys), change(self.values)
+        self.positions = change(self.positions)
+        self.state = {name: change(t) for name, t in self.state.items()}
+        for name in ("pending", "lengths", "budget"):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                setattr(self, name, change(value))
+
+    # ---- what is stored
+
+    @property
+    def capacity(self) -> int:
+        """Slots that the buffers have."""
+        return self.keys.shape[2] if self.is_initialized else 0
+
+    @property
+    def kept(self) -> int:
+        """Slots in use that are not waiting to be overwritten."""
+        return self.used - (self.pending is not None)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether rows differ in length, so that short rows have empty slots among the used ones."""
+        return self.lengths is not None
+
+    def stored_positions(self) -> Tensor:
+        """Positions of the used slots, a pending victim shown as empty: (batch, kv_heads, used) int32."""
+        positions = self.positions[:, :, : self.used]
+        if self.pending is None:
+            return positions
+        return positions.scatter(2, self.pending[..., None], -1)
+
+    def allocated_bytes(self) -> int:
+        """Bytes of the key and value buffers."""
+        return _bytes(self.keys) + _bytes(self.values) if self.is_initialized else 0
+
+    def filled_bytes(self) -> int:
+        """Bytes of the keys and values of filled slots."""
+        if not self.is_initialized or self.used == 0:
+            return 0
+        filled = int((self.stored_positions() >= 0).sum())
+        return filled * self.token_bytes()
+
+    def token_bytes(self) -> int:
+        """Bytes of the key and value of one token in one KV head."""
+        return (
+            self.keys.shape[-1] * self.keys.element_size()
+            + self.values.shape[-1] * self.values.element_size()
+        )
+
+    def state_bytes(self) -> int:
+        """Bytes beside the keys and values: positions and the policy's numbers."""
+        if not self.is_initialized:
+            return 0
+        return _bytes(self.positions) + sum(_bytes(t) for t in self.state.values())
+
+    # ---- how tokens enter and leave
+
+    def joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The kept slots and a block behind them; the slots must be settled."""
+        if self.used == 0:
+            return keys, values
+        kept = slice(0, self.used)
+        return (
+            torch.cat([self.keys[:, :, kept], keys], 2),
+            torch.cat([self.values[:, :, kept], values], 2),
+        )
+
+    @torch.no_grad()
+    def _write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if self.pending is None:
+            self._reserve(self.used + 1)
+            self.keys[:, :, self.used] = key[:, :, 0]
+            self.values[:, :, self.used] = value[:, :, 0]
+            self.written = None
+            self.used += 1
+        else:
+            slot = self.pending[..., None]
+            self.keys.scatter_(2, slot[..., None].expand_as(key), key)
+            self.values.scatter_(2, slot[..., None].expand_as(value), value)
+            for number in self.state.values():
+                number.scatter_(2, slot, 0)
+            self.written, self.pending, self.ordered = slot, None, False
+        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+
+    @torch.no_grad()
+    def place(self, position: int | Tensor) -> None:
+        """Note the position of the token that `update` has just written.
+
+        Args:
+            position: one number, or (batch,) with -1 where a row had padding instead of a token.
+        """
+        if isinstance(position, Tensor):
+            position = position.to(torch.int32)[:, None, None]
+        if self.written is None:
+            self.positions[:, :, self.used - 1 : self.used] = position
+        elif isinstance(position, Tensor):
+            self.positions.scatter_(2, self.written, position.expand_as(self.written))
+        else:
+            self.positions.scatter_(2, self.written, position)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Put the kept slots in ascending position at the front, and forget the pending victim."""
+        if self.ordered and self.pending is None:
+            return
+        positions = self.stored_positions()
+        last = torch.iinfo(positions.dtype).max
+        order = positions.masked_fill(positions < 0, last).argsort(-1)[..., : self.kept]
+        keys, values = self.keys[:, :, : self.used], self.values[:, :, : self.used]
+        self.replace(
+            take(keys, order),
+            take(values, order),
+            positions.gather(2, order),
+            {name: t[:, :, : self.used].gather(2, order) for name, t in self.state.items()},
+        )
+
+    @torch.no_grad()
+    def extend(self, keys: Tensor, values: Tensor, positions: Tensor, state: State) -> None:
+        """Append a block behind the kept slots; `positions` and `state` cover the kept slots as well."""
+        total = positions.shape[2]
+        new = slice(self.used, total)
+        self._reserve(total)
+        self.keys[:, :, new], self.values[:, :, new] = keys, values
+        self.positions[:, :, new] = positions[:, :, new]
+        for name, number in state.items():
+            self.state[name][:, :, :total] = number
+        self.used = total
+
+    @torch.no_grad()
+    def replace(self, keys: Tensor, values: Tensor, positions: Tensor, state: State) -> None:
+        """Make these the only slots in use; they come in ascending position, empty ones last."""
+        count = positions.shape[2]
+        self._reserve(count)
+        self.keys[:, :, :count], self.values[:, :, :count] = keys, values
+        self.positions[:, :, :count] = positions
+        self.positions[:, :, count:] = -1
+        for name, number in state.items():
+            self.state[name][:, :, :count] = number
+            self.state[name][:, :, count:] = 0
+        self.used, self.pending, self.ordered = count, None, True
+
+    def fill_to(self, slots: int) -> None:
+        """Count empty slots up to `slots` as used, so that rows of different budgets can grow into them."""
+        self._reserve(slots)
+        self.used = max(self.used, slots)
+
+    def _reserve(self, slots: int) -> None:
+        """Have room for so many slots; a policy that holds its budget never has more than that and one."""
+        capacity = self.capacity
+        if slots <= capacity:
+            return
+        roomy = max(slots, int(capacity * _GROWTH) + 16) if capacity else slots
+        if self.policy.score.when == "always":
+            limit = self.most + 1
+            roomy = limit if slots >= self.most else min(roomy, limit)
+        self.keys = _grown(self.keys, roomy, 0)
+        self.values = _grown(self.values, roomy, 0)
+        self.positions = _grown(self.positions, roomy, -1)
+        self.state = {name: _grown(t, roomy, 0) for name, t in self.state.items()}
+
+
+class HybridSlotLayer(LinearAttentionLayer, SlotLayer):
+    """A layer with attention and a linear recurrence side by side (Falcon-H1): the attention half is compressed."""
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(
+        self, index: int, policy: Policy, window: int | None = None, number_of_states: int = 1
+    ) -> None:
+        SlotLayer.__init__(self, index, policy, window)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        if len(args) == 2:
+            SlotLayer.lazy_initialization(self, *args)
+        else:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        SlotLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        SlotLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        SlotLayer.crop(self, tokens_to_remove)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def take(tensor: Tensor, indices: Tensor) -> Tensor:
+    """Copy the slots at `indices`: (batch, heads, slots, dim) by (batch, heads or 1, count)."""
+    heads, dim = tensor.shape[1], tensor.shape[-1]
+    return tensor.gather(2, indices[..., None].expand(-1, heads, -1, dim))
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    # Zeros, since an unused slot may meet a weight of 0 and must not be NaN. Outside inference mode, since a buffer
+    # made inside it could not be written outside.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def _grown(tensor: Tensor, slots: int, fill: int) -> Tensor:
+    shape = (*tensor.shape[:2], slots, *tensor.shape[3:])
+    with torch.inference_mode(False):
+        grown = torch.full(shape, fill, dtype=tensor.dtype, device=tensor.device)
+    grown[:, :, : tensor.shape[2]] = tensor
+    return grown
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
