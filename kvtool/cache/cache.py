@@ -148,6 +148,8 @@ class KVCache(Cache):
         self.hooked = False  # attention is stock eager code, seen through hooks
         self.hook_note: tuple | None = None  # what the hook before an attention module tells the one after it
         self.peak_bytes = 0
+        self.input_ids: Tensor | None = None  # of a loaded cache: the tokens that it stands for
+        self.next_logits: Tensor | None = None  # of a loaded cache: what follows them, if all have been fed
         self._prompt_lengths: list[int] | None = None
         self._in_prompt = False
         self._counted: tuple[int, list[int]] | None = None
@@ -273,10 +275,15 @@ class KVCache(Cache):
 
     def tokens_seen(self) -> list[int]:
         """Tokens of each row so far, padding excluded."""
-        layer = next(layer for layer in self.layers if isinstance(layer, SlotLayer))
+        layer = self.first_layer
         if layer.ragged:
             return layer.lengths.tolist()
         return [layer.seen] * max(layer.batch_size, 1)
+
+    @property
+    def first_layer(self) -> SlotLayer:
+        """The first attention layer."""
+        return next(layer for layer in self.layers if isinstance(layer, SlotLayer))
 
     def report(self) -> CacheReport:
         """Count what is held, from the tensors."""
@@ -314,7 +321,7 @@ class KVCache(Cache):
         if isinstance(layer, SlotLayer):
             return layer
         if index == 0:  # transformers asks layer 0 for the first attention layer
-            return next(layer for layer in self.layers if isinstance(layer, SlotLayer))
+            return self.first_layer
         raise KvtoolError(f"layer {index} has no attention, so it holds no keys")
 
 

@@ -235,16 +235,16 @@ class SlotLayer(CacheLayerMixin):
         """Put the kept slots in ascending position at the front, and forget the pending victim."""
         if self.ordered and self.pending is None:
             return
+        self.replace(*self.sorted_slots())
+
+    def sorted_slots(self) -> tuple[Tensor, Tensor, Tensor, State]:
+        """Copies of keys, values, positions and state of the kept slots, in ascending position, empty ones last."""
         positions = self.stored_positions()
         last = torch.iinfo(positions.dtype).max
         order = positions.masked_fill(positions < 0, last).argsort(-1)[..., : self.kept]
         keys, values = self.keys[:, :, : self.used], self.values[:, :, : self.used]
-        self.replace(
-            take(keys, order),
-            take(values, order),
-            positions.gather(2, order),
-            {name: t[:, :, : self.used].gather(2, order) for name, t in self.state.items()},
-        )
+        state = {name: t[:, :, : self.used].gather(2, order) for name, t in self.state.items()}
+        return take(keys, order), take(values, order), positions.gather(2, order), state
 
     @torch.no_grad()
     def extend(self, keys: Tensor, values: Tensor, positions: Tensor, state: State) -> None:

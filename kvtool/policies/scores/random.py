@@ -18,17 +18,17 @@ from kvtool.errors import UsageError
 from kvtool.policies.parts import Count, Rows, Score, SlotView, State
 
 
-def uniform_draws(positions: Tensor, stream: Count | Tensor) -> Tensor:
-    """Independent numbers in [0, 1), one per position and stream.
+def uniform_draws(positions: Tensor, stream: Tensor) -> Tensor:
+    """Independent numbers in [0, 1), one per position and stream (the finaliser of SplitMix64).
 
     Args:
         positions: (batch, kv_heads, slots) integers.
-        stream: a number, or a tensor broadcastable to `positions`, that selects the draw.
+        stream: int64, broadcastable to `positions`; selects the draw.
 
     Returns:
         float32 of the broadcast shape, multiples of 2**-24.
     """
-    mixed = positions.to(torch.int64) * -7046029254386353131 + stream * 0x2545F4914F6CDD1D
+    mixed = positions.to(torch.int64) * -7046029254386353131 + stream * 2685821657736338717
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ _unsigned_shift(mixed, shift)) * factor
     mixed = mixed ^ _unsigned_shift(mixed, 31)
@@ -64,10 +64,11 @@ class Random(Score):
                 raise UsageError(f"random: {field} must be 0 or more, got {getattr(self, field)}")
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
-        stream = (self.seed * 1_000_003 + view.layer) * (1 << 32) + view.tokens_seen
+        stream = torch.as_tensor(view.tokens_seen, device=view.positions.device)
+        stream = stream * 1_000_003 + view.layer + (self.seed << 40)
         if self.per_head:
             heads = torch.arange(view.positions.shape[1], device=view.positions.device)
-            stream = stream + (heads[:, None] + 1) * (1 << 48)
+            stream = stream + (heads[:, None] << 50)
         return uniform_draws(view.positions, stream)
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor | None:

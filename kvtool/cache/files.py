@@ -1,0 +1,240 @@
+"""Compressed caches on disk: one safetensors file that holds a cache and says what it belongs to.
+
+Slots are written in ascending position. A cache that is saved, loaded and continued gives what the unbroken run gives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+import kvtool
+from kvtool.cache.cache import KVCache, build_cache
+from kvtool.cache.slots import SlotLayer
+from kvtool.documents.files import write_with
+from kvtool.errors import KvtoolError
+from kvtool.identity import config_hash
+
+_KIND, _VERSION = "kvtool.cache", "1"
+
+
+def save_cache(
+    cache: KVCache,
+    path: str | Path,
+    *,
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    next_logits: Tensor | None = None,
+    model_name: str | None = None,
+) -> None:
+    """Write a cache, whole or not at all.
+
+    Args:
+        model: the model that filled it; its configuration is what loading checks.
+        input_ids: (batch, n) all tokens of the text; those beyond what the cache has seen have not been fed.
+        next_logits: (batch, vocab) of the token after the last, where all tokens have been fed.
+        model_name: what to call the model; by default its own name or path.
+
+    Raises:
+        KvtoolError: the cache is empty, or the file cannot be written.
+    """
+    if cache.get_seq_length() == 0:
+        raise KvtoolError("the cache is empty: nothing has been fed to it yet")
+    tensors: dict[str, Tensor] = {"input_ids": input_ids.cpu().long()}
+    if next_logits is not None:
+        tensors["next_logits"] = next_logits.float().cpu()
+    first = cache.first_layer
+    if first.ragged:
+        tensors["lengths"] = first.lengths.cpu()
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, SlotLayer):
+            tensors |= _slot_tensors(layer, f"layer.{i}")
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            tensors |= _recurrent_tensors(layer, f"layer.{i}")
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    metadata = {
+        "kind": _KIND,
+        "schema_version": _VERSION,
+        "policy": str(cache.policy),
+        "budget": "" if cache.budget is None else str(cache.budget),
+        "prefill": "full" if cache.block is None else f"block:{cache.block}",
+        "tokens_seen": str(max(cache.tokens_seen())),
+        "seen": str(cache.get_seq_length()),
+        "model": model_name or model.config._name_or_path or model.config.model_type,
+        "config_hash": config_hash(model.config),
+        "weights": _weights_fingerprint(model),
+        "kvtool": kvtool.__version__,
+    }
+    metadata["sha256"] = _digest(tensors, metadata)
+    write_with(Path(path), lambda temporary: save_file(tensors, temporary, metadata))
+
+
+def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
+    """Read a cache back for the model that made it.
+
+    Returns:
+        The cache, with the text's tokens in `input_ids` and, if all of them had been fed, `next_logits`.
+
+    Raises:
+        KvtoolError: no such file, not a whole and untouched cache file, or one of another model.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise KvtoolError(f"no cache file at `{path}`")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            _check_kind(path, metadata)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        if isinstance(error, KvtoolError):
+            raise
+        raise KvtoolError(f"`{path}` is not a whole cache file: it is truncated or damaged") from error
+    digest = metadata.pop("sha256", "")
+    if digest != _digest(tensors, metadata):
+        raise KvtoolError(f"`{path}` was changed after it was written: its checksum does not match")
+    if metadata["config_hash"] != config_hash(model.config):
+        raise KvtoolError(
+            f"`{path}` holds the cache of another model, `{metadata['model']}`, "
+            f"not of `{model.config._name_or_path or model.config.model_type}`"
+        )
+    if metadata["weights"] != _weights_fingerprint(model):
+        raise KvtoolError(
+            f"`{path}` was made with other weights or another dtype than those loaded, of `{metadata['model']}`"
+        )
+    cache = build_cache(
+        model, metadata["policy"], metadata["budget"] or None, prefill=metadata["prefill"]
+    )
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, SlotLayer):
+            _fill_slots(layer, tensors, f"layer.{i}", int(metadata["seen"]), model)
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            _fill_recurrent(layer, tensors, f"layer.{i}", model)
+    cache.input_ids = tensors["input_ids"]
+    cache.next_logits = tensors.get("next_logits")
+    return cache
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """What a cache file says of itself, without its tensors.
+
+    Raises:
+        KvtoolError: no such file, or not a cache file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise KvtoolError(f"no cache file at `{path}`")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+    except (SafetensorError, OSError, ValueError) as error:
+        raise KvtoolError(f"`{path}` is not a whole cache file: it is truncated or damaged") from error
+    _check_kind(path, metadata)
+    return metadata
+
+
+def _check_kind(path: Path, metadata: dict[str, str]) -> None:
+    if metadata.get("kind") != _KIND:
+        raise KvtoolError(f"`{path}` is not a kvtool cache file")
+    if metadata.get("schema_version") != _VERSION:
+        raise KvtoolError(
+            f"`{path}` has schema version {metadata.get('schema_version')}; this kvtool reads {_VERSION}"
+        )
+
+
+def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _weights_fingerprint(model: PreTrainedModel) -> str:
+    """Hash of the dtype and a few numbers of every weight: fine-tuned siblings share a configuration, but not these."""
+    sample = [
+        weight.detach().flatten()[:8].float().to(model.device)
+        for weight in model.parameters()
+        if not weight.is_meta
+    ]
+    numbers = torch.cat(sample).cpu().numpy().tobytes() if sample else b""
+    return hashlib.sha256(str(model.dtype).encode() + numbers).hexdigest()
+
+
+def _slot_tensors(layer: SlotLayer, name: str) -> dict[str, Tensor]:
+    keys, values, positions, state = layer.sorted_slots()
+    tensors = {
+        f"{name}.keys": keys,
+        f"{name}.values": values,
+        f"{name}.positions": positions.long(),
+        f"{name}.budget": torch.as_tensor(layer.budget or 0).reshape(-1)
+        if not isinstance(layer.budget, Tensor)
+        else layer.budget.reshape(-1),
+    }
+    tensors |= {f"{name}.state.{key}": number for key, number in state.items()}
+    return {key: tensor.cpu() for key, tensor in tensors.items()}
+
+
+def _fill_slots(
+    layer: SlotLayer, tensors: dict[str, Tensor], name: str, seen: int, model: PreTrainedModel
+) -> None:
+    device = _layer_device(model, layer.index)
+    own = {
+        key.removeprefix(f"{name}."): tensor.to(device)
+        for key, tensor in tensors.items()
+        if key.startswith(f"{name}.")
+    }
+    layer.lazy_initialization(own["keys"], own["values"])
+    rows = own["budget"].tolist()
+    layer.least, layer.most = min(rows), max(rows)
+    layer.budget = layer.most if layer.least == layer.most else own["budget"][:, None, None]
+    state = {key: own[f"state.{key}"] for key in layer.state}
+    layer.replace(own["keys"], own["values"], own["positions"].to(torch.int32), state)
+    layer.seen = seen
+    if "lengths" in tensors:
+        layer.lengths = tensors["lengths"].to(device)
+
+
+def _recurrent_tensors(layer: LinearAttentionCacheLayerMixin, name: str) -> dict[str, Tensor]:
+    tensors = {}
+    for i in range(layer.number_of_states):
+        if layer.is_conv_states_initialized[i]:
+            tensors[f"{name}.convolution.{i}"] = layer.conv_states[i].cpu()
+        if layer.is_recurrent_states_initialized[i]:
+            tensors[f"{name}.recurrence.{i}"] = layer.recurrent_states[i].cpu()
+    return tensors
+
+
+def _fill_recurrent(
+    layer: LinearAttentionCacheLayerMixin,
+    tensors: dict[str, Tensor],
+    name: str,
+    model: PreTrainedModel,
+) -> None:
+    for i in range(layer.number_of_states):
+        convolution = tensors.get(f"{name}.convolution.{i}")
+        recurrence = tensors.get(f"{name}.recurrence.{i}")
+        if convolution is not None:
+            layer.lazy_initialization(conv_states=convolution.to(model.device), state_idx=i)
+            layer.conv_states[i].copy_(convolution)
+            layer.has_previous_state[i] = True
+        if recurrence is not None:
+            layer.lazy_initialization(recurrent_states=recurrence.to(model.device), state_idx=i)
+            layer.recurrent_states[i].copy_(recurrence)
+
+
+def _layer_device(model: PreTrainedModel, index: int) -> torch.device:
+    placed = getattr(model, "hf_device_map", None) or {}
+    for name, device in placed.items():
+        if name.endswith(f".{index}"):
+            return torch.device(device)
+    return model.device

@@ -1,0 +1,416 @@
+"""Drive a model over a compressed cache: prompts whole or in blocks, decoding, and the comparison with the full cache."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
+
+from kvtool.cache.cache import CacheReport, KVCache
+from kvtool.errors import KvtoolError, UsageError
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How close the compressed run stays to the full cache, both reading the same tokens.
+
+    Attributes:
+        agreement: share of steps whose most likely token is the same.
+        kl: mean Kullback-Leibler divergence from the full cache's distribution, in nats.
+        first_divergence: first step whose most likely token differs, None if none does.
+    """
+
+    agreement: float
+    kl: float
+    first_divergence: int | None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated. Rows of `token_ids` and `text` hold new tokens only.
+
+    Attributes:
+        input_ids: (batch, all tokens) int64 on the CPU; the last generated token has not been fed to the cache.
+        prompt_tokens: new tokens of the prompt, of the longest row.
+        new_tokens: generated tokens, of the longest row.
+    """
+
+    token_ids: list[list[int]]
+    text: list[str]
+    prompt_tokens: int
+    new_tokens: int
+    input_ids: Tensor
+    report: CacheReport
+    prefill_s: float
+    decode_s: float
+    fidelity: Fidelity | None = None
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens of all rows per second of decoding."""
+        tokens = sum(len(row) for row in self.token_ids)
+        return tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A prompt whose cache has been compressed.
+
+    Attributes:
+        input_ids: (batch, all tokens) int64 on the CPU, all of them fed.
+        next_logits: (batch, vocab) float32.
+    """
+
+    input_ids: Tensor
+    next_logits: Tensor
+    prefill_s: float
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    cache: KVCache,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Feed a prompt, or a further turn, whole or in the blocks that the cache was built for.
+
+    In a padded batch blocks are counted from each row's own first token: the rows' padding is moved behind their tokens.
+
+    Args:
+        input_ids: (batch, n) new tokens only.
+        attention_mask: (batch, n), 0 = padding, on any side; None: no padding.
+
+    Returns:
+        (batch, vocab) float32 logits after the last token of each row.
+
+    Raises:
+        KvtoolError: padded rows in blocks on a model with recurrent layers.
+    """
+    input_ids = input_ids.to(model.device)
+    batch, width = input_ids.shape
+    seen = [0] * batch if cache.get_seq_length() == 0 else cache.tokens_seen()
+    mask = None if attention_mask is None else attention_mask.to(model.device).bool()
+    if mask is not None and bool(mask.all()):
+        mask = None
+    counts = [width] * batch if mask is None else mask.sum(1).tolist()
+    size = width if cache.block is None else min(cache.block, width)
+    if mask is not None:
+        if size < width and any(
+            isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers
+        ):
+            raise KvtoolError(
+                "a padded batch cannot be fed in blocks to a model with recurrent layers",
+                hint="use prefill full, or rows of equal length",
+            )
+        if size < width:
+            order = (~mask).long().argsort(1, stable=True)
+            input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
+    logits: Tensor | None = None
+    with cache.prompt([before + count for before, count in zip(seen, counts, strict=True)]):
+        for start in range(0, width, size):
+            part = slice(start, start + size)
+            valid = None if mask is None else mask[:, part]
+            last = _last_columns(valid, batch, min(size, width - start))
+            out = _forward(model, cache, input_ids[:, part], valid, last)
+            if logits is None or valid is None:
+                logits = out
+            else:
+                ends_here = valid.any(1)[:, None]
+                logits = torch.where(ends_here, out, logits)
+    return logits
+
+
+def _last_columns(valid: Tensor | None, batch: int, width: int) -> list[int]:
+    if valid is None:
+        return [width - 1] * batch
+    columns = torch.arange(width, device=valid.device)
+    return torch.where(valid, columns, -1).amax(1).clamp(min=0).tolist()
+
+
+def _forward(
+    model: PreTrainedModel,
+    cache: KVCache,
+    input_ids: Tensor,
+    valid: Tensor | None,
+    last: list[int],
+) -> Tensor:
+    """One forward of new tokens.
+
+    Returns:
+        (batch, vocab) float32 logits at one column of each row.
+    """
+    batch, width = input_ids.shape
+    past = cache.get_seq_length()
+    starts = torch.tensor([0] * batch if past == 0 else cache.tokens_seen(), device=model.device)
+    if valid is None:
+        positions = starts[:, None] + torch.arange(width, device=model.device)
+        mask = None
+    else:
+        positions = (starts[:, None] + valid.long().cumsum(1) - 1).clamp(min=0)
+        mask = torch.cat([valid.new_ones(batch, past), valid], 1).long()
+    wanted = sorted(set(last))
+    options = {}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = torch.tensor(wanted, device=model.device)
+    out = model(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        **options,
+    ).logits
+    columns = [wanted.index(column) for column in last] if options else last
+    return out[torch.arange(batch, device=out.device), columns].float()
+
+
+@torch.no_grad()
+def decode_step(model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Tensor:
+    """Feed one token per row.
+
+    Args:
+        token_ids: (batch,) int64.
+
+    Returns:
+        (batch, vocab) float32 logits.
+    """
+    layer = cache.first_layer
+    start = layer.lengths if layer.ragged else layer.seen
+    positions = torch.zeros_like(token_ids)[:, None] + (start[:, None] if layer.ragged else start)
+    return model(
+        input_ids=token_ids[:, None],
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+    ).logits[:, -1].float()
+
+
+def _decode_loop(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor,
+    stopping_criteria,
+    generation_config: GenerationConfig,
+    streamer=None,
+    next_logits: Tensor | None = None,
+    kv_cache: KVCache | None = None,
+    generator: torch.Generator | None = None,
+    kept_logits: list[Tensor] | None = None,
+    **unused,
+) -> Tensor:
+    """Sample until the stopping criteria say so, from logits that a prompt has left. Runs inside transformers' generate."""
+    running = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    padding = generation_config._pad_token_tensor
+    logits = next_logits
+    while True:
+        if kept_logits is not None:
+            kept_logits.append(logits.cpu())
+        scores = logits_processor(input_ids, logits)
+        if generation_config.do_sample:
+            token = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
+        else:
+            token = scores.argmax(-1)
+        if padding is not None:
+            token = torch.where(running, token, padding)
+        input_ids = torch.cat([input_ids, token[:, None]], 1)
+        if streamer is not None:
+            streamer.put(token.cpu())
+        running = running & ~stopping_criteria(input_ids, None)
+        if not running.any():
+            if streamer is not None:
+                streamer.end()
+            return input_ids
+        logits = decode_step(model, kv_cache, token)
+
+
+class _Callback(TextStreamer):
+    """Hands text to a function as soon as it is certain."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._on_text(text)
+
+
+def compress(
+    model: PreTrainedModel,
+    cache: KVCache,
+    prompt_ids: Tensor,
+    attention_mask: Tensor | None = None,
+) -> Compressed:
+    """Feed a prompt and keep its compressed cache.
+
+    Args:
+        prompt_ids: (batch, n) int64.
+        attention_mask: (batch, n), 0 = padding; None: no padding.
+
+    Raises:
+        UsageError: the prompt is empty.
+    """
+    ids, logits, seconds = _run_prompt(model, cache, prompt_ids, attention_mask)
+    return Compressed(ids.cpu(), logits.cpu(), seconds)
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: KVCache,
+    prompt_ids: Tensor | None,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    attention_mask: Tensor | None = None,
+    on_text: Callable[[str], None] | None = None,
+    compare_full: bool = False,
+) -> Generation:
+    """Generate after a prompt, after a loaded cache, or after both.
+
+    Args:
+        cache: empty, or loaded (then it knows its tokens in `input_ids`).
+        prompt_ids: (batch, n) new tokens; None continues where a loaded cache ends.
+        temperature: 0 takes the most likely token; above 0 samples, with the other settings of the model's own
+            generation configuration.
+        attention_mask: (batch, n), 0 = padding; None: no padding.
+        on_text: called with pieces of text as they come; one row only.
+        compare_full: also run the full cache over the same tokens and measure the difference.
+
+    Raises:
+        UsageError: nothing to start from, or a comparison of padded rows.
+    """
+    if max_new_tokens < 1:
+        raise UsageError(f"max-new-tokens must be 1 or more, got {max_new_tokens}")
+    if compare_full and attention_mask is not None and not bool(attention_mask.bool().all()):
+        raise UsageError("the comparison with the full cache needs rows of equal length")
+    ids, logits, prefill_s = _run_prompt(model, cache, prompt_ids, attention_mask)
+    kept: list[Tensor] | None = [] if compare_full else None
+    start = time.perf_counter()
+    everything = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=_settings(model, max_new_tokens, temperature),
+        custom_generate=_decode_loop,
+        streamer=None if on_text is None else _Callback(tokenizer, on_text),
+        next_logits=logits,
+        kv_cache=cache,
+        generator=torch.Generator(model.device).manual_seed(seed),
+        kept_logits=kept,
+    )
+    _wait(model)
+    decode_s = time.perf_counter() - start
+    new = [_until_end(row, model) for row in everything[:, ids.shape[1] :].tolist()]
+    return Generation(
+        token_ids=new,
+        text=tokenizer.batch_decode(new, skip_special_tokens=True),
+        prompt_tokens=0 if prompt_ids is None else prompt_ids.shape[1],
+        new_tokens=max(len(row) for row in new),
+        input_ids=everything.cpu(),
+        report=cache.report(),
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        fidelity=None if kept is None else _compare(model, everything, torch.stack(kept, 1)),
+    )
+
+
+def _run_prompt(
+    model: PreTrainedModel,
+    cache: KVCache,
+    prompt_ids: Tensor | None,
+    attention_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, float]:
+    """Feed what has not been fed; all ids so far, the next logits and the seconds it took."""
+    known = cache.input_ids
+    if prompt_ids is not None and prompt_ids.shape[1] == 0:
+        raise UsageError("the prompt is empty")
+    if prompt_ids is None and known is None:
+        raise UsageError("there is nothing to continue: no prompt, and the cache is empty")
+    start = time.perf_counter()
+    if known is None:
+        ids = prompt_ids.to(model.device)
+        logits = prefill(model, cache, ids, attention_mask)
+    else:
+        known = known.to(model.device)
+        unfed = known[:, max(cache.tokens_seen()) :]
+        if prompt_ids is not None:
+            new = torch.cat([unfed, prompt_ids.to(model.device)], 1)
+            ids = torch.cat([known, prompt_ids.to(model.device)], 1)
+            logits = prefill(model, cache, new)
+        else:
+            ids = known
+            logits = cache.next_logits
+            for token in unfed.unbind(1):
+                logits = decode_step(model, cache, token)
+            if logits is None:
+                raise UsageError("the saved cache has no next token to continue from; give a prompt")
+            logits = logits.to(model.device)
+    _wait(model)
+    return ids, logits, time.perf_counter() - start
+
+
+def _settings(model: PreTrainedModel, max_new_tokens: int, temperature: float) -> GenerationConfig:
+    settings = copy.deepcopy(model.generation_config)
+    settings.max_length, settings.max_new_tokens = None, max_new_tokens
+    settings.num_beams = settings.num_return_sequences = 1
+    settings.do_sample = temperature > 0
+    if settings.do_sample:
+        settings.temperature = temperature
+    else:
+        settings.temperature = settings.top_p = settings.top_k = settings.min_p = None
+        settings.typical_p = settings.epsilon_cutoff = settings.eta_cutoff = None
+    return settings
+
+
+def _until_end(row: list[int], model: PreTrainedModel) -> list[int]:
+    """Tokens up to the end-of-text token, which stays, without the padding behind it."""
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    for i, token in enumerate(row):
+        if token in ends:
+            return row[: i + 1]
+    return row
+
+
+@torch.no_grad()
+def _compare(model: PreTrainedModel, input_ids: Tensor, logits: Tensor) -> Fidelity:
+    """Compare the logits of a compressed run with the full cache's over the same tokens.
+
+    Args:
+        input_ids: (batch, n + new).
+        logits: (batch, new, vocab) float32 of the compressed run.
+    """
+    new = logits.shape[1]
+    options = {}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = new
+    full = model(
+        input_ids=input_ids[:, :-1],
+        past_key_values=DynamicCache(config=model.config),
+        use_cache=True,
+        **options,
+    ).logits[:, -new:]
+    full = full.float().cpu()
+    same = (full.argmax(-1) == logits.argmax(-1)).all(0)
+    reference = full.log_softmax(-1)
+    kl = (reference.exp() * (reference - logits.log_softmax(-1))).sum(-1).mean()
+    differs = (~same).nonzero()
+    return Fidelity(
+        agreement=(full.argmax(-1) == logits.argmax(-1)).float().mean().item(),
+        kl=max(kl.item(), 0.0),
+        first_divergence=int(differs[0]) if len(differs) else None,
+    )
+
+
+def _wait(model: PreTrainedModel) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
