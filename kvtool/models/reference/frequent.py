@@ -1,0 +1,40 @@
+"""Frequent words: a long list of nouns, and the question which three occur most."""
+
+import numpy as np
+
+from kvtool.models.reference.facts import COMMA, NOUN_IDS, STOP, Question
+from kvtool.models.reference.vocabulary import encode
+
+HEAD = encode(" Words:")
+PROMPT = encode(
+    "\n Question: What are the three most common words? Answer: The three most common words are"
+)
+_ASKED = 3
+
+
+def draw_list(
+    rng: np.random.Generator, tokens: int, distinct: int, exponent: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw words whose frequencies fall as rank to the power of -`exponent`.
+
+    Returns:
+        ids of the `distinct` words; for each token of the list, the index of its word.
+    """
+    words = rng.choice(NOUN_IDS, distinct, replace=False)
+    share = 1.0 / np.arange(1, distinct + 1) ** exponent
+    return words, rng.choice(distinct, tokens, p=share / share.sum())
+
+
+def ask_frequent(words: np.ndarray, counts: np.ndarray) -> tuple[Question, list[float]]:
+    """Ask for the three most common words so far.
+
+    Returns:
+        The question, and a weight for each answer token: 0 for a word tied with the next.
+    """
+    order = np.argsort(-counts, kind="stable")[: _ASKED + 1]
+    answer: list[int] = []
+    weights: list[float] = []
+    for rank in range(_ASKED):
+        answer += [COMMA] * (rank > 0) + [int(words[order[rank]])]
+        weights += [0.2] * (rank > 0) + [float(counts[order[rank]] > counts[order[rank + 1]])]
+    return Question(PROMPT, [*answer, STOP]), [*weights, 0.2]

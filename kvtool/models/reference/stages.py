@@ -1,0 +1,50 @@
+"""The curriculum: what the model sees, and the measured accuracy that ends each stage."""
+
+from dataclasses import dataclass, field
+
+from kvtool.models.reference.rows import Mixture
+
+_ALL = ("multikey", "words", "multiquery", "multivalue", "route", "variables")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Rows of some lengths until the gate is passed.
+
+    The gate: each task in `tasks` answers its first token right at `gate_tokens` tokens for at
+    least `accuracy` of the prompts. `patience` is the most tokens (millions) a stage may take; a
+    stage that runs out of it goes on to the next, and the log says so. `batch` is tokens a step.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    mixture: Mixture = field(default_factory=Mixture)
+    tasks: tuple[str, ...] = _ALL
+    gate_tokens: int = 256
+    accuracy: float = 0.9
+    patience: float = 20.0
+    batch: int = 8192
+
+
+LOOK_UP = Mixture(
+    echo=0.5,
+    needles=0.5,
+    several_values=0.0,
+    routes=0.1,
+    variables=0.0,
+    everything=0.0,
+    frequent=0.0,
+    shortest_code=1,
+    longest_code=3,
+    recap=0.7,
+)
+SHORT = Mixture(echo=0.1, frequent=0.03, recap=0.4, shortest_code=2)
+
+STAGES = (
+    Stage("look up", (64, 128), LOOK_UP, ("words", "route"), 128, 0.9, batch=2048),
+    Stage("short", (128, 256), SHORT, ("multikey", "words", "multiquery", "route"), 256, 0.9),
+    Stage("middle", (256, 512), Mixture(), gate_tokens=512, accuracy=0.95, patience=12.0),
+    Stage("long", (256, 512, 1024), Mixture(), gate_tokens=1024, accuracy=0.95, patience=8.0),
+    Stage("longest", (256, 512, 1024, 2048), Mixture(), gate_tokens=2048, patience=10.0),
+)
+COOL_DOWN = Stage("cool down", (256, 512, 1024, 2048, 2048, 4096), Mixture(), accuracy=2.0)

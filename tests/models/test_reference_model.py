@@ -1,0 +1,84 @@
+"""The bundled model answers its own built-in prompts, offline and without a word on stderr."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvtool.errors import KvtoolError
+from kvtool.models.reference import path
+from kvtool.models.reference.evaluate import FILLER_SEED, measure
+from kvtool.models.reference.filler import Filler
+from kvtool.models.reference.prompt import needle_prompt
+
+MOST_BYTES = 8 * 2**20
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(path())
+
+
+@pytest.mark.parametrize(("tokens", "seed"), [(1024, 0), (1024, 1), (512, 0), (2048, 0)])
+def test_the_answer_of_the_built_in_prompt_is_found(model, tokenizer, tokens, seed):
+    prompt, answer = needle_prompt(tokens, seed)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    count = len(tokenizer(answer, add_special_tokens=False)["input_ids"])
+    output = model.generate(**inputs, max_new_tokens=count, do_sample=False)
+    assert tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]) == answer
+
+
+def test_most_seeds_are_answered(model):
+    filler = Filler(FILLER_SEED, 500)
+    result = measure(model, "multikey", 512, samples=24, filler=filler, seed=5)
+    assert result["exact"] >= 0.9
+
+
+@pytest.mark.parametrize("tokens", [100, 1000, 1024, 4096])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_prompt_is_as_long_as_asked_or_slightly_shorter(tokenizer, tokens, seed):
+    prompt, answer = needle_prompt(tokens, seed)
+    assert 0 <= tokens - len(tokenizer(prompt)["input_ids"]) <= 16
+    assert prompt.count(answer) == 1
+
+
+def test_seeds_give_different_prompts_and_the_same_seed_the_same():
+    assert needle_prompt(256, 1) == needle_prompt(256, 1)
+    assert needle_prompt(256, 1)[1] != needle_prompt(256, 2)[1]
+
+
+def test_too_short_a_prompt_is_refused():
+    with pytest.raises(KvtoolError, match="tokens 20 is too few for task `single`, which needs"):
+        needle_prompt(20)
+
+
+def test_writing_the_prompt_imports_no_torch():
+    code = "import sys, kvtool.models.reference.prompt; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
+
+
+def test_loading_is_silent_and_needs_no_network():
+    code = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "from transformers.utils import logging\n"
+        "from kvtool.models.reference import path\n"
+        "logging.disable_progress_bar()\n"
+        "AutoModelForCausalLM.from_pretrained(path()); AutoTokenizer.from_pretrained(path())\n"
+    )
+    settings = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-W", "error", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=settings)
+    assert run.stdout + run.stderr == ""
+
+
+def test_the_folder_is_small():
+    assert sum(file.stat().st_size for file in path().iterdir()) <= MOST_BYTES
