@@ -15,7 +15,7 @@ from torch.nn import functional
 from kvtool.cache.slots import SlotLayer, take
 from kvtool.maths.attention import attention_weights, group_queries, visible_keys, weighted_values
 from kvtool.maths.selection import keep_top, lowest
-from kvtool.policies.parts import Count, Evidence, Rows, SlotView, State
+from kvtool.policies.parts import Count, Evidence, Rows, SlotView, State, at_least_zero
 
 _EXPLICIT_ROWS = 128  # queries whose weights are held at a time
 _MASKED_ROWS = 1024  # queries whose boolean mask is held at a time
@@ -158,11 +158,12 @@ def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
     if layer.ragged:
         # a row below its budget takes an empty slot, a row above it gives up its worst one
         empty = view.positions < 0
-        over = (~empty).sum(-1, keepdim=True) > layer.budget
+        over = view.held > layer.budget
         importance = importance.masked_fill(empty & ~over, float("-inf"))
         unused = empty & over
         protected = unused if protected is None else (protected & over) | unused
-    layer.pending = lowest(importance, view.positions, protected)
+    distinct = score.distinct and layer.policy.rescore is None
+    layer.pending = lowest(importance, view.positions, protected, distinct)
 
 
 def _used_state(layer: SlotLayer) -> State:
@@ -176,6 +177,7 @@ def _used_view(layer: SlotLayer, value: Tensor) -> SlotView:
         positions=layer.positions[:, :, : layer.used],
         tokens_seen=_tokens_seen(layer),
         budget=layer.budget,
+        held=_held(layer, layer.positions[:, :, : layer.used]),
         layer=layer.index,
     )
 
@@ -273,6 +275,7 @@ def enter_block(
         positions=stored,
         tokens_seen=_tokens_seen(layer),
         budget=layer.budget,
+        held=_held(layer, stored),
         layer=layer.index,
         block=count,
     )
@@ -306,10 +309,7 @@ def leave_block(
         new = slice(block.kept, None)
         layer.extend(raw_key[:, :, new], raw_value[:, :, new], view.positions, block.state)
         return None
-    victims = view.positions.shape[2] - layer.most
-    if layer.ragged:
-        held = (view.positions >= 0).sum(-1, keepdim=True)
-        victims = (held - layer.budget).clamp(min=0)
+    victims = at_least_zero(view.held - layer.budget)
     importance, protected = _judge(layer, view, block.state, rows, victims)
     slots = min(layer.most, view.positions.shape[2])
     chosen, positions = keep_top(importance, view.positions, layer.budget, protected, slots)
@@ -469,6 +469,13 @@ def _judge(
 
 def _tokens_seen(layer: SlotLayer) -> Count:
     return layer.lengths[:, None, None] if layer.ragged else layer.seen
+
+
+def _held(layer: SlotLayer, positions: Tensor) -> Count:
+    """Stored slots of each row; heads of a row hold equally many."""
+    if not layer.ragged:
+        return positions.shape[2]
+    return (positions[:, :1] >= 0).sum(-1, keepdim=True)
 
 
 def _by_kv_head(layer: SlotLayer, value: Tensor) -> Tensor:

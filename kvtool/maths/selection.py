@@ -44,8 +44,13 @@ def top_mask(
     """
     allowed = positions >= 0 if among is None else among & (positions >= 0)
     key = torch.where(allowed, order_key(scores, positions), _EMPTY)
-    ranks = key.argsort(-1, descending=True).argsort(-1)
-    return (ranks < count) & allowed
+    if isinstance(count, Tensor):
+        last = (count - 1).clamp(min=0).expand(*key.shape[:-1], 1)
+        threshold = key.sort(-1, descending=True).values.gather(-1, last)
+        return (key >= threshold) & allowed & (count > 0)
+    if count == 0:
+        return torch.zeros_like(allowed)
+    return (key >= key.topk(count, -1).values[..., -1:]) & allowed
 
 
 def keep_top(
@@ -78,20 +83,25 @@ def keep_top(
     return indices.gather(-1, order), kept.gather(-1, order)
 
 
-def lowest(scores: Tensor, positions: Tensor, protected: Tensor | None = None) -> Tensor:
+def lowest(
+    scores: Tensor, positions: Tensor, protected: Tensor | None = None, distinct: bool = False
+) -> Tensor:
     """The one slot to give up: the lowest score, and among equals the highest position.
 
     Args:
         scores: (batch, kv_heads, slots) float32, no NaN.
         positions: (batch, kv_heads, slots).
         protected: bool (batch, kv_heads, slots), never chosen; at least one slot must be free.
+        distinct: no two stored slots have the same score, so ties need no care.
 
     Returns:
         (batch, kv_heads) int64 index of a slot.
     """
     if protected is not None:
         scores = scores.masked_fill(protected, float("inf"))
-    worst = scores == scores.amin(-1, keepdim=True)
+    if distinct:
+        return scores.argmin(-1)
     if protected is not None:
-        worst = worst & ~protected
-    return torch.where(worst, positions, -2).argmax(-1)
+        positions = positions.masked_fill(protected, -3)
+    worst = scores == scores.amin(-1, keepdim=True)
+    return torch.where(worst, positions, -3).argmax(-1)

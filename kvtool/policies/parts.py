@@ -59,6 +59,7 @@ class SlotView:
         positions: (batch, kv_heads, slots), the true position of the token in each slot; -1 = empty. In no order.
         tokens_seen: tokens of the row so far, the running block included.
         budget: slots the row may keep.
+        held: slots of the row that are not empty.
         layer: index of the layer.
         block: tokens of the row in the running block.
     """
@@ -68,16 +69,22 @@ class SlotView:
     positions: Tensor
     tokens_seen: Count
     budget: Count
+    held: Count
     layer: int = 0
     block: Count = 1
+
+    @property
+    def stored(self) -> Tensor | None:
+        """Which slots are not empty, bool (batch, kv_heads, slots); None: all of them."""
+        return self.positions >= 0 if isinstance(self.held, Tensor) else None
 
     def recent(self, count: Count) -> Tensor:
         """Mark the newest `count` tokens: bool (batch, kv_heads, slots)."""
         return self.positions >= self.tokens_seen - count
 
     def sinks(self, count: int) -> Tensor:
-        """Mark the first `count` tokens of the text: bool (batch, kv_heads, slots)."""
-        return (self.positions >= 0) & (self.positions < count)
+        """Mark the first `count` tokens of the text, and empty slots: bool (batch, kv_heads, slots)."""
+        return self.positions < count
 
 
 class Score:
@@ -92,6 +99,7 @@ class Score:
             `never` keeps everything.
         statistics: names of the float32 numbers kept beside each slot; they start at 0 and move with the slots.
         attention: whether the scores are attention that each slot received (CAOTE needs such scores).
+        distinct: whether no two tokens of a head ever have the same number.
     """
 
     name: ClassVar[str]
@@ -101,6 +109,7 @@ class Score:
     when: ClassVar[Literal["always", "prompt", "never"]] = "always"
     statistics: ClassVar[tuple[str, ...]] = ()
     attention: ClassVar[bool] = False
+    distinct: ClassVar[bool] = False
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
         """Add a chunk of rows to the statistics, in place."""
@@ -145,6 +154,11 @@ def minimum(a: Count, b: Count) -> Count:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
     return min(a, b)
+
+
+def at_least_zero(count: Count) -> Count:
+    """A count, or 0 where it is negative."""
+    return count.clamp(min=0) if isinstance(count, Tensor) else max(count, 0)
 
 
 def half(budget: Count) -> Count:

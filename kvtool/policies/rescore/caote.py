@@ -17,25 +17,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtool.policies.parts import Rescore, SlotView
-
-_CHUNK = 4096  # slots whose distance is computed at a time
+from kvtool.policies.parts import Count, Rescore, SlotView
 
 
-def normalised(scores: Tensor, stored: Tensor) -> Tensor:
+def normalised(scores: Tensor, held: Count, stored: Tensor | None = None) -> Tensor:
     """Scores as shares of their sum over the stored slots.
 
     Args:
         scores: (batch, kv_heads, slots) float32, at least 0.
-        stored: bool (batch, kv_heads, slots), False for empty slots, whose share is 0.
+        held: how many slots are stored, one number or (batch, 1 or kv_heads, 1).
+        stored: bool (batch, kv_heads, slots), False for empty slots, whose share is 0; None: none is empty.
 
     Returns:
         (batch, kv_heads, slots) float32 with rows that sum to 1; equal shares where every score is 0.
     """
-    scores = scores.masked_fill(~stored, 0)
+    if stored is not None:
+        scores = scores.masked_fill(~stored, 0)
     total = scores.sum(-1, keepdim=True)
-    equal = stored / stored.sum(-1, keepdim=True).clamp(min=1)
-    return torch.where(total > 0, scores / total, equal)
+    share = torch.where(total > 0, scores / total, 1 / held)
+    return share if stored is None else share.masked_fill(~stored, 0)
 
 
 def output_change(share: Tensor, values: Tensor, centre: Tensor) -> Tensor:
@@ -43,29 +43,20 @@ def output_change(share: Tensor, values: Tensor, centre: Tensor) -> Tensor:
 
     Args:
         share: (batch, kv_heads, slots) float32, rows sum to 1.
-        values: (batch, kv_heads, slots, value_dim).
+        values: (batch, kv_heads, slots, value_dim) float32.
         centre: (batch, kv_heads, 1, value_dim) float32, the output, or its stand-in.
 
     Returns:
         (batch, kv_heads, slots) float32; infinity where a token holds all but 1e-6 of the row.
     """
-    distance = torch.cat(
-        [
-            torch.linalg.vector_norm(part.float() - centre, dim=-1)
-            for part in values.split(_CHUNK, dim=2)
-        ],
-        dim=-1,
-    )
+    distance = torch.cdist(values, centre, compute_mode="donot_use_mm_for_euclid_dist")[..., 0]
     rest = 1 - share
-    return torch.where(rest < 1e-6, torch.inf, share / rest * distance)
+    return (share / rest).mul_(distance).masked_fill_(rest < 1e-6, float("inf"))
 
 
 def mean_value(weights: Tensor, values: Tensor) -> Tensor:
-    """Mean of the values under the weights: (batch, kv_heads, 1, value_dim) float32."""
-    centre = 0
-    for part, weight in zip(values.split(_CHUNK, dim=2), weights.split(_CHUNK, dim=-1), strict=True):
-        centre = centre + torch.matmul(weight.unsqueeze(2), part.float())
-    return centre
+    """Sum of the values times the weights: (batch, kv_heads, 1, value_dim) float32."""
+    return torch.matmul(weights.unsqueeze(2), values)
 
 
 @dataclass(frozen=True)
@@ -76,8 +67,9 @@ class CAOTE(Rescore):
     paper: ClassVar = "https://arxiv.org/abs/2504.14051"
 
     def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
-        share = normalised(importance, view.positions >= 0)
-        return output_change(share, view.values, mean_value(share, view.values))
+        values = view.values.float()
+        share = normalised(importance, view.held, view.stored)
+        return output_change(share, values, mean_value(share, values))
 
 
 @dataclass(frozen=True)
@@ -88,7 +80,7 @@ class FastCAOTE(Rescore):
     paper: ClassVar = "https://arxiv.org/abs/2504.14051"
 
     def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
-        stored = view.positions >= 0
-        share = normalised(importance, stored)
-        equal = stored / stored.sum(-1, keepdim=True).clamp(min=1)
-        return output_change(share, view.values, mean_value(equal, view.values))
+        values = view.values.float()
+        share = normalised(importance, view.held, view.stored)
+        equal = normalised(torch.zeros_like(importance), view.held, view.stored)
+        return output_change(share, values, mean_value(equal, values))

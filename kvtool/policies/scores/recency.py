@@ -17,6 +17,7 @@ class Recency(Score):
 
     name: ClassVar = "recency"
     paper: ClassVar = "-"
+    distinct: ClassVar = True
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         return view.positions.float()

@@ -11,12 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import top_mask
-from kvtool.policies.parts import Count, Evidence, Rows, Score, SlotView, State, half, minimum
+from kvtool.policies.parts import (
+    Count,
+    Evidence,
+    Rows,
+    Score,
+    SlotView,
+    State,
+    at_least_zero,
+    half,
+    minimum,
+)
 
 
 def mean_attention(attention_sum: Tensor, count: Tensor) -> Tensor:
@@ -72,15 +81,14 @@ class RoCo(Score):
         return mean_attention(state["attention_sum"], state["count"])
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
-        forced = view.recent(self._protect_recent(view.budget))
-        if self.sinks:
-            forced = forced | view.sinks(self.sinks)
-        free = ~forced & (view.positions >= 0)
-        room = (free.sum(-1, keepdim=True) - victims).clamp(min=0)
-        scope = half(view.budget) if self.scope is None else self.scope
-        deviation = attention_deviation(**state)
-        in_scope = top_mask(deviation, view.positions, torch.clamp(room, max=scope), among=free)
-        return forced | in_scope
+        recent = self._protect_recent(view.budget)
+        forced = view.recent(recent) | view.sinks(self.sinks)
+        # forced tokens never leave, so the row holds as many of them as it has seen
+        free = at_least_zero(view.held - minimum(recent + self.sinks, view.tokens_seen) - victims)
+        scope = minimum(half(view.budget) if self.scope is None else self.scope, free)
+        return forced | top_mask(
+            attention_deviation(**state), view.positions, scope, among=~forced
+        )
 
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"sinks": self.sinks, "protect_recent": self._protect_recent(budget)}

@@ -28,6 +28,7 @@ class Streaming(Score):
 
     name: ClassVar = "streaming"
     paper: ClassVar = "https://arxiv.org/abs/2309.17453"
+    distinct: ClassVar = True
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
