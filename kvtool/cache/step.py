@@ -141,10 +141,12 @@ def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> 
 def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
     """Add the new row to the statistics and choose the slot that the next token overwrites."""
     score = layer.policy.ranking
-    if score.when != "always":
+    observed = score.evidence is Evidence.ALL_ROWS
+    if score.when != "always" or not (observed or layer.used > layer.least):
         return
-    if score.evidence is Evidence.ALL_ROWS:
-        score.observe(_used_state(layer), _used_view(layer, value), rows)
+    view, state = _used_view(layer, value), _used_state(layer)
+    if observed:
+        score.observe(state, view, rows)
     if layer.used <= layer.least:
         return
     if layer.ragged and layer.used <= layer.most:
@@ -153,8 +155,8 @@ def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
         value = functional.pad(value, (0, 0, 0, more))
         if rows is not None:
             rows = replace(rows, weights=functional.pad(rows.weights, (0, more)))
-    view = _used_view(layer, value)
-    importance, protected = _judge(layer, view, _used_state(layer), rows, victims=1)
+        view, state = _used_view(layer, value), _used_state(layer)
+    importance, protected = _judge(layer, view, state, rows, victims=1)
     if layer.ragged:
         # a row below its budget takes an empty slot, a row above it gives up its worst one
         empty = view.positions < 0
@@ -171,13 +173,14 @@ def _used_state(layer: SlotLayer) -> State:
 
 
 def _used_view(layer: SlotLayer, value: Tensor) -> SlotView:
+    positions = layer.positions[:, :, : layer.used]
     return SlotView(
         keys=layer.keys[:, :, : layer.used],
         values=_by_kv_head(layer, value),
-        positions=layer.positions[:, :, : layer.used],
+        positions=positions,
         tokens_seen=_tokens_seen(layer),
         budget=layer.budget,
-        held=_held(layer, layer.positions[:, :, : layer.used]),
+        held=_held(layer, positions),
         layer=layer.index,
     )
 

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from kvtool.policies.parts import Count, Rescore, SlotView
 
+_CHUNK = 8192  # slots whose difference from the centre is held at a time
+
 
 def normalised(scores: Tensor, held: Count, stored: Tensor | None = None) -> Tensor:
     """Scores as shares of their sum over the stored slots.
@@ -49,7 +51,8 @@ def output_change(share: Tensor, values: Tensor, centre: Tensor) -> Tensor:
     Returns:
         (batch, kv_heads, slots) float32; infinity where a token holds all but 1e-6 of the row.
     """
-    distance = torch.cdist(values, centre, compute_mode="donot_use_mm_for_euclid_dist")[..., 0]
+    parts = [torch.linalg.vector_norm(part - centre, dim=-1) for part in values.split(_CHUNK, 2)]
+    distance = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     rest = 1 - share
     return (share / rest).mul_(distance).masked_fill_(rest < 1e-6, float("inf"))
 

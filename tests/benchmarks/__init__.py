@@ -1,0 +1,1 @@
+"""Speed and memory against transformers' DynamicCache, in one process. Not collected by pytest; see `speed.py`."""
