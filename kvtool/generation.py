@@ -111,7 +111,7 @@ def prefill(
                 hint="use prefill full, or rows of equal length",
             )
         if size < width:
-            order = (~mask).long().argsort(1, stable=True)
+            order = (~mask).long().argsort(dim=1, stable=True)
             input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
     logits: Tensor | None = None
     with cache.prompt([before + count for before, count in zip(seen, counts, strict=True)]):

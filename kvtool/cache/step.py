@@ -192,7 +192,7 @@ def _attend_blocks(layer: SlotLayer, call: Call) -> Tensor:
     """Attend a long prompt in blocks, each row's counted from its own first token, and cut after every block."""
     order = None
     if call.positions is not None:
-        order = (call.positions < 0).long().argsort(-1, stable=True)  # padding behind the tokens
+        order = (call.positions < 0).long().argsort(dim=-1, stable=True)  # padding behind the tokens
     kept = call.key.shape[2] - call.q_len
     expanded = call.key is not call.raw_key
     sources = (call.key, call.value, call.raw_key, call.raw_value)
