@@ -203,7 +203,12 @@ class KVCache(Cache):
 
         Args:
             lengths: tokens that each row will have seen at its end; a budget that is a ratio is a ratio of these.
+
+        Raises:
+            UsageError: a row's share is not above the tokens that the policy always keeps.
         """
+        if lengths is not None:
+            self._shares(lengths)
         self._in_prompt, self._prompt_lengths = True, lengths
         try:
             yield
@@ -223,12 +228,22 @@ class KVCache(Cache):
             layer.budget = layer.least = layer.most = tokens
         else:
             lengths = self._prompt_lengths or self._count(layer, positions, q_len)
-            rows = [max(fraction_of(self.budget.ratio, n), layer.least) for n in lengths]
-            self.policy.check_budget(min(rows))
+            rows = [max(share, layer.least) for share in self._shares(lengths)]
             layer.least, layer.most = min(rows), max(rows)
             layer.budget = layer.most
             if layer.least < layer.most:
                 layer.budget = torch.tensor(rows, device=layer.device)[:, None, None]
+
+    def _shares(self, lengths: list[int]) -> list[int]:
+        """What each row may keep, for a budget that is a ratio; empty for other budgets."""
+        if self.budget is None or self.budget.ratio is None:
+            return []
+        rows = [fraction_of(self.budget.ratio, n) for n in lengths]
+        try:
+            self.policy.check_budget(min(rows))
+        except UsageError as error:
+            raise UsageError(f"{self.budget} of {min(lengths)} tokens: {error}") from None
+        return rows
 
     def _count(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> list[int]:
         """Tokens of each row at the end of the running block; one device sync a block, none where nothing is padded."""
