@@ -19,7 +19,6 @@ from kvtool.cli.request import (
     typed_prompt,
 )
 from kvtool.cli.terminal import Terminal
-from kvtool.documents.files import write_with
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded, load
 
@@ -63,23 +62,23 @@ def _resolve(options: CompressOptions, terminal: Terminal) -> Request:
 
 def _run(options: CompressOptions, request: Request, loaded: Loaded) -> CompressionDocument:
     from kvtool import generation
+    from kvtool.cache.attention import attach
     from kvtool.cache.cache import build_cache
     from kvtool.cache.files import save_cache
     from kvtool.documents.generation import CacheSection, CompressionDocument, CompressionTiming
 
+    model = attach(loaded.model)
     prompt_ids = encode(loaded, request.prompt, first=True, source=request.source)
     request.check_length(prompt_ids.shape[1])
-    cache = build_cache(loaded.model, request.policy, request.budget, prefill=request.prefill)
-    result = generation.compress(loaded.model, cache, prompt_ids)
-    write_with(
+    cache = build_cache(model, request.policy, request.budget, prefill=request.prefill)
+    result = generation.compress(model, cache, prompt_ids)
+    save_cache(
+        cache,
         options.save_path,
-        lambda file: save_cache(
-            cache,
-            file,
-            input_ids=result.input_ids,
-            next_logits=result.next_logits,
-            model=loaded.model,
-        ),
+        model=model,
+        input_ids=result.input_ids,
+        next_logits=result.next_logits,
+        model_name=loaded.name,
     )
     return CompressionDocument(
         model=loaded.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,17 +24,19 @@ from kvtool.cli.request import (
     typed_prompt,
 )
 from kvtool.cli.terminal import Terminal
-from kvtool.documents.files import write_with
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded, load
 from kvtool.sizes import Budget, parse_count
 
 if TYPE_CHECKING:
-    from kvtool.cache.files import LoadedCache
+    from kvtool.cache.cache import KVCache
     from kvtool.documents.generation import GenerationDocument
     from kvtool.generation import Generation
+    from kvtool.policies.policy import Policy
 
-_NEEDLE_TOKENS = 1024
+_NEW_TOKENS = 128
+_NEEDLE_TOKENS, _NEEDLE_SEED = 1024, 7  # H2O finds this code with half of the tokens
+_NEEDLE_ANSWER_TOKENS = 8  # at most seven digits and a full stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,14 @@ class GenerateOptions(PromptOptions):
         Option("--cache", metavar="CACHE.safetensors", help="Go on from this saved cache."),
     ] = None
     max_new_tokens: Annotated[
-        str, Option("--max-new-tokens", "-n", metavar="N", help="Stop after N new tokens.")
-    ] = "128"
+        str | None,
+        Option(
+            "--max-new-tokens",
+            "-n",
+            metavar="N",
+            help=f"Stop after N new tokens.  [default: {_NEW_TOKENS}]",
+        ),
+    ] = None
     temperature: Annotated[
         float,
         Option("--temperature", metavar="T", help="0 takes the likeliest token, above 0 samples."),
@@ -65,16 +73,26 @@ class GenerateOptions(PromptOptions):
         """The cache file to start from."""
         return None if self.cache is None else Path(self.cache).expanduser()
 
-    def check(self) -> int:
-        """Refuse options that are wrong by themselves; return the number of new tokens."""
-        new_tokens = parse_count(self.max_new_tokens)
-        if new_tokens < 1:
+    @property
+    def wants_needle(self) -> bool:
+        """Whether the built-in prompt is asked for, by giving none."""
+        return self.prompt is None and self.prompt_file is None and self.cache is None
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens to generate at most."""
+        if self.max_new_tokens is None:
+            return _NEEDLE_ANSWER_TOKENS if self.wants_needle else _NEW_TOKENS
+        return parse_count(self.max_new_tokens)
+
+    def check(self) -> None:
+        """Refuse options that are wrong by themselves."""
+        if self.new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
         if not 0 <= self.temperature < math.inf:
             raise UsageError(f"--temperature must be 0 or more, got {self.temperature}")
         if self.cache_path is not None and not self.cache_path.is_file():
             raise UsageError(f"cache file `{self.cache}` does not exist")
-        return new_tokens
 
 
 def generate(options: GenerateOptions, terminal: Terminal) -> None:
@@ -82,20 +100,17 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
 
     Without a prompt, a built-in one plants a code in a long text and asks for it.
     """
-    new_tokens = options.check()
+    options.check()
     check_paths(options)
     request = _resolve(options, terminal)
     if options.dry_run:
-        more = {"max_new_tokens": new_tokens, "temperature": options.temperature}
+        more = {"max_new_tokens": options.new_tokens, "temperature": options.temperature}
         resolved = configuration(options, request) | more | {"cache": options.cache}
         write_configuration(resolved, options, terminal)
         return
     note_model(options, terminal)
     loaded = load(options.model, **options.load_options())
-    start = None
-    if options.cache_path is not None:
-        start, request = _continue(options, request, loaded)
-    result, cache = _run(options, request, loaded, start, new_tokens, terminal)
+    cache, result = _run(options, request, loaded, terminal)
     _write(options, request, loaded, result, terminal)
     if options.save_path is not None:
         _save(options.save_path, cache, result, loaded, terminal)
@@ -105,77 +120,79 @@ def _resolve(options: GenerateOptions, terminal: Terminal) -> Request:
     """Check everything that can be checked before the model is loaded."""
     prompt, source = typed_prompt(options)
     prefill = read_prefill(options.prefill)
-    if options.cache is not None:
-        if options.budget is not None:
-            Budget.parse(options.budget)
-        return Request(prompt, source, None, None, prefill)
+    if options.cache_path is not None:
+        policy, budget = _of_cache(options, options.cache_path)
+        return Request(prompt, source, policy, budget, prefill)
     policy, budget = choose_policy(options.policy, options.budget, terminal)
-    if prompt is None:
-        prompt, source = _needle_prompt(options.seed, terminal)
+    if options.wants_needle:
+        prompt, source = _needle_prompt(terminal)
     return Request(prompt, source, policy, budget, prefill)
 
 
-def _needle_prompt(seed: int, terminal: Terminal) -> tuple[str, str]:
+def _needle_prompt(terminal: Terminal) -> tuple[str, str]:
     from kvtool.models.reference.prompt import needle_prompt
 
-    prompt, answer = needle_prompt(tokens=_NEEDLE_TOKENS, seed=seed)
-    terminal.note(f"prompt: built-in needle, about {_NEEDLE_TOKENS} tokens; the answer is{answer}")
+    prompt, answer = needle_prompt(tokens=_NEEDLE_TOKENS, seed=_NEEDLE_SEED)
+    terminal.note(
+        f"prompt: a built-in text of about {_NEEDLE_TOKENS} tokens that hides a code, "
+        f"and a question about it; the answer is {answer.strip()}"
+    )
     return prompt, "built-in needle"
 
 
-def _continue(
-    options: GenerateOptions, request: Request, loaded: Loaded
-) -> tuple[LoadedCache, Request]:
-    """Load the saved cache; its policy and budget are the run's, and flags must agree with them."""
-    from kvtool.cache.files import load_cache
+def _of_cache(options: GenerateOptions, path: Path) -> tuple[Policy, Budget | None]:
+    """Return policy and budget of a saved cache; flags that say something else are refused."""
+    size = None if options.budget is None else Budget.parse(options.budget)
+    from kvtool.cache.files import read_metadata
     from kvtool.policies.grammar import parse_policy
 
-    start = load_cache(options.cache_path, loaded.model)
-    policy, budget = start.cache.policy, start.cache.budget
+    made = read_metadata(path)
+    policy = parse_policy(made["policy"])
+    budget = Budget.parse(made["budget"]) if made["budget"] else None
     if options.policy is not None and parse_policy(options.policy) != policy:
         raise UsageError(
             f"cache `{options.cache}` was made with policy `{policy}`, not `{options.policy}`"
         )
-    if options.budget is not None and Budget.parse(options.budget) != budget:
-        raise UsageError(
-            f"cache `{options.cache}` was made with budget {budget}, not {options.budget}"
-        )
-    return start, replace(request, policy=policy, budget=budget)
+    if size is not None and size != budget:
+        raise UsageError(f"cache `{options.cache}` was made with budget {budget}, not {size}")
+    return policy, budget
 
 
 def _run(
     options: GenerateOptions,
     request: Request,
     loaded: Loaded,
-    start: LoadedCache | None,
-    new_tokens: int,
     terminal: Terminal,
-) -> tuple[Generation, Any]:
+) -> tuple[KVCache, Generation]:
     from kvtool import generation
-    from kvtool.cache.cache import build_cache
+    from kvtool.cache.attention import attach
+    from kvtool.cache.cache import build_cache, read_prefill
+    from kvtool.cache.files import load_cache
 
+    model = attach(loaded.model)
+    going_on = options.cache_path is not None
     prompt_ids = None
     if request.prompt is not None:
-        prompt_ids = encode(loaded, request.prompt, first=start is None, source=request.source)
+        prompt_ids = encode(loaded, request.prompt, first=not going_on, source=request.source)
+    if going_on:
+        cache = load_cache(options.cache_path, model)
+        if options.prefill is not None:
+            cache.block = read_prefill(request.prefill)
+    else:
         request.check_length(prompt_ids.shape[1])
-    cache = (
-        build_cache(loaded.model, request.policy, request.budget, prefill=request.prefill)
-        if start is None
-        else start.cache
-    )
+        cache = build_cache(model, request.policy, request.budget, prefill=request.prefill)
     result = generation.generate(
-        loaded.model,
+        model,
         loaded.tokenizer,
         cache,
         prompt_ids,
-        max_new_tokens=new_tokens,
+        max_new_tokens=options.new_tokens,
         temperature=options.temperature,
         seed=options.seed,
         on_text=_stream(options, terminal),
-        start=start,
         compare_full=options.compare_full,
     )
-    return result, cache
+    return cache, result
 
 
 def _stream(options: GenerateOptions, terminal: Terminal) -> Any:
@@ -246,11 +263,10 @@ def _summary(document: GenerationDocument) -> str:
     return "; ".join(parts)
 
 
-def _save(path: Path, cache: Any, result: Generation, loaded: Loaded, terminal: Terminal) -> None:
+def _save(
+    path: Path, cache: KVCache, result: Generation, loaded: Loaded, terminal: Terminal
+) -> None:
     from kvtool.cache.files import save_cache
 
-    write_with(
-        path,
-        lambda file: save_cache(cache, file, input_ids=result.input_ids, model=loaded.model),
-    )
+    save_cache(cache, path, model=loaded.model, input_ids=result.input_ids, model_name=loaded.name)
     terminal.note(f"saved {path}")

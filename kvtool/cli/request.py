@@ -170,9 +170,11 @@ def read_prefill(text: str | None) -> str:
 
 
 def note_model(options: PromptOptions, terminal: Terminal) -> None:
-    """Say that the bundled model is used, where nobody asked for it."""
+    """Say that the bundled model is used where nobody asked for it, or that the hub is asked."""
     if options.model is None:
         terminal.note(f"model: {REFERENCE} (bundled; choose another with --model)")
+    elif options.model != REFERENCE and not Path(options.model).expanduser().is_dir():
+        terminal.note(f"model: {options.model} (no such folder here, asking the hub)")
 
 
 def encode(loaded: Loaded, text: str, *, first: bool, source: str) -> Tensor:

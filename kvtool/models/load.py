@@ -74,20 +74,23 @@ def load(
     name, source = _source(model)
     where = {"revision": revision} if revision else {}
     where["trust_remote_code"] = trust_remote_code
-    with _library_output_on_stderr(), _in_one_line(name, trust_remote_code):
-        config = _load_config(name, source, where)
-        tokenizer = _load_tokenizer(source, where)
-        loaded = _load_weights(
-            name,
-            source,
-            config=config,
-            dtype=_dtype(dtype, place, device_map),
-            device_map=device_map,
-            attn_implementation=None if attn_implementation == "auto" else attn_implementation,
-            **where,
-        )
-        if device_map is None:
-            loaded.to(place)
+    with _library_output_on_stderr():
+        with _in_one_line("configuration", name, trust_remote_code):
+            config = _load_config(name, source, where)
+        with _in_one_line("tokenizer", name, trust_remote_code):
+            tokenizer = _load_tokenizer(source, where)
+        with _in_one_line("weights", name, trust_remote_code):
+            loaded = _load_weights(
+                name,
+                source,
+                config=config,
+                dtype=_dtype(dtype, place, device_map),
+                device_map=device_map,
+                attn_implementation=None if attn_implementation == "auto" else attn_implementation,
+                **where,
+            )
+            if device_map is None:
+                loaded.to(place)
     loaded.eval().requires_grad_(False)
     loaded.name_or_path = loaded.config._name_or_path = name
     commit = getattr(config, "_commit_hash", None)
@@ -219,7 +222,15 @@ def _load_tokenizer(source: str, where: dict[str, Any]) -> Any:
 def _load_weights(name: str, source: str, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    if info["mismatched_keys"]:
+        tensor, stored, expected = sorted(info["mismatched_keys"])[0]
+        raise KvtoolError(
+            f"the weights of `{name}` do not fit its config.json: {tensor} is "
+            f"{tuple(stored)}, must be {tuple(expected)}"
+        )
     missing = sorted(info["missing_keys"])
     if missing:
         raise KvtoolError(
@@ -232,55 +243,62 @@ def _load_weights(name: str, source: str, **options: Any) -> Any:
 @contextlib.contextmanager
 def _library_output_on_stderr() -> Iterator[None]:
     """Keep what libraries print while loading off stdout, and their advice quiet."""
-    from transformers.utils import logging
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging as transformers
 
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    before = [(logging, logging.get_verbosity()) for logging in (hub, transformers)]
+    for logging, _ in before:
+        logging.set_verbosity_error()
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        logging.set_verbosity(before)
+        for logging, verbosity in before:
+            logging.set_verbosity(verbosity)
 
 
 @contextlib.contextmanager
-def _in_one_line(name: str, trust_remote_code: bool) -> Iterator[None]:
-    """Turn what transformers, safetensors and the hub raise into one line with a hint."""
-    from safetensors import SafetensorError
-
+def _in_one_line(part: str, name: str, trust_remote_code: bool) -> Iterator[None]:
+    """Turn whatever a library raises about a foreign checkpoint into one line with a hint."""
     try:
         yield
     except KvtoolError:
         raise
-    except SafetensorError as error:
-        raise KvtoolError(f"cannot read the weights of `{name}`: {_one_line(error)}") from error
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        raise _translate(name, error, trust_remote_code) from error
+    except Exception as error:  # any: the checkpoint decides what runs
+        raise _translate(part, name, error, trust_remote_code) from error
 
 
-def _translate(name: str, error: Exception, trust_remote_code: bool) -> KvtoolError:
-    if type(error).__name__ == "OutOfMemoryError":
+def _translate(part: str, name: str, error: Exception, trust_remote_code: bool) -> KvtoolError:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return KvtoolError(f"not enough memory for model `{name}`", hint="try --dtype bfloat16")
-    text = " ".join(str(part) for part in _chain(error))
+    text = " ".join(str(cause) for cause in _chain(error))
     if not trust_remote_code and "trust_remote_code" in text:
         return UsageError(
             f"model `{name}` brings its own code, which is not run unasked",
             hint="read that code, then pass --trust-remote-code",
         )
-    if "gated repo" in text or "401" in text or "403" in text:
-        return KvtoolError(f"access to model `{name}` is restricted", hint="log in: hf auth login")
     if "does not recognize this architecture" in text or "Unrecognized model" in text:
         return KvtoolError(
             f"the architecture of model `{name}` is not supported: {_one_line(error)}"
         )
+    if not Path(name).is_dir() and name != REFERENCE:
+        return _translate_hub(name, text, error)
+    return KvtoolError(f"cannot read the {part} of model `{name}`: {_one_line(error)}")
+
+
+def _translate_hub(name: str, text: str, error: Exception) -> KvtoolError:
+    if "gated repo" in text or "403 " in text:
+        return KvtoolError(f"access to model `{name}` is restricted", hint="log in: hf auth login")
     if any(sign in text for sign in ("couldn't connect", "Connection", "offline", "resolve")):
         return KvtoolError(
-            f"no folder `{name}` here, and the hub cannot be reached to look for a model of that "
-            "name",
+            f"no folder `{name}` here, and the hub cannot be reached for a model of that name",
             hint="give a folder, or check the network (HF_HUB_OFFLINE, HF_ENDPOINT)",
         )
-    if "valid model identifier" in text or "Repo id must" in text or "404" in text:
-        return UsageError(f"no folder and no hub model named `{name}`")
+    if any(sign in text for sign in ("valid model identifier", "Repo id must", "404 ", "401 ")):
+        return UsageError(
+            f"no folder `{name}` here, and no model of that name on the hub",
+            hint="a private model needs a login: hf auth login",
+        )
     return KvtoolError(f"cannot load model `{name}`: {_one_line(error)}")
 
 
@@ -291,6 +309,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _one_line(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
     sentence = text.split(". ")[0].rstrip(".")
     return sentence if len(sentence) <= 200 else sentence[:197] + "..."
