@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 
 from kvtool.cache import handover
 from kvtool.cache.slots import HybridSlotLayer, SlotLayer
+from kvtool.cache.together import form_groups
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
@@ -154,6 +155,8 @@ class KVCache(Cache):
         self._in_prompt = False
         self._counted: tuple[int, list[int]] | None = None
         super().__init__(layers=_make_layers(config, policy))
+        self._slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        self._grouped = False
 
     # ---- what transformers asks
 
@@ -165,6 +168,10 @@ class KVCache(Cache):
             return layer.update(key_states, value_states, *args, **kwargs)
         handover.check_attended(layer)
         decoding = self.decodes(layer, key_states.shape[2])
+        if not decoding:
+            self._ungroup()
+        elif not self._grouped and layer is self.first_layer:
+            self._grouped = form_groups(self._slot_layers)
         raw_key, raw_value = layer.update(key_states, value_states, decoding=decoding)
         if not decoding:
             block = (raw_key.numel() * raw_key.element_size()) + (
@@ -190,7 +197,27 @@ class KVCache(Cache):
             for layer in self.layers
         ]
 
+    def _ungroup(self) -> None:
+        """Let every layer decide alone again: their buffers are about to change."""
+        if self._grouped:
+            for layer in self._slot_layers:
+                layer.group = None
+            self._grouped = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._ungroup()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._ungroup()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._ungroup()
+        super().batch_select_indices(indices)
+
     def reset(self) -> None:
+        self._ungroup()
         super().reset()
         self.peak_bytes = 0
         self._counted = None
@@ -257,9 +284,8 @@ class KVCache(Cache):
 
     def _tokens_for_bytes(self, layer: SlotLayer) -> int:
         per_token = layer.token_bytes() * layer.positions.shape[0] * layer.positions.shape[1]
-        slots = [other for other in self.layers if isinstance(other, SlotLayer)]
-        windows = sum(other.window - 1 for other in slots if other.window is not None)
-        free = sum(other.window is None for other in slots)
+        windows = sum(other.window - 1 for other in self._slot_layers if other.window is not None)
+        free = sum(other.window is None for other in self._slot_layers)
         left = self.budget.bytes - windows * per_token
         tokens = left // (free * per_token)
         if tokens < 1:
@@ -298,12 +324,12 @@ class KVCache(Cache):
     @property
     def first_layer(self) -> SlotLayer:
         """The first attention layer."""
-        return next(layer for layer in self.layers if isinstance(layer, SlotLayer))
+        return self._slot_layers[0]
 
     def report(self) -> CacheReport:
         """Count what is held, from the tensors."""
         seen = self.tokens_seen()
-        slots = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        slots = self._slot_layers
         kept = [
             self.kept_positions(i).shape[-1]
             if isinstance(layer, SlotLayer) and layer.is_initialized
@@ -327,9 +353,7 @@ class KVCache(Cache):
         )
 
     def _allocated_bytes(self) -> int:
-        return sum(
-            layer.allocated_bytes() for layer in self.layers if isinstance(layer, SlotLayer)
-        )
+        return sum(layer.allocated_bytes() for layer in self._slot_layers)
 
     def _slot_layer(self, index: int) -> SlotLayer:
         layer = self.layers[index]

@@ -7,6 +7,7 @@ next token is written over the victim of the step before. An empty slot has posi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from kvtool.errors import KvtoolError
 from kvtool.policies.parts import Count, State
 from kvtool.policies.policy import Policy
+
+if TYPE_CHECKING:
+    from kvtool.cache.together import Group
 
 _GROWTH = 1.25  # buffers that have no budget grow by this factor, so that appending copies O(1) per token
 
@@ -31,6 +35,7 @@ class SlotLayer(CacheLayerMixin):
         seen: tokens seen, padding included: what transformers calls the sequence length.
         lengths: (batch,) int64 tokens seen without padding; None where no row is padded (then it is `seen`).
         pending: (batch, kv_heads) slot that the next token overwrites; counts as empty for everybody but the writer.
+        group: the layers that this one decides with, None while it decides alone.
         budget: tokens that a row may keep, one number or (batch, 1, 1); set when a prompt begins. None: no limit.
         least, most: smallest and largest budget of the rows, known to the host.
         window: width of the layer's own sliding window, in tokens, or None.
@@ -56,6 +61,7 @@ class SlotLayer(CacheLayerMixin):
         self.pending: Tensor | None = None
         self.written: Tensor | None = None
         self.ordered = True
+        self.group: Group | None = None
         self.budget: Count | None = None
         self.least = self.most = 0
 
@@ -183,7 +189,7 @@ class SlotLayer(CacheLayerMixin):
         """Bytes beside the keys and values: positions and the policy's numbers."""
         if not self.is_initialized:
             return 0
-        return _bytes(self.positions) + sum(_bytes(t) for t in self.state.values())
+        return sum(t.numel() * t.element_size() for t in (self.positions, *self.state.values()))
 
     # ---- how tokens enter and leave
 
@@ -209,8 +215,9 @@ class SlotLayer(CacheLayerMixin):
             slot = self.pending[..., None]
             self.keys.scatter_(2, slot[..., None].expand_as(key), key)
             self.values.scatter_(2, slot[..., None].expand_as(value), value)
-            for number in self.state.values():
-                number.scatter_(2, slot, 0)
+            if self.group is None:
+                for number in self.state.values():
+                    number.scatter_(2, slot, 0)
             self.written, self.pending, self.ordered = slot, None, False
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
@@ -221,6 +228,8 @@ class SlotLayer(CacheLayerMixin):
         Args:
             position: one number, or (batch,) with -1 where a row had padding instead of a token.
         """
+        if self.group is not None:
+            return  # it has placed the token of every layer already
         if isinstance(position, Tensor):
             position = position.to(torch.int32)[:, None, None]
         if self.written is None:

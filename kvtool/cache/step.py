@@ -140,6 +140,9 @@ def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> 
 
 def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
     """Add the new row to the statistics and choose the slot that the next token overwrites."""
+    if layer.group is not None:
+        layer.group.arrive(layer, _by_kv_head(layer, value), rows)
+        return
     score = layer.policy.ranking
     observed = score.evidence is Evidence.ALL_ROWS
     if score.when != "always" or not (observed or layer.used > layer.least):
@@ -175,8 +178,7 @@ def _used_state(layer: SlotLayer) -> State:
 def _used_view(layer: SlotLayer, value: Tensor) -> SlotView:
     positions = layer.positions[:, :, : layer.used]
     return SlotView(
-        keys=layer.keys[:, :, : layer.used],
-        values=_by_kv_head(layer, value),
+        values=(_by_kv_head(layer, value),),
         positions=positions,
         tokens_seen=_tokens_seen(layer),
         budget=layer.budget,
@@ -273,8 +275,7 @@ def enter_block(
         name: functional.pad(number[:, :, :kept], (0, q_len)) for name, number in layer.state.items()
     }
     view = SlotView(
-        keys=raw_key,
-        values=_by_kv_head(layer, value),
+        values=(_by_kv_head(layer, value),),
         positions=stored,
         tokens_seen=_tokens_seen(layer),
         budget=layer.budget,

@@ -54,23 +54,24 @@ class Rows:
 class SlotView:
     """The slots of one layer as a policy sees them, the running block included. Read only.
 
+    In steady state one view covers several layers, stacked along the batch; only the values come layer by layer.
+
     Attributes:
-        keys, values: (batch, kv_heads, slots, head_dim), keys after RoPE.
+        values: (batch, kv_heads, slots, value_dim) of each layer.
         positions: (batch, kv_heads, slots), the true position of the token in each slot; -1 = empty. In no order.
         tokens_seen: tokens of the row so far, the running block included.
         budget: slots the row may keep.
         held: slots of the row that are not empty.
-        layer: index of the layer.
+        layer: index of the layer, one number or one per row.
         block: tokens of the row in the running block.
     """
 
-    keys: Tensor
-    values: Tensor
+    values: tuple[Tensor, ...]
     positions: Tensor
     tokens_seen: Count
     budget: Count
     held: Count
-    layer: int = 0
+    layer: Count = 0
     block: Count = 1
 
     @property

@@ -40,26 +40,40 @@ def normalised(scores: Tensor, held: Count, stored: Tensor | None = None) -> Ten
     return share if stored is None else share.masked_fill(~stored, 0)
 
 
-def output_change(share: Tensor, values: Tensor, centre: Tensor) -> Tensor:
+def output_change(share: Tensor, distance: Tensor) -> Tensor:
     """How far the output moves when a token leaves: share / (1 - share) * |centre - value|.
 
     Args:
         share: (batch, kv_heads, slots) float32, rows sum to 1.
-        values: (batch, kv_heads, slots, value_dim) float32.
-        centre: (batch, kv_heads, 1, value_dim) float32, the output, or its stand-in.
+        distance: (batch, kv_heads, slots) float32, of each value from the output, or from its stand-in.
 
     Returns:
         (batch, kv_heads, slots) float32; infinity where a token holds all but 1e-6 of the row.
     """
-    parts = [torch.linalg.vector_norm(part - centre, dim=-1) for part in values.split(_CHUNK, 2)]
-    distance = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     rest = 1 - share
     return (share / rest).mul_(distance).masked_fill_(rest < 1e-6, float("inf"))
 
 
-def mean_value(weights: Tensor, values: Tensor) -> Tensor:
-    """Sum of the values times the weights: (batch, kv_heads, 1, value_dim) float32."""
-    return torch.matmul(weights.unsqueeze(2), values)
+def distance_from_mean(weights: Tensor, values: Tensor) -> Tensor:
+    """How far each value lies from the mean of the values under the weights.
+
+    Args:
+        weights: (batch, kv_heads, slots) float32, rows sum to 1.
+        values: (batch, kv_heads, slots, value_dim).
+
+    Returns:
+        (batch, kv_heads, slots) float32, Euclidean.
+    """
+    values = values.float()
+    mean = torch.matmul(weights.unsqueeze(2), values)
+    parts = [torch.linalg.vector_norm(part - mean, dim=-1) for part in values.split(_CHUNK, 2)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _distances(weights: Tensor, view: SlotView) -> Tensor:
+    layers = zip(weights.chunk(len(view.values)), view.values, strict=True)
+    parts = [distance_from_mean(weight, values) for weight, values in layers]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -70,9 +84,8 @@ class CAOTE(Rescore):
     paper: ClassVar = "https://arxiv.org/abs/2504.14051"
 
     def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
-        values = view.values.float()
         share = normalised(importance, view.held, view.stored)
-        return output_change(share, values, mean_value(share, values))
+        return output_change(share, _distances(share, view))
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,6 @@ class FastCAOTE(Rescore):
     paper: ClassVar = "https://arxiv.org/abs/2504.14051"
 
     def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
-        values = view.values.float()
         share = normalised(importance, view.held, view.stored)
         equal = normalised(torch.zeros_like(importance), view.held, view.stored)
-        return output_change(share, values, mean_value(equal, values))
+        return output_change(share, _distances(equal, view))
