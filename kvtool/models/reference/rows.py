@@ -11,9 +11,10 @@ import numpy as np
 from kvtool.models.reference import facts, frequent
 from kvtool.models.reference.facts import Question
 from kvtool.models.reference.filler import Filler
-from kvtool.models.reference.vocabulary import BOS, BYTES, EOS, SPECIAL, TOKENS
+from kvtool.models.reference.vocabulary import BOS, EOS, SPECIAL, TOKENS
 
 FILLER_WEIGHT = 0.1
+LOOK_UP_WEIGHT = 3.0  # the first token of each part of an answer; the rest is copying
 END_WEIGHT = 0.1
 _FILLER_COUNTED = 0.3  # share of filler sentences in the loss: the rest would teach little more
 
@@ -66,13 +67,15 @@ class Row:
 
     def ask(self, question: Question, *, end: bool) -> None:
         """Append a question and its answer; `end` teaches to stop after it."""
+        before = [facts.COMMA, *question.answer]
+        weights = [LOOK_UP_WEIGHT if token == facts.COMMA else 1.0 for token in before[:-1]]
         self.add(question.prompt)
-        self.add(question.answer, 1.0)
+        self.add(question.answer, weights)
         if end:
             self.ends.append(len(self.ids) - 1)
 
 
-_PLAIN = np.arange(len(SPECIAL), len(TOKENS) - len(BYTES))
+_ECHOED = np.arange(len(SPECIAL), len(TOKENS))  # bytes too: nowhere else are they seen
 
 
 def _echo(rng: np.random.Generator, tokens: int) -> Row:
@@ -80,7 +83,7 @@ def _echo(rng: np.random.Generator, tokens: int) -> Row:
     row = Row()
     length = int(rng.integers(3, tokens // 4))
     pieces = [
-        rng.choice(_PLAIN, length, replace=False).tolist() for _ in range(tokens // (2 * length))
+        rng.choice(_ECHOED, length, replace=False).tolist() for _ in range(tokens // (2 * length))
     ]
     for piece in pieces:
         row.add(piece)
@@ -151,7 +154,8 @@ def _plan_several_values(
 ) -> None:
     """Two to four values for each key."""
     for key in keys:
-        kind = "word" if rng.random() < 0.3 else "code"
+        # words are short, so a row holds more of the hard choice: which value comes next
+        kind = "word" if rng.random() < 0.6 else "code"
         values = [_draw_value(rng, mixture, kind) for _ in range(int(rng.integers(2, 5)))]
         plan.groups.append([facts.needle(key, value) for value in values])
         plan.questions.append(facts.ask_all_values(key, values))
@@ -183,9 +187,9 @@ def _draw_plan(rng: np.random.Generator, mixture: Mixture, kind: str, tokens: in
     if kind == "needles":
         _plan_needles(plan, rng, mixture, keys[: max(1, min(120, room // per_needle))])
     elif kind == "several_values":
-        several = max(1, min(10, room // 60))
+        several = max(1, min(12, room // 36))
         _plan_several_values(plan, rng, mixture, keys[:several])
-        others = max(0, min(60, (room - 60 * several) // 15))
+        others = max(0, min(60, (room - 36 * several) // 15))
         _plan_needles(plan, rng, mixture, keys[several : several + others])
     elif kind in ("routes", "variables"):
         chains = max(1, min(15, room // 32))

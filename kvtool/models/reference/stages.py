@@ -11,8 +11,8 @@ _ALL = ("multikey", "words", "multiquery", "multivalue", "route", "variables")
 class Stage:
     """Rows of some lengths until the gate is passed.
 
-    The gate: each task in `tasks` answers its first token right at `gate_tokens` tokens for at
-    least `accuracy` of the prompts. `patience` is the most tokens (millions) a stage may take; a
+    The gate: each task in `tasks` is answered in full at `gate_tokens` tokens for at least
+    `accuracy` of the prompts. `patience` is the most tokens (millions) a stage may take; a
     stage that runs out of it goes on to the next, and the log says so. `batch` is tokens a step.
     """
 
@@ -38,13 +38,14 @@ LOOK_UP = Mixture(
     longest_code=3,
     recap=0.7,
 )
-SHORT = Mixture(echo=0.1, frequent=0.03, recap=0.4, shortest_code=2)
+SHORT = Mixture(echo=0.02, several_values=0.25, variables=0.25, frequent=0.03, shortest_code=2)
+FULL = Mixture(echo=0.01, several_values=0.35)
 
 STAGES = (
-    Stage("look up", (64, 128), LOOK_UP, ("words", "route"), 128, 0.9, batch=2048),
-    Stage("short", (128, 256), SHORT, ("multikey", "words", "multiquery", "route"), 256, 0.9),
-    Stage("middle", (256, 512), Mixture(), gate_tokens=512, accuracy=0.95, patience=12.0),
-    Stage("long", (256, 512, 1024), Mixture(), gate_tokens=1024, accuracy=0.95, patience=8.0),
-    Stage("longest", (256, 512, 1024, 2048), Mixture(), gate_tokens=2048, patience=10.0),
+    Stage("look up", (64, 128), LOOK_UP, ("words", "route"), 128, 0.9),
+    Stage("short", (128, 256), SHORT, _ALL, 256, 0.9, patience=8.0),
+    Stage("middle", (256, 512), FULL, _ALL, 512, 0.95, patience=5.0),
+    Stage("long", (256, 512, 1024), FULL, _ALL, 1024, 0.95, patience=4.0),
+    Stage("longest", (256, 512, 1024, 2048), FULL, _ALL, 2048, 0.97, patience=3.5),
 )
-COOL_DOWN = Stage("cool down", (256, 512, 1024, 2048, 2048, 4096), Mixture(), accuracy=2.0)
+COOL_DOWN = Stage("cool down", (256, 512, 1024, 2048, 2048, 4096), FULL, _ALL, 2048)

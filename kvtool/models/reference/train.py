@@ -64,7 +64,11 @@ class Run:
         self.options = options
         self.rank, self.ranks = _ranks()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         if options.init:
+            if not options.init.is_dir():
+                raise KvtoolError(f"no folder `{options.init}` to start from")
             model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
         else:
             model = new_model(options)
@@ -180,11 +184,11 @@ class Run:
             for parameter in self.model.parameters():
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= self.ranks
-        full = weights == 1
+        full = weights >= 1
         right = torch.zeros_like(full)
         right[counted] = logits.argmax(-1) == targets[counted]
         first = full & ~functional.pad(full, (1, -1))
-        self.recent["loss"].append(losses[share == 1].mean().item())
+        self.recent["loss"].append(losses[share >= 1].mean().item())
         self.recent["answer"].append(right[full].float().mean().item())
         self.recent["first"].append(right[first].float().mean().item())
 
@@ -205,7 +209,7 @@ class Run:
         self.model.train()
         cells = (f"{task} {r['first']:.2f}/{r['exact']:.2f}" for task, r in results.items())
         self.say(f"  {stage.name} @{stage.gate_tokens} first/exact: " + ", ".join(cells))
-        return all(result["first"] >= stage.accuracy for result in results.values())
+        return all(result["exact"] >= stage.accuracy for result in results.values())
 
     def advance(self) -> None:
         """Go to the next stage, or begin to cool down after the last."""
@@ -243,8 +247,15 @@ class Run:
         self.save()
         self.export()
 
+    def _agreed(self, passed: bool) -> bool:
+        """Return the first process's word on every process."""
+        word = [passed]
+        if self.ranks > 1:
+            dist.broadcast_object_list(word)
+        return word[0]
+
     def _check(self) -> None:
-        passed = self.gate_passed()
+        passed = self._agreed(self.gate_passed() if self.rank == 0 else False)
         impatient = self.progress["stage_tokens"] >= self.stage.patience * 1e6
         if not self.progress["cooling"] and (passed or impatient):
             self.say("gate passed" if passed else "out of patience: gate missed")
@@ -253,19 +264,13 @@ class Run:
         self.export()
 
 
-def _ranks() -> tuple[int, int]:
-    if "RANK" not in os.environ:
-        return 0, 1
-    dist.init_process_group()
-    return dist.get_rank(), dist.get_world_size()
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Read the options and train."""
+def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--init", type=Path, help="start from this checkpoint's weights")
-    parser.add_argument("--stage", type=int, default=0, help="first stage, with --init")
+    parser.add_argument(
+        "--stage", type=int, default=0, choices=range(len(STAGES)), help="the first"
+    )
     parser.add_argument("--cool-down-now", action="store_true", help="skip to the last stage")
     parser.add_argument("--cool-down", type=float, default=12.0, help="its millions of tokens")
     parser.add_argument("--width", type=int, default=128)
@@ -280,10 +285,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--log-every", type=int, default=50, help="steps between log lines")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def _ranks() -> tuple[int, int]:
+    if "RANK" not in os.environ:
+        return 0, 1
+    dist.init_process_group()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the options and train."""
+    options = _options(arguments)
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    run = Run(options)
+    try:
+        run = Run(options)
+    except KvtoolError as error:
+        sys.exit(f"error: {error}")
     if run.progress["step"] == 0:
         run.progress["stage"] = options.stage
     if options.cool_down_now and not run.progress["cooling"]:

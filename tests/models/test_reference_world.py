@@ -1,0 +1,121 @@
+"""The facts of the world: an oracle that only reads the text finds every expected answer."""
+
+import re
+
+import numpy as np
+import pytest
+
+from kvtool.errors import KvtoolError
+from kvtool.models.reference.filler import Filler
+from kvtool.models.reference.rows import FILLER_WEIGHT, Mixture, draw_batch, draw_row
+from kvtool.models.reference.tasks import TASKS, draw_example
+from kvtool.models.reference.tokenizer import build_tokenizer
+from kvtool.models.reference.vocabulary import BOS, EOS, TOKEN_ID, decode, encode
+
+FILLER = Filler(0, 200)
+TOKENIZER = build_tokenizer()
+
+
+def facts_in(text: str) -> list[tuple[str, str]]:
+    """Return every (key, value) stated before the question."""
+    stated = re.findall(r"The (?:secret \w+|hidden word) for (\w+): ([^.]+)\.", text)
+    stated += re.findall(r"The (?:route|value) from (\w+): (\w+)\.", text)
+    return stated + re.findall(r"The value (\w+): (\w+)\.", text)
+
+
+def follow(facts: list[tuple[str, str]], start: str) -> list[str]:
+    hops, stops = dict(facts), []
+    while start in hops:
+        start = hops[start]
+        stops.append(start)
+    return stops
+
+
+def oracle(text: str) -> str:
+    context, question = text.split("\n Question: ")
+    facts, asked = facts_in(context), question.split("?")[0]
+    if "most common" in asked:
+        words = context.removeprefix(" Words:").rstrip(".").split()
+        return " " + ", ".join(sorted(set(words), key=words.count, reverse=True)[:3]) + "."
+    if asked.startswith(("What are the stops", "Which variables")):
+        return "".join(f" {name}" for name in follow(facts, asked.split()[-1])) + "."
+    keys = asked.split(" for ")[1].split(", ")
+    if len(keys) > 1:
+        return " " + ", ".join(f"{key}: {dict(facts)[key]}" for key in keys) + "."
+    return " " + ", ".join(value for key, value in facts if key == keys[0]) + "."
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_oracle_agrees(task, seed):
+    example = draw_example(np.random.default_rng(seed), task, 307, FILLER)
+    assert oracle(decode(example.context + example.question)) == decode(example.answer)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("tokens", [307, 1024])
+def test_prompts_have_the_length_asked_for_and_the_tokenizer_agrees(task, tokens):
+    example = draw_example(np.random.default_rng(3), task, tokens, FILLER)
+    prompt = example.context + example.question
+    assert 0 <= tokens - len(prompt) <= 16
+    assert TOKENIZER(decode(prompt))["input_ids"] == prompt
+    whole = prompt + example.answer
+    assert TOKENIZER(decode(whole))["input_ids"] == whole
+
+
+def test_an_unknown_task_is_refused():
+    with pytest.raises(KvtoolError, match="no task named `needles`; choose one of: dense"):
+        draw_example(np.random.default_rng(0), "needles", 256, FILLER)
+
+
+def test_facts_that_do_not_fit_are_refused():
+    with pytest.raises(KvtoolError, match="tokens 64 is too few for task `multivalue`"):
+        draw_example(np.random.default_rng(0), "multivalue", 64, FILLER)
+
+
+def test_encode_agrees_with_the_tokenizer():
+    text = "\n Question: What is the secret code for falcon? Answer: 17 ( BA: 4, -)"
+    assert encode(text) == TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    assert decode(encode(text)) == text
+
+
+def test_another_seed_gives_other_sentences():
+    rng = [np.random.default_rng(0) for _ in range(3)]
+    same = FILLER.take(rng[0], 99), Filler(0, 200).take(rng[1], 99)
+    assert same[0] == same[1] != Filler(1, 200).take(rng[2], 99)
+
+
+ONLY = {"needles": 0, "several_values": 0, "routes": 0, "variables": 0, "everything": 0}
+
+
+@pytest.mark.parametrize("kind", [*ONLY, "echo", "frequent"])
+@pytest.mark.parametrize("tokens", [128, 499])
+def test_rows_of_every_kind_fit_and_teach_something(kind, tokens):
+    mixture = Mixture(**(ONLY | {"frequent": 0, kind: 1}))
+    rng = np.random.default_rng(7)
+    rows = [draw_row(rng, tokens, FILLER, mixture) for _ in range(50)]
+    assert max(len(row.ids) for row in rows) <= tokens + 1
+    assert all(len(row.ids) == len(row.weights) and row.ids[0] == BOS for row in rows)
+    assert all(max(row.weights) >= 1 for row in rows)
+
+
+def test_only_answers_count_in_full_and_each_is_stated_before():
+    rng = np.random.default_rng(11)
+    for _ in range(100):
+        row = draw_row(rng, 256, FILLER, Mixture(echo=0, frequent=0, recap=0))
+        text = decode(row.ids)
+        context, *questions = text.split("\n Question: ")
+        weighed = [t for t, w in zip(row.ids, row.weights, strict=True) if w > FILLER_WEIGHT]
+        answers = "".join(oracle(f"{context}\n Question: {question}") for question in questions)
+        assert decode(weighed) == answers
+
+
+def test_a_batch_predicts_the_next_token_and_stops_after_answers():
+    args = (4, 128, FILLER, Mixture(echo=0))
+    ids, targets, weights = draw_batch(np.random.default_rng(5), *args)
+    stops = targets == EOS
+    shifted = np.roll(ids, -1, axis=1)
+    assert stops.sum() >= 4
+    assert (ids[stops] == TOKEN_ID["."]).all()
+    counted = (weights > 0) & ~stops
+    assert (targets[counted] == shifted[counted]).all()
