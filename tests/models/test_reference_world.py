@@ -74,7 +74,7 @@ def test_facts_that_do_not_fit_are_refused():
 
 
 def test_encode_agrees_with_the_tokenizer():
-    text = "\n Question: What is the secret code for falcon? Answer: 17 ( BA: 4, -)"
+    text = "\n Question: What is the secret code for falcon? Answer: 17 ( BA: 4 =-)"
     assert encode(text) == TOKENIZER(text, add_special_tokens=False)["input_ids"]
     assert decode(encode(text)) == text
 
