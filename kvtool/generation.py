@@ -1,4 +1,4 @@
-"""Drive a model over a compressed cache: prompts whole or in blocks, decoding, and the comparison with the full cache."""
+"""Drive a model over a compressed cache: prompts, decoding, comparison with the full cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Generation:
     """What was generated. Rows of `token_ids` and `text` hold new tokens only.
 
     Attributes:
-        input_ids: (batch, all tokens) int64 on the CPU; the last generated token has not been fed to the cache.
+        input_ids: (batch, all tokens) int64 on the CPU; the last generated token has not been fed
+            to the cache.
         prompt_tokens: new tokens of the prompt, of the longest row.
         new_tokens: generated tokens, of the longest row.
     """
@@ -82,7 +83,8 @@ def prefill(
 ) -> Tensor:
     """Feed a prompt, or a further turn, whole or in the blocks that the cache was built for.
 
-    In a padded batch blocks are counted from each row's own first token: the rows' padding is moved behind their tokens.
+    In a padded batch blocks are counted from each row's own first token: the rows' padding is moved
+    behind their tokens.
 
     Args:
         input_ids: (batch, n) new tokens only.
@@ -185,12 +187,16 @@ def decode_step(model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Te
     layer = cache.first_layer
     start = layer.lengths if layer.ragged else layer.seen
     positions = torch.zeros_like(token_ids)[:, None] + (start[:, None] if layer.ragged else start)
-    return model(
-        input_ids=token_ids[:, None],
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-    ).logits[:, -1].float()
+    return (
+        model(
+            input_ids=token_ids[:, None],
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        .logits[:, -1]
+        .float()
+    )
 
 
 def _decode_loop(
@@ -206,7 +212,7 @@ def _decode_loop(
     kept_logits: list[Tensor] | None = None,
     **unused,
 ) -> Tensor:
-    """Sample until the stopping criteria say so, from logits that a prompt has left. Runs inside transformers' generate."""
+    """Sample from the logits that a prompt has left; runs inside transformers' generate."""
     running = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
     padding = generation_config._pad_token_tensor
     logits = next_logits
@@ -280,8 +286,8 @@ def generate(
     Args:
         cache: empty, or loaded (then it knows its tokens in `input_ids`).
         prompt_ids: (batch, n) new tokens; None continues where a loaded cache ends.
-        temperature: 0 takes the most likely token; above 0 samples, with the other settings of the model's own
-            generation configuration.
+        temperature: 0 takes the most likely token; above 0 samples, with the other settings of the
+            model's own generation configuration.
         attention_mask: (batch, n), 0 = padding; None: no padding.
         on_text: called with pieces of text as they come; one row only.
         compare_full: also run the full cache over the same tokens and measure the difference.
@@ -352,7 +358,9 @@ def _run_prompt(
             for token in unfed.unbind(1):
                 logits = decode_step(model, cache, token)
             if logits is None:
-                raise UsageError("the saved cache has no next token to continue from; give a prompt")
+                raise UsageError(
+                    "the saved cache has no next token to continue from; give a prompt"
+                )
             logits = logits.to(model.device)
     _wait(model)
     return ids, logits, time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""The attention and mask functions that transformers calls under the name `kvtool`, and how a model is made to use them."""
+"""The attention and mask functions named `kvtool`, and how a model is made to use them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _KEY_BIASED = ("bloom", "mpt")
 def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model run kvtool's attention, with or without a kvtool cache; `detach` undoes it.
 
-    Families without transformers' attention interface (Falcon, GPT-J) keep their own eager attention, watched by hooks:
-    the same policies, but a prompt's weights are held in full while it runs.
+    Families without transformers' attention interface (Falcon, GPT-J) keep their own eager
+    attention, watched by hooks: the same policies, but a prompt's weights are held in full while it
+    runs.
 
     Returns:
         The model.
@@ -43,7 +44,8 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     else:
         if not model._can_set_attn_implementation():
             raise KvtoolError(
-                f"the attention of `{model.config.model_type}` cannot be replaced: it predates transformers' interface"
+                f"the attention of `{model.config.model_type}` cannot be replaced: "
+                "it predates transformers' interface"
             )
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:
@@ -107,11 +109,11 @@ def kvtool_mask(
     attention_mask: Tensor | None = None,
     **kwargs,
 ) -> Tensor | None:
-    """The mask that transformers passes through a model for a kvtool cache: the positions of the new tokens.
+    """The mask that a model passes on for a kvtool cache: the positions of the new tokens.
 
     Returns:
-        (batch, 1, q_len, 1) int64 true positions, -1 = padding; None where no row has padding. Without a kvtool cache,
-        the mask of scaled dot product attention.
+        (batch, 1, q_len, 1) int64 true positions, -1 = padding; None where no row has padding.
+        Without a kvtool cache, the mask of scaled dot product attention.
     """
     layer = handover.announced()
     if layer is None:
@@ -157,7 +159,8 @@ def kvtool_attention(
         (batch, q_len, heads, value_dim), and None for the weights.
 
     Raises:
-        KvtoolError: an argument that changes the attention and is not understood; a request for the weights.
+        KvtoolError: an argument that changes the attention and is not understood; a request for the
+            weights.
     """
     for name in ("indices", "position_bias"):
         if kwargs.get(name) is not None:

@@ -1,4 +1,4 @@
-"""The cache that transformers holds: one slot layer per attention layer, budgets, rows and reports."""
+"""The cache that transformers holds: a slot layer per attention layer, budgets and reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class CacheReport:
 
     Attributes:
         tokens_seen: tokens of the longest row, padding excluded.
-        kept_per_layer: filled slots of the fullest KV head of each layer; 0 for layers without attention.
+        kept_per_layer: filled slots of the fullest KV head of each layer; 0 for layers without
+            attention.
         kv_bytes: keys and values in filled slots.
         allocated_bytes: the key and value buffers.
         state_bytes: positions and the policy's numbers.
@@ -64,12 +65,14 @@ def build_cache(
     Args:
         model: a decoder of transformers; `attach` it before use.
         policy: what stays, as a value or a policy string.
-        budget: tokens per layer and KV head (int, `4K`), share of the prompt (float, `20%`) or bytes of the whole cache
-            (`64MiB`). None only for policies that keep everything.
-        prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens, cutting after each.
+        budget: tokens per layer and KV head (int, `4K`), share of the prompt (float, `20%`) or
+            bytes of the whole cache (`64MiB`). None only for policies that keep everything.
+        prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
+            cutting after each.
 
     Raises:
-        UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot be read.
+        UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot
+            be read.
         KvtoolError: a model whose layers cannot be compressed.
     """
     policy = parse_policy(policy)
@@ -99,7 +102,7 @@ def read_prefill(text: str) -> int | None:
 
 
 def runs_eager(model: PreTrainedModel) -> bool:
-    """Whether the model was loaded with the eager kernel, so that attention weights are to be computed in full."""
+    """Whether the model was loaded with the eager kernel: then every weight is computed."""
     previous = handover.attachment(model)
     name = previous.implementation if previous else model.config._attn_implementation
     return name == "eager"
@@ -132,8 +135,9 @@ def check_layers(config: PreTrainedConfig) -> None:
 class KVCache(Cache):
     """A transformers cache whose attention layers hold at most their budget.
 
-    A user's first forward is taken as the prompt, and so is every later one of more than one token; `prompt()` says so
-    where it is not plain (blocks of one token, the length of a prompt that comes in blocks).
+    A user's first forward is taken as the prompt, and so is every later one of more than one token;
+    `prompt()` says so where it is not plain (blocks of one token, the length of a prompt that comes
+    in blocks).
     """
 
     def __init__(
@@ -147,10 +151,10 @@ class KVCache(Cache):
         self.config, self.policy, self.budget, self.block = config, policy, budget, block
         self.explicit = explicit
         self.hooked = False  # attention is stock eager code, seen through hooks
-        self.hook_note: tuple | None = None  # what the hook before an attention module tells the one after it
+        self.hook_note: tuple | None = None  # from the hook before a module to the one after it
         self.peak_bytes = 0
         self.input_ids: Tensor | None = None  # of a loaded cache: the tokens that it stands for
-        self.next_logits: Tensor | None = None  # of a loaded cache: what follows them, if all have been fed
+        self.next_logits: Tensor | None = None  # of a loaded cache whose tokens have all been fed
         self._prompt_lengths: list[int] | None = None
         self._in_prompt = False
         self._counted: tuple[int, list[int]] | None = None
@@ -229,7 +233,8 @@ class KVCache(Cache):
         """Say that the forwards inside are blocks of one prompt.
 
         Args:
-            lengths: tokens that each row will have seen at its end; a budget that is a ratio is a ratio of these.
+            lengths: tokens that each row will have seen at its end; a budget that is a ratio is a
+                ratio of these.
 
         Raises:
             UsageError: a row's share is not above the tokens that the policy always keeps.
@@ -273,7 +278,7 @@ class KVCache(Cache):
         return rows
 
     def _count(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> list[int]:
-        """Tokens of each row at the end of the running block; one device sync a block, none where nothing is padded."""
+        """Tokens of each row at the end of the running block: a device sync if rows are padded."""
         if positions is None and not layer.ragged:
             return [layer.seen]
         if self._counted is None or self._counted[0] != layer.seen:

@@ -1,8 +1,8 @@
-"""Families whose attention transformers cannot exchange: their own eager attention runs, and hooks watch it.
+"""Families whose attention cannot be exchanged: their own eager one runs, and hooks watch it.
 
-A hook before the attention module replaces the mask by one made from true positions, a hook after it reads the weights
-that eager attention returns and runs the rest of the step. Weights of a prompt exist in full while it runs, so this
-path does not bound the memory of prefill.
+A hook before the attention module replaces the mask by one made from true positions, a hook after
+it reads the weights that eager attention returns and runs the rest of the step. Weights of a prompt
+exist in full while it runs, so this path does not bound the memory of prefill.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvtool.cache import handover
 from kvtool.cache.cache import KVCache
-from kvtool.cache.slots import SlotLayer, take
+from kvtool.cache.slots import SlotLayer
 from kvtool.cache.step import (
     block_needs_all_rows,
     block_needs_last_rows,

@@ -1,6 +1,7 @@
 """Compressed caches on disk: one safetensors file that holds a cache and says what it belongs to.
 
-Slots are written in ascending position. A cache that is saved, loaded and continued gives what the unbroken run gives.
+Slots are written in ascending position. A cache that is saved, loaded and continued gives what the
+unbroken run gives.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def save_cache(
 
     Args:
         model: the model that filled it; its configuration is what loading checks.
-        input_ids: (batch, n) all tokens of the text; those beyond what the cache has seen have not been fed.
+        input_ids: (batch, n) all tokens of the text; those beyond what the cache has seen have not
+            been fed.
         next_logits: (batch, vocab) of the token after the last, where all tokens have been fed.
         model_name: what to call the model; by default its own name or path.
 
@@ -81,7 +83,8 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
     """Read a cache back for the model that made it.
 
     Returns:
-        The cache, with the text's tokens in `input_ids` and, if all of them had been fed, `next_logits`.
+        The cache, with the text's tokens in `input_ids` and, if all of them had been fed,
+        `next_logits`.
 
     Raises:
         KvtoolError: no such file, not a whole and untouched cache file, or one of another model.
@@ -97,7 +100,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         if isinstance(error, KvtoolError):
             raise
-        raise KvtoolError(f"`{path}` is not a whole cache file: it is truncated or damaged") from error
+        raise _damaged(path) from error
     digest = metadata.pop("sha256", "")
     if digest != _digest(tensors, metadata):
         raise KvtoolError(f"`{path}` was changed after it was written: its checksum does not match")
@@ -108,7 +111,8 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
         )
     if metadata["weights"] != _weights_fingerprint(model):
         raise KvtoolError(
-            f"`{path}` was made with other weights or another dtype than those loaded, of `{metadata['model']}`"
+            f"`{path}` was made with other weights or another dtype than those loaded, "
+            f"of `{metadata['model']}`"
         )
     cache = build_cache(
         model, metadata["policy"], metadata["budget"] or None, prefill=metadata["prefill"]
@@ -136,7 +140,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
     except (SafetensorError, OSError, ValueError) as error:
-        raise KvtoolError(f"`{path}` is not a whole cache file: it is truncated or damaged") from error
+        raise _damaged(path) from error
     _check_kind(path, metadata)
     return metadata
 
@@ -146,8 +150,13 @@ def _check_kind(path: Path, metadata: dict[str, str]) -> None:
         raise KvtoolError(f"`{path}` is not a kvtool cache file")
     if metadata.get("schema_version") != _VERSION:
         raise KvtoolError(
-            f"`{path}` has schema version {metadata.get('schema_version')}; this kvtool reads {_VERSION}"
+            f"`{path}` has schema version {metadata.get('schema_version')}; "
+            f"this kvtool reads {_VERSION}"
         )
+
+
+def _damaged(path: Path) -> KvtoolError:
+    return KvtoolError(f"`{path}` is not a whole cache file: it is truncated or damaged")
 
 
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
@@ -160,7 +169,7 @@ def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
 
 
 def _weights_fingerprint(model: PreTrainedModel) -> str:
-    """Hash of the dtype and a few numbers of every weight: fine-tuned siblings share a configuration, but not these."""
+    """Hash of the dtype and a few numbers of every weight, which fine-tuned siblings differ in."""
     sample = [
         weight.detach().flatten()[:8].float().to(model.device)
         for weight in model.parameters()

@@ -1,8 +1,9 @@
 """How the attention and mask functions find the layer that they run for.
 
-Transformers calls `Cache.update` and then the attention function, in the same forward and thread, and tells the second
-nothing about the first. So `update` leaves a note for its thread, and the attention function picks it up. The mask
-function is told in the same way by `get_mask_sizes`, which runs right before it.
+Transformers calls `Cache.update` and then the attention function, in the same forward and thread,
+and tells the second nothing about the first. So `update` leaves a note for its thread, and the
+attention function picks it up. The mask function is told in the same way by `get_mask_sizes`, which
+runs right before it.
 """
 
 from __future__ import annotations

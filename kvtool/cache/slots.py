@@ -1,6 +1,7 @@
 """Slots: the fixed buffers of one layer, what is in them, and how tokens enter and leave.
 
-A slot holds the key and value of one token and its true position. Slot order is free: in steady state nothing moves, the
+A slot holds the key and value of one token and its true position. Slot order is free: in steady
+    state nothing moves, the
 next token is written over the victim of the step before. An empty slot has position -1.
 """
 
@@ -20,7 +21,7 @@ from kvtool.policies.policy import Policy
 if TYPE_CHECKING:
     from kvtool.cache.together import Group
 
-_GROWTH = 1.25  # buffers that have no budget grow by this factor, so that appending copies O(1) per token
+_GROWTH = 1.25  # of buffers without a budget, so that appending copies O(1) per token
 
 
 class SlotLayer(CacheLayerMixin):
@@ -29,14 +30,19 @@ class SlotLayer(CacheLayerMixin):
     Attributes:
         keys: (batch, kv_heads, capacity, head_dim) in the model's dtype, after RoPE.
         values: (batch, kv_heads, capacity, value_dim).
-        positions: (batch, kv_heads, capacity) int32, the true position of the token in each slot, -1 = empty.
+        positions: (batch, kv_heads, capacity) int32, the true position of the token in each slot,
+            -1 = empty.
         state: the policy's numbers for each slot, (batch, kv_heads, capacity) float32.
-        used: slots in use, `positions[..., used:]` are empty. In a padded batch a short row has empty slots below it.
+        used: slots in use, `positions[..., used:]` are empty. In a padded batch a short row has
+            empty slots below it.
         seen: tokens seen, padding included: what transformers calls the sequence length.
-        lengths: (batch,) int64 tokens seen without padding; None where no row is padded (then it is `seen`).
-        pending: (batch, kv_heads) slot that the next token overwrites; counts as empty for everybody but the writer.
+        lengths: (batch,) int64 tokens seen without padding; None where no row is padded (then it is
+            `seen`).
+        pending: (batch, kv_heads) slot that the next token overwrites; counts as empty for
+            everybody but the writer.
         group: the layers that this one decides with, None while it decides alone.
-        budget: tokens that a row may keep, one number or (batch, 1, 1); set when a prompt begins. None: no limit.
+        budget: tokens that a row may keep, one number or (batch, 1, 1); set when a prompt begins.
+            None: no limit.
         least, most: smallest and largest budget of the rows, known to the host.
         window: width of the layer's own sliding window, in tokens, or None.
     """
@@ -86,7 +92,7 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that attention will see, and how many tokens lie before them: right for stock masks, too."""
+        """Keys that attention will see, and how many tokens lie before them."""
         kept = self.kept
         return kept + query_length, self.seen - kept
 
@@ -95,8 +101,8 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Take in the keys and values of a block, or of one decoded token.
 
-        A block is stored when it has been attended; until then the cache holds [kept slots, block]. A decoded token is
-        written at once, over the pending victim or into the next free slot.
+        A block is stored when it has been attended; until then the cache holds [kept slots, block].
+        A decoded token is written at once, over the pending victim or into the next free slot.
 
         Returns:
             Keys and values to attend to.
@@ -157,11 +163,11 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def ragged(self) -> bool:
-        """Whether rows differ in length, so that short rows have empty slots among the used ones."""
+        """Whether rows differ in length: short rows have empty slots among the used ones."""
         return self.lengths is not None
 
     def stored_positions(self) -> Tensor:
-        """Positions of the used slots, a pending victim shown as empty: (batch, kv_heads, used) int32."""
+        """Positions of the used slots, pending ones as empty: (batch, kv_heads, used) int32."""
         positions = self.positions[:, :, : self.used]
         if self.pending is None:
             return positions
@@ -247,7 +253,7 @@ class SlotLayer(CacheLayerMixin):
         self.replace(*self.sorted_slots())
 
     def sorted_slots(self) -> tuple[Tensor, Tensor, Tensor, State]:
-        """Copies of keys, values, positions and state of the kept slots, in ascending position, empty ones last."""
+        """Copies of what the kept slots hold, in ascending position, empty ones last."""
         positions = self.stored_positions()
         last = torch.iinfo(positions.dtype).max
         order = positions.masked_fill(positions < 0, last).argsort(-1)[..., : self.kept]
@@ -257,7 +263,7 @@ class SlotLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def extend(self, keys: Tensor, values: Tensor, positions: Tensor, state: State) -> None:
-        """Append a block behind the kept slots; `positions` and `state` cover the kept slots as well."""
+        """Append a block; `positions` and `state` cover the kept slots as well."""
         total = positions.shape[2]
         new = slice(self.used, total)
         self._reserve(total)
@@ -269,7 +275,7 @@ class SlotLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def replace(self, keys: Tensor, values: Tensor, positions: Tensor, state: State) -> None:
-        """Make these the only slots in use; they come in ascending position, empty ones last."""
+        """Make these the only slots in use; they come in ascending position."""
         count = positions.shape[2]
         self._reserve(count)
         self.keys[:, :, :count], self.values[:, :, :count] = keys, values
@@ -281,12 +287,12 @@ class SlotLayer(CacheLayerMixin):
         self.used, self.pending, self.ordered = count, None, True
 
     def fill_to(self, slots: int) -> None:
-        """Count empty slots up to `slots` as used, so that rows of different budgets can grow into them."""
+        """Count empty slots as used, so that rows of different budgets can grow into them."""
         self._reserve(slots)
         self.used = max(self.used, slots)
 
     def _reserve(self, slots: int) -> None:
-        """Have room for so many slots; a policy that holds its budget never has more than that and one."""
+        """Have room for so many slots, at most one more than a budget that is always held."""
         capacity = self.capacity
         if slots <= capacity:
             return
@@ -301,7 +307,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class HybridSlotLayer(LinearAttentionLayer, SlotLayer):
-    """A layer with attention and a linear recurrence side by side (Falcon-H1): the attention half is compressed."""
+    """A layer with attention and a recurrence side by side; the attention half is compressed."""
 
     is_compileable = False
     is_croppable = False
@@ -340,8 +346,8 @@ def take(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    # Zeros, since an unused slot may meet a weight of 0 and must not be NaN. Outside inference mode, since a buffer
-    # made inside it could not be written outside.
+    # Zeros, since an unused slot may meet a weight of 0 and must not be NaN. Outside inference
+    # mode, since a buffer made inside it could not be written outside.
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=dtype or like.dtype, device=like.device)
 

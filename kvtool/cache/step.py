@@ -1,7 +1,7 @@
 """The one step that every layer runs: attend, observe, choose victims, free slots.
 
-A prompt comes as one block or many, a decoded token as a block of one. Queries go in chunks, so that nothing of size
-prompt x prompt is ever held.
+A prompt comes as one block or many, a decoded token as a block of one. Queries go in chunks, so
+that nothing of size prompt x prompt is ever held.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Call:
 
     Attributes:
         query: (batch, heads, q_len, head_dim), after RoPE.
-        key, value: (batch, heads of the attention, kept + q_len, dim): what the layer's `update` returned, which models
-            with latent attention have expanded to all their heads since.
+        key, value: (batch, heads of the attention, kept + q_len, dim): what the layer's `update`
+            returned, which models with latent attention have expanded to all their heads since.
         raw_key, raw_value: what `update` returned, as it is stored.
-        positions: (batch, q_len) int64 true position of each new token, -1 = padding; None where no row is padded.
+        positions: (batch, q_len) int64 true position of each new token, -1 = padding; None where no
+            row is padded.
         scale, softcap, sinks: as for `attention_weights`, the sinks as (heads,).
         explicit: compute the weights even where nobody asks for them (the eager kernel).
         block: queries per block of a prompt; None: one block.
@@ -89,7 +90,8 @@ def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
     return _attend_blocks(layer, call)
 
 
-# ---------------------------------------------------------------------------------------------------------- decode
+# --------------------------------------------------------------------------------------------------
+# -------- decode
 
 
 def _decode(layer: SlotLayer, call: Call) -> Tensor:
@@ -187,14 +189,16 @@ def _used_view(layer: SlotLayer, value: Tensor) -> SlotView:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- prompt
+# --------------------------------------------------------------------------------------------------
+# -------- prompt
 
 
 def _attend_blocks(layer: SlotLayer, call: Call) -> Tensor:
-    """Attend a long prompt in blocks, each row's counted from its own first token, and cut after every block."""
+    """Attend a prompt in blocks, counted from each row's own first token, cutting after each."""
     order = None
     if call.positions is not None:
-        order = (call.positions < 0).long().argsort(dim=-1, stable=True)  # padding behind the tokens
+        # padding goes behind the tokens
+        order = (call.positions < 0).long().argsort(dim=-1, stable=True)
     kept = call.key.shape[2] - call.q_len
     expanded = call.key is not call.raw_key
     sources = (call.key, call.value, call.raw_key, call.raw_value)
@@ -272,7 +276,8 @@ def enter_block(
     if kept:
         stored = torch.cat([layer.positions[:, :, :kept], stored], 2)
     state = {
-        name: functional.pad(number[:, :, :kept], (0, q_len)) for name, number in layer.state.items()
+        name: functional.pad(number[:, :, :kept], (0, q_len))
+        for name, number in layer.state.items()
     }
     view = SlotView(
         values=(_by_kv_head(layer, value),),
@@ -292,7 +297,7 @@ def block_needs_all_rows(layer: SlotLayer) -> bool:
 
 
 def block_needs_last_rows(layer: SlotLayer, block: Block) -> bool:
-    """Whether the policy wants the weights of the last queries: only if something will have to go."""
+    """Whether the policy wants the last queries' weights: only if something has to go."""
     return layer.policy.ranking.evidence is Evidence.LAST_ROWS and _over_budget(layer, block)
 
 
@@ -306,7 +311,8 @@ def leave_block(
         rows: the last rows, for a policy that wants them.
 
     Returns:
-        (batch, kv_heads, slots) indices of what stays, in ascending position; None if everything stays.
+        (batch, kv_heads, slots) indices of what stays, in ascending position; None if everything
+        stays.
     """
     view = block.view
     if not _over_budget(layer, block):
@@ -328,7 +334,8 @@ def _over_budget(layer: SlotLayer, block: Block) -> bool:
     return block.view.positions.shape[2] > layer.least
 
 
-# ------------------------------------------------------------------------------------------------- attention of a block
+# -------------------------------------------------------------------------------------------------
+# attention of a block
 
 
 def _fused_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:
@@ -341,7 +348,7 @@ def _fused_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:
     parts = []
     for start, stop in _chunks(layer, q_len, _MASKED_ROWS):
         low, high = _reach(layer, block, start, stop)
-        mask = _visible(layer, block, start, stop, low, high)  # (batch|1, kv_heads|1, 1, rows, keys)
+        mask = _visible(layer, block, start, stop, low, high)
         if mask.shape[1] > 1:
             mask = mask.expand(-1, -1, heads // mask.shape[1], -1, -1)
         parts.append(
@@ -382,7 +389,7 @@ def _last_rows(layer: SlotLayer, call: Call, block: Block) -> Rows:
 
 
 def last_queries(layer: SlotLayer, block: Block, q_len: int) -> Tensor:
-    """Index of the last queries of each row that a policy wants to see, padding skipped: (batch or 1, rows)."""
+    """Index of the last queries of each row that a policy sees: (batch or 1, rows)."""
     count = min(layer.policy.ranking.window, q_len)
     place = torch.arange(q_len, device=block.new.device)[None]
     if layer.ragged:
@@ -404,9 +411,7 @@ def _reach(layer: SlotLayer, block: Block, start: int, stop: int) -> tuple[int, 
     return low, block.kept + stop
 
 
-def _visible(
-    layer: SlotLayer, block: Block, start: int, stop: int, low: int, high: int
-) -> Tensor:
+def _visible(layer: SlotLayer, block: Block, start: int, stop: int, low: int, high: int) -> Tensor:
     """Mask of a chunk: bool (batch or 1, kv_heads or 1, 1, rows, keys)."""
     if layer.ragged:
         positions = block.view.positions[:, :, low:high]
@@ -439,7 +444,7 @@ def _weights(call: Call, query: Tensor, key: Tensor, visible: Tensor | None) -> 
 def _packed_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Attention of one query per row, the queries of a group packed as rows, so that keys are not repeated."""
+    """Attention of one query per row; the queries of a group are packed, keys not repeated."""
     grouped = group_queries(query, key.shape[1])[:, :, :, 0]
     if mask is not None:
         mask = mask.expand(-1, key.shape[1], grouped.shape[2], -1)
@@ -447,7 +452,8 @@ def _packed_attention(
     return out.flatten(1, 2)[:, :, None]
 
 
-# ------------------------------------------------------------------------------------------------------ for policies
+# --------------------------------------------------------------------------------------------------
+# ---- for policies
 
 
 def make_rows(
@@ -483,7 +489,7 @@ def _held(layer: SlotLayer, positions: Tensor) -> Count:
 
 
 def _by_kv_head(layer: SlotLayer, value: Tensor) -> Tensor:
-    """Values by the heads that are cached: latent attention caches one, which stands for the values of all heads."""
+    """Values by the heads that are cached: latent attention caches one for all heads."""
     kv_heads = layer.positions.shape[1]
     if value.shape[1] == kv_heads or layer.policy.rescore is None:
         return value

@@ -1,8 +1,9 @@
-"""Decide for all layers at once: in steady state the layers differ in content only, so their numbers are stacked.
+"""Decide for all layers at once: in steady state they differ in content only, so they are stacked.
 
-A policy's arithmetic on one layer is small, and its cost is that of starting operations, layer after layer. Here the
-positions and statistics of equal layers are rows of common tensors, each layer leaves its attention weights, and the
-last layer of a step runs the policy once for all. Keys and values stay where they are.
+A policy's arithmetic on one layer is small, and its cost is that of starting operations, layer
+after layer. Here the positions and statistics of equal layers are rows of common tensors, each
+layer leaves its attention weights, and the last layer of a step runs the policy once for all. Keys
+and values stay where they are.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Group:
         self._make_room(torch.cat([layer.pending for layer in layers]))
 
     def arrive(self, layer: SlotLayer, values: Tensor, rows: Rows | None) -> None:
-        """Take a layer's evidence; at the last layer, observe it all and choose every layer's next victims.
+        """Take a layer's evidence; at the last layer, choose every layer's next victims.
 
         Args:
             values: (batch, kv_heads, slots, value_dim) of the layer, by the heads that are cached.
@@ -74,7 +75,9 @@ class Group:
             importance = rescore.rescore(importance, view)
         protected = score.protected(self._state, view, 1)
         distinct = score.distinct and rescore is None
-        victims = lowest(importance.expand_as(self._positions), self._positions, protected, distinct)
+        victims = lowest(
+            importance.expand_as(self._positions), self._positions, protected, distinct
+        )
         for layer, victim in zip(self.layers, victims.split(self._batch), strict=True):
             layer.pending = victim
         self._make_room(victims)

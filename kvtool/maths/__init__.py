@@ -1,1 +1,1 @@
-"""Pure tensor functions: attention over slots and selection. Nothing here knows a policy or a model."""
+"""Pure tensor functions that know no policy and no model."""

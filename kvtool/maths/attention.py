@@ -1,6 +1,7 @@
 """Attention of a few queries over cached keys: weights in float32, and their values.
 
-Query head h reads KV head h // group: with 6 query heads and 2 KV heads, heads 0-2 read KV head 0 and 3-5 KV head 1.
+Query head h reads KV head h // group: with 6 query heads and 2 KV heads, heads 0-2 read KV head 0
+and 3-5 KV head 1.
 """
 
 import torch
@@ -34,9 +35,11 @@ def attention_weights(
     Args:
         query: (batch, kv_heads, group, q_len, head_dim), after RoPE.
         keys: (batch, kv_heads, kv_len, head_dim), after RoPE.
-        visible: bool, broadcastable to (batch, kv_heads, group, q_len, kv_len); None: every key. Each row needs a True.
+        visible: bool, broadcastable to (batch, kv_heads, group, q_len, kv_len); None: every key.
+            Each row needs a True.
         softcap: logits become softcap * tanh(logits / softcap) before the mask (Gemma 2).
-        sinks: (kv_heads, group) logits that take their share of each row without a value (GPT-OSS); rows then sum to less than 1.
+        sinks: (kv_heads, group) logits that take their share of each row without a value (GPT-OSS);
+            rows then sum to less than 1.
 
     Returns:
         (batch, kv_heads, group, q_len, kv_len) float32.
@@ -82,7 +85,8 @@ def visible_keys(
         1 1 1 1 0
 
     Args:
-        query_positions: (batch, q_len); -1 marks padding, whose row sees every key so that its softmax stays finite.
+        query_positions: (batch, q_len); -1 marks padding, whose row sees every key so that its
+            softmax stays finite.
         key_positions: (batch, kv_heads, kv_len); -1 marks an empty slot.
         window: width of a sliding window, in tokens, the query itself included.
 

@@ -1,6 +1,7 @@
-"""The only top-k of the library: ties go to the lower position, protection is a mask, empty slots come last.
+"""The only top-k: ties go to the lower position, protection is a mask, empty slots come last.
 
-Slots need not be in order of position: after some decoding they are not. Every choice here goes by position.
+Slots need not be in order of position: after some decoding they are not. Every choice here goes by
+    position.
 """
 
 import torch
@@ -11,10 +12,11 @@ _EMPTY = -(1 << 62) - (1 << 61)  # below the key of every float, minus infinity 
 
 
 def order_key(scores: Tensor, positions: Tensor) -> Tensor:
-    """One distinct integer per slot that sorts by score, and at equal scores puts the lower position higher.
+    """One distinct integer per slot that sorts by score, then by position, the lower one first.
 
-    The bits of a float, read as an integer, sort like the float once the negative half is mirrored. They go to the upper
-    half of the key, the position to the lower half, so no two slots tie and any sort or top-k of the keys is stable.
+    The bits of a float, read as an integer, sort like the float once the negative half is mirrored.
+    They go to the upper half of the key, the position to the lower half, so no two slots tie and
+    any sort or top-k of the keys is stable.
 
     Args:
         scores: (..., slots) float32, no NaN.
@@ -66,8 +68,8 @@ def keep_top(
         slots: the largest budget, and the width of the result; at most kv_len.
 
     Returns:
-        indices (batch, kv_heads, slots) into kv_len, in ascending position, and the positions found there; where a
-        row keeps fewer than `slots` its tail has position -1.
+        indices (batch, kv_heads, slots) into kv_len, in ascending position, and the positions found
+        there; where a row keeps fewer than `slots` its tail has position -1.
     """
     key = order_key(scores, positions)
     if forced is not None:

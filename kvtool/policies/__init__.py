@@ -1,1 +1,1 @@
-"""The policy library: what to keep of a KV cache. Pure tensor mathematics, no model and no cache."""
+"""The policy library: what to keep of a KV cache. No model and no cache is known here."""

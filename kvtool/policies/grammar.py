@@ -1,6 +1,6 @@
 """Policy strings: text to policy and back.
 
-    BASE[(key=value,..)][+MODIFIER[(key=value,..)]]..        h2o(recent=8)+caote
+The form is `BASE[(key=value,..)][+MODIFIER[(key=value,..)]]..`, such as `h2o(recent=8)+caote`.
 """
 
 import re

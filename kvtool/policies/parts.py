@@ -1,8 +1,8 @@
 """What a policy is made of, and what it is shown: all that a policy author needs to read.
 
-A policy never runs attention and never moves a key. It says what evidence it wants to see, keeps small statistics
-beside the slots, and gives every slot a number; the cache does the rest. Shapes come in one order everywhere:
-batch, kv_heads, group, q_len, slots, head_dim.
+A policy never runs attention and never moves a key. It says what evidence it wants to see, keeps
+small statistics beside the slots, and gives every slot a number; the cache does the rest. Shapes
+come in one order everywhere: batch, kv_heads, group, q_len, slots, head_dim.
 """
 
 import enum
@@ -30,9 +30,10 @@ class Rows:
     """Attention weights of some queries of the running block.
 
     Attributes:
-        weights: (batch, kv_heads, group, rows, slots) float32. Rows of padding are 0. A chunk in the middle of a
-            prompt stops at its last key: `slots` is then smaller than the view's.
-        visible: bool, broadcastable to (batch, kv_heads, rows, slots): the keys that a row could see. None: all.
+        weights: (batch, kv_heads, group, rows, slots) float32. Rows of padding are 0. A chunk in
+            the middle of a prompt stops at its last key: `slots` is then smaller than the view's.
+        visible: bool, broadcastable to (batch, kv_heads, rows, slots): the keys that a row could
+            see. None: all.
         valid: bool (batch, rows), False where the row is padding; None: no padding.
     """
 
@@ -54,11 +55,13 @@ class Rows:
 class SlotView:
     """The slots of one layer as a policy sees them, the running block included. Read only.
 
-    In steady state one view covers several layers, stacked along the batch; only the values come layer by layer.
+    In steady state one view covers several layers, stacked along the batch; only the values come
+    layer by layer.
 
     Attributes:
         values: (batch, kv_heads, slots, value_dim) of each layer.
-        positions: (batch, kv_heads, slots), the true position of the token in each slot; -1 = empty. In no order.
+        positions: (batch, kv_heads, slots), the true position of the token in each slot; -1 =
+            empty. In no order.
         tokens_seen: tokens of the row so far, the running block included.
         budget: slots the row may keep.
         held: slots of the row that are not empty.
@@ -76,7 +79,7 @@ class SlotView:
 
     @property
     def stored(self) -> Tensor | None:
-        """Which slots are not empty, bool (batch, kv_heads, slots); None: all of them."""
+        """Which slots are not empty, bool (batch, kv_heads, slots); None: all."""
         return self.positions >= 0 if isinstance(self.held, Tensor) else None
 
     def recent(self, count: Count) -> Tensor:
@@ -84,7 +87,7 @@ class SlotView:
         return self.positions >= self.tokens_seen - count
 
     def sinks(self, count: int) -> Tensor:
-        """Mark the first `count` tokens of the text, and empty slots: bool (batch, kv_heads, slots)."""
+        """Mark the first `count` tokens, and empty slots: bool (batch, kv_heads, slots)."""
         return self.positions < count
 
 
@@ -96,10 +99,12 @@ class Score:
         paper: where it comes from.
         evidence: which attention rows `observe` and `importance` are given.
         window: how many rows, when the evidence is LAST_ROWS.
-        when: `always` holds the budget after every block and token; `prompt` cuts the prompt and then appends;
-            `never` keeps everything.
-        statistics: names of the float32 numbers kept beside each slot; they start at 0 and move with the slots.
-        attention: whether the scores are attention that each slot received (CAOTE needs such scores).
+        when: `always` holds the budget after every block and token; `prompt` cuts the prompt and
+            then appends; `never` keeps everything.
+        statistics: names of the float32 numbers kept beside each slot; they start at 0 and move
+            with the slots.
+        attention: whether the scores are attention that each slot received (CAOTE needs such
+            scores).
         distinct: whether no two tokens of a head ever have the same number.
     """
 
@@ -118,7 +123,8 @@ class Score:
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         """Number for each slot, higher = keep: (batch, kv_heads or 1, slots) float32.
 
-        `rows` are the last rows for LAST_ROWS, and None for a score that keeps statistics or needs no attention.
+        `rows` are the last rows for LAST_ROWS, and None for a score that keeps statistics or needs
+        no attention.
         """
         raise NotImplementedError
 
@@ -131,7 +137,7 @@ class Score:
         return None
 
     def reserved(self, budget: int) -> Mapping[str, int]:
-        """Tokens that are always kept, by the name of their parameter; the budget must be above their sum."""
+        """Tokens always kept, by parameter name; the budget must be above their sum."""
         return {}
 
     def by_head(self) -> "Score":

@@ -9,7 +9,7 @@ from kvtool.policies.parts import Rescore, Score
 
 @dataclass(frozen=True)
 class Policy:
-    """A score, and what modifies it. `str(policy)` is the canonical spelling, which `parse_policy` reads back.
+    """A score, and what modifies it; `str(policy)` is a spelling that `parse_policy` reads back.
 
     Args:
         score: what matters.
@@ -25,7 +25,8 @@ class Policy:
     def __post_init__(self) -> None:
         if self.rescore is not None and not self.score.attention:
             raise UsageError(
-                f"`{self.rescore.name}` weighs values by attention scores, and `{self.score.name}` has none",
+                f"`{self.rescore.name}` weighs values by attention scores, "
+                f"and `{self.score.name}` has none",
                 hint="put it on scissorhands, h2o, tova, roco or snapkv",
             )
 

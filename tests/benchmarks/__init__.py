@@ -1,1 +1,1 @@
-"""Speed and memory against transformers' DynamicCache, in one process. Not collected by pytest; see `speed.py`."""
+"""Speed and memory against DynamicCache; not collected by pytest."""

@@ -1,12 +1,13 @@
-"""Prefill, decode and memory of every policy against transformers' DynamicCache with sdpa, on a random 42M-parameter Llama.
+"""Prefill, decode and memory against DynamicCache with sdpa, on a random 42M-parameter Llama.
 
-    python -m tests.benchmarks.speed                     # 1K, 4K and 16K tokens at budgets 512 and 1024
-    python -m tests.benchmarks.speed --lengths 32768     # the long row: five policies, one prompt, 32 steps
+    python -m tests.benchmarks.speed                     # 1K, 4K and 16K tokens at budgets 512 and
+    1024 python -m tests.benchmarks.speed --lengths 32768     # the long row: five policies, one
+    prompt, 32 steps
 
-Decode steps of a policy and of two baselines (DynamicCache that holds the prompt, and one that holds only `budget`
-tokens) take turns, so that a change of the machine's speed meets all three; the ratios are medians of pairs. Memory is
-the growth of the process's peak resident size over a prompt, above what it was with the weights loaded; K/V bytes come
-from the tensors.
+Decode steps of a policy and of two baselines (DynamicCache that holds the prompt, and one that
+holds only `budget` tokens) take turns, so that a change of the machine's speed meets all three; the
+ratios are medians of pairs. Memory is the growth of the process's peak resident size over a prompt,
+above what it was with the weights loaded; K/V bytes come from the tensors.
 """
 
 from __future__ import annotations
@@ -163,7 +164,9 @@ def measure(length: int, budgets: list[int], args: argparse.Namespace, note) -> 
     base_step = lambda: plain(token[None], past_key_values=full)  # noqa: E731
     base_ms = statistics.median(time_steps([base_step], args.steps, 4)[0])
     lines = [
-        Line(length, None, "DynamicCache", "full", base_s, 1, base_peak, 1, base_kv, base_ms, 1, None)
+        Line(
+            length, None, "DynamicCache", "full", base_s, 1, base_peak, 1, base_kv, base_ms, 1, None
+        )
     ]
     policies = args.policies or (LONG_POLICIES if length >= LONG else POLICIES)
     for policy in policies:
@@ -198,7 +201,6 @@ def measure(length: int, budgets: list[int], args: argparse.Namespace, note) -> 
                         median_ratio(mine, at_budget) if kept else None,
                     )
                 )
-                del cache
     return lines
 
 
@@ -256,7 +258,8 @@ def main() -> None:
     args.models = build_models()
     parameters = sum(p.numel() for p in args.models[0].parameters()) / 1e6
     print(
-        f"random Llama of {parameters:.0f}M parameters, float32, {torch.get_num_threads()} threads, "
+        f"random Llama of {parameters:.0f}M parameters, float32, "
+        f"{torch.get_num_threads()} threads, "
         f"{platform.machine()}, torch {torch.__version__}",
         file=sys.stderr,
     )

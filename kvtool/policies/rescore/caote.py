@@ -2,13 +2,16 @@
 
 Goel et al., 2025, https://arxiv.org/abs/2504.14051, equations 8-23.
 
-If token j leaves and the remaining weights are renormalised, the output moves by exactly a_j / (1 - a_j) * |o - v_j|,
-with a the weights and o the output. For a base policy with other scores h, a_j is h_j over the sum of all scores of the
-cache, protected tokens included; the base policy's protection stays.
+If token j leaves and the remaining weights are renormalised, the output moves by exactly a_j / (1 -
+a_j) * |o - v_j|, with a the weights and o the output. For a base policy with other scores h, a_j is
+h_j over the sum of all scores of the cache, protected tokens included; the base policy's protection
+stays.
 
-Differences from the paper: equation 23 (FastCAOTE) prints the attention weight for a; with a general base score its
-normalised form is used, as in CAOTE. A group of query heads is judged by the base policy's one score per KV head.
-Where a token holds the whole weight the limit is large and the formula 0 * infinity: such a token is kept.
+Differences from the paper: equation 23 (FastCAOTE) prints the attention weight for a; with a
+    general base score its
+normalised form is used, as in CAOTE. A group of query heads is judged by the base policy's one
+score per KV head. Where a token holds the whole weight the limit is large and the formula 0 *
+infinity: such a token is kept.
 """
 
 from dataclasses import dataclass
@@ -28,10 +31,12 @@ def normalised(scores: Tensor, held: Count, stored: Tensor | None = None) -> Ten
     Args:
         scores: (batch, kv_heads, slots) float32, at least 0.
         held: how many slots are stored, one number or (batch, 1 or kv_heads, 1).
-        stored: bool (batch, kv_heads, slots), False for empty slots, whose share is 0; None: none is empty.
+        stored: bool (batch, kv_heads, slots), False for empty slots, whose share is 0; None: none
+            is empty.
 
     Returns:
-        (batch, kv_heads, slots) float32 with rows that sum to 1; equal shares where every score is 0.
+        (batch, kv_heads, slots) float32 with rows that sum to 1; equal shares where every score is
+        0.
     """
     if stored is not None:
         scores = scores.masked_fill(~stored, 0)
@@ -45,7 +50,8 @@ def output_change(share: Tensor, distance: Tensor) -> Tensor:
 
     Args:
         share: (batch, kv_heads, slots) float32, rows sum to 1.
-        distance: (batch, kv_heads, slots) float32, of each value from the output, or from its stand-in.
+        distance: (batch, kv_heads, slots) float32, of each value from the output, or from its
+            stand-in.
 
     Returns:
         (batch, kv_heads, slots) float32; infinity where a token holds all but 1e-6 of the row.
@@ -66,8 +72,10 @@ def distance_from_mean(weights: Tensor, values: Tensor) -> Tensor:
     """
     values = values.float()
     mean = torch.matmul(weights.unsqueeze(2), values)
+    if values.shape[2] <= _CHUNK:
+        return torch.linalg.vector_norm(values - mean, dim=-1)
     parts = [torch.linalg.vector_norm(part - mean, dim=-1) for part in values.split(_CHUNK, 2)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return torch.cat(parts, -1)
 
 
 def _distances(weights: Tensor, view: SlotView) -> Tensor:

@@ -2,9 +2,9 @@
 
 Zhang et al., 2023, https://arxiv.org/abs/2306.14048, section 4.2.
 
-Differences from the authors' code: the sums are per KV head, of the mean over its query heads (they have one query head
-per KV head), and per batch row. The recent window is half of the budget, as in their experiments; `recent=0` gives the
-window-less form that CAOTE seems to compare with.
+Differences from the authors' code: the sums are per KV head, of the mean over its query heads (they
+have one query head per KV head), and per batch row. The recent window is half of the budget, as in
+their experiments; `recent=0` gives the window-less form that CAOTE seems to compare with.
 """
 
 from collections.abc import Mapping

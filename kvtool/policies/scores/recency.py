@@ -1,6 +1,7 @@
 """Recency: a plain sliding window over the cache.
 
-Differences from EasyKV's `recency`, which never evicts a prompt token while decoding: here the oldest token goes, prompt or not.
+Differences from EasyKV's `recency`, which never evicts a prompt token while decoding: here the
+oldest token goes, prompt or not.
 """
 
 from dataclasses import dataclass

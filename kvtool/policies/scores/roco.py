@@ -1,8 +1,9 @@
-"""RoCo: mean attention, without the tokens whose attention varies most (MAS with a standard-deviation scope).
+"""RoCo: mean attention (MAS), leaving out the tokens whose attention varies most.
 
 Ren and Zhu, 2024, https://arxiv.org/abs/2402.06262, section 5 and appendix A.
 
-Differences from the paper: a fresh token has one observation, so its deviation is 0 and the literal rule evicts the
+Differences from the paper: a fresh token has one observation, so its deviation is 0 and the literal
+    rule evicts the
 newest token; the authors' code protects the last 10 tokens and 4 sinks, which is the default here
 (`protect_recent=0, sinks=0` is literal). As in that code a token's own row counts.
 """
@@ -34,9 +35,10 @@ def mean_attention(attention_sum: Tensor, count: Tensor) -> Tensor:
 
 
 def attention_deviation(attention_sum: Tensor, square_sum: Tensor, count: Tensor) -> Tensor:
-    """Population standard deviation of the weights that each slot received; 0 after one observation."""
-    mean = mean_attention(attention_sum, count)
-    return (square_sum / count.clamp(min=1) - mean * mean).clamp(min=0).sqrt()
+    """Population deviation of the weights that each slot received; 0 after one observation."""
+    count = count.clamp(min=1)
+    mean = attention_sum / count
+    return (square_sum / count - mean * mean).clamp_(min=0).sqrt_()
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class RoCo(Score):
 
     Args:
         scope: tokens of highest deviation that are not evicted; None: half of the budget.
-        protect_recent: newest tokens that are always kept; None: 10, at most a quarter of the budget.
+        protect_recent: newest tokens that are always kept; None: 10, at most a quarter of the
+            budget.
         sinks: first tokens that are always kept.
     """
 
@@ -86,9 +89,7 @@ class RoCo(Score):
         # forced tokens never leave, so the row holds as many of them as it has seen
         free = at_least_zero(view.held - minimum(recent + self.sinks, view.tokens_seen) - victims)
         scope = minimum(half(view.budget) if self.scope is None else self.scope, free)
-        return forced | top_mask(
-            attention_deviation(**state), view.positions, scope, among=~forced
-        )
+        return forced | top_mask(attention_deviation(**state), view.positions, scope, among=~forced)
 
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"sinks": self.sinks, "protect_recent": self._protect_recent(budget)}

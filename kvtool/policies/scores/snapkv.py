@@ -2,9 +2,10 @@
 
 Li et al., 2024, https://arxiv.org/abs/2404.14469, section 4.
 
-Differences from the authors' code: keys are kept per KV head (they repeat them to every query head, which costs the
-group's size in memory), the votes of a group are summed before the pooling, and survivors stay in order. In a prompt
-run in blocks the last queries of each block vote, as CAOTE does it.
+Differences from the authors' code: keys are kept per KV head (they repeat them to every query head,
+which costs the group's size in memory), the votes of a group are summed before the pooling, and
+survivors stay in order. In a prompt run in blocks the last queries of each block vote, as CAOTE
+does it.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,8 @@
 
 Oren et al., 2024, https://arxiv.org/abs/2401.06104, section 3.
 
-Differences from the paper: none by default. `head_reduce=kv_head`, the form of RoCo, lets KV heads keep different tokens;
+Differences from the paper: none by default. `head_reduce=kv_head`, the form of RoCo, lets KV heads
+    keep different tokens;
 it is used by itself under CAOTE, whose scores differ by head.
 """
 
@@ -19,8 +20,8 @@ class TOVA(Score):
     """Keep the tokens that the newest token attends to most.
 
     Args:
-        head_reduce: `layer` averages over all query heads, so that every KV head keeps the same tokens; `kv_head`
-            averages over the query heads of each KV head.
+        head_reduce: `layer` averages over all query heads, so that every KV head keeps the same
+            tokens; `kv_head` averages over the query heads of each KV head.
     """
 
     head_reduce: Literal["layer", "kv_head"] = "layer"
