@@ -7,6 +7,7 @@ import sys
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
@@ -99,6 +100,27 @@ def check_supported(config: PreTrainedConfig) -> None:
     check_layers(text)
 
 
+def notes(config: PreTrainedConfig) -> list[str]:
+    """What a user of this model should know before a run, one line each."""
+    text = config.get_text_config(decoder=True)
+    lines = []
+    if text.model_type in eager_hooks.FAMILIES:
+        lines.append(
+            f"`{text.model_type}` runs its own eager attention, watched by hooks: "
+            "a prompt's attention weights exist in full while it runs"
+        )
+    _, options = get_layer_types_and_kwargs(text)
+    windows = [option["sliding_window"] for option in options if "sliding_window" in option]
+    if windows:
+        rest = len(options) - len(windows)
+        effect = f"the budget is that of the other {rest}" if rest else "there is nothing to evict"
+        lines.append(
+            f"{len(windows)} of {len(options)} layers slide over a window of {windows[0]} tokens "
+            f"and keep just that; {effect}"
+        )
+    return lines
+
+
 def kvtool_mask(
     batch_size: int,
     q_length: int,
@@ -188,7 +210,7 @@ def kvtool_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
         sinks=s_aux,
-        explicit=cache.explicit,
+        kernel=cache.kernel,
         block=cache.block,
     )
     return attend(layer, call, taken.decoding).transpose(1, 2).contiguous(), None

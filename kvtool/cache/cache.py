@@ -85,7 +85,7 @@ def build_cache(
         raise UsageError(f"policy `{policy.score.name}` needs a budget, such as 512, 20% or 64MiB")
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
-    return KVCache(config, policy, request, read_prefill(prefill), runs_eager(model))
+    return KVCache(config, policy, request, read_prefill(prefill), kernel_of(model))
 
 
 def read_prefill(text: str) -> int | None:
@@ -101,11 +101,10 @@ def read_prefill(text: str) -> int | None:
     return size
 
 
-def runs_eager(model: PreTrainedModel) -> bool:
-    """Whether the model was loaded with the eager kernel: then every weight is computed."""
+def kernel_of(model: PreTrainedModel) -> str:
+    """The attention implementation that the model was loaded with: kvtool's attention uses it, too."""
     previous = handover.attachment(model)
-    name = previous.implementation if previous else model.config._attn_implementation
-    return name == "eager"
+    return previous.implementation if previous else model.config._attn_implementation
 
 
 def check_layers(config: PreTrainedConfig) -> None:
@@ -146,10 +145,10 @@ class KVCache(Cache):
         policy: Policy,
         budget: Budget | None,
         block: int | None = None,
-        explicit: bool = False,
+        kernel: str = "sdpa",
     ) -> None:
         self.config, self.policy, self.budget, self.block = config, policy, budget, block
-        self.explicit = explicit
+        self.kernel = kernel
         self.hooked = False  # attention is stock eager code, seen through hooks
         self.hook_note: tuple | None = None  # from the hook before a module to the one after it
         self.peak_bytes = 0

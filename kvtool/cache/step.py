@@ -33,7 +33,8 @@ class Call:
         positions: (batch, q_len) int64 true position of each new token, -1 = padding; None where no
             row is padded.
         scale, softcap, sinks: as for `attention_weights`, the sinks as (heads,).
-        explicit: compute the weights even where nobody asks for them (the eager kernel).
+        kernel: what runs where nobody asks for weights: `sdpa`, `eager` (the weights after all) or
+            `flash_attention_2`, for blocks without padding; anything else means `sdpa`.
         block: queries per block of a prompt; None: one block.
     """
 
@@ -46,7 +47,7 @@ class Call:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
-    explicit: bool = False
+    kernel: str = "sdpa"
     block: int | None = None
 
     @property
@@ -57,7 +58,7 @@ class Call:
     @property
     def needs_weights(self) -> bool:
         """Whether no fused kernel can run this call."""
-        return self.explicit or self.softcap is not None or self.sinks is not None
+        return self.kernel == "eager" or self.softcap is not None or self.sinks is not None
 
 
 @dataclass(frozen=True)
@@ -341,6 +342,8 @@ def _over_budget(layer: SlotLayer, block: Block) -> bool:
 def _fused_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:
     q_len, heads = call.q_len, call.query.shape[1]
     grouped = heads != call.key.shape[1]
+    if call.kernel == "flash_attention_2" and not layer.ragged:
+        return _flash_block(layer, call)
     if block.kept == 0 and not layer.ragged and layer.window is None:
         return functional.scaled_dot_product_attention(
             call.query, call.key, call.value, is_causal=True, scale=call.scale, enable_gqa=grouped
@@ -362,6 +365,22 @@ def _fused_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _flash_block(layer: SlotLayer, call: Call) -> Tensor:
+    """A block without padding in the flash-attn package, whose causal mask ends at the last key."""
+    from flash_attn import flash_attn_func
+
+    reach = (-1, -1) if layer.window is None else (layer.window - 1, 0)
+    out = flash_attn_func(
+        call.query.transpose(1, 2),
+        call.key.transpose(1, 2),
+        call.value.transpose(1, 2),
+        softmax_scale=call.scale,
+        causal=True,
+        window_size=reach,
+    )
+    return out.transpose(1, 2)
 
 
 def _explicit_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:
