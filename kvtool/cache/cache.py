@@ -102,7 +102,7 @@ def read_prefill(text: str) -> int | None:
 
 
 def kernel_of(model: PreTrainedModel) -> str:
-    """The attention implementation that the model was loaded with: kvtool's attention uses it, too."""
+    """The attention implementation that the model was loaded with, which kvtool uses as well."""
     previous = handover.attachment(model)
     return previous.implementation if previous else model.config._attn_implementation
 
