@@ -74,7 +74,8 @@ def _explain(error: Exception) -> KvtoolError | None:
     if isinstance(error, KvtoolError):
         return error
     if isinstance(error, typer.TyperException):
-        message, _, suggestion = error.format_message().partition(" Did you mean ")
+        text = error.format_message().replace("Value error, ", "")
+        message, _, suggestion = text.partition(" Did you mean ")
         told = KvtoolError(
             message[:1].lower() + message[1:],
             hint=f"did you mean {suggestion}".replace("'", "`") if suggestion else None,

@@ -38,8 +38,8 @@ class CacheSection(Section):
         span = f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
         smaller = f" ({self.full_bytes / self.kv_bytes:.1f}x smaller)" if self.kv_bytes else ""
         return (
-            f"kept {span} of {self.tokens_seen} tokens, {_mib(self.kv_bytes)} "
-            f"of {_mib(self.full_bytes)}{smaller}"
+            f"kept {span} of {self.tokens_seen} tokens, {_size(self.kv_bytes)} "
+            f"of {_size(self.full_bytes)}{smaller}"
         )
 
 
@@ -65,11 +65,9 @@ class Fidelity(Section):
 
     def in_words(self) -> str:
         """Say how close the run stayed."""
-        where = "never" if self.first_divergence is None else f"at token {self.first_divergence}"
-        return (
-            f"full cache: {self.agreement:.1%} of tokens agree, KL {self.kl:.3g}, "
-            f"first difference {where}"
-        )
+        where = self.first_divergence
+        differs = "no difference" if where is None else f"first difference at new token {where}"
+        return f"full cache: {self.agreement:.1%} of tokens agree, KL {self.kl:.3g}, {differs}"
 
 
 class GenerationDocument(Document):
@@ -107,5 +105,8 @@ class CompressionDocument(Document):
     timing: CompressionTiming
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,72 @@
+"""The shape of the package: which room imports which, and what stays out of each."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvtool
+
+PACKAGE = Path(kvtool.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+ROOMS = (  # a room imports itself and what stands before it
+    "errors",
+    "sizes",
+    "identity",
+    "documents",
+    "maths",
+    "policies",
+    "cache",
+    "models",
+    "generation",
+    "cli",
+)
+ONLY = {  # third-party packages of the rooms at the bottom
+    "errors": set(),
+    "sizes": set(),
+    "identity": set(),
+    "documents": {"pydantic", "yaml"},
+    "maths": {"torch"},
+    "policies": {"torch"},
+}
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Dotted names that a file imports anywhere, except for type checkers only."""
+    pending: list[ast.AST] = [ast.parse(file.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        pending.extend(ast.iter_child_nodes(node))
+
+
+def test_files_are_found():
+    assert len(FILES) > 20
+    assert {room_of(file) for file in FILES} - {"__init__"} == set(ROOMS)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_point_down(file):
+    room = room_of(file)
+    if room == "__init__":
+        return
+    for name in imports(file):
+        parts = name.split(".")
+        if parts[0] == "kvtool" and len(parts) > 1 and parts[1] in ROOMS:
+            assert ROOMS.index(parts[1]) <= ROOMS.index(room), f"{room} imports {name}"
+        elif parts[0] != "kvtool" and parts[0] not in sys.stdlib_module_names:
+            assert parts[0] in ONLY.get(room, {parts[0]}), f"{room} imports {name}"
+            assert parts[0] not in ("typer", "rich") or room == "cli", f"{room} imports {name}"
+            assert parts[0] != "click", "typer brings its own click; a clean install has no other"
