@@ -73,7 +73,7 @@ def keep_top(
     """
     key = order_key(scores, positions)
     if forced is not None:
-        key = torch.where(forced, _FORCED - positions, key)
+        key = torch.where(forced, _FORCED - positions.long(), key)
     key = torch.where(positions < 0, _EMPTY, key)
     indices = key.topk(slots, -1).indices
     kept = positions.gather(-1, indices)
