@@ -1,0 +1,184 @@
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.identity import config_hash
+from kvtool.models import reference
+from kvtool.models.load import check_folder, load, resolve_device, resolve_dtype
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of its own with the reference model in it."""
+    return shutil.copytree(reference.path(), tmp_path / "model")
+
+
+def edit(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return str(folder)
+
+
+def test_loads_the_reference_model_by_default():
+    loaded = load()
+    assert (loaded.name, loaded.revision) == ("reference", None)
+    assert loaded.config_hash == config_hash(loaded.model.config)
+    assert not loaded.model.training
+    assert loaded.model.name_or_path == "reference"
+    ids = loaded.tokenizer("The old lamp", return_tensors="pt").input_ids
+    assert loaded.model(ids.to(loaded.model.device)).logits.isfinite().all()
+
+
+def test_loads_a_folder_as_the_same_model(folder):
+    loaded, bundled = load(str(folder)), load("reference")
+    assert loaded.name == str(folder)
+    assert loaded.config_hash == bundled.config_hash
+    for ours, theirs in zip(loaded.model.parameters(), bundled.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_dtype_is_float32_on_a_cpu_unless_asked():
+    assert load(device="cpu").model.dtype == torch.float32
+    assert load(device="cpu", dtype="bfloat16").model.dtype == torch.bfloat16
+    assert resolve_dtype("auto", "cpu") == "float32"
+    assert resolve_dtype("auto", "cuda:1") == "auto"
+    assert resolve_dtype("float16", "cpu") == "float16"
+
+
+def test_nothing_reaches_stdout():
+    program = "from kvtool.models.load import load; load()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("/nowhere/model", "model folder `/nowhere/model` does not exist"),
+        ("./nowhere", "model folder `./nowhere` does not exist"),
+        (" ", "the model name is empty"),
+        ("not a name", "no folder `not a name` here, and no model of that name on the hub"),
+    ],
+)
+def test_refuses_a_model_that_is_not_there(model, message):
+    with pytest.raises(UsageError, match=message):
+        load(model)
+
+
+def test_a_hub_that_cannot_be_reached_is_said():
+    with pytest.raises(KvtoolError, match="no folder `some/model` here, and the hub cannot be"):
+        load("some/model")
+
+
+def test_refuses_a_file(folder):
+    with pytest.raises(UsageError, match=r"model `.*config.json` is a file"):
+        check_folder(str(folder / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("config.json", r"model folder `.*` has no config.json"),
+        ("model.safetensors", r"model folder `.*` has no weights \(no model.safetensors\)"),
+        ("tokenizer*", r"model folder `.*` has no tokenizer"),
+    ],
+)
+def test_refuses_a_folder_that_lacks_a_file(folder, file, message):
+    for path in folder.glob(file):
+        path.unlink()
+    with pytest.raises(UsageError, match=message):
+        check_folder(str(folder))
+
+
+def test_refuses_a_folder_that_lacks_a_shard(folder):
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(UsageError, match=r"lacks 1 of 2 weight files \(first: model-2.safetens"):
+        check_folder(str(folder))
+    index.write_text("[]")
+    with pytest.raises(UsageError, match=r"index.json` is not an index of weight files"):
+        check_folder(str(folder))
+
+
+def test_refuses_a_configuration_that_is_no_json(folder):
+    (folder / "config.json").write_text('{"model_type":')
+    with pytest.raises(UsageError, match=r"config.json` is not valid JSON: Expecting value"):
+        check_folder(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "flubber"}, r"the architecture of model `.*` is not supported: .*flubber"),
+        ({"model_type": "vit"}, r"model `.*` \(vit\) is not a causal language model"),
+        ({"model_type": "t5"}, r"model `.*` \(t5\) is not a causal language model"),
+        ({"model_type": "mamba"}, r"`mamba` has no attention layers"),
+        ({"num_hidden_layers": 6}, r"the weights of `.*` lack 18 tensors .*model.layers.4"),
+        ({"hidden_size": 64}, r"do not fit its config.json: .* is \(\d+, 128\), must be \(\d+, 64"),
+        ({"num_attention_heads": 3}, r"cannot read the configuration of model `.*128.*\(3\)"),
+    ],
+)
+def test_refuses_a_configuration_that_cannot_run(folder, changes, message):
+    with pytest.raises(KvtoolError, match=message) as refused:
+        load(edit(folder, **changes))
+    assert "\n" not in str(refused.value)
+
+
+def test_code_in_a_checkpoint_is_not_run_unasked(folder):
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (folder / "own.py").write_text("raise SystemExit('the code ran')")
+    with pytest.raises(
+        UsageError, match="brings its own code, which is not run unasked"
+    ) as refused:
+        load(edit(folder, model_type="own", auto_map=own))
+    assert "--trust-remote-code" in refused.value.hint
+
+
+@pytest.mark.parametrize("size", [20, 50_000])
+def test_refuses_truncated_weights(folder, size):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(KvtoolError, match="cannot read the weights of model"):
+        load(str(folder))
+
+
+def test_refuses_a_broken_tokenizer(folder):
+    (folder / "tokenizer.json").write_text('{"x":')
+    with pytest.raises(KvtoolError, match="cannot read the tokenizer of model"):
+        load(str(folder))
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:", "cuda:x", "cpu:"])
+def test_refuses_an_unknown_device(device):
+    with pytest.raises(UsageError, match=f"no device `{device}`; choose auto, cpu"):
+        resolve_device(device)
+
+
+def test_refuses_a_gpu_that_is_not_there():
+    with pytest.raises(UsageError, match=r"no device `cuda:99`: \d+ CUDA devices here"):
+        resolve_device("cuda:99")
+
+
+def test_refuses_two_places():
+    with pytest.raises(UsageError, match="--device and --device-map exclude each other"):
+        resolve_device("cpu", "auto")
+
+
+def test_refuses_flash_attention_without_its_package(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="flash_attention_2 needs the flash-attn package"):
+        load(attn_implementation="flash_attention_2")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_dtype_is_the_checkpoints():
+    loaded = load()
+    assert loaded.model.device.type == "cuda"
+    assert loaded.model.dtype == torch.float16
