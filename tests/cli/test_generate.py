@@ -1,0 +1,145 @@
+import json
+import re
+
+import pytest
+import yaml
+
+from kvtool.documents.generation import GenerationDocument
+from kvtool.models.reference.prompt import needle_prompt
+
+PROMPT = "The old lamp was near the school. The quiet falcon was behind the"
+
+
+def generate(kvtool, *arguments, **more):
+    """Run quietly and return the document."""
+    done = kvtool("generate", "-q", "-f", "json", *arguments, **more)
+    assert (done.code, done.err) == (0, "")
+    return GenerationDocument(**json.loads(done.out))
+
+
+def test_the_main_job_finds_the_code(kvtool):
+    done = kvtool("generate", "--policy", "h2o+caote")
+    assert done.code == 0
+    answer = re.search(r"the answer is (\d+)", done.err)[1]
+    assert done.out.startswith(f" {answer}.")
+    assert "model: reference" in done.err
+    assert "budget: 512 tokens" in done.err
+    assert "kept 512 of 10" in done.err
+
+
+def test_the_document_says_what_was_held(kvtool):
+    document = generate(kvtool, "--prompt", PROMPT, "-p", "h2o+caote", "-b", "8", "-n", "5")
+    assert (document.model, document.policy, document.budget) == ("reference", "h2o+caote", 8)
+    assert (document.new_tokens, len(document.token_ids)) == (5, 5)
+    assert document.cache.tokens_seen == document.prompt_tokens + 4
+    assert document.cache.kept_per_layer == [8] * 4
+    assert document.cache.kv_bytes == 8 * 4 * 2 * 32 * 2 * 4  # slots layers heads dim k+v float32
+    assert document.timing.decode_tokens_per_s > 0
+    assert document.fidelity is None
+
+
+def test_policy_strings_are_printed_canonically(kvtool):
+    document = generate(kvtool, "--prompt", PROMPT, "-p", "H2O( recent=2 )", "-b", "50%", "-n", "1")
+    assert (document.policy, document.budget) == ("h2o(recent=2)", "50%")
+    assert document.cache.kept_per_layer == [document.prompt_tokens // 2] * 4
+
+
+def test_without_a_policy_everything_is_kept(kvtool):
+    document = generate(kvtool, "--prompt", PROMPT, "-n", "3")
+    assert (document.policy, document.budget) == ("full", None)
+    assert document.cache.kept_per_layer == [document.prompt_tokens + 2] * 4
+
+
+def test_the_budget_of_a_policy_that_keeps_everything_is_said_to_be_useless(kvtool):
+    done = kvtool("generate", "--prompt", PROMPT, "-p", "full", "-b", "9", "-n", "2")
+    assert done.code == 0
+    assert "policy `full` keeps everything; --budget 9 has no effect" in done.err
+
+
+def test_a_budget_above_the_length_gives_the_full_caches_tokens(kvtool):
+    full = generate(kvtool, "--prompt", PROMPT, "-n", "12")
+    for policy in ("h2o+caote", "snapkv", "streaming"):
+        roomy = generate(kvtool, "--prompt", PROMPT, "-n", "12", "-p", policy, "-b", "1K")
+        assert roomy.token_ids == full.token_ids
+
+
+def test_prompts_come_from_files_and_stdin(kvtool, tmp_path):
+    (tmp_path / "prompt.txt").write_text(f"{PROMPT}\n")
+    typed = generate(kvtool, "--prompt", PROMPT, "-n", "4")
+    read = generate(kvtool, "--prompt-file", "prompt.txt", "-n", "4")
+    piped = generate(kvtool, "--prompt-file", "-", "-n", "4", stdin=PROMPT.encode())
+    assert typed.token_ids == read.token_ids == piped.token_ids
+
+
+def test_formats(kvtool, tmp_path):
+    options = ["generate", "-q", "--prompt", PROMPT, "-n", "3"]
+    text = kvtool(*options).out
+    assert yaml.safe_load(kvtool(*options, "-f", "yaml").out)["text"] == text.removesuffix("\n")
+    for name in ("a.json", "a.yaml"):
+        assert kvtool(*options, "-o", name).out == ""
+        data = yaml.safe_load((tmp_path / name).read_text())
+        assert GenerationDocument(**data).text == text.removesuffix("\n")
+    kvtool(*options, "-o", "a.txt")
+    assert (tmp_path / "a.txt").read_text() == text
+    assert kvtool(*options, "-o", "-").out == text
+
+
+@pytest.mark.xfail(reason="transformers drops the streamer of a custom loop")
+def test_streamed_text_is_the_same_text(kvtool):
+    options = ["generate", "-q", "--prompt", PROMPT, "-n", "9"]
+    assert kvtool(*options, "--stream").out == kvtool(*options, "--no-stream").out
+
+
+@pytest.mark.xfail(reason="transformers drops the streamer of a custom loop")
+def test_streams_never_mix_with_json(kvtool):
+    done = kvtool("generate", "--prompt", PROMPT, "-n", "9", "--stream", "-f", "json")
+    assert json.loads(done.out)["text"] in done.err
+
+
+def test_sampling_follows_the_seed(kvtool):
+    options = ["--prompt", PROMPT, "-n", "12", "--temperature", "1.5"]
+    first = generate(kvtool, *options, "--seed", "1")
+    assert generate(kvtool, *options, "--seed", "1").token_ids == first.token_ids
+    assert generate(kvtool, *options, "--seed", "2").token_ids != first.token_ids
+
+
+def test_blocks_bound_the_peak(kvtool):
+    prompt, _ = needle_prompt(tokens=600, seed=1)
+    options = ["--prompt", prompt, "-p", "streaming", "-b", "64", "-n", "2"]
+    whole = generate(kvtool, *options)
+    blocks = generate(kvtool, *options, "--prefill", "block:32")
+    assert blocks.cache.kept_per_layer == whole.cache.kept_per_layer == [64] * 4
+    assert blocks.cache.peak_bytes < whole.cache.peak_bytes
+    assert whole.cache.peak_bytes < whole.cache.full_bytes
+
+
+def test_compare_full(kvtool):
+    options = ["--prompt", PROMPT, "-n", "10", "--compare-full", "-p", "streaming"]
+    roomy, tight = (generate(kvtool, *options, "-b", size).fidelity for size in ("1K", "5"))
+    assert (roomy.agreement, roomy.first_divergence) == (1.0, None)
+    assert roomy.kl == pytest.approx(0, abs=1e-5)
+    assert tight.kl > 0.01
+    done = kvtool("generate", "--prompt", PROMPT, "-n", "4", "--compare-full")
+    assert "full cache: 100.0% of tokens agree" in done.err
+
+
+def test_dry_run_loads_nothing(kvtool, monkeypatch):
+    monkeypatch.setattr("kvtool.cli.generate.load", None)
+    done = kvtool("generate", "-p", "H2O+CAOTE", "-b", "4K", "--prefill", "block", "--dry-run")
+    resolved = yaml.safe_load(done.out)
+    assert done.code == 0
+    assert resolved["policy"] == "h2o+caote"
+    assert resolved["budget"] == 4096
+    assert resolved["prefill"] == "block:128"
+    assert resolved["model"] == "reference"
+    assert resolved["max_new_tokens"] == 8
+
+
+def test_quiet_says_nothing(kvtool):
+    done = kvtool("generate", "-q", "--prompt", PROMPT, "-p", "h2o", "-n", "2")
+    assert done.err == ""
+
+
+def test_any_text_goes_in(kvtool):
+    document = generate(kvtool, "--prompt", "Ünï\tcödé 漢字 🙂\r\n\x00 end", "-n", "2")
+    assert document.prompt_tokens > 20

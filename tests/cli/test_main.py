@@ -1,0 +1,154 @@
+"""The installed command as a process: speed, streams, interruption."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvtool.policies.table import BASES, MODIFIERS
+
+KVTOOL = str(Path(sys.executable).with_name("kvtool"))
+
+
+def process(*arguments, **more):
+    return subprocess.run([KVTOOL, *arguments], capture_output=True, text=True, **more)
+
+
+def test_help_comes_at_once():
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = process("--help")
+        seconds.append(time.perf_counter() - start)
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in ("generate", "compress", "policies"):
+        assert command in done.stdout
+    assert min(seconds) < 0.3
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(arguments):
+    program = (
+        "import sys\nfrom kvtool.cli.main import main\nmain(sys.argv[1:])\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'yaml', 'rich'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
+    )
+    assert done.stderr == "[]\n"
+
+
+def test_a_wrong_prompt_is_refused_before_torch_is_imported():
+    program = (
+        "import sys\nfrom kvtool.cli.main import main\n"
+        "code = main(['generate', '--prompt-file', '-', '-p', 'h2o'])\n"
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=b"\xff", capture_output=True)
+    assert done.stdout == b"2 False\n"
+
+
+def test_importing_kvtool_imports_no_torch():
+    program = "import kvtool, sys; dir(kvtool); print('torch' in sys.modules, kvtool.__version__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False 0.1.0\n"
+
+
+def test_public_names_are_there():
+    import kvtool
+
+    for name in kvtool.__all__:
+        assert getattr(kvtool, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'compres'"):
+        kvtool.compres  # noqa: B018
+
+
+def test_no_command_shows_the_help():
+    done = process()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage: kvtool" in done.stderr
+
+
+def test_stdout_holds_data_only():
+    done = process("generate", "-p", "h2o", "-b", "8", "--prompt", "The old lamp", "-f", "json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["kind"] == "generation"
+    assert "it/s" not in done.stderr  # no progress bar where nobody watches
+
+
+def test_what_libraries_print_goes_to_stderr(tmp_path):
+    program = (
+        "import os, sys\nimport kvtool.cli.policies as policies\n"
+        "import kvtool.policies.table as table\nreal = table.describe\n"
+        "def noisy():\n    print('from python')\n    os.system('echo from C')\n    return real()\n"
+        "table.describe = noisy\n"
+        "from kvtool.cli.main import run\nrun(['policies', '-f', 'json'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert [entry["name"] for entry in json.loads(done.stdout)] == [*BASES, *MODIFIERS]
+    assert "from python" in done.stderr
+    assert "from C" in done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"'{KVTOOL}' policies | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.startswith("full - ")
+
+
+def test_ctrl_c_ends_quietly():
+    command = [KVTOOL, "generate", "--prompt", "The old lamp", "-n", "32K"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in running.stderr:
+        if line.startswith("model:"):
+            break
+    time.sleep(2)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "Traceback" not in errors
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([KVTOOL, "policies"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
+def test_policies(kvtool):
+    text = kvtool("policies").out
+    entries = json.loads(kvtool("policies", "-f", "json").out)
+    assert yaml.safe_load(kvtool("policies", "-f", "yaml").out) == entries
+    assert [entry["name"] for entry in entries] == [*BASES, *MODIFIERS]
+    for entry in entries:
+        assert entry["summary"]
+        assert entry["paper"]
+        assert entry["kind"] in ("base", "modifier")
+        assert entry["summary"] in text
+    streaming = next(entry for entry in entries if entry["name"] == "streaming")
+    assert streaming["parameters"] == {"sinks": 4}
+
+
+def test_policies_in_a_file(kvtool, tmp_path):
+    assert kvtool("policies", "-q", "-o", "table.json").out == ""
+    assert json.loads((tmp_path / "table.json").read_text())[0]["name"] == "full"
+
+
+def test_policies_on_a_terminal_are_a_table():
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"COLUMNS": "200", "TERM": "xterm"}
+    subprocess.run([KVTOOL, "policies"], stdout=theirs, env=environment, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 100_000).decode()
+    assert "what it does" in shown
+    assert "+caote" in shown

@@ -1,0 +1,63 @@
+"""The README keeps its word: its sessions run and print what it says, its tables are complete."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtool.policies.table import BASES, MODIFIERS
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def sessions() -> list[list[tuple[str, str]]]:
+    """Of each console block, the commands and what is printed below each."""
+    found = []
+    for block in re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
+        steps = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+        found.append([tuple((step + "\n").split("\n", 1)) for step in steps])
+    return found
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"\d+(\.\d+)?", "#", text).strip()
+
+
+@pytest.mark.parametrize("session", sessions(), ids=lambda steps: steps[0][0][:40])
+def test_sessions_run_as_printed(session, tmp_path):
+    scripts = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    for command, printed in session:
+        if not command.startswith("kvtool "):
+            continue
+        done = subprocess.run(
+            ["bash", "-c", f"{command} 2>&1"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout
+        assert without_numbers(done.stdout) == without_numbers(printed)
+
+
+def test_the_sessions_were_found():
+    assert sum(len(steps) for steps in sessions()) >= 3
+
+
+def test_the_two_commands_are_there():
+    lines = README.splitlines()
+    for command in (
+        "pip install -c constraints.txt -e . && kvtool generate --policy h2o+caote",
+        "pip install -c constraints.txt -e '.[test]' && pytest",
+    ):
+        assert lines.count(command) == 1
+
+
+@pytest.mark.parametrize("name", [*BASES, *MODIFIERS])
+def test_every_policy_has_a_row(name):
+    mark = f"`{name}`" if name in BASES else f"`+{name}`"
+    assert any(line.startswith(f"| {mark} |") for line in README.splitlines())
