@@ -13,7 +13,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from kvtool.cache import eager_hooks, handover
 from kvtool.cache.cache import check_layers
-from kvtool.cache.step import Call, attend
+from kvtool.cache.kernels import Call
+from kvtool.cache.step import attend
 from kvtool.errors import KvtoolError
 
 NAME = "kvtool"

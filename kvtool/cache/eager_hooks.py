@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from kvtool.cache import handover
 from kvtool.cache.cache import KVCache
-from kvtool.cache.slots import SlotLayer
-from kvtool.cache.step import (
+from kvtool.cache.eviction import (
     block_needs_all_rows,
     block_needs_last_rows,
     decode_needs_rows,
@@ -26,6 +25,7 @@ from kvtool.cache.step import (
     leave_decode,
     make_rows,
 )
+from kvtool.cache.slots import SlotLayer
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import visible_keys
 

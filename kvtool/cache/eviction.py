@@ -1,0 +1,245 @@
+"""What a step shows to the policy and does with its answer: count, observe, choose, free slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtool.cache.slots import SlotLayer, take
+from kvtool.maths.selection import keep_top, lowest
+from kvtool.policies.parts import Count, Evidence, Rows, SlotView, State, at_least_zero
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of new tokens behind the kept slots of a layer.
+
+    Attributes:
+        new: (batch or 1, q_len) int64 positions of the new tokens, -1 = padding.
+        view: the kept slots and the block.
+        state: the policy's numbers for them.
+        kept: how many slots come before the block.
+    """
+
+    new: Tensor
+    view: SlotView
+    state: State
+    kept: int
+
+
+def enter_block(
+    layer: SlotLayer, q_len: int, positions: Tensor | None, raw_key: Tensor, value: Tensor
+) -> Block:
+    """Count the block's tokens and lay out the kept slots and the block as a policy sees them."""
+    batch, heads, total = layer.positions.shape[0], layer.positions.shape[1], raw_key.shape[2]
+    device = raw_key.device
+    if positions is not None and not layer.ragged:
+        layer.lengths = torch.full((batch,), layer.seen - q_len, device=device)
+    count: Count = q_len
+    if layer.ragged:
+        new = layer.lengths[:, None] + torch.arange(q_len, device=device)
+        new = new if positions is None else positions.to(device)
+        valid = (new >= 0).sum(1)
+        layer.lengths = layer.lengths + valid
+        count = valid[:, None, None]
+    else:
+        new = torch.arange(layer.seen - q_len, layer.seen, device=device)[None]
+    kept = total - q_len
+    stored = new.to(torch.int32)[:, None].expand(batch, heads, q_len)
+    if kept:
+        stored = torch.cat([layer.positions[:, :, :kept], stored], 2)
+    state = {
+        name: functional.pad(number[:, :, :kept], (0, q_len))
+        for name, number in layer.state.items()
+    }
+    view = SlotView(
+        values=(values_by_kv_head(layer, value),),
+        positions=stored,
+        tokens_seen=tokens_seen(layer),
+        budget=layer.budget,
+        held=held_slots(layer, stored),
+        layer=layer.index,
+        block=count,
+    )
+    return Block(new, view, state, kept)
+
+
+def block_needs_all_rows(layer: SlotLayer) -> bool:
+    """Whether the policy wants the weights of every query of a block."""
+    return layer.policy.ranking.evidence is Evidence.ALL_ROWS
+
+
+def block_needs_last_rows(layer: SlotLayer, block: Block) -> bool:
+    """Whether the policy wants the last queries' weights: only if something has to go."""
+    return layer.policy.ranking.evidence is Evidence.LAST_ROWS and _over_budget(layer, block)
+
+
+def last_queries(layer: SlotLayer, block: Block, q_len: int) -> Tensor:
+    """Index of the last queries of each row that a policy sees: (batch or 1, rows)."""
+    count = min(layer.policy.ranking.window, q_len)
+    place = torch.arange(q_len, device=block.new.device)[None]
+    if layer.ragged:
+        place = torch.where(block.new >= 0, place, -1).argsort(-1)
+    return place[:, -count:]
+
+
+def leave_block(
+    layer: SlotLayer, block: Block, raw_key: Tensor, raw_value: Tensor, rows: Rows | None
+) -> Tensor | None:
+    """Store the block, and cut to the budget if it is over.
+
+    Args:
+        raw_key, raw_value: (batch, kv_heads, kept + q_len, dim), as stored.
+        rows: the last rows, for a policy that wants them.
+
+    Returns:
+        (batch, kv_heads, slots) indices of what stays, in ascending position; None if everything
+        stays.
+    """
+    view = block.view
+    if not _over_budget(layer, block):
+        new = slice(block.kept, None)
+        layer.extend(raw_key[:, :, new], raw_value[:, :, new], view.positions, block.state)
+        return None
+    victims = at_least_zero(view.held - layer.budget)
+    importance, protected = judge(layer, view, block.state, rows, victims)
+    slots = min(layer.most, view.positions.shape[2])
+    chosen, positions = keep_top(importance, view.positions, layer.budget, protected, slots)
+    state = {name: number.gather(2, chosen) for name, number in block.state.items()}
+    layer.replace(take(raw_key, chosen), take(raw_value, chosen), positions, state)
+    return chosen
+
+
+def _over_budget(layer: SlotLayer, block: Block) -> bool:
+    if layer.policy.ranking.when == "never":
+        return False
+    return block.view.positions.shape[2] > layer.least
+
+
+# -------------------------------------------------------------------------------------------------
+# attention of a block
+
+
+def enter_decode(layer: SlotLayer, positions: Tensor | None) -> None:
+    """Place the token that the layer has just taken in, and count it.
+
+    Args:
+        positions: (batch, 1), -1 where a row has padding instead; None: no padding.
+    """
+    if positions is not None and not layer.ragged:
+        layer.lengths = torch.full_like(positions[:, 0], layer.seen - 1)
+    if not layer.ragged:
+        layer.place(layer.seen - 1)
+        return
+    new = layer.lengths if positions is None else positions[:, 0].to(layer.lengths.device)
+    layer.place(new)
+    layer.lengths = layer.lengths + (new >= 0)
+
+
+def decode_needs_rows(layer: SlotLayer) -> bool:
+    """Whether the policy wants the weights of the token being decoded."""
+    score = layer.policy.ranking
+    if score.when != "always" or score.evidence is Evidence.NOTHING:
+        return False
+    return score.evidence is Evidence.ALL_ROWS or layer.used > layer.least
+
+
+def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> Rows:
+    """The weights of a decoded token as evidence."""
+    visible = (layer.positions[:, :, None, : layer.used] >= 0) if layer.ragged else None
+    valid = None if positions is None else positions >= 0
+    return make_rows(layer, weights, visible, valid)
+
+
+def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
+    """Add the new row to the statistics and choose the slot that the next token overwrites."""
+    if layer.group is not None:
+        layer.group.arrive(layer, values_by_kv_head(layer, value), rows)
+        return
+    score = layer.policy.ranking
+    observed = score.evidence is Evidence.ALL_ROWS
+    if score.when != "always" or not (observed or layer.used > layer.least):
+        return
+    view, state = _used_view(layer, value), _used_state(layer)
+    if observed:
+        score.observe(state, view, rows)
+    if layer.used <= layer.least:
+        return
+    if layer.ragged and layer.used <= layer.most:
+        more = layer.most + 1 - layer.used
+        layer.fill_to(layer.most + 1)
+        value = functional.pad(value, (0, 0, 0, more))
+        if rows is not None:
+            rows = replace(rows, weights=functional.pad(rows.weights, (0, more)))
+        view, state = _used_view(layer, value), _used_state(layer)
+    importance, protected = judge(layer, view, state, rows, victims=1)
+    if layer.ragged:
+        # a row below its budget takes an empty slot, a row above it gives up its worst one
+        empty = view.positions < 0
+        over = view.held > layer.budget
+        importance = importance.masked_fill(empty & ~over, float("-inf"))
+        unused = empty & over
+        protected = unused if protected is None else (protected & over) | unused
+    distinct = score.distinct and layer.policy.rescore is None
+    layer.pending = lowest(importance, view.positions, protected, distinct)
+
+
+def _used_state(layer: SlotLayer) -> State:
+    return {name: number[:, :, : layer.used] for name, number in layer.state.items()}
+
+
+def _used_view(layer: SlotLayer, value: Tensor) -> SlotView:
+    positions = layer.positions[:, :, : layer.used]
+    return SlotView(
+        values=(values_by_kv_head(layer, value),),
+        positions=positions,
+        tokens_seen=tokens_seen(layer),
+        budget=layer.budget,
+        held=held_slots(layer, positions),
+        layer=layer.index,
+    )
+
+
+def make_rows(
+    layer: SlotLayer, weights: Tensor, visible: Tensor | None, valid: Tensor | None
+) -> Rows:
+    """Weights by the heads that are cached; rows of padding count for nothing."""
+    batch, _, _, q_len, keys = weights.shape
+    weights = weights.reshape(batch, layer.positions.shape[1], -1, q_len, keys)
+    if valid is not None:
+        weights = weights * valid[:, None, None, :, None]
+    return Rows(weights, visible, valid)
+
+
+def judge(
+    layer: SlotLayer, view: SlotView, state: State, rows: Rows | None, victims: Count
+) -> tuple[Tensor, Tensor | None]:
+    score = layer.policy.ranking
+    importance = score.importance(state, view, rows)
+    if layer.policy.rescore is not None:
+        importance = layer.policy.rescore.rescore(importance, view)
+    return importance.expand_as(view.positions), score.protected(state, view, victims)
+
+
+def tokens_seen(layer: SlotLayer) -> Count:
+    return layer.lengths[:, None, None] if layer.ragged else layer.seen
+
+
+def held_slots(layer: SlotLayer, positions: Tensor) -> Count:
+    """Stored slots of each row; heads of a row hold equally many."""
+    if not layer.ragged:
+        return positions.shape[2]
+    return (positions[:, :1] >= 0).sum(-1, keepdim=True)
+
+
+def values_by_kv_head(layer: SlotLayer, value: Tensor) -> Tensor:
+    """Values by the heads that are cached: latent attention caches one for all heads."""
+    kv_heads = layer.positions.shape[1]
+    if value.shape[1] == kv_heads or layer.policy.rescore is None:
+        return value
+    batch, heads, slots, dim = value.shape
+    grouped = value.view(batch, kv_heads, heads // kv_heads, slots, dim)
+    return grouped.transpose(2, 3).reshape(batch, kv_heads, slots, -1)
