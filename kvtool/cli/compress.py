@@ -39,7 +39,7 @@ def compress(options: CompressOptions, terminal: Terminal) -> None:
         write_configuration(configuration(options, request), options, terminal)
         return
     note_model(options, terminal)
-    loaded = load(options.model, **options.load_options())
+    loaded = load(options.model, **options.load_options(), progress=terminal.progress)
     document = _run(options, request, loaded)
     form = options.choose_format("text" if terminal.interactive else "json")
     write_data(render(document, form, _as_text(document)), options, terminal)

@@ -109,7 +109,7 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
         write_configuration(resolved, options, terminal)
         return
     note_model(options, terminal)
-    loaded = load(options.model, **options.load_options())
+    loaded = load(options.model, **options.load_options(), progress=terminal.progress)
     cache, result = _run(options, request, loaded, terminal)
     _write(options, request, loaded, result, terminal)
     if options.save_path is not None:

@@ -45,8 +45,6 @@ def open_terminal(*, quiet: bool, progress: bool | None) -> Iterator[Terminal]:
     wanted = not quiet and (sys.stderr.isatty() if progress is None else progress)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads leave busy cores alone
-    if not wanted:
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     with _real_stdout() as data:
         yield Terminal(data, data.isatty(), quiet, wanted)
 

@@ -51,6 +51,7 @@ def load(
     device_map: str | None = None,
     attn_implementation: str = "auto",
     trust_remote_code: bool = False,
+    progress: bool = False,
 ) -> Loaded:
     """Load a causal language model for inference.
 
@@ -62,6 +63,7 @@ def load(
         device_map: spread the layers, as in transformers (`auto`, `balanced` ...); replaces device.
         attn_implementation: `eager`, `sdpa` or `flash_attention_2`; `auto` leaves it to the model.
         trust_remote_code: allow code that comes with the checkpoint to run.
+        progress: show progress bars on stderr.
 
     Raises:
         UsageError: no such folder or model, files missing in it, an option that cannot work here.
@@ -74,7 +76,7 @@ def load(
     name, source = _source(model)
     where = {"revision": revision} if revision else {}
     where["trust_remote_code"] = trust_remote_code
-    with _library_output_on_stderr():
+    with _library_output_on_stderr(progress):
         with _in_one_line("configuration", name, trust_remote_code):
             config = _load_config(name, source, where)
         with _in_one_line("tokenizer", name, trust_remote_code):
@@ -241,20 +243,29 @@ def _load_weights(name: str, source: str, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _library_output_on_stderr() -> Iterator[None]:
+def _library_output_on_stderr(progress: bool) -> Iterator[None]:
     """Keep what libraries print while loading off stdout, and their advice quiet."""
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging as transformers
 
     before = [(logging, logging.get_verbosity()) for logging in (hub, transformers)]
+    bars = transformers.is_progress_bar_enabled()
     for logging, _ in before:
         logging.set_verbosity_error()
+    _show_bars(progress)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
+        _show_bars(bars)
         for logging, verbosity in before:
             logging.set_verbosity(verbosity)
+
+
+def _show_bars(wanted: bool) -> None:
+    from transformers.utils import logging
+
+    (logging.enable_progress_bar if wanted else logging.disable_progress_bar)()
 
 
 @contextlib.contextmanager
