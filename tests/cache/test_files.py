@@ -1,0 +1,177 @@
+"""A cache saved, loaded and continued goes on as if it had never been saved; what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import kvtool
+from kvtool.generation import decode_step, prefill
+from tests.models_for_tests import peaky_model, random_ids
+
+POLICIES = [
+    "full",
+    "random",
+    "recency",
+    "streaming",
+    "scissorhands",
+    "h2o",
+    "h2o+caote",
+    "tova",
+    "tova+fastcaote",
+    "roco",
+    "roco+caote",
+    "snapkv(window=4)",
+]
+
+
+def feed(model, cache, tokens):
+    return torch.stack([decode_step(model, cache, token) for token in tokens])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_loaded_cache_goes_on_like_the_unbroken_one(policy, tmp_path):
+    model = kvtool.attach(peaky_model("llama"))
+    ids, first, rest = random_ids(50), random_ids(9, seed=1)[0], random_ids(12, seed=2)[0]
+    budget = None if policy == "full" else 20
+    cache = kvtool.build_cache(model, policy, budget, prefill="block:16")
+    prefill(model, cache, ids)
+    feed(model, cache, first[:, None])
+    text = torch.cat([ids, first[None]], 1)
+    path = tmp_path / "a.safetensors"
+    kvtool.save_cache(cache, path, model=model, input_ids=text)
+    loaded = kvtool.load_cache(path, model)
+    assert loaded.input_ids.tolist() == text.tolist()
+    for layer in range(2):
+        assert torch.equal(loaded.kept_positions(layer), cache.kept_positions(layer))
+    unbroken, continued = feed(model, cache, rest[:, None]), feed(model, loaded, rest[:, None])
+    torch.testing.assert_close(continued, unbroken, atol=1e-5, rtol=1e-5)
+    assert continued.argmax(-1).tolist() == unbroken.argmax(-1).tolist()
+    for layer in range(2):
+        assert torch.equal(loaded.kept_positions(layer), cache.kept_positions(layer))
+
+
+def test_a_padded_batch_of_ratio_budgets_survives(tmp_path):
+    model = kvtool.attach(peaky_model("llama"))
+    ids = random_ids(40, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :22] = 0
+    cache = kvtool.build_cache(model, "h2o+caote", 0.5)
+    prefill(model, cache, ids, mask)
+    feed(model, cache, random_ids(3, seed=3, batch=2).T)
+    kvtool.save_cache(cache, tmp_path / "a.safetensors", model=model, input_ids=ids)
+    loaded = kvtool.load_cache(tmp_path / "a.safetensors", model)
+    assert loaded.tokens_seen() == cache.tokens_seen() == [21, 43]
+    more = random_ids(6, seed=4, batch=2).T
+    torch.testing.assert_close(
+        feed(model, loaded, more), feed(model, cache, more), atol=1e-5, rtol=1e-5
+    )
+    for layer in range(2):
+        assert torch.equal(loaded.kept_positions(layer), cache.kept_positions(layer))
+
+
+def test_recurrent_layers_are_saved_too(tmp_path):
+    model = kvtool.attach(
+        peaky_model("lfm2", layer_types=["conv", "full_attention"], num_attention_heads=4)
+    )
+    cache = kvtool.build_cache(model, "h2o", 12)
+    prefill(model, cache, random_ids(30))
+    kvtool.save_cache(cache, tmp_path / "a.safetensors", model=model, input_ids=random_ids(30))
+    loaded = kvtool.load_cache(tmp_path / "a.safetensors", model)
+    tokens = random_ids(5, seed=1)[0][:, None]
+    torch.testing.assert_close(feed(model, loaded, tokens), feed(model, cache, tokens))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "h2o", 20)
+    logits = prefill(model, cache, random_ids(50))
+    path = tmp_path / "a.safetensors"
+    kvtool.save_cache(cache, path, model=model, input_ids=random_ids(50), next_logits=logits)
+    return model, path
+
+
+def test_the_file_holds_what_the_contract_names(saved):
+    _, path = saved
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    assert metadata["kind"] == "kvtool.cache"
+    assert metadata["schema_version"] == "1"
+    assert (metadata["policy"], metadata["budget"], metadata["tokens_seen"]) == ("h2o", "20", "50")
+    tensors = load_file(path)
+    assert tensors["layer.1.keys"].shape == tensors["layer.1.values"].shape == (1, 2, 20, 16)
+    positions = tensors["layer.1.positions"]
+    assert positions.dtype == torch.int64
+    assert (positions.diff(dim=-1) > 0).all()
+    assert tensors["layer.1.state.attention_sum"].shape == (1, 2, 20)
+    assert tensors["input_ids"].shape == (1, 50)
+    assert tensors["next_logits"].shape == (1, 96)
+
+
+def test_a_truncated_file_is_refused(saved):
+    model, path = saved
+    whole = path.read_bytes()
+    for length in (0, 5, 200, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(kvtool.KvtoolError, match="truncated or damaged"):
+            kvtool.load_cache(path, model)
+
+
+def test_a_changed_number_or_label_is_refused(saved):
+    model, path = saved
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:])
+    with pytest.raises(kvtool.KvtoolError, match="checksum"):
+        kvtool.load_cache(path, model)
+    (size,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + size])
+    header["__metadata__"]["tokens_seen"] = "51"
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + size :])
+    with pytest.raises(kvtool.KvtoolError, match="checksum"):
+        kvtool.load_cache(path, model)
+
+
+def test_another_model_other_weights_or_another_dtype_is_refused(saved):
+    model, path = saved
+    with pytest.raises(kvtool.KvtoolError, match="another model"):
+        kvtool.load_cache(path, peaky_model("llama", rms_norm_eps=1e-3))
+    with torch.no_grad():
+        model.model.norm.weight += 0.5
+    with pytest.raises(kvtool.KvtoolError, match="other weights or another dtype"):
+        kvtool.load_cache(path, model)
+    with torch.no_grad():
+        model.model.norm.weight -= 0.5
+    kvtool.load_cache(path, model)
+    with pytest.raises(kvtool.KvtoolError, match="other weights or another dtype"):
+        kvtool.load_cache(path, model.to(torch.bfloat16))
+
+
+def test_a_stranger_and_a_later_schema_are_refused(saved, tmp_path):
+    model, path = saved
+    save_file({"a": torch.zeros(1)}, tmp_path / "b.safetensors")
+    with pytest.raises(kvtool.KvtoolError, match="not a kvtool cache file"):
+        kvtool.load_cache(tmp_path / "b.safetensors", model)
+    save_file(
+        {"a": torch.zeros(1)},
+        tmp_path / "c.safetensors",
+        {"kind": "kvtool.cache", "schema_version": "9"},
+    )
+    with pytest.raises(kvtool.KvtoolError, match="schema version 9; this kvtool reads 1"):
+        kvtool.load_cache(tmp_path / "c.safetensors", model)
+    with pytest.raises(kvtool.KvtoolError, match="no cache file at"):
+        kvtool.load_cache(tmp_path / "none.safetensors", model)
+
+
+def test_an_empty_cache_is_not_saved(saved, tmp_path):
+    model, _ = saved
+    empty = kvtool.build_cache(model, "h2o", 20)
+    with pytest.raises(kvtool.KvtoolError, match="the cache is empty"):
+        kvtool.save_cache(empty, tmp_path / "d.safetensors", model=model, input_ids=random_ids(3))
+    assert not (tmp_path / "d.safetensors").exists()
