@@ -43,9 +43,7 @@ def spell(name: str, options: dict, rescore: str | None) -> str:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("prefill_mode", ["full", "block"])
 @pytest.mark.parametrize(("name", "options", "rescore"), RUNS, ids=lambda value: str(value))
-def test_kept_positions_and_logits_equal_a_plain_loop(
-    family, prefill_mode, name, options, rescore
-):
+def test_kept_positions_and_logits_equal_a_plain_loop(family, prefill_mode, name, options, rescore):
     slow_model, fast_model = peaky_model(family), peaky_model(family)
     layers, heads = slow_model.config.num_hidden_layers, slow_model.config.num_key_value_heads
     slow = SlowRun(

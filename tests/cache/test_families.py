@@ -1,0 +1,130 @@
+"""Every family: exact where the budget fits, bounded where it does not, refused with a reason where it cannot work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, DynamicCache
+
+import kvtool
+from kvtool.cache.attention import check_supported, notes
+from kvtool.generation import decode_step, prefill
+from tests.families import FAMILIES, HOOKED, RECURRENT, family_model
+from tests.models_for_tests import random_ids
+
+POLICIES = ["streaming", "h2o+caote", "tova", "snapkv(window=8)"]
+LENGTH, NEW = 60, 6
+
+
+def run(model, cache):
+    tokens = random_ids(NEW, seed=1)[0]
+    steps = [prefill(model, cache, random_ids(LENGTH))]
+    return torch.stack([*steps, *(decode_step(model, cache, token[None]) for token in tokens)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_budget_that_fits_gives_the_full_caches_logits(family):
+    model = family_model(family)
+    cache, tokens = DynamicCache(config=model.config), random_ids(NEW, seed=1)[0]
+    with torch.no_grad():
+        steps = [model(random_ids(LENGTH), past_key_values=cache).logits[:, -1]]
+        for token in tokens:
+            steps.append(model(token.view(1, 1), past_key_values=cache).logits[:, -1])
+    expected = torch.stack(steps)
+    kvtool.attach(model)
+    # transformers' own eager and fused kernels differ by about 1e-4 where recurrences carry the rounding on
+    tolerance = 3e-4 if family in RECURRENT else 1e-4
+    for policy in POLICIES:
+        for mode in ("full", "block:16"):
+            ours = run(model, kvtool.build_cache(model, policy, 512, prefill=mode))
+            torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_small_budget_holds(family):
+    model = kvtool.attach(family_model(family))
+    for policy in POLICIES:
+        for mode in ("full", "block:16"):
+            cache = kvtool.build_cache(model, policy, 20, prefill=mode)
+            assert run(model, cache).isfinite().all()
+            for layer in cache.layers:
+                if not hasattr(layer, "positions"):
+                    continue
+                limit = 20 if layer.window is None else layer.window - 1
+                generated = NEW if policy.startswith("snapkv") and layer.window is None else 0
+                assert layer.kept == limit + generated
+                if not generated:
+                    assert layer.keys.shape[2] == layer.values.shape[2] == limit + 1
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in RECURRENT])
+@pytest.mark.parametrize("mode", ["full", "block:16"])
+def test_padded_rows_are_the_rows_alone(family, mode):
+    model = kvtool.attach(family_model(family))
+    lengths, new = (41, 23, 7), random_ids(4, seed=2, batch=3)
+    ids, mask = torch.zeros(3, 41, dtype=torch.long), torch.zeros(3, 41, dtype=torch.long)
+    rows = [random_ids(length, seed=length) for length in lengths]
+    for i, row in enumerate(rows):
+        ids[i, 41 - lengths[i] :], mask[i, 41 - lengths[i] :] = row[0], 1
+    for policy in ("h2o+caote", "snapkv(window=3)"):
+        both = kvtool.build_cache(model, policy, 12, prefill=mode)
+        together = [prefill(model, both, ids, mask)]
+        together += [decode_step(model, both, token) for token in new.T]
+        for i, row in enumerate(rows):
+            one = kvtool.build_cache(model, policy, 12, prefill=mode)
+            alone = [prefill(model, one, row)]
+            alone += [decode_step(model, one, token[None]) for token in new[i]]
+            ours = torch.stack([step[i] for step in together])
+            torch.testing.assert_close(ours, torch.cat(alone), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("bloom", {}, "bias by the index of a key"),
+        ("mpt", {}, "bias by the index of a key"),
+        ("falcon", {"alibi": True}, "bias by the index of a key"),
+        ("deepseek_v32", {}, "selects keys by their index"),
+        ("mamba2", {}, "no attention layers"),
+        ("t5", {}, "encoder-decoder"),
+        ("gemma3n_text", {}, "share a cache"),
+        ("llama4_text", {}, "`chunked_attention` layers"),
+    ],
+)
+def test_what_cannot_work_is_refused(kind, changes, reason):
+    config = AutoConfig.for_model(kind, **changes)
+    with pytest.raises(kvtool.KvtoolError, match=reason) as caught:
+        check_supported(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_attach_refuses_before_anything_changes():
+    config = AutoConfig.for_model("bloom", hidden_size=32, n_layer=1, n_head=2, vocab_size=50)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config)
+    before = model.config._attn_implementation
+    with pytest.raises(kvtool.KvtoolError, match="bloom"):
+        kvtool.attach(model)
+    assert model.config._attn_implementation == before
+
+
+def test_what_a_family_limits_is_said():
+    assert notes(family_model("llama").config) == []
+    assert "eager attention" in notes(family_model("falcon").config)[0]
+    assert "2 of 4 layers" in notes(family_model("gemma3").config)[0]
+    assert "nothing to evict" in notes(family_model("mistral-window").config)[0]
+
+
+@pytest.mark.parametrize("family", HOOKED)
+def test_detach_takes_the_hooks_away(family):
+    model = family_model(family)
+    kvtool.detach(kvtool.attach(model))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_an_eager_family_cannot_split_a_prompt_by_itself():
+    model = kvtool.attach(family_model("falcon"))
+    cache = kvtool.build_cache(model, "h2o", 20, prefill="block:16")
+    with pytest.raises(kvtool.KvtoolError, match="cannot be split inside eager attention"):
+        model(random_ids(60), past_key_values=cache)
