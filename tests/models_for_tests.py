@@ -1,4 +1,4 @@
-"""Small random models with a planted attention sink, so that attention is peaky and policies differ."""
+"""Small random models with a planted attention sink: attention is peaky, policies differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SINK = 1  # the token whose embedding draws attention
 
 
 def peaky_model(family: str, kernel: str = "sdpa", **changes) -> PreTrainedModel:
-    """A random model whose queries and keys are large, and whose token `SINK` is attended by many."""
+    """A random model with large queries and keys, whose token `SINK` is attended by many."""
     config = AutoConfig.for_model(family, **(SMALL | changes))
     model = AutoModelForCausalLM.from_config(config, attn_implementation=kernel).eval()
     generator = torch.Generator().manual_seed(7)
@@ -34,7 +34,8 @@ def peaky_model(family: str, kernel: str = "sdpa", **changes) -> PreTrainedModel
             if "q_proj" in name or "k_proj" in name:
                 scale = 0.45
             weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
-        # a common direction in all embeddings, strongest in the sink, gives every query a pull towards it
+        # a common direction in all embeddings, strongest in the sink, gives every query a pull
+        # towards it
         embedding = model.get_input_embeddings().weight
         direction = torch.randn(embedding.shape[1], generator=generator)
         embedding += 0.35 * direction

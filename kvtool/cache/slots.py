@@ -297,9 +297,11 @@ class SlotLayer(CacheLayerMixin):
         if slots <= capacity:
             return
         roomy = max(slots, int(capacity * _GROWTH) + 16) if capacity else slots
-        if self.policy.score.when == "always":
-            limit = self.most + 1
+        when, limit = self.policy.score.when, self.most + 1
+        if when == "always":
             roomy = limit if slots >= self.most else min(roomy, limit)
+        elif when == "prompt" and slots <= self.most:
+            roomy = min(roomy, limit)
         self.keys = _grown(self.keys, roomy, 0)
         self.values = _grown(self.values, roomy, 0)
         self.positions = _grown(self.positions, roomy, -1)

@@ -1,4 +1,4 @@
-"""Every family: exact where the budget fits, bounded where it does not, refused with a reason where it cannot work."""
+"""Every family: exact where the budget fits, bounded where not, refused where it cannot work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_a_budget_that_fits_gives_the_full_caches_logits(family):
             steps.append(model(token.view(1, 1), past_key_values=cache).logits[:, -1])
     expected = torch.stack(steps)
     kvtool.attach(model)
-    # transformers' own eager and fused kernels differ by about 1e-4 where recurrences carry the rounding on
+    # transformers' own eager and fused kernels differ by about 1e-4 where recurrences carry the
+    # rounding on
     tolerance = 3e-4 if family in RECURRENT else 1e-4
     for policy in POLICIES:
         for mode in ("full", "block:16"):

@@ -1,4 +1,4 @@
-"""The kernel that a model was loaded with runs inside kvtool's attention, and none of them changes the result."""
+"""The kernel that a model was loaded with runs inside kvtool's attention; results are the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models_for_tests import peaky_model, random_ids
 
 
 def fake_flash(query, key, value, softmax_scale, causal, window_size):
-    """What flash-attn's function computes, by the masks of its documentation (aligned to the last key)."""
+    """What flash-attn's function computes: its causal mask is aligned to the last key."""
     assert causal
     q_len, kv_len = query.shape[1], key.shape[1]
     row = torch.arange(kv_len - q_len, kv_len)[:, None]

@@ -1,4 +1,4 @@
-"""The slot cache keeps what a plain loop keeps, block for block and token for token, and computes the same logits."""
+"""The slot cache keeps what a plain loop keeps, token for token, and computes the same logits."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_readme_policy_is_listed_and_spelled(peak):
 
 
 def test_the_readme_policy_keeps_the_highest_peaks_and_the_recent(peak):
-    """One layer: the kept tokens are those of the largest column maximum of plain softmax attention."""
+    """One layer: the kept tokens have the largest column maxima of plain softmax attention."""
     model = peaky_model("llama", num_hidden_layers=1)
     ids = random_ids(40)
     model.set_attn_implementation("eager")

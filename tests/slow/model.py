@@ -1,7 +1,7 @@
 """A transformers model whose full cache stays, and whose attention leaves evicted keys out, one query at a time.
 
-The attention function is registered with transformers under the name `slow`; the policies of each layer hang on the
-module-level run, set for one run at a time.
+The attention function is registered with transformers under the name `slow`; the policies of each
+layer hang on the module-level run, set for one run at a time.
 """
 
 from __future__ import annotations

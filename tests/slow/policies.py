@@ -176,7 +176,7 @@ class SnapKV(Slow):
 
     def score(self, head, stored, rows):
         window = self.window(stored, len(rows))
-        votes = {p: 0.0 for p in stored}
+        votes = dict.fromkeys(stored, 0.0)
         for query in rows[-len(window) :]:
             for key, weight in mean_row(query[head]).items():
                 votes[key] += weight

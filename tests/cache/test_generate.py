@@ -1,0 +1,145 @@
+"""Transformers' own generate over a kvtool cache: sampling, beams, turns, chunks; and the guards around it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvtool
+from kvtool.generation import prefill
+from tests.models_for_tests import peaky_model, random_ids
+
+SETTINGS = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture
+def model():
+    return kvtool.attach(peaky_model("llama"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_beams": 3},
+        {"num_return_sequences": 2, "num_beams": 2},
+        {"do_sample": True, "temperature": 0.8, "top_k": 20, "num_return_sequences": 3},
+        {"prefill_chunk_size": 16},
+        {"repetition_penalty": 1.3},
+    ],
+    ids=lambda settings: ",".join(settings) or "greedy",
+)
+def test_with_a_budget_that_fits_every_mode_gives_what_sdpa_gives(model, settings):
+    ids, other = random_ids(50, batch=2), peaky_model("llama")
+    cache = kvtool.build_cache(model, "h2o+caote", 512)
+    torch.manual_seed(3)
+    ours = model.generate(ids, past_key_values=cache, **(SETTINGS | settings))
+    torch.manual_seed(3)
+    assert ours.tolist() == other.generate(ids, **(SETTINGS | settings)).tolist()
+
+
+@pytest.mark.parametrize("policy", ["h2o", "streaming", "snapkv(window=4)"])
+def test_beams_run_under_a_small_budget(model, policy):
+    cache = kvtool.build_cache(model, policy, 20)
+    out = model.generate(random_ids(50), past_key_values=cache, num_beams=3, **SETTINGS)
+    assert out.shape == (1, 62)
+    kept = 20 + (11 if policy.startswith("snapkv") else 0)
+    assert cache.report().kept_per_layer == [kept, kept]
+    assert cache.layers[0].keys.shape[0] == 3
+
+
+def test_a_second_turn_on_the_same_cache(model):
+    ids, more = random_ids(40), random_ids(9, seed=4)
+    cache = kvtool.build_cache(model, "tova", 512)
+    first = model.generate(ids, past_key_values=cache, **SETTINGS)
+    text = torch.cat([first, more], 1)
+    second = model.generate(text, past_key_values=cache, **SETTINGS)
+    assert second.tolist() == peaky_model("llama").generate(text, **SETTINGS).tolist()
+
+
+def test_chunks_of_a_users_own_size_hold_the_budget(model):
+    cache = kvtool.build_cache(model, "h2o", 20)
+    model.generate(random_ids(65), past_key_values=cache, prefill_chunk_size=16, **SETTINGS)
+    assert cache.report().kept_per_layer == [20, 20]
+    assert cache.get_seq_length() == 65 + 11
+
+
+def test_reset_makes_a_cache_as_good_as_new(model):
+    cache = kvtool.build_cache(model, "roco", 20)
+    first = model.generate(random_ids(50), past_key_values=cache, **SETTINGS)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert model.generate(random_ids(50), past_key_values=cache, **SETTINGS).equal(first)
+
+
+def test_threads_do_not_meet(model):
+    texts = [random_ids(40 + 5 * i, seed=i) for i in range(4)]
+    expected, found = [], [None] * 4
+    for ids in texts:
+        cache = kvtool.build_cache(model, "h2o", 20)
+        expected.append(model.generate(ids, past_key_values=cache, **SETTINGS).tolist())
+
+    def work(i):
+        cache = kvtool.build_cache(model, "h2o", 20)
+        found[i] = model.generate(texts[i], past_key_values=cache, **SETTINGS).tolist()
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == expected
+
+
+@pytest.mark.parametrize("with_cache", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_an_attached_model_still_runs_without_a_kvtool_cache(family, with_cache):
+    from tests.families import family_model
+
+    settings = {"use_cache": with_cache, "max_new_tokens": 8, "do_sample": False}
+    model = family_model("llama" if family == "llama" else family)
+    ids, mask = random_ids(40, batch=2), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :13] = 0
+    expected = model.generate(ids, attention_mask=mask, **settings)
+    kvtool.attach(model)
+    cache = DynamicCache(config=model.config) if with_cache else None
+    ours = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
+    assert ours.tolist() == expected.tolist()
+
+
+def test_a_model_that_is_not_attached_is_told(model):
+    kvtool.detach(model)
+    cache = kvtool.build_cache(model, "h2o", 20)
+    with pytest.raises(kvtool.KvtoolError, match="does not run kvtool's attention"):
+        model.generate(random_ids(50), past_key_values=cache, **SETTINGS)
+
+
+def test_rolling_back_is_refused(model):
+    cache = kvtool.build_cache(model, "h2o", 20)
+    prefill(model, cache, random_ids(50))
+    with pytest.raises(kvtool.KvtoolError, match="what was evicted is gone"):
+        cache.crop(-3)
+
+
+def test_attention_weights_cannot_be_had(model):
+    cache = kvtool.build_cache(model, "h2o", 20)
+    with pytest.raises(kvtool.KvtoolError, match="output_attentions"):
+        model(random_ids(50), past_key_values=cache, output_attentions=True)
+
+
+def test_gradients_are_never_recorded(model):
+    cache = kvtool.build_cache(model, "h2o+caote", 20)
+    model(random_ids(50), past_key_values=cache)
+    assert not any(layer.keys.requires_grad for layer in cache.layers)
+
+
+def test_half_precision_runs(model):
+    model.to(torch.bfloat16)
+    for policy in ("h2o+caote", "roco", "tova", "snapkv(window=4)", "scissorhands"):
+        cache = kvtool.build_cache(model, policy, 20, prefill="block:16")
+        assert prefill(model, cache, random_ids(50)).isfinite().all()
+        assert cache.layers[0].keys.dtype == torch.bfloat16
+        assert all(number.dtype == torch.float32 for number in cache.layers[0].state.values())

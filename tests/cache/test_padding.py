@@ -1,0 +1,125 @@
+"""Row i of a left-padded batch is row i alone: for every policy, budget and prefill, however it is run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.generation import decode_step, prefill
+from tests.models_for_tests import peaky_model, random_ids
+
+LENGTHS = (60, 37, 11)
+POLICIES = [
+    "full",
+    "random",
+    "random(per_head=true,sinks=1)",
+    "recency",
+    "streaming(sinks=2)",
+    "scissorhands",
+    "scissorhands+caote",
+    "h2o",
+    "h2o+caote",
+    "h2o+fastcaote",
+    "tova",
+    "tova+caote",
+    "roco(sinks=1,protect_recent=2)",
+    "roco(sinks=1,protect_recent=2)+caote",
+    "snapkv(window=3,kernel=3)",
+    "snapkv(window=3,kernel=3)+caote",
+]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    rows = [random_ids(length, seed=length) for length in LENGTHS]
+    ids = torch.zeros(len(rows), max(LENGTHS), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, -row.shape[1] :], mask[i, -row.shape[1] :] = row[0], 1
+    return ids, mask, rows
+
+
+def same_row(both, alone, row: int) -> None:
+    for layer in range(2):
+        expected = alone.kept_positions(layer)[0]
+        ours = both.kept_positions(layer)[row]
+        assert torch.equal(ours[:, : expected.shape[1]], expected)
+        assert (ours[:, expected.shape[1] :] == -1).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["full", "block:16"])
+@pytest.mark.parametrize("budget", [20, 0.5, 512])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_are_what_they_are_alone(family, policy, budget, mode):
+    model = kvtool.attach(peaky_model(family))
+    ids, mask, rows = batch()
+    new = random_ids(24, seed=9, batch=3)
+    kept = None if policy == "full" else budget
+    both = kvtool.build_cache(model, policy, kept, prefill=mode)
+    together = [prefill(model, both, ids, mask)]
+    together += [decode_step(model, both, tokens) for tokens in new.T]
+    for i, row in enumerate(rows):
+        one = kvtool.build_cache(model, policy, kept, prefill=mode)
+        alone = [prefill(model, one, row)]
+        alone += [decode_step(model, one, token[None]) for token in new[i]]
+        ours = torch.stack([logits[i] for logits in together])
+        torch.testing.assert_close(ours, torch.cat(alone), atol=3e-4, rtol=3e-4)
+        same_row(both, one, i)
+
+
+@pytest.mark.parametrize("policy", ["h2o+caote", "tova", "streaming", "snapkv(window=3)"])
+def test_a_plain_generate_runs_the_same_blocks(policy):
+    model = kvtool.attach(peaky_model("llama"))
+    ids, mask, rows = batch()
+    settings = {"max_new_tokens": 10, "do_sample": False}
+    driven = kvtool.build_cache(model, policy, 20, prefill="block:16")
+    prefill(model, driven, ids, mask)
+    whole = kvtool.build_cache(model, policy, 20, prefill="block:16")
+    model.generate(ids, attention_mask=mask, past_key_values=whole, max_new_tokens=1)
+    for layer in range(2):
+        assert torch.equal(driven.kept_positions(layer), whole.kept_positions(layer))
+    cache = kvtool.build_cache(model, policy, 20, prefill="block:16")
+    together = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
+    for i, row in enumerate(rows):
+        cache = kvtool.build_cache(model, policy, 20, prefill="block:16")
+        alone = model.generate(row, past_key_values=cache, **settings)
+        assert together[i, -10:].tolist() == alone[0, -10:].tolist()
+
+
+@pytest.mark.parametrize("mode", ["full", "block:16"])
+def test_a_second_turn_of_padded_rows(mode):
+    """Rows of different length twice: padding lies before the text and between the turns."""
+    model = kvtool.attach(peaky_model("llama"))
+    ids, mask, rows = batch()
+    turn = random_ids(21, seed=5, batch=3)
+    turn_mask = torch.ones_like(turn)
+    turn_mask[1, :9] = 0
+    both = kvtool.build_cache(model, "h2o+caote", 20, prefill=mode)
+    prefill(model, both, ids, mask)
+    together = prefill(model, both, turn, turn_mask)
+    for i, row in enumerate(rows):
+        one = kvtool.build_cache(model, "h2o+caote", 20, prefill=mode)
+        prefill(model, one, row)
+        alone = prefill(model, one, turn[i : i + 1, turn_mask[i].bool()])
+        torch.testing.assert_close(together[i : i + 1], alone, atol=3e-4, rtol=3e-4)
+        same_row(both, one, i)
+
+
+def test_padding_on_the_right_is_the_same_prompt():
+    model = kvtool.attach(peaky_model("llama"))
+    ids, mask, _ = batch()
+    left, right = (kvtool.build_cache(model, "tova", 20, prefill="block:16") for _ in range(2))
+    expected = prefill(model, left, ids, mask)
+    order = (1 - mask).argsort(dim=1, stable=True)
+    ours = prefill(model, right, ids.gather(1, order), mask.gather(1, order))
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_share_too_small_for_the_window_is_refused_before_the_first_forward():
+    model = kvtool.attach(peaky_model("llama"))
+    ids, mask, _ = batch()
+    cache = kvtool.build_cache(model, "snapkv(window=8)", "50%")
+    with pytest.raises(kvtool.UsageError, match="50% of 11 tokens: budget 5 is not above window 8"):
+        prefill(model, cache, ids, mask)
+    assert cache.get_seq_length() == 0
