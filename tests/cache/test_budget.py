@@ -1,4 +1,4 @@
-"""What fits is untouched, what does not is freed: bytes are counted from the tensors, at every step."""
+"""What fits is untouched, what does not is freed: bytes counted from the tensors, every step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_budget_that_fits_gives_the_full_caches_logits(policy, mode):
 @pytest.mark.parametrize("policy", STEADY + PROMPT)
 @pytest.mark.parametrize("length", [20, 21, 60])
 def test_no_step_holds_more_than_the_budget_and_one(policy, length):
-    """After every forward of a block or token, from the storage that the layer's tensors keep alive."""
+    """After every block or token, from the storage that the layer's tensors keep alive."""
     model = kvtool.attach(peaky_model("llama"))
     budget, generated = 20, 0
     cache = kvtool.build_cache(model, policy, budget, prefill="block:16")
@@ -132,7 +132,7 @@ def test_budgets_that_make_no_sense_are_refused(policy, budget, message):
 
 
 def test_layers_decide_together_what_they_decide_alone(monkeypatch):
-    """In steady state one set of operations chooses for all layers; nothing changes by it, to the bit."""
+    """In steady state one set of operations chooses for all layers, with equal bits."""
     model = kvtool.attach(peaky_model("llama", num_hidden_layers=4))
     results = []
     for together in (True, False):

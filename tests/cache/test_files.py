@@ -154,7 +154,7 @@ def test_another_model_other_weights_or_another_dtype_is_refused(saved):
 
 
 def test_a_stranger_and_a_later_schema_are_refused(saved, tmp_path):
-    model, path = saved
+    model = saved[0]
     save_file({"a": torch.zeros(1)}, tmp_path / "b.safetensors")
     with pytest.raises(kvtool.KvtoolError, match="not a kvtool cache file"):
         kvtool.load_cache(tmp_path / "b.safetensors", model)

@@ -1,4 +1,4 @@
-"""Transformers' own generate over a kvtool cache: sampling, beams, turns, chunks; and the guards around it."""
+"""Transformers' own generate over a kvtool cache: sampling, beams, turns, chunks, guards."""
 
 from __future__ import annotations
 

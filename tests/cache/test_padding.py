@@ -1,4 +1,4 @@
-"""Row i of a left-padded batch is row i alone: for every policy, budget and prefill, however it is run."""
+"""Row i of a left-padded batch is row i alone: for every policy, budget and prefill."""
 
 from __future__ import annotations
 

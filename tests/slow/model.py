@@ -1,4 +1,4 @@
-"""A transformers model whose full cache stays, and whose attention leaves evicted keys out, one query at a time.
+"""A model whose full cache stays, and whose attention leaves evicted keys out, query by query.
 
 The attention function is registered with transformers under the name `slow`; the policies of each
 layer hang on the module-level run, set for one run at a time.
@@ -44,7 +44,7 @@ AttentionMaskInterface.register("slow", _no_mask)
 
 
 class SlowRun:
-    """Runs a model over a prompt in blocks and then token by token, with one slow policy per layer."""
+    """Runs a model over blocks and then token by token, with one slow policy per layer."""
 
     def __init__(self, model: AutoModelForCausalLM, policies: list) -> None:
         model.set_attn_implementation("slow")

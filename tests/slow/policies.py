@@ -1,4 +1,4 @@
-"""Every policy as plain Python over one layer: dictionaries from position to number, one per KV head."""
+"""Every policy as plain Python over one layer: a dictionary from position to number per KV head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Slow:
         self.kept: list[list[int]] = [[] for _ in range(heads)]
 
     def score(self, head: int, stored: list[int], rows: list[list[list[Row]]]) -> Row:
-        """Number of each stored position. `rows[i][head]` holds the rows of query i, one per query head of the group."""
+        """Number of each stored position; `rows[i][head]` holds query i's rows, one per query head."""
         raise NotImplementedError
 
     def protected(self, head: int, stored: list[int], victims: int, block: int) -> set[int]:
