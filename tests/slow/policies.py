@@ -32,7 +32,7 @@ class Slow:
         self.kept: list[list[int]] = [[] for _ in range(heads)]
 
     def score(self, head: int, stored: list[int], rows: list[list[list[Row]]]) -> Row:
-        """Number of each stored position; `rows[i][head]` holds query i's rows, one per query head."""
+        """Number of each stored position; `rows[i][head]` holds query i's rows, per query head."""
         raise NotImplementedError
 
     def protected(self, head: int, stored: list[int], victims: int, block: int) -> set[int]:
