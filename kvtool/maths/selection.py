@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
-_EMPTY = -(1 << 62) - (1 << 61)  # below the key of every float, minus infinity included
+_EMPTY = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity included
 
 
 def order_key(scores: Tensor, positions: Tensor) -> Tensor:
