@@ -1,0 +1,81 @@
+import pytest
+import torch
+
+from kvtool import parse_policy
+from kvtool.errors import UsageError
+from tests.policies.trial import Trial
+
+
+def drawn(text, tokens, budget, kv_heads=2, layer=0):
+    weights = torch.zeros(kv_heads, 1, tokens, tokens)
+    return Trial(text, budget, kv_heads, layer=layer).feed(weights)
+
+
+def test_the_same_seed_draws_the_same():
+    assert drawn("random", 23, 11).kept() == drawn("random", 23, 11).kept()
+    assert drawn("random", 23, 11).kept() != drawn("random(seed=1)", 23, 11).kept()
+
+
+def test_the_order_of_slots_does_not_matter():
+    straight = drawn("random", 5, 3)
+    shuffled = Trial("random", 3, 2, layout=[4, 2, 0, 1, 3]).feed(torch.zeros(2, 1, 5, 5))
+    assert torch.equal(straight.scores(), shuffled.scores())
+
+
+def test_heads_of_a_layer_share_the_draw_and_layers_do_not():
+    first, second = (drawn("random", 23, 11, layer=layer).kept() for layer in (0, 1))
+    assert first[0] == first[1]
+    assert first != second
+
+
+def test_heads_may_draw_for_themselves():
+    kept = drawn("random(per_head=true)", 23, 11).kept()
+    assert kept[0] != kept[1]
+
+
+def test_a_new_token_means_a_new_draw():
+    before, after = drawn("random", 23, 11), drawn("random", 24, 11)
+    assert not torch.equal(before.scores()[0], after.scores()[0, :23])
+
+
+def test_draws_are_uniform_over_slots():
+    # 600 draws of 5 out of 13: each slot goes 600 * 5 / 13 = 230.8 times; with a standard
+    # deviation of sqrt(600 * 5/13 * 8/13) = 11.9, five of them are 60
+    gone = torch.zeros(13)
+    for seed in range(600):
+        kept = drawn(f"random(seed={seed})", 13, 8, kv_heads=1).kept()[0]
+        gone += 1
+        gone[kept] -= 1
+    assert gone.sum() == 600 * 5
+    assert (gone - 600 * 5 / 13).abs().max() < 60
+
+
+def test_draws_of_neighbours_are_independent():
+    # which of two neighbouring slots scores higher is a fair coin, and so is whether a slot scores
+    # higher at the next step: 4000 throws, standard deviation 31.6, five of them 158
+    at = torch.stack(
+        [drawn("random", 41, 7, 1).scores()[0]]
+        + [drawn(f"random(seed={seed})", 41, 7, 1).scores()[0] for seed in range(1, 100)]
+    )
+    heads = (at[:, 1:] > at[:, :-1]).sum()
+    assert abs(int(heads) - 2000) < 158
+    correlation = torch.corrcoef(at.T)[0, 1:]
+    assert correlation.abs().max() < 0.5
+
+
+def test_sinks_and_recent_tokens_may_be_kept():
+    trial = drawn("random(sinks=2,recent=3)", 23, 7)
+    assert trial.protected() == [{0, 1, 20, 21, 22}] * 2
+    for kept in trial.kept():
+        assert len(kept) == 7
+        assert {0, 1, 20, 21, 22} <= set(kept)
+    assert drawn("random", 23, 7).protected() == [set()] * 2
+
+
+def test_refuses_protection_that_fills_the_budget():
+    with pytest.raises(UsageError, match=r"budget 5 is not above sinks 2 \+ recent 3 = 5"):
+        parse_policy("random(sinks=2,recent=3)").check_budget(5)
+    with pytest.raises(UsageError, match="random: seed must be 0 or more, got -1"):
+        parse_policy("random(seed=-1)")
+    with pytest.raises(UsageError, match="`random` has none"):
+        parse_policy("random+caote")

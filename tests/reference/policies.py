@@ -1,0 +1,261 @@
+"""One policy in one layer, token by token.
+
+Positions are the tokens' places in the text. A row of attention is `{position: weight}` over the
+tokens that its query sees; `attention[head][member]` is the list of rows of one query head, a row
+for each query of the block in order; `values[head]` is `{position: [numbers]}`.
+"""
+
+import math
+
+from .caote import caote_scores
+from .selection import choose_kept, pool
+
+FLOAT32 = 1e-6  # weights come in float32, where a uniform row of 25 lies below 1 / 25
+
+
+def mean_rows(members):
+    """The rows of a group's query heads -> their mean, still one row for each query."""
+    rows = []
+    for same_query in zip(*members, strict=True):
+        rows.append({p: sum(row[p] for row in same_query) / len(same_query) for p in same_query[0]})
+    return rows
+
+
+class Reference:
+    """Keeps the `budget` best scores of every KV head after every block."""
+
+    prompt_only = False  # True: nothing is evicted once the prompt has ended
+
+    def __init__(self, budget):
+        self.budget = budget
+
+    def observe(self, attention):
+        """See the rows of a block, before anything of it is evicted."""
+
+    def scores(self, head, positions, values):
+        raise NotImplementedError
+
+    def importance(self, head, positions):
+        """What a modifier calls h: the score of every token, protected ones too."""
+        return self.scores(head, positions, None)
+
+    def forced(self, head, positions, victims):
+        return set()
+
+    def keep(self, head, positions, values):
+        """The positions of one head that survive the block."""
+        victims = len(positions) - self.budget
+        if victims <= 0:
+            return list(positions)
+        forced = self.forced(head, positions, victims)
+        chosen = choose_kept(
+            self.scores(head, positions, values),
+            self.budget,
+            {j for j, p in enumerate(positions) if p in forced},
+        )
+        return [positions[j] for j in chosen]
+
+    def forget(self, head, kept):
+        """Drop what was known of tokens that are gone."""
+
+
+class Full(Reference):
+    def scores(self, head, positions, values):
+        return [0.0 for _ in positions]
+
+    def keep(self, head, positions, values):
+        return list(positions)
+
+
+class Recency(Reference):
+    def scores(self, head, positions, values):
+        return [float(p) for p in positions]
+
+
+class Streaming(Recency):
+    def __init__(self, budget, sinks=4):
+        super().__init__(budget)
+        self.sinks = sinks
+
+    def forced(self, head, positions, victims):
+        return {p for p in positions if p < self.sinks}
+
+
+class Counting(Reference):
+    """A number for every token of every head, added to row by row."""
+
+    def __init__(self, budget, recent=None):
+        super().__init__(budget)
+        self.recent = budget // 2 if recent is None else recent
+        self.total = {}
+
+    def observe(self, attention):
+        for head, members in enumerate(attention):
+            total = self.total.setdefault(head, {})
+            for row in mean_rows(members):
+                for position, weight in row.items():
+                    total[position] = total.get(position, 0.0) + self.worth(weight, len(row))
+
+    def scores(self, head, positions, values):
+        return [self.total[head][p] for p in positions]
+
+    def forced(self, head, positions, victims):
+        return set(positions[len(positions) - self.recent :])
+
+    def forget(self, head, kept):
+        self.total[head] = {p: self.total[head][p] for p in kept}
+
+
+class H2O(Counting):
+    def worth(self, weight, visible):
+        return weight
+
+
+class Scissorhands(Counting):
+    def worth(self, weight, visible):
+        return 1.0 if weight * visible >= 1 - FLOAT32 else 0.0
+
+
+class Tova(Reference):
+    def __init__(self, budget, head_reduce="layer"):
+        super().__init__(budget)
+        self.head_reduce = head_reduce
+
+    def observe(self, attention):
+        self.last = [mean_rows(members)[-1] for members in attention]
+
+    def scores(self, head, positions, values):
+        if self.head_reduce == "kv_head":
+            return [self.last[head][p] for p in positions]
+        return [sum(row[p] for row in self.last) / len(self.last) for p in positions]
+
+
+class Roco(Reference):
+    def __init__(self, budget, scope=None, protect_recent=None, sinks=4, count_self=True):
+        super().__init__(budget)
+        self.scope = budget // 2 if scope is None else scope
+        self.protect_recent = min(10, budget // 4) if protect_recent is None else protect_recent
+        self.sinks = sinks
+        self.count_self = count_self
+        self.seen = {}  # head -> position -> every weight that the token ever got
+
+    def observe(self, attention):
+        for head, members in enumerate(attention):
+            seen = self.seen.setdefault(head, {})
+            for row in mean_rows(members):
+                own = max(row)  # the query's own token is the last one that it sees
+                for position, weight in row.items():
+                    seen.setdefault(position, [])
+                    if self.count_self or position != own:
+                        seen[position].append(weight)
+
+    def mean(self, head, position):
+        weights = self.seen[head][position]
+        return sum(weights) / len(weights) if weights else math.inf
+
+    def std(self, head, position):
+        weights = self.seen[head][position]
+        if not weights:
+            return 0.0
+        mean = sum(weights) / len(weights)
+        return math.sqrt(max(sum(w * w for w in weights) / len(weights) - mean * mean, 0.0))
+
+    def scores(self, head, positions, values):
+        return [self.mean(head, p) for p in positions]
+
+    def forced(self, head, positions, victims):
+        protected = {p for p in positions if p < self.sinks}
+        protected |= set(positions[len(positions) - self.protect_recent :])
+        others = [p for p in positions if p not in protected]
+        scope = min(self.scope, len(others) - victims)
+        widest = sorted(others, key=lambda p: (-self.std(head, p), p))
+        return protected | set(widest[:scope])
+
+    def forget(self, head, kept):
+        self.seen[head] = {p: self.seen[head][p] for p in kept}
+
+
+class SnapKV(Reference):
+    prompt_only = True
+
+    def __init__(self, budget, window=32, kernel=7, pool="max"):
+        super().__init__(budget)
+        self.window, self.kernel, self.pool = window, kernel, pool
+
+    def observe(self, attention):
+        self.voters = [mean_rows(members)[-self.window :] for members in attention]
+
+    def votes(self, head, positions):
+        return [sum(row.get(p, 0.0) for row in self.voters[head]) for p in positions]
+
+    def scores(self, head, positions, values):
+        """Pooled votes before the window; inside it the raw votes, which only modifiers read."""
+        votes = self.votes(head, positions)
+        start = len(positions) - len(self.voters[head])
+        return pool(votes[:start], self.kernel, self.pool) + votes[start:]
+
+    def forced(self, head, positions, victims):
+        return set(positions[len(positions) - len(self.voters[head]) :])
+
+
+class Caote(Reference):
+    """Any of the above, its scores turned into the change of the output by each eviction."""
+
+    def __init__(self, base, fast=False, norm=2):
+        super().__init__(base.budget)
+        self.base, self.fast, self.norm = base, fast, norm
+        self.prompt_only = base.prompt_only
+        if isinstance(base, Tova):
+            base.head_reduce = "kv_head"
+
+    def observe(self, attention):
+        self.base.observe(attention)
+
+    def scores(self, head, positions, values):
+        vectors = [values[p] for p in positions]
+        return caote_scores(
+            self.base.importance(head, positions), vectors, fast=self.fast, norm=self.norm
+        )
+
+    def forced(self, head, positions, victims):
+        return self.base.forced(head, positions, victims)
+
+    def forget(self, head, kept):
+        self.base.forget(head, kept)
+
+
+class Told(Reference):
+    """Keeps what it is told to: `plan` lists, for every block, the kept positions of every head."""
+
+    def __init__(self, plan):
+        super().__init__(0)
+        self.plan, self.block = plan, -1
+
+    def observe(self, attention):
+        self.block += 1
+
+    def keep(self, head, positions, values):
+        kept = self.plan[self.block][head]
+        assert set(kept) <= set(positions), "a token came back from the dead"
+        return list(kept)
+
+
+BASES = {
+    "full": Full,
+    "recency": Recency,
+    "streaming": Streaming,
+    "scissorhands": Scissorhands,
+    "h2o": H2O,
+    "tova": Tova,
+    "roco": Roco,
+    "snapkv": SnapKV,
+}
+
+
+def build(base, budget, modifier=None, **settings):
+    policy = BASES[base](budget, **settings)
+    if modifier == "caote":
+        return Caote(policy)
+    if modifier == "fastcaote":
+        return Caote(policy, fast=True)
+    return policy
