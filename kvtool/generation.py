@@ -205,7 +205,7 @@ def _decode_loop(
     logits_processor,
     stopping_criteria,
     generation_config: GenerationConfig,
-    streamer=None,
+    text_streamer: TextStreamer | None = None,
     next_logits: Tensor | None = None,
     kv_cache: KVCache | None = None,
     generator: torch.Generator | None = None,
@@ -227,12 +227,12 @@ def _decode_loop(
         if padding is not None:
             token = torch.where(running, token, padding)
         input_ids = torch.cat([input_ids, token[:, None]], 1)
-        if streamer is not None:
-            streamer.put(token.cpu())
+        if text_streamer is not None:
+            text_streamer.put(token.cpu())
         running = running & ~stopping_criteria(input_ids, None)
         if not running.any():
-            if streamer is not None:
-                streamer.end()
+            if text_streamer is not None:
+                text_streamer.end()
             return input_ids
         logits = decode_step(model, kv_cache, token)
 
@@ -241,7 +241,7 @@ class _Callback(TextStreamer):
     """Hands text to a function as soon as it is certain."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        super().__init__(tokenizer, skip_special_tokens=True)
         self._on_text = on_text
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -307,7 +307,7 @@ def generate(
         attention_mask=torch.ones_like(ids),
         generation_config=_settings(model, max_new_tokens, temperature),
         custom_generate=_decode_loop,
-        streamer=None if on_text is None else _Callback(tokenizer, on_text),
+        text_streamer=None if on_text is None else _Callback(tokenizer, on_text),
         next_logits=logits,
         kv_cache=cache,
         generator=torch.Generator(model.device).manual_seed(seed),

@@ -4,10 +4,11 @@
     1024 python -m tests.benchmarks.speed --lengths 32768     # the long row: five policies, one
     prompt, 32 steps
 
-Decode steps of a policy and of two baselines (DynamicCache that holds the prompt, and one that
-holds only `budget` tokens) take turns, so that a change of the machine's speed meets all three; the
-ratios are medians of pairs. Memory is the growth of the process's peak resident size over a prompt,
-above what it was with the weights loaded; K/V bytes come from the tensors.
+Lengths are 1K, 4K, 16K and, with five policies and one prompt each, 32K tokens; prompts are read in
+blocks of 128. Decode steps of a policy and of two baselines (DynamicCache that holds the prompt,
+and one that holds only `budget` tokens) take turns, so that a change of the machine's speed meets
+all three; the ratios are medians of pairs. Memory is the growth of the process's peak resident size
+over a prompt, above what it was with the weights loaded; K/V bytes come from the tensors.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def measure(length: int, budgets: list[int], args: argparse.Namespace, note) -> 
     ours, plain = args.models
     ids = torch.randint(0, ours.config.vocab_size, (1, length))
     token = torch.tensor([7])
-    repeats = 1 if length >= LONG else args.repeats
+    repeats = 1 if length >= LONG else min(args.repeats, 2) if length >= 16384 else args.repeats
     note(f"{length} tokens: DynamicCache")
     base_s, base_peak, full = run_prompt(lambda: dynamic_prompt(plain, ids), repeats)
     base_kv = sum(t.numel() * 4 for x in full.layers for t in (x.keys, x.values)) / 2**20
@@ -247,11 +248,11 @@ def show(lines: list[Line]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384, LONG])
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--policies", nargs="+", help="default: all; five of them at 32768 tokens")
-    parser.add_argument("--both-prefills", nargs="*", default=["h2o", "snapkv", "streaming"])
-    parser.add_argument("--repeats", type=int, default=3, help="prompts; one at 32768 tokens")
+    parser.add_argument("--both-prefills", nargs="*", default=[])
+    parser.add_argument("--repeats", type=int, default=3, help="prompts; 2 at 16K, 1 at 32K")
     parser.add_argument("--steps", type=int, default=32, help="decoded tokens")
     parser.add_argument("--json", type=Path, help="also write the lines here")
     args = parser.parse_args()

@@ -84,13 +84,11 @@ def test_formats(kvtool, tmp_path):
     assert kvtool(*options, "-o", "-").out == text
 
 
-@pytest.mark.xfail(reason="transformers drops the streamer of a custom loop")
 def test_streamed_text_is_the_same_text(kvtool):
     options = ["generate", "-q", "--prompt", PROMPT, "-n", "9"]
     assert kvtool(*options, "--stream").out == kvtool(*options, "--no-stream").out
 
 
-@pytest.mark.xfail(reason="transformers drops the streamer of a custom loop")
 def test_streams_never_mix_with_json(kvtool):
     done = kvtool("generate", "--prompt", PROMPT, "-n", "9", "--stream", "-f", "json")
     assert json.loads(done.out)["text"] in done.err
