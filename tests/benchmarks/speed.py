@@ -1,8 +1,7 @@
 """Prefill, decode and memory against DynamicCache with sdpa, on a random 42M-parameter Llama.
 
-    python -m tests.benchmarks.speed                     # 1K, 4K and 16K tokens at budgets 512 and
-    1024 python -m tests.benchmarks.speed --lengths 32768     # the long row: five policies, one
-    prompt, 32 steps
+    python -m tests.benchmarks.speed                                     # about 30 min, 2 cores
+    python -m tests.benchmarks.speed --lengths 4096 --both-prefills h2o  # prefill full, too
 
 Lengths are 1K, 4K, 16K and, with five policies and one prompt each, 32K tokens; prompts are read in
 blocks of 128. Decode steps of a policy and of two baselines (DynamicCache that holds the prompt,
