@@ -1,0 +1,202 @@
+"""The slot cache against an oracle: a full cache that attends only to what a slow policy has kept.
+
+Positions, scores and logits are compared after the prompt and after each of 32 decoded tokens; the
+tokens are the oracle's own most likely ones.
+"""
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.generation import decode_step, prefill
+from tests.reference import oracle
+from tests.reference.models import peaky, prompt
+from tests.reference.policies import Told, build
+
+LENGTH, BUDGET, NEW = 61, 20, 32
+MODES = {"full": None, "block:16": 16, "block:20": 20, "block:12": 12}  # 61 = 3 * 20 + 1
+
+STEADY = [
+    ("recency", {}),
+    ("streaming", {}),
+    ("streaming", {"sinks": 1}),
+]
+ATTENDING = [
+    ("scissorhands", {}),
+    ("scissorhands", {"recent": 3}),
+    ("h2o", {}),
+    ("h2o", {"recent": 0}),
+    ("tova", {}),
+    ("tova", {"head_reduce": "kv_head"}),
+    ("roco", {}),
+    ("roco", {"scope": 4, "protect_recent": 0, "sinks": 0}),
+    ("snapkv", {"window": 8}),
+    ("snapkv", {"window": 5, "kernel": 3, "pool": "avg"}),
+]
+CASES = [(base, None, options) for base, options in STEADY] + [
+    (base, modifier, options)
+    for base, options in ATTENDING
+    for modifier in (None, "caote", "fastcaote")
+    if not (modifier and options.get("head_reduce"))  # modifiers make it so by themselves
+]
+
+
+def spell(base, modifier, options):
+    inside = ",".join(f"{key}={value}" for key, value in options.items())
+    return base + (f"({inside})" if inside else "") + (f"+{modifier}" if modifier else "")
+
+
+class Run:
+    """A kvtool cache on a model, fed the prompt and then token by token."""
+
+    def __init__(self, model, policy, budget, mode, ids):
+        self.model = kvtool.attach(model)
+        self.cache = kvtool.build_cache(model, policy, budget, prefill=mode)
+        self.logits = prefill(model, self.cache, torch.tensor([ids]))[0]
+
+    def feed(self, token):
+        self.logits = decode_step(self.model, self.cache, torch.tensor([token]))[0]
+
+    def kept(self):
+        layers = range(self.model.config.num_hidden_layers)
+        return {layer: self.cache.kept_positions(layer)[0].tolist() for layer in layers}
+
+
+@pytest.fixture
+def model(family):
+    yield kvtool.detach(peaky(family))
+    kvtool.detach(peaky(family))
+
+
+def follow(model, make_policy, policy, budget, mode, ids, new=NEW):
+    """Run both and compare them step by step."""
+    trace = oracle.run(model, make_policy, ids, MODES[mode], new)
+    run = Run(model, policy, budget, mode, ids)
+    for step in range(new + 1):
+        if step:
+            run.feed(trace.tokens[step - 1])
+        assert run.kept() == trace.kept[step], f"{policy}, step {step}"
+        torch.testing.assert_close(run.logits, trace.logits[step], atol=1e-4, rtol=1e-4)
+    return trace
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["full", "block:16", "block:20"])
+@pytest.mark.parametrize(
+    ("base", "modifier", "options"), CASES, ids=[spell(*case) for case in CASES]
+)
+def test_kept_positions_and_logits_equal_the_oracle(model, mode, base, modifier, options):
+    follow(
+        model,
+        lambda: build(base, BUDGET, modifier, **options),
+        spell(base, modifier, options),
+        BUDGET,
+        mode,
+        prompt(LENGTH),
+    )
+
+
+@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("length", [1, 19, 20, 21, 37])
+@pytest.mark.parametrize("base", ["h2o", "tova", "snapkv", "roco"])
+def test_prompts_around_the_budget(model, length, base):
+    options = {"window": 7} if base == "snapkv" else {}
+    for mode in ("full", "block:12"):
+        follow(
+            model,
+            lambda: build(base, BUDGET, "caote", **options),
+            spell(base, "caote", options),
+            BUDGET,
+            mode,
+            prompt(length),
+            new=24,
+        )
+
+
+@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize(("ratio", "tokens"), [(0.3, 18), ("30%", 18), (0.5, 30)])
+def test_a_ratio_is_the_floor_of_its_share_of_the_prompt(model, ratio, tokens):
+    # .3 * 61 = 18.3, .5 * 61 = 30.5
+    for mode in ("full", "block:16"):
+        follow(model, lambda: build("h2o", tokens), "h2o", ratio, mode, prompt(61), new=8)
+
+
+@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("policy", ["random", "random(per_head=true,sinks=2,recent=3)"])
+def test_random_attends_to_what_it_says_it_keeps(model, policy):
+    """The draws are the product's own; told them, the oracle computes the same logits."""
+    ids, tokens = prompt(LENGTH), prompt(NEW, seed=1)
+    plans, logits = {layer: [] for layer in range(3)}, []
+    run = Run(model, policy, BUDGET, "full", ids)
+    for token in [None, *tokens]:
+        if token is not None:
+            run.feed(token)
+        logits.append(run.logits)
+        for layer, kept in run.kept().items():
+            assert [len(head) for head in kept] == [BUDGET, BUDGET]
+            plans[layer].append(kept)
+    kvtool.detach(model)
+    layers = iter(range(3))
+    told = oracle.Oracle(model, lambda: Told(plans[next(layers)]))
+    steps = [told.feed(ids), *(told.feed([token]) for token in tokens)]
+    torch.testing.assert_close(torch.stack(logits), torch.stack(steps), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("base", ["h2o", "scissorhands", "roco"])
+def test_the_statistics_beside_the_slots_are_the_oracles(model, base):
+    """After eviction, overwriting and decoding, each slot has its own token's numbers."""
+    ids = prompt(LENGTH)
+    slow = oracle.Oracle(model, lambda: build(base, BUDGET))
+    for start in range(0, LENGTH, 16):
+        slow.feed(ids[start : start + 16])
+    tokens = prompt(NEW, seed=1)
+    slow.in_prompt = False
+    for token in tokens:
+        slow.feed([token])
+    run = Run(model, base, BUDGET, "block:16", ids)
+    for token in tokens:
+        run.feed(token)
+    for index, layer in enumerate(run.cache.layers):
+        slots, stored = layer.stored_positions()[0], layer.state
+        score = layer.policy.ranking.importance(
+            {name: number[:, :, : layer.used] for name, number in stored.items()}, None, None
+        )[0]
+        for head, kept in enumerate(slow.kept[index]):
+            place = [slots[head].tolist().index(p) for p in kept]
+            expected = slow.policies[index].scores(head, kept, None)
+            torch.testing.assert_close(
+                score[head, place], torch.tensor(expected), atol=1e-5, rtol=1e-4
+            )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_policies_differ_on_this_model(model):
+    """What makes the comparison above worth anything: the sink pulls, the choices are many."""
+    with torch.no_grad():
+        ids = torch.tensor([prompt(LENGTH)])
+        model.set_attn_implementation("eager")
+        weights = torch.stack(model(ids, output_attentions=True).attentions)[:, 0, :, 10:]
+    assert (weights[..., 0].mean((1, 2)) > 0.15).all()  # a share of 1/61 would be indifferent
+    assert (weights[..., 1:].amax(-1).mean((1, 2)) > 0.15).all()
+    chosen = {}
+    for base, modifier, options in CASES:
+        trace = oracle.run(
+            model,
+            lambda b=base, m=modifier, o=options: build(b, BUDGET, m, **o),
+            prompt(LENGTH),
+            16,
+            8,
+        )
+        chosen[spell(base, modifier, options)] = str(trace.kept[-1])
+    assert len(set(chosen.values())) == len(chosen), "two policies kept the same tokens"
+
+
+def test_the_oracle_without_a_budget_is_the_model():
+    model = peaky("llama")
+    ids = prompt(LENGTH)
+    trace = oracle.run(model, lambda: build("full", 1), ids, 16, 3)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(torch.tensor([ids + trace.tokens[:3]])).logits[0, -4:]
+    torch.testing.assert_close(torch.stack(trace.logits), out, atol=2e-5, rtol=1e-4)
