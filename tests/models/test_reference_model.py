@@ -36,10 +36,19 @@ def test_the_answer_of_the_built_in_prompt_is_found(model, tokenizer, tokens, se
     assert tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]) == answer
 
 
-def test_most_seeds_are_answered(model):
+@pytest.mark.parametrize("task", ["multikey", "words", "multiquery", "route", "variables"])
+def test_nearly_every_prompt_of_a_task_is_answered_in_full(model, task):
     filler = Filler(FILLER_SEED, 500)
-    result = measure(model, "multikey", 512, samples=24, filler=filler, seed=5)
+    result = measure(model, task, 384, samples=12, filler=filler, seed=5)
     assert result["exact"] >= 0.9
+
+
+def test_generation_stops_after_the_answer(model, tokenizer):
+    prompt, answer = needle_prompt(512, 3)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=32, do_sample=False)
+    new = output[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(new) == f"{answer}.<eos>"
 
 
 @pytest.mark.parametrize("tokens", [100, 1000, 1024, 4096])

@@ -14,7 +14,7 @@ from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.vocabulary import BOS, EOS, SPECIAL, TOKENS
 
 FILLER_WEIGHT = 0.1
-LOOK_UP_WEIGHT = 3.0  # the first token of each part of an answer; the rest is copying
+DECISION_WEIGHT = 3.0  # how a part of an answer begins and ends; the rest is copying
 END_WEIGHT = 0.1
 _FILLER_COUNTED = 0.3  # share of filler sentences in the loss: the rest would teach little more
 
@@ -68,7 +68,11 @@ class Row:
     def ask(self, question: Question, *, end: bool) -> None:
         """Append a question and its answer; `end` teaches to stop after it."""
         before = [facts.COMMA, *question.answer]
-        weights = [LOOK_UP_WEIGHT if token == facts.COMMA else 1.0 for token in before[:-1]]
+        pairs = zip(before, question.answer, strict=False)
+        weights = [
+            DECISION_WEIGHT if facts.COMMA in pair or pair[1] == facts.STOP else 1.0
+            for pair in pairs
+        ]
         self.add(question.prompt)
         self.add(question.answer, weights)
         if end:
