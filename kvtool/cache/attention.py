@@ -138,7 +138,7 @@ def kvtool_mask(
         (batch, 1, q_len, 1) int64 true positions, -1 = padding; None where no row has padding.
         Without a kvtool cache, the mask of scaled dot product attention.
     """
-    layer = handover.announced()
+    layer, decoding = handover.announced()
     if layer is None:
         return sdpa_mask(
             batch_size=batch_size,
@@ -154,7 +154,7 @@ def kvtool_mask(
         raise KvtoolError("only causal and sliding-window masks are supported with a kvtool cache")
     if attention_mask is None:
         return None
-    if q_length == 1 and layer.seen > 0 and not layer.ragged:
+    if decoding and not layer.ragged:
         return None
     new = attention_mask[:, q_offset : q_offset + q_length].bool()
     if not layer.ragged and bool(new.all()):  # the one device sync of a prompt block

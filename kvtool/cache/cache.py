@@ -190,7 +190,8 @@ class KVCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         if not self.hooked:
-            handover.announce(self._slot_layer(layer_idx))
+            layer = self._slot_layer(layer_idx)
+            handover.announce(layer, self.decodes(layer, query_length))
         return super().get_mask_sizes(query_length, layer_idx)
 
     @property
@@ -264,6 +265,9 @@ class KVCache(Cache):
             layer.budget = layer.most
             if layer.least < layer.most:
                 layer.budget = torch.tensor(rows, device=layer.device)[:, None, None]
+                if not layer.ragged:  # no row is padded yet, but rows will keep different counts
+                    before = layer.seen - q_len
+                    layer.lengths = torch.full((len(rows),), before, device=layer.device)
 
     def _shares(self, lengths: list[int]) -> list[int]:
         """What each row may keep, for a budget that is a ratio; empty for other budgets."""

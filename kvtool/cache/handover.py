@@ -78,13 +78,13 @@ def check_attended(layer: SlotLayer) -> None:
         )
 
 
-def announce(layer: SlotLayer) -> None:
-    """Tell the mask function of this thread which layer it is called for."""
-    _LOCAL.mask_layer = layer
+def announce(layer: SlotLayer, decoding: bool) -> None:
+    """Tell the mask function of this thread which layer it is called for, and for what."""
+    _LOCAL.mask = layer, decoding
 
 
-def announced() -> SlotLayer | None:
-    """The layer of the mask being made, told once."""
-    layer = getattr(_LOCAL, "mask_layer", None)
-    _LOCAL.mask_layer = None
-    return layer
+def announced() -> tuple[SlotLayer | None, bool]:
+    """The layer of the mask being made and whether a token is being decoded, told once."""
+    note = getattr(_LOCAL, "mask", (None, False))
+    _LOCAL.mask = None, False
+    return note

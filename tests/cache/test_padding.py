@@ -106,6 +106,36 @@ def test_a_second_turn_of_padded_rows(mode):
         same_row(both, one, i)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "block", "budget"),
+    [
+        ((33, 32), 16, 20),  # the last block is one token in one row, padding in the other
+        ((13, 9), 1, 5),  # every block is one token
+        ((40, 39), 2, 0.5),  # budgets differ long before a row is padded
+        ((58, 30), 5, 0.35),
+    ],
+)
+@pytest.mark.parametrize("policy", ["recency", "h2o+caote", "tova", "snapkv(window=1)"])
+def test_padding_that_only_the_last_blocks_show(policy, lengths, block, budget):
+    model = kvtool.attach(peaky_model("llama"))
+    rows = [random_ids(length, seed=length) for length in lengths]
+    ids = torch.zeros(2, max(lengths), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, -row.shape[1] :], mask[i, -row.shape[1] :] = row[0], 1
+    new = random_ids(8, seed=9, batch=2)
+    both = kvtool.build_cache(model, policy, budget, prefill=f"block:{block}")
+    together = [prefill(model, both, ids, mask)]
+    together += [decode_step(model, both, tokens) for tokens in new.T]
+    for i, row in enumerate(rows):
+        one = kvtool.build_cache(model, policy, budget, prefill=f"block:{block}")
+        alone = [prefill(model, one, row)]
+        alone += [decode_step(model, one, token[None]) for token in new[i]]
+        ours = torch.stack([logits[i] for logits in together])
+        torch.testing.assert_close(ours, torch.cat(alone), atol=1e-4, rtol=1e-4)
+        same_row(both, one, i)
+
+
 def test_padding_on_the_right_is_the_same_prompt():
     model = kvtool.attach(peaky_model("llama"))
     ids, mask, _ = batch()
