@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
 
 _NEW_TOKENS = 128
-_NEEDLE_TOKENS, _NEEDLE_SEED = 1024, 7  # H2O finds this code with half of the tokens
+_NEEDLE_TOKENS, _NEEDLE_SEED = 1024, 0
 _NEEDLE_ANSWER_TOKENS = 8  # at most seven digits and a full stop
 
 
