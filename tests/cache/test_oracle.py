@@ -9,12 +9,13 @@ import torch
 
 import kvtool
 from kvtool.generation import decode_step, prefill
+from tests.families import family_model
 from tests.reference import oracle
 from tests.reference.models import peaky, prompt
 from tests.reference.policies import Told, build
 
 LENGTH, BUDGET, NEW = 61, 20, 32
-MODES = {"full": None, "block:16": 16, "block:20": 20, "block:12": 12}  # 61 = 3 * 20 + 1
+MODES = {"full": None, "block:20": 20, "block:16": 16, "block:12": 12}
 
 STEADY = [
     ("recency", {}),
@@ -68,9 +69,9 @@ def model(family):
     kvtool.detach(peaky(family))
 
 
-def follow(model, make_policy, policy, budget, mode, ids, new=NEW):
+def follow(model, make_policy, policy, budget, mode, ids, new=NEW, cached_heads=None):
     """Run both and compare them step by step."""
-    trace = oracle.run(model, make_policy, ids, MODES[mode], new)
+    trace = oracle.run(model, make_policy, ids, MODES[mode], new, cached_heads)
     run = Run(model, policy, budget, mode, ids)
     for step in range(new + 1):
         if step:
@@ -81,7 +82,7 @@ def follow(model, make_policy, policy, budget, mode, ids, new=NEW):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("mode", ["full", "block:16", "block:20"])
+@pytest.mark.parametrize("mode", ["full", "block:20"])  # the last block is one token
 @pytest.mark.parametrize(
     ("base", "modifier", "options"), CASES, ids=[spell(*case) for case in CASES]
 )
@@ -110,6 +111,40 @@ def test_prompts_around_the_budget(model, length, base):
             mode,
             prompt(length),
             new=24,
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "cached_heads"),
+    [
+        ("gemma2", None),  # soft-capped logits, every other layer slides over 24 tokens
+        ("gemma3", None),
+        ("gpt_oss", None),  # a sink logit per head
+        ("phi3", None),
+        ("deepseek_v3", 1),  # one latent for all heads
+    ],
+)
+@pytest.mark.parametrize(
+    ("base", "modifier", "options"),
+    [
+        ("h2o", "caote", {}),
+        ("tova", None, {}),
+        ("roco", "fastcaote", {}),
+        ("snapkv", "caote", {"window": 8}),
+    ],
+)
+def test_families_with_attention_of_their_own(family, cached_heads, base, modifier, options):
+    model = family_model(family)
+    for mode in ("full", "block:16"):
+        follow(
+            kvtool.detach(model),
+            lambda: build(base, BUDGET, modifier, **options),
+            spell(base, modifier, options),
+            BUDGET,
+            mode,
+            prompt(45),
+            new=8,
+            cached_heads=cached_heads,
         )
 
 

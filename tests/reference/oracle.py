@@ -10,16 +10,27 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AttentionInterface, DynamicCache
 
+from .policies import Recency
+
 ATTENTION = "oracle_eager"
 _running = []  # the oracle whose forward runs now
 
 
 class Oracle:
-    def __init__(self, model, make_policy):
-        self.model = model
-        self.make_policy = make_policy  # () -> a policy of reference.policies, one for each layer
+    """One text on one model, fed block by block and token by token.
+
+    Args:
+        model: any decoder that uses transformers' attention interface.
+        make_policy: () -> a policy of `policies`, called once for each layer.
+        cached_heads: KV heads of the cache where that is fewer than attention sees: latent
+            attention caches one for all, its weights count for that one, and the values of all
+            heads stand side by side in it.
+    """
+
+    def __init__(self, model, make_policy, cached_heads=None):
+        self.model, self.make_policy, self.cached_heads = model, make_policy, cached_heads
         self.cache = DynamicCache()
-        self.policies, self.kept, self.scores = {}, {}, {}
+        self.policies, self.kept = {}, {}
         self.in_prompt = True
 
     def feed(self, ids):
@@ -36,41 +47,42 @@ class Oracle:
             self.model.set_attn_implementation(before)
         return out.logits[0, -1]
 
-    def step(self, layer, query, key, value, scale):
+    def step(self, layer, query, key, value, scale, window, softcap, sinks):
         """Attend, show the weights to the policy of the layer, let it choose what stays."""
         _, heads, length, _ = query.shape
         _, kv_heads, seen, width = value.shape
-        group = heads // kv_heads
+        cached = self.cached_heads or kv_heads
         new = list(range(seen - length, seen))
-        kept = self.kept.setdefault(layer, [[] for _ in range(kv_heads)])
+        kept = self.kept.setdefault(layer, [[] for _ in range(cached)])
         out = torch.empty(1, length, heads, width)
-        attention = [[] for _ in range(kv_heads)]
+        attention = [[] for _ in range(cached)]
         for head in range(heads):
-            visible = kept[head // group] + new
-            keys = key[0, head // group, visible].float()
-            values = value[0, head // group, visible].float()
+            slots = kept[head // (heads // cached)] + new
+            kv_head = head // (heads // kv_heads)
             rows = []
-            for i in range(length):
-                upto = len(visible) - length + i + 1
-                logits = keys[:upto] @ query[0, head, i].float() * scale
-                weights = torch.softmax(logits, dim=-1)
-                out[0, i, head] = weights @ values[:upto]
-                rows.append(dict(zip(visible[:upto], weights.tolist(), strict=True)))
-            attention[head // group].append(rows)
+            for i, own in enumerate(new):
+                visible = [p for p in slots if p <= own and (window is None or p > own - window)]
+                logits = key[0, kv_head, visible].float() @ query[0, head, i].float() * scale
+                if softcap is not None:
+                    logits = torch.tanh(logits / softcap) * softcap
+                if sinks is not None:  # a logit with no key takes part in the softmax
+                    logits = torch.cat([logits, sinks[head : head + 1]])
+                weights = torch.softmax(logits, dim=-1)[: len(visible)]
+                out[0, i, head] = weights @ value[0, kv_head, visible].float()
+                rows.append(dict(zip(visible, weights.tolist(), strict=True)))
+            attention[head // (heads // cached)].append(rows)
         if layer not in self.policies:
-            self.policies[layer] = self.make_policy()
+            own = self.make_policy() if window is None else Recency(window - 1)
+            self.policies[layer] = own
         policy = self.policies[layer]
         policy.observe(attention)
-        if policy.prompt_only and not self.in_prompt:
-            self.kept[layer] = [old + new for old in kept]
-            return out
-        self.scores[layer] = []
-        for head in range(kv_heads):
+        side_by_side = value[0].view(cached, -1, seen, width).transpose(1, 2).flatten(2)
+        for head in range(cached):
             positions = kept[head] + new
-            values = {p: value[0, head, p].tolist() for p in positions}
-            if len(positions) > policy.budget > 0:
-                scored = policy.scores(head, positions, values)
-                self.scores[layer].append(dict(zip(positions, scored, strict=True)))
+            if policy.prompt_only and not self.in_prompt:
+                kept[head] = positions
+                continue
+            values = dict(enumerate(side_by_side[head].tolist()))
             kept[head] = policy.keep(head, positions, values)
             policy.forget(head, kept[head])
         return out
@@ -85,9 +97,9 @@ class Trace:
     kept: list = field(default_factory=list)  # kept[i][layer][head] -> positions
 
 
-def run(model, make_policy, prompt, block, steps):
+def run(model, make_policy, prompt, block, steps, cached_heads=None):
     """Prompt in blocks of `block` (None: at once), then `steps` tokens, each the likeliest."""
-    oracle = Oracle(model, make_policy)
+    oracle = Oracle(model, make_policy, cached_heads)
     trace = Trace()
     size = block or len(prompt)
     for start in range(0, len(prompt), size):
@@ -103,7 +115,8 @@ def run(model, make_policy, prompt, block, steps):
 
 
 def _attend(module, query, key, value, attention_mask, scaling=None, **settings):
-    return _running[-1].step(module.layer_idx, query, key, value, scaling), None
+    special = [settings.get(name) for name in ("sliding_window", "softcap", "s_aux")]
+    return _running[-1].step(module.layer_idx, query, key, value, scaling, *special), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
