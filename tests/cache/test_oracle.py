@@ -205,6 +205,56 @@ def test_the_statistics_beside_the_slots_are_the_oracles(model, base):
             )
 
 
+@pytest.mark.parametrize("family", ["qwen3"])
+@pytest.mark.parametrize("chunks", [None, 16])
+@pytest.mark.parametrize(
+    ("base", "modifier", "options"),
+    [
+        ("h2o", "caote", {}),
+        ("tova", None, {}),
+        ("roco", None, {}),
+        ("snapkv", "fastcaote", {"window": 8}),
+    ],
+)
+def test_generate_takes_the_oracles_tokens(model, chunks, base, modifier, options):
+    """transformers' own loop, the prompt at once or in chunks of the user's size."""
+    ids = prompt(LENGTH)
+    trace = oracle.run(model, lambda: build(base, BUDGET, modifier, **options), ids, chunks, 15)
+    cache = kvtool.build_cache(kvtool.attach(model), spell(base, modifier, options), BUDGET)
+    out = model.generate(
+        torch.tensor([ids]),
+        past_key_values=cache,
+        max_new_tokens=16,
+        do_sample=False,
+        prefill_chunk_size=chunks,
+    )
+    assert out[0, LENGTH:].tolist() == trace.tokens
+    for layer, kept in trace.kept[-1].items():
+        assert cache.kept_positions(layer)[0].tolist() == kept
+
+
+@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("policy", ["random", "h2o+caote", "tova", "roco", "snapkv(window=8)"])
+def test_reordered_rows_go_on_as_the_text_that_they_hold(model, policy):
+    """What beam search does: rows are swapped and copied between two tokens."""
+    kvtool.attach(model)
+    texts, tokens = [prompt(LENGTH, seed=seed) for seed in (0, 1, 2)], prompt(12, seed=3)
+    order = [2, 0, 2]
+    batch = kvtool.build_cache(model, policy, BUDGET)
+    prefill(model, batch, torch.tensor(texts))
+    alone = [Run(model, policy, BUDGET, "full", texts[row]) for row in order]
+    for step, token in enumerate(tokens):
+        if step == 5:
+            batch.reorder_cache(torch.tensor(order))
+        logits = decode_step(model, batch, torch.tensor([token] * 3))
+        for row, run in enumerate(alone):
+            run.feed(token)
+            if step >= 5:
+                torch.testing.assert_close(logits[row], run.logits, atol=1e-4, rtol=1e-4)
+                for layer, kept in run.kept().items():
+                    assert batch.kept_positions(layer)[row].tolist() == kept
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_policies_differ_on_this_model(model):
     """What makes the comparison above worth anything: the sink pulls, the choices are many."""
