@@ -265,7 +265,8 @@ def compress(
         UsageError: the prompt is empty.
     """
     ids, logits, seconds = _run_prompt(model, cache, prompt_ids, attention_mask)
-    return Compressed(ids.cpu(), logits.cpu(), seconds)
+    cache.input_ids, cache.next_logits = ids.cpu(), logits.cpu()
+    return Compressed(cache.input_ids, cache.next_logits, seconds)
 
 
 def generate(
@@ -315,13 +316,14 @@ def generate(
     )
     _wait(model)
     decode_s = time.perf_counter() - start
+    cache.input_ids, cache.next_logits = everything.cpu(), None
     new = [_until_end(row, model) for row in everything[:, ids.shape[1] :].tolist()]
     return Generation(
         token_ids=new,
         text=tokenizer.batch_decode(new, skip_special_tokens=True),
         prompt_tokens=0 if prompt_ids is None else prompt_ids.shape[1],
         new_tokens=max(len(row) for row in new),
-        input_ids=everything.cpu(),
+        input_ids=cache.input_ids,
         report=cache.report(),
         prefill_s=prefill_s,
         decode_s=decode_s,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -85,7 +86,9 @@ def build_cache(
         raise UsageError(f"policy `{policy.score.name}` needs a budget, such as 512, 20% or 64MiB")
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
-    return KVCache(config, policy, request, read_prefill(prefill), kernel_of(model))
+    cache = KVCache(config, policy, request, read_prefill(prefill), kernel_of(model))
+    cache.built_for = weakref.ref(model)
+    return cache
 
 
 def read_prefill(text: str) -> int | None:
@@ -149,11 +152,12 @@ class KVCache(Cache):
     ) -> None:
         self.config, self.policy, self.budget, self.block = config, policy, budget, block
         self.kernel = kernel
+        self.built_for: Callable[[], PreTrainedModel | None] = lambda: None
         self.hooked = False  # attention is stock eager code, seen through hooks
         self.hook_note: tuple | None = None  # from the hook before a module to the one after it
         self.peak_bytes = 0
-        self.input_ids: Tensor | None = None  # of a loaded cache: the tokens that it stands for
-        self.next_logits: Tensor | None = None  # of a loaded cache whose tokens have all been fed
+        self.input_ids: Tensor | None = None  # the text so far, where kvtool drove it or loaded it
+        self.next_logits: Tensor | None = None  # after the text, where all of it has been fed
         self._prompt_lengths: list[int] | None = None
         self._in_prompt = False
         self._counted: tuple[int, list[int]] | None = None
@@ -222,6 +226,7 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         self._ungroup()
+        self.input_ids = self.next_logits = None
         super().reset()
         self.peak_bytes = 0
         self._counted = None

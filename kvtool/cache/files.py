@@ -31,17 +31,18 @@ def save_cache(
     cache: KVCache,
     path: str | Path,
     *,
-    model: PreTrainedModel,
-    input_ids: Tensor,
+    model: PreTrainedModel | None = None,
+    input_ids: Tensor | None = None,
     next_logits: Tensor | None = None,
     model_name: str | None = None,
 ) -> None:
     """Write a cache, whole or not at all.
 
     Args:
-        model: the model that filled it; its configuration is what loading checks.
+        model: the model that filled it, which loading checks; by default the one it was built for.
         input_ids: (batch, n) all tokens of the text; those beyond what the cache has seen have not
-            been fed.
+            been fed. By default what `kvtool.generation` has fed; where nobody knows it, a loaded
+            cache can take further turns, but not go on by itself.
         next_logits: (batch, vocab) of the token after the last, where all tokens have been fed.
         model_name: what to call the model; by default its own name or path.
 
@@ -50,7 +51,15 @@ def save_cache(
     """
     if cache.get_seq_length() == 0:
         raise KvtoolError("the cache is empty: nothing has been fed to it yet")
-    tensors: dict[str, Tensor] = {"input_ids": input_ids.cpu().long()}
+    model = model if model is not None else cache.built_for()
+    if model is None:
+        raise KvtoolError("the model that this cache was built for is gone; pass it as `model`")
+    if input_ids is None and cache.input_ids is not None:
+        if cache.input_ids.shape[1] >= cache.get_seq_length():
+            input_ids, next_logits = cache.input_ids, cache.next_logits
+    tensors: dict[str, Tensor] = {}
+    if input_ids is not None:
+        tensors["input_ids"] = input_ids.cpu().long()
     if next_logits is not None:
         tensors["next_logits"] = next_logits.float().cpu()
     first = cache.first_layer
@@ -90,17 +99,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
         KvtoolError: no such file, not a whole and untouched cache file, or one of another model.
     """
     path = Path(path)
-    if not path.is_file():
-        raise KvtoolError(f"no cache file at `{path}`")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            _check_kind(path, metadata)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        if isinstance(error, KvtoolError):
-            raise
-        raise _damaged(path) from error
+    metadata, tensors = _read(path, with_tensors=True)
     digest = metadata.pop("sha256", "")
     if digest != _digest(tensors, metadata):
         raise KvtoolError(f"`{path}` was changed after it was written: its checksum does not match")
@@ -122,7 +121,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
             _fill_slots(layer, tensors, f"layer.{i}", int(metadata["seen"]), model)
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             _fill_recurrent(layer, tensors, f"layer.{i}", model)
-    cache.input_ids = tensors["input_ids"]
+    cache.input_ids = tensors.get("input_ids")
     cache.next_logits = tensors.get("next_logits")
     return cache
 
@@ -133,16 +132,25 @@ def read_metadata(path: str | Path) -> dict[str, str]:
     Raises:
         KvtoolError: no such file, or not a cache file.
     """
-    path = Path(path)
+    return _read(Path(path), with_tensors=False)[0]
+
+
+def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
     if not path.is_file():
         raise KvtoolError(f"no cache file at `{path}`")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _damaged(path) from error
-    _check_kind(path, metadata)
-    return metadata
+            _check_kind(path, metadata)
+            names = list(file.keys()) if with_tensors else []
+            tensors = {name: file.get_tensor(name) for name in names}
+    except KvtoolError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise KvtoolError(
+            f"`{path}` is not a whole cache file: it is truncated or damaged"
+        ) from error
+    return metadata, tensors
 
 
 def _check_kind(path: Path, metadata: dict[str, str]) -> None:
@@ -153,10 +161,6 @@ def _check_kind(path: Path, metadata: dict[str, str]) -> None:
             f"`{path}` has schema version {metadata.get('schema_version')}; "
             f"this kvtool reads {_VERSION}"
         )
-
-
-def _damaged(path: Path) -> KvtoolError:
-    return KvtoolError(f"`{path}` is not a whole cache file: it is truncated or damaged")
 
 
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:

@@ -13,14 +13,14 @@ from kvtool.cli.request import (
     choose_policy,
     configuration,
     encode,
-    note_model,
+    load_model,
     read_prefill,
     spell_budget,
     typed_prompt,
 )
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
-from kvtool.models.load import Loaded, load
+from kvtool.models.load import Loaded
 
 if TYPE_CHECKING:
     from kvtool.documents.generation import CompressionDocument
@@ -38,8 +38,7 @@ def compress(options: CompressOptions, terminal: Terminal) -> None:
     if options.dry_run:
         write_configuration(configuration(options, request), options, terminal)
         return
-    note_model(options, terminal)
-    loaded = load(options.model, **options.load_options(), progress=terminal.progress)
+    loaded = load_model(options, terminal)
     document = _run(options, request, loaded)
     form = options.choose_format("text" if terminal.interactive else "json")
     write_data(render(document, form, _as_text(document)), options, terminal)
@@ -62,12 +61,11 @@ def _resolve(options: CompressOptions, terminal: Terminal) -> Request:
 
 def _run(options: CompressOptions, request: Request, loaded: Loaded) -> CompressionDocument:
     from kvtool import generation
-    from kvtool.cache.attention import attach
     from kvtool.cache.cache import build_cache
     from kvtool.cache.files import save_cache
     from kvtool.documents.generation import CacheSection, CompressionDocument, CompressionTiming
 
-    model = attach(loaded.model)
+    model = loaded.model
     prompt_ids = encode(loaded, request.prompt, first=True, source=request.source)
     request.check_length(prompt_ids.shape[1])
     cache = build_cache(model, request.policy, request.budget, prefill=request.prefill)

@@ -18,14 +18,14 @@ from kvtool.cli.request import (
     choose_policy,
     configuration,
     encode,
-    note_model,
+    load_model,
     read_prefill,
     spell_budget,
     typed_prompt,
 )
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
-from kvtool.models.load import Loaded, load
+from kvtool.models.load import Loaded
 from kvtool.sizes import Budget, parse_count
 
 if TYPE_CHECKING:
@@ -108,8 +108,7 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
         resolved = configuration(options, request) | more | {"cache": options.cache}
         write_configuration(resolved, options, terminal)
         return
-    note_model(options, terminal)
-    loaded = load(options.model, **options.load_options(), progress=terminal.progress)
+    loaded = load_model(options, terminal)
     cache, result = _run(options, request, loaded, terminal)
     _write(options, request, loaded, result, terminal)
     if options.save_path is not None:
@@ -165,11 +164,10 @@ def _run(
     terminal: Terminal,
 ) -> tuple[KVCache, Generation]:
     from kvtool import generation
-    from kvtool.cache.attention import attach
     from kvtool.cache.cache import build_cache, read_prefill
     from kvtool.cache.files import load_cache
 
-    model = attach(loaded.model)
+    model = loaded.model
     going_on = options.cache_path is not None
     prompt_ids = None
     if request.prompt is not None:

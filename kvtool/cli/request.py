@@ -14,7 +14,7 @@ from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable
 from kvtool.documents.prompts import check_prompt, read_prompt
 from kvtool.errors import UsageError, did_you_mean
-from kvtool.models.load import REFERENCE, Loaded, check_folder
+from kvtool.models.load import REFERENCE, Loaded, check_folder, load
 from kvtool.sizes import Budget, parse_count
 
 if TYPE_CHECKING:
@@ -169,7 +169,19 @@ def read_prefill(text: str | None) -> str:
     return f"block:{size}"
 
 
-def note_model(options: PromptOptions, terminal: Terminal) -> None:
+def load_model(options: PromptOptions, terminal: Terminal) -> Loaded:
+    """Load the model, make it run kvtool's attention, and say what its family limits."""
+    from kvtool.cache.attention import attach, notes
+
+    _note_model(options, terminal)
+    loaded = load(options.model, **options.load_options(), progress=terminal.progress)
+    attach(loaded.model)
+    for line in notes(loaded.model.config):
+        terminal.note(line)
+    return loaded
+
+
+def _note_model(options: PromptOptions, terminal: Terminal) -> None:
     """Say that the bundled model is used where nobody asked for it, or that the hub is asked."""
     if options.model is None:
         terminal.note(f"model: {REFERENCE} (bundled; choose another with --model)")

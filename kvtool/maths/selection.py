@@ -39,12 +39,13 @@ def top_mask(
         scores: (batch, kv_heads, slots) float32.
         positions: (batch, kv_heads, slots), -1 = empty, never marked.
         count: how many, one number or (batch or 1, kv_heads or 1, 1); at most what `among` leaves.
-        among: bool (batch, kv_heads, slots), the slots to choose from; None: all.
+        among: bool (batch, kv_heads, slots), the slots to choose from, none of them empty; None: all
+            that are stored.
 
     Returns:
         bool (batch, kv_heads, slots).
     """
-    allowed = positions >= 0 if among is None else among & (positions >= 0)
+    allowed = positions >= 0 if among is None else among
     key = torch.where(allowed, order_key(scores, positions), _EMPTY)
     if isinstance(count, Tensor):
         last = (count - 1).clamp(min=0).expand(*key.shape[:-1], 1)
@@ -52,7 +53,7 @@ def top_mask(
         return (key >= threshold) & allowed & (count > 0)
     if count == 0:
         return torch.zeros_like(allowed)
-    return (key >= key.topk(count, -1).values[..., -1:]) & allowed
+    return key >= key.topk(count, -1).values[..., -1:]
 
 
 def keep_top(

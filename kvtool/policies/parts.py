@@ -50,6 +50,11 @@ class Rows:
         """Mean weight over the query heads of a group: (batch, kv_heads, rows, slots)."""
         return self.weights.mean(2)
 
+    @staticmethod
+    def total(rows: Tensor) -> Tensor:
+        """Sum over the rows: (batch, kv_heads, rows, slots) to (batch, kv_heads, slots)."""
+        return rows[:, :, 0] if rows.shape[2] == 1 else rows.sum(2)
+
 
 @dataclass(frozen=True)
 class SlotView:

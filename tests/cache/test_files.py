@@ -175,3 +175,19 @@ def test_an_empty_cache_is_not_saved(saved, tmp_path):
     with pytest.raises(kvtool.KvtoolError, match="the cache is empty"):
         kvtool.save_cache(empty, tmp_path / "d.safetensors", model=model, input_ids=random_ids(3))
     assert not (tmp_path / "d.safetensors").exists()
+
+
+def test_a_cache_saved_by_itself_takes_a_further_turn(tmp_path):
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "tova", 20)
+    prefill(model, cache, random_ids(50))
+    kvtool.save_cache(cache, tmp_path / "a.safetensors")
+    loaded = kvtool.load_cache(tmp_path / "a.safetensors", model)
+    assert loaded.input_ids is None
+    turn = random_ids(9, seed=3)
+    torch.testing.assert_close(prefill(model, loaded, turn), prefill(model, cache, turn))
+    del model
+    gone = kvtool.build_cache(kvtool.attach(peaky_model("llama")), "tova", 20)
+    gone.layers[0].seen = gone.layers[1].seen = 1
+    with pytest.raises(kvtool.KvtoolError, match="is gone; pass it as `model`"):
+        kvtool.save_cache(gone, tmp_path / "b.safetensors")

@@ -1,10 +1,13 @@
 import json
 import re
+import shutil
 
 import pytest
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvtool.documents.generation import GenerationDocument
+from kvtool.models import reference
 from kvtool.models.reference.prompt import needle_prompt
 
 PROMPT = "The old lamp was near the school. The quiet falcon was behind the"
@@ -122,7 +125,7 @@ def test_compare_full(kvtool):
 
 
 def test_dry_run_loads_nothing(kvtool, monkeypatch):
-    monkeypatch.setattr("kvtool.cli.generate.load", None)
+    monkeypatch.setattr("kvtool.cli.request.load", None)
     done = kvtool("generate", "-p", "H2O+CAOTE", "-b", "4K", "--prefill", "block", "--dry-run")
     resolved = yaml.safe_load(done.out)
     assert done.code == 0
@@ -141,3 +144,32 @@ def test_quiet_says_nothing(kvtool):
 def test_any_text_goes_in(kvtool):
     document = generate(kvtool, "--prompt", "Ünï\tcödé 漢字 🙂\r\n\x00 end", "-n", "2")
     assert document.prompt_tokens > 20
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "said"),
+    [
+        ("mistral", {"sliding_window": 16}, "slide over a window of 16 tokens"),
+        ("falcon", {"alibi": False}, "its own eager attention"),
+    ],
+)
+def test_what_a_family_limits_is_said_on_stderr(kvtool, tmp_path, family, settings, said):
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=1195,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        **settings,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(reference.path() / name, tmp_path)
+    options = ["-p", "h2o", "-b", "8", "--prompt", PROMPT, "-n", "2"]
+    done = kvtool("generate", "-m", str(tmp_path), *options)
+    assert done.code == 0
+    assert said in done.err
+    assert said not in done.out

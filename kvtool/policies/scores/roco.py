@@ -70,8 +70,8 @@ class RoCo(Score):
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
         mean = rows.group_mean()
-        state["attention_sum"][..., : rows.slots] += mean.sum(2)
-        state["square_sum"][..., : rows.slots] += mean.square().sum(2)
+        state["attention_sum"][..., : rows.slots] += rows.total(mean)
+        state["square_sum"][..., : rows.slots] += rows.total(mean.square())
         if rows.visible is None:
             state["count"][..., : rows.slots] += mean.shape[2]
             return

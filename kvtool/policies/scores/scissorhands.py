@@ -44,7 +44,7 @@ class Scissorhands(Score):
         mean = rows.group_mean()
         keys = rows.slots if rows.visible is None else rows.visible.sum(-1, keepdim=True)
         above = mean * keys >= 1 - 1e-6
-        state["above_average"][..., : rows.slots] += above.sum(2)
+        state["above_average"][..., : rows.slots] += rows.total(above)
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         return state["above_average"]
