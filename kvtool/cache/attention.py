@@ -41,7 +41,14 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     check_supported(model.config)
     previous = handover.Attachment(model.config._attn_implementation)
     if model.config.get_text_config(decoder=True).model_type in eager_hooks.FAMILIES:
-        model.set_attn_implementation("eager")
+        if previous.implementation not in ("eager", "sdpa"):
+            raise KvtoolError(
+                f"`{model.config.model_type}` was loaded with {previous.implementation}, "
+                "which shows nobody its attention weights",
+                hint="load it with attn_implementation eager",
+            )
+        # these families refuse `set_attn_implementation`, and read the name at every call
+        model.config._attn_implementation = "eager"
         previous.hooks = eager_hooks.install(model)
     else:
         if not model._can_set_attn_implementation():
@@ -69,7 +76,10 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
         return model
     for hook in previous.hooks:
         hook.remove()
-    model.set_attn_implementation(previous.implementation)
+    if previous.hooks:
+        model.config._attn_implementation = previous.implementation
+    else:
+        model.set_attn_implementation(previous.implementation)
     del model._kvtool_attachment
     return model
 

@@ -121,6 +121,20 @@ def test_detach_takes_the_hooks_away(family):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_an_eager_family_may_be_loaded_with_another_attention():
+    model = family_model("falcon")
+    ids = random_ids(LENGTH)
+    expected = prefill(kvtool.attach(model), kvtool.build_cache(model, "h2o", 20), ids)
+    kvtool.detach(model)
+    model.config._attn_implementation = "sdpa"  # what transformers loads it with by itself
+    ours = prefill(kvtool.attach(model), kvtool.build_cache(model, "h2o", 20), ids)
+    torch.testing.assert_close(ours, expected)
+    assert kvtool.detach(model).config._attn_implementation == "sdpa"
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(kvtool.KvtoolError, match="`falcon` was loaded with flash_attention_2"):
+        kvtool.attach(model)
+
+
 def test_an_eager_family_cannot_split_a_prompt_by_itself():
     model = kvtool.attach(family_model("falcon"))
     cache = kvtool.build_cache(model, "h2o", 20, prefill="block:16")
