@@ -1,4 +1,4 @@
-"""Tests run on one thread: their tensors are tiny, and threads that wait for each other cost more than they give."""
+"""Tests run on one thread: their tensors are tiny, and waiting threads cost more than they give."""
 
 import torch
 

@@ -54,9 +54,9 @@ def save_cache(
     model = model if model is not None else cache.built_for()
     if model is None:
         raise KvtoolError("the model that this cache was built for is gone; pass it as `model`")
-    if input_ids is None and cache.input_ids is not None:
-        if cache.input_ids.shape[1] >= cache.get_seq_length():
-            input_ids, next_logits = cache.input_ids, cache.next_logits
+    known = cache.input_ids
+    if input_ids is None and known is not None and known.shape[1] >= cache.get_seq_length():
+        input_ids, next_logits = known, cache.next_logits
     tensors: dict[str, Tensor] = {}
     if input_ids is not None:
         tensors["input_ids"] = input_ids.cpu().long()

@@ -39,7 +39,7 @@ def top_mask(
         scores: (batch, kv_heads, slots) float32.
         positions: (batch, kv_heads, slots), -1 = empty, never marked.
         count: how many, one number or (batch or 1, kv_heads or 1, 1); at most what `among` leaves.
-        among: bool (batch, kv_heads, slots), the slots to choose from, none of them empty; None: all
+        among: bool (batch, kv_heads, slots), the slots to choose from, none empty; None: all
             that are stored.
 
     Returns:
