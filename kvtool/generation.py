@@ -53,12 +53,6 @@ class Generation:
     decode_s: float
     fidelity: Fidelity | None = None
 
-    @property
-    def decode_tokens_per_s(self) -> float:
-        """Tokens of all rows per second of decoding."""
-        tokens = sum(len(row) for row in self.token_ids)
-        return tokens / self.decode_s if self.decode_s > 0 else 0.0
-
 
 @dataclass(frozen=True)
 class Compressed:
@@ -410,12 +404,12 @@ def _compare(model: PreTrainedModel, input_ids: Tensor, logits: Tensor) -> Fidel
         **options,
     ).logits[:, -new:]
     full = full.float().cpu()
-    same = (full.argmax(-1) == logits.argmax(-1)).all(0)
+    same = full.argmax(-1) == logits.argmax(-1)
     reference = full.log_softmax(-1)
     kl = (reference.exp() * (reference - logits.log_softmax(-1))).sum(-1).mean()
-    differs = (~same).nonzero()
+    differs = (~same.all(0)).nonzero()
     return Fidelity(
-        agreement=(full.argmax(-1) == logits.argmax(-1)).float().mean().item(),
+        agreement=same.float().mean().item(),
         kl=max(kl.item(), 0.0),
         first_divergence=int(differs[0]) if len(differs) else None,
     )

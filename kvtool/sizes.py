@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvtool.errors import UsageError
+from kvtool.errors import UsageError, did_you_mean
+
+DEFAULT_BLOCK = 128  # tokens of a prompt that are fed at a time, as in CAOTE section 2
 
 _BYTE_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DECIMAL_UNITS = {"KB": "KiB", "MB": "MiB", "GB": "GiB", "TB": "TiB"}
@@ -41,6 +43,29 @@ def parse_count(text: str | int) -> int:
     if count.denominator != 1:
         raise UsageError(f"`{text}` is not a whole number of tokens")
     return int(count)
+
+
+def parse_prefill(text: str, name: str = "prefill") -> int | None:
+    """Read how a prompt is fed: `full` is None, `block` 128 and `block:M` M tokens per block.
+
+    Args:
+        name: what to call the setting in an error.
+
+    >>> parse_prefill("full"), parse_prefill("block"), parse_prefill("block:1K")
+    (None, 128, 1024)
+    """
+    kind, colon, size = text.strip().partition(":")
+    if kind.lower() not in ("full", "block") or (kind.lower() == "full" and colon):
+        raise UsageError(
+            f"{name} must be full, block or block:M, got `{text}`",
+            hint=did_you_mean(kind, ["full", "block"]),
+        )
+    if kind.lower() == "full":
+        return None
+    block = parse_count(size) if colon else DEFAULT_BLOCK
+    if block < 1:
+        raise UsageError(f"{name}: a block is 1 token or more, got {block}")
+    return block
 
 
 @dataclass(frozen=True)

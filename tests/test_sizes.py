@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kvtool.errors
 import kvtool.sizes
 from kvtool.errors import UsageError
-from kvtool.sizes import Budget, fraction_of, parse_count
+from kvtool.sizes import Budget, fraction_of, parse_count, parse_prefill
 
 ratios = st.fractions(min_value=0, max_value=1).filter(lambda ratio: ratio > 0)
 budgets = st.one_of(
@@ -130,3 +130,16 @@ def test_bytes_need_a_model():
 def test_examples_in_docstrings_run(module):
     assert doctest.testmod(module).attempted > 0
     assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("full", None), ("Block", 128), ("block:7", 7), (" block:2K ", 2048)]
+)
+def test_prefill_is_read(text, tokens):
+    assert parse_prefill(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["blok", "full:3", "block:0", "block:-1", "block:x", "block:4k"])
+def test_a_prefill_that_cannot_be_read_is_refused(text):
+    with pytest.raises(UsageError):
+        parse_prefill(text)

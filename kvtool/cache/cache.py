@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,9 +24,7 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
-from kvtool.sizes import Budget, fraction_of
-
-_DEFAULT_BLOCK = 128  # tokens, CAOTE section 2
+from kvtool.sizes import Budget, fraction_of, parse_prefill
 
 
 @dataclass(frozen=True)
@@ -86,22 +83,9 @@ def build_cache(
         raise UsageError(f"policy `{policy.score.name}` needs a budget, such as 512, 20% or 64MiB")
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
-    cache = KVCache(config, policy, request, read_prefill(prefill), kernel_of(model))
+    cache = KVCache(config, policy, request, parse_prefill(prefill), kernel_of(model))
     cache.built_for = weakref.ref(model)
     return cache
-
-
-def read_prefill(text: str) -> int | None:
-    """Tokens per block of a prompt: `full` is None, `block` 128, `block:M` M."""
-    found = re.fullmatch(r"full|block(?::(\d+))?", text.strip().lower())
-    if not found:
-        raise UsageError(f"prefill must be full, block or block:M, got `{text}`")
-    if text.strip().lower() == "full":
-        return None
-    size = int(found[1]) if found[1] else _DEFAULT_BLOCK
-    if size < 1:
-        raise UsageError(f"prefill blocks must have 1 token or more, got {size}")
-    return size
 
 
 def kernel_of(model: PreTrainedModel) -> str:

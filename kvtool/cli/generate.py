@@ -26,7 +26,7 @@ from kvtool.cli.request import (
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
-from kvtool.sizes import Budget, parse_count
+from kvtool.sizes import Budget, parse_count, parse_prefill
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
@@ -164,7 +164,7 @@ def _run(
     terminal: Terminal,
 ) -> tuple[KVCache, Generation]:
     from kvtool import generation
-    from kvtool.cache.cache import build_cache, read_prefill
+    from kvtool.cache.cache import build_cache
     from kvtool.cache.files import load_cache
 
     model = loaded.model
@@ -175,7 +175,7 @@ def _run(
     if going_on:
         cache = load_cache(options.cache_path, model)
         if options.prefill is not None:
-            cache.block = read_prefill(request.prefill)
+            cache.block = parse_prefill(request.prefill)
     else:
         request.check_length(prompt_ids.shape[1])
         cache = build_cache(model, request.policy, request.budget, prefill=request.prefill)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,9 +12,9 @@ from kvtool.cli.options import ModelOptions
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable
 from kvtool.documents.prompts import check_prompt, read_prompt
-from kvtool.errors import UsageError, did_you_mean
+from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, Loaded, check_folder, load
-from kvtool.sizes import Budget, parse_count
+from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_prefill
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
 
 DEFAULT_BUDGET = Budget(tokens=512)
-DEFAULT_BLOCK = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +152,8 @@ def read_prefill(text: str | None) -> str:
     Raises:
         UsageError: neither, or a block of no token.
     """
-    found = re.fullmatch(r"(full|block)(?::(.*))?", (text or "full").strip().lower())
-    if found is None or (found[1] == "full" and found[2] is not None):
-        name = str(text).partition(":")[0]
-        raise UsageError(
-            f"--prefill must be full, block or block:M, got `{text}`",
-            hint=did_you_mean(name, ["full", "block"]),
-        )
-    if found[1] == "full":
-        return "full"
-    size = DEFAULT_BLOCK if found[2] is None else parse_count(text.strip().partition(":")[2])
-    if size < 1:
-        raise UsageError(f"--prefill: a block is 1 token or more, got {size}")
-    return f"block:{size}"
+    block = parse_prefill(text or "full", name="--prefill")
+    return "full" if block is None else f"block:{block}"
 
 
 def load_model(options: PromptOptions, terminal: Terminal) -> Loaded:
