@@ -1,0 +1,169 @@
+"""The results of a run: what was measured, on what, at what cost."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt
+
+from kvtool.documents.document import Document, Section
+
+
+class ModelUsed(Section):
+    """The model of a run, and how it ran."""
+
+    id: str
+    revision: str | None
+    config_hash: str
+    dtype: str
+    device: str
+    attn_implementation: str
+    layers: NonNegativeInt
+    kv_heads: NonNegativeInt
+    head_dim: NonNegativeInt
+    trained_length: NonNegativeInt | None
+
+
+class ArmEntry(Section):
+    """One policy under one budget; `full` keeps everything and is what others are held against."""
+
+    name: str
+    policy: str
+    budget: int | str | None
+    prefill: str
+
+
+class MetricEntry(Section):
+    """One score over `n` samples; `stderr` is its standard error."""
+
+    name: str
+    value: float | None
+    n: NonNegativeInt
+    stderr: NonNegativeFloat | None
+
+
+class CellEntry(Section):
+    """The headline score of the samples of one cell, such as one length and depth."""
+
+    at: dict[str, int | float | str]
+    value: float | None
+    n: NonNegativeInt
+    stderr: NonNegativeFloat | None
+
+
+class CurveEntry(Section):
+    """A line for a picture."""
+
+    name: str
+    x: list[float]
+    y: list[float]
+    x_label: str
+    y_label: str
+
+
+class Cost(Section):
+    """Means over samples, bytes counted from tensors at the end of a sample.
+
+    `kv_bytes` counts filled slots, `state_bytes` the policy's own numbers, `full_bytes` what a full
+    cache would hold, `peak_kv_bytes` the most key and value bytes at a time (the largest over
+    samples), `peak_memory_bytes` the growth of the process's (or the GPU's) memory, the largest
+    over samples, None where the system does not tell.
+    """
+
+    prompt_tokens: NonNegativeFloat
+    new_tokens: NonNegativeFloat
+    kept_tokens: NonNegativeFloat
+    kv_bytes: NonNegativeFloat
+    state_bytes: NonNegativeFloat
+    full_bytes: NonNegativeFloat
+    peak_kv_bytes: NonNegativeInt
+    peak_memory_bytes: NonNegativeInt | None
+    prefill_s: NonNegativeFloat
+    decode_s: NonNegativeFloat
+    prefill_tokens_per_s: NonNegativeFloat | None
+    decode_tokens_per_s: NonNegativeFloat | None
+
+
+class TaskResult(Section):
+    """One task under one arm.
+
+    `value` is the headline `metric`; `best` the value of a perfect score, None where there is none;
+    `delta` is `value` less that of the full cache; `failed` counts samples without a result.
+    """
+
+    arm: str
+    task: str
+    version: NonNegativeInt
+    metric: str
+    value: float | None
+    n: NonNegativeInt
+    stderr: NonNegativeFloat | None
+    delta: float | None
+    best: float | None
+    lower_is_better: bool
+    query_aware: bool
+    protocol: str
+    settings: dict
+    fingerprint: str
+    failed: NonNegativeInt
+    metrics: list[MetricEntry]
+    cells: list[CellEntry]
+    curves: list[CurveEntry]
+    cost: Cost | None
+
+
+class Average(Section):
+    """The plain mean of the headlines of `tasks`, all of which have the same metric scale."""
+
+    arm: str
+    suite: str
+    tasks: list[str]
+    value: float
+    delta: float | None
+
+
+class GateResult(Section):
+    """A condition on the results and whether they meet it."""
+
+    gate: str
+    arm: str
+    task: str
+    value: float | None
+    limit: float
+    passed: bool
+
+
+class Environment(Section):
+    """Where a run took place."""
+
+    python: str
+    os: str
+    cpu: str
+    threads: NonNegativeInt
+    gpu: str | None
+    cuda: str | None
+    packages: dict[str, str]
+
+
+class ResultsDocument(Document):
+    """`results.json` of a run; `complete` is false while samples are missing."""
+
+    kind: Literal["results"] = "results"
+    name: str
+    kvtool: str
+    git_commit: str | None
+    argv: list[str]
+    started: str
+    finished: str
+    complete: bool
+    environment: Environment
+    model: ModelUsed
+    seed: NonNegativeInt
+    arms: list[ArmEntry]
+    results: list[TaskResult]
+    averages: list[Average]
+    gates: list[GateResult]
+
+    def of(self, arm: str, task: str) -> TaskResult | None:
+        """Return the result of one arm on one task."""
+        return next((r for r in self.results if (r.arm, r.task) == (arm, task)), None)

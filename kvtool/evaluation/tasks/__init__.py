@@ -1,0 +1,1 @@
+"""One benchmark, or one family of benchmarks, a file."""
