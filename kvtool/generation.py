@@ -5,12 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from kvtool.cache.cache import CacheReport, KVCache
@@ -231,6 +238,18 @@ def _decode_loop(
         logits = decode_step(model, kv_cache, token)
 
 
+class _StopsAt(StoppingCriteria):
+    """Ends a row once its text from token `start` on holds one of the given texts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], start: int) -> None:
+        self._tokenizer, self._stop, self._start = tokenizer, stop, start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
+        texts = self._tokenizer.batch_decode(input_ids[:, self._start :], skip_special_tokens=True)
+        done = [any(text in row for text in self._stop) for row in texts]
+        return torch.tensor(done, device=input_ids.device)
+
+
 class _Callback(TextStreamer):
     """Hands text to a function as soon as it is certain."""
 
@@ -275,6 +294,8 @@ def generate(
     attention_mask: Tensor | None = None,
     on_text: Callable[[str], None] | None = None,
     compare_full: bool = False,
+    stop: Sequence[str] = (),
+    min_new_tokens: int = 0,
 ) -> Generation:
     """Generate after a prompt, after a loaded cache, or after both.
 
@@ -286,6 +307,8 @@ def generate(
         attention_mask: (batch, n), 0 = padding; None: no padding.
         on_text: called with pieces of text as they come; one row only.
         compare_full: also run the full cache over the same tokens and measure the difference.
+        stop: texts that end a row where they come up; they stay in the text.
+        min_new_tokens: before so many tokens neither the end-of-text token nor `stop` ends a row.
 
     Raises:
         UsageError: nothing to start from, or a comparison of padded rows.
@@ -300,7 +323,10 @@ def generate(
     everything = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        generation_config=_settings(model, max_new_tokens, temperature),
+        generation_config=_settings(model, max_new_tokens, temperature, min_new_tokens),
+        stopping_criteria=StoppingCriteriaList(
+            [_StopsAt(tokenizer, stop, ids.shape[1] + min_new_tokens)] if stop else []
+        ),
         custom_generate=_decode_loop,
         text_streamer=None if on_text is None else _Callback(tokenizer, on_text),
         next_logits=logits,
@@ -362,9 +388,15 @@ def _run_prompt(
     return ids, logits, time.perf_counter() - start
 
 
-def _settings(model: PreTrainedModel, max_new_tokens: int, temperature: float) -> GenerationConfig:
+def _settings(
+    model: PreTrainedModel,
+    max_new_tokens: int,
+    temperature: float,
+    min_new_tokens: int,
+) -> GenerationConfig:
     settings = copy.deepcopy(model.generation_config)
     settings.max_length, settings.max_new_tokens = None, max_new_tokens
+    settings.min_new_tokens = min_new_tokens or None
     settings.num_beams = settings.num_return_sequences = 1
     settings.do_sample = temperature > 0
     if settings.do_sample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -214,6 +215,12 @@ class KVCache(Cache):
         super().reset()
         self.peak_bytes = 0
         self._counted = None
+
+    def copy(self) -> KVCache:
+        """Return a cache with the same content that goes its own way from here."""
+        self._ungroup()
+        shared = [self.config, self.policy, self.budget]
+        return copy.deepcopy(self, {id(value): value for value in shared})
 
     # ---- prompts and budgets
 

@@ -165,6 +165,11 @@ class Task(BaseModel, ABC):
         return True
 
     @property
+    def protocol(self) -> str:
+        """Whose prompts and rules these are."""
+        return "kvtool"
+
+    @property
     def missing(self) -> str | None:
         """What must be given before the task can run, in words; None if nothing."""
         return None
@@ -203,6 +208,16 @@ class Task(BaseModel, ABC):
 
 class Asking(Task):
     """A task that asks and compares answers with references; subclasses score one answer."""
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Texts that end an answer."""
+        return ()
+
+    @property
+    def min_new_tokens(self) -> int:
+        """Tokens that an answer has at least."""
+        return 0
 
     @abstractmethod
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 
 import kvtool
-from kvtool.generation import prefill
+from kvtool.generation import compress, decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
 
 SETTINGS = {"max_new_tokens": 12, "do_sample": False}
@@ -143,3 +143,23 @@ def test_half_precision_runs(model):
         assert prefill(model, cache, random_ids(50)).isfinite().all()
         assert cache.layers[0].keys.dtype == torch.bfloat16
         assert all(number.dtype == torch.float32 for number in cache.layers[0].state.values())
+
+
+@pytest.mark.parametrize("policy", ["h2o+caote", "roco", "snapkv(window=4)", "full"])
+def test_a_copy_goes_its_own_way(model, policy):
+    budget = None if policy == "full" else 20
+    cache = kvtool.build_cache(model, policy, budget)
+    compress(model, cache, random_ids(50))
+    copy = cache.copy()
+    unbroken = kvtool.build_cache(model, policy, budget)
+    compress(model, unbroken, random_ids(50))
+    for token in (5, 9, 9, 4):  # other tokens than the copy will see
+        decode_step(model, cache, torch.tensor([token]))
+    for token in (7, 8, 60, 3, 3, 2):
+        step = torch.tensor([token])
+        assert torch.equal(decode_step(model, copy, step), decode_step(model, unbroken, step))
+    assert torch.equal(copy.kept_positions(1), unbroken.kept_positions(1))
+    again = copy.copy()  # in steady state, where layers decide together
+    step = torch.tensor([11])
+    assert torch.equal(decode_step(model, again, step), decode_step(model, unbroken, step))
+    assert max(copy.tokens_seen()) == 56
