@@ -1,0 +1,64 @@
+"""Whether an answer names the right one of four options, as InfiniteBench and SCBench decide it.
+
+https://github.com/OpenBMB/InfiniteBench and https://github.com/microsoft/MInference (scbench). The
+rules are lenient in odd ways, kept so that scores compare: the first letter of an answer counts
+even if it only begins a word ("Dickens says B" means D), and after "answer is" one character is
+skipped, whatever it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+LETTERS = "ABCD"
+_BOOK_CUES = ("answer is:", "answer:", "answer is", "option is")
+_CODE_CUES = ("answer is:", "is:", "answer:")
+_AROUND_BOOK = re.compile(r"[\n\"'.,?!{}]")
+_AROUND_CODE = re.compile(r"[\n`'\"*-]|[Oo]ption")
+_BARE_LETTER = re.compile(r"([A-D])(?:[.:)\n]|$)")
+
+
+def names_option(prediction: str, letter: str, text: str) -> bool:
+    """Return whether an answer about a book names the option, by its letter or its text."""
+    said = prediction.strip()
+    if not said:
+        return False
+    if said[0] in LETTERS:
+        return said[0] == letter
+    if said == text:
+        return True
+    said = _spaced(said, _AROUND_BOOK)
+    after = _after_cue(said, _BOOK_CUES)
+    if after is not None:
+        return after.startswith((letter, text))
+    named = next((word for word in said.split() if word in LETTERS), None)
+    return named == letter
+
+
+def names_function(prediction: str, letter: str, function: str) -> bool:
+    """Return whether an answer about code names the function, by its letter or its name.
+
+    An answer must begin with the letter or say it after a cue ("the answer is: B"). The authors'
+    script takes the beginning only with a dot or colon after the letter; here the letter may also
+    stand alone or before a bracket, since a right answer often ends there.
+    """
+    said = prediction.strip()
+    bare = _BARE_LETTER.match(said)
+    if bare and bare[1] == letter:
+        return True
+    after = _after_cue(_spaced(said, _AROUND_CODE), _CODE_CUES)
+    return after is not None and after.startswith((letter, function))
+
+
+def _spaced(text: str, unwanted: re.Pattern[str]) -> str:
+    return re.sub(" {2,}", " ", unwanted.sub(" ", text))
+
+
+def _after_cue(text: str, cues: Sequence[str]) -> str | None:
+    """Return what follows the first cue found, in the order of `cues`, one character later."""
+    for cue in cues:
+        _, found, after = text.partition(cue)
+        if found:
+            return after[1:]
+    return None
