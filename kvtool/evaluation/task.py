@@ -175,7 +175,7 @@ class Task(BaseModel, ABC):
         return None
 
     @abstractmethod
-    def samples(self, tokens: TokenCounter) -> Iterable[Sample]:
+    def draw(self, tokens: TokenCounter) -> Iterable[Sample]:
         """Draw or read the samples, always the same ones for the same settings.
 
         Raises:
