@@ -143,12 +143,15 @@ def _forward(
     cache: KVCache,
     input_ids: Tensor,
     valid: Tensor | None,
-    last: list[int],
+    last: list[int] | None,
 ) -> Tensor:
     """One forward of new tokens.
 
+    Args:
+        last: the column of each row whose logits are wanted; None: all columns.
+
     Returns:
-        (batch, vocab) float32 logits at one column of each row.
+        (batch, vocab) float32 logits at one column of each row, or (batch, columns, vocab) at all.
     """
     batch, width = input_ids.shape
     past = cache.get_seq_length()
@@ -159,9 +162,9 @@ def _forward(
     else:
         positions = (starts[:, None] + valid.long().cumsum(1) - 1).clamp(min=0)
         mask = torch.cat([valid.new_ones(batch, past), valid], 1).long()
-    wanted = sorted(set(last))
+    wanted = None if last is None else sorted(set(last))
     options = {}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if wanted and "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = torch.tensor(wanted, device=model.device)
     out = model(
         input_ids=input_ids,
@@ -171,6 +174,8 @@ def _forward(
         use_cache=True,
         **options,
     ).logits
+    if last is None:
+        return out.float()
     columns = [wanted.index(column) for column in last] if options else last
     return out[torch.arange(batch, device=out.device), columns].float()
 
@@ -198,6 +203,64 @@ def decode_step(model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Te
         .logits[:, -1]
         .float()
     )
+
+
+@torch.no_grad()
+def token_logprobs(
+    model: PreTrainedModel,
+    cache: KVCache,
+    input_ids: Tensor,
+    *,
+    chunk: int,
+    first_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Score given tokens, each from what the cache still holds (teacher forcing).
+
+    The last token is scored and not fed.
+
+    Args:
+        cache: empty, or fed with what comes before.
+        input_ids: (1, n) int64, new tokens only.
+        chunk: tokens a forward. 1 feeds them as decoded tokens, the first token of an empty cache
+            as its prompt; more feeds them as blocks of one prompt, the cache cut after each.
+        first_logits: (1, vocab) logits that the cache's tokens gave; None leaves out the first
+            token, which nothing predicts.
+
+    Returns:
+        Log-probabilities, (1, n) float32, and whether each token was the most likely one, (1, n)
+        bool, both on the CPU; (1, n - 1) without `first_logits`.
+
+    Raises:
+        UsageError: `chunk` below 1.
+    """
+    if chunk < 1:
+        raise UsageError(f"chunk must be 1 or more, got {chunk}")
+    input_ids = input_ids.to(model.device)
+    scored = []
+    if first_logits is not None:
+        scored.append(_score_tokens(first_logits[:, None].to(model.device), input_ids[:, :1]))
+    fed, targets = input_ids[:, :-1], input_ids[:, 1:]
+    empty = cache.get_seq_length() == 0
+    total = input_ids.shape[1] + (0 if empty else cache.tokens_seen()[0])
+    for start in range(0, fed.shape[1], chunk):
+        part = slice(start, start + chunk)
+        if chunk == 1 and not (empty and start == 0):
+            logits = decode_step(model, cache, fed[:, start])[:, None]
+        else:
+            with cache.prompt([total]):
+                logits = _forward(model, cache, fed[:, part], None, None)
+        scored.append(_score_tokens(logits, targets[:, part]))
+    if not scored:
+        return torch.zeros(1, 0), torch.zeros(1, 0, dtype=torch.bool)
+    logprobs, greedy = zip(*scored, strict=True)
+    return torch.cat(logprobs, 1), torch.cat(greedy, 1)
+
+
+def _score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and whether it is the most likely token, on the CPU."""
+    chosen = logits.gather(-1, targets[..., None])[..., 0]
+    logprobs = chosen.float() - logits.float().logsumexp(-1)
+    return logprobs.cpu(), (logits.argmax(-1) == targets).cpu()
 
 
 def _decode_loop(

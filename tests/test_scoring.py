@@ -1,0 +1,111 @@
+"""Scoring given tokens through a cache: equal to one plain forward where nothing is evicted."""
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.errors import UsageError
+from kvtool.generation import prefill, token_logprobs
+from kvtool.models.load import load
+from kvtool.models.reference.prompt import needle_prompt
+from tests.models_for_tests import peaky_model, random_ids
+
+
+@pytest.fixture(scope="module")
+def reference():
+    loaded = load()
+    text, answer = needle_prompt(tokens=150, seed=3)
+    ids = loaded.tokenizer(text + answer, return_tensors="pt").input_ids
+    return with_plain_scores(loaded.model, ids)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return with_plain_scores(peaky_model("llama"), random_ids(70, seed=5))
+
+
+def with_plain_scores(model, ids):
+    """A model, tokens, and what one plain forward says about each token but the first."""
+    with torch.no_grad():
+        logits = model(ids).logits[:, :-1].float()
+    targets = ids[:, 1:]
+    logprobs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    kvtool.attach(model)
+    return model, ids, logprobs, logits.argmax(-1) == targets
+
+
+@pytest.mark.parametrize("case", ["reference", "small"])
+@pytest.mark.parametrize("chunk", [1, 16, 128])
+@pytest.mark.parametrize(("policy", "budget"), [("full", None), ("h2o", 500)])
+def test_what_keeps_everything_equals_one_forward(request, case, chunk, policy, budget):
+    model, ids, logprobs, greedy = request.getfixturevalue(case)
+    cache = kvtool.build_cache(model, policy, budget)
+    scored, most_likely = token_logprobs(model, cache, ids, chunk=chunk)
+    # the reference model finds filler unlikely: 1e-6 of 20 nats is what float32 leaves
+    torch.testing.assert_close(scored, logprobs, atol=1e-5, rtol=3e-6)
+    assert torch.equal(most_likely, greedy)
+    assert scored.dtype == torch.float32
+    assert 0 < greedy.sum() < greedy.numel() or case == "small"
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+@pytest.mark.parametrize("given", [1, 33, 69])
+def test_tokens_after_a_context_are_scored_from_the_first_on(small, chunk, given):
+    model, ids, logprobs, greedy = small
+    cache = kvtool.build_cache(model, "full")
+    first = prefill(model, cache, ids[:, :given])
+    scored, most_likely = token_logprobs(
+        model, cache, ids[:, given:], chunk=chunk, first_logits=first
+    )
+    torch.testing.assert_close(scored, logprobs[:, given - 1 :], atol=1e-5, rtol=0)
+    assert torch.equal(most_likely, greedy[:, given - 1 :])
+    assert cache.tokens_seen() == [69]  # the last token was scored and not fed
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_a_small_budget_is_kept_and_felt(small, chunk):
+    model, ids, logprobs, _ = small
+    cache = kvtool.build_cache(model, "h2o", 12)
+    scored, _ = token_logprobs(model, cache, ids, chunk=chunk)
+    report = cache.report()
+    assert report.kept_per_layer == [12, 12]
+    assert report.tokens_seen == 69
+    # the first token is scored before anything is evicted; later ones from what is left
+    torch.testing.assert_close(scored[:, : 12 if chunk == 1 else 16], logprobs[:, : max(12, chunk)])
+    assert (scored - logprobs)[:, 20:].abs().max() > 0.01
+
+
+def test_decoded_tokens_and_blocks_evict_at_other_times(small):
+    model, ids, _, _ = small
+    one, _ = token_logprobs(model, kvtool.build_cache(model, "h2o", 12), ids, chunk=1)
+    many, _ = token_logprobs(model, kvtool.build_cache(model, "h2o", 12), ids, chunk=16)
+    assert (one - many).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_a_share_is_one_of_all_the_tokens(small, chunk):
+    model, ids, _, _ = small
+    cache = kvtool.build_cache(model, "h2o", "50%")
+    token_logprobs(model, cache, ids, chunk=chunk)
+    assert cache.report().kept_per_layer == [35, 35]
+
+
+def test_a_context_is_a_prompt_and_what_follows_is_decoded(small):
+    # snapkv cuts prompts only: 12 of the 40 stay, the 20 tokens fed after them are appended
+    model, ids, _, _ = small
+    cache = kvtool.build_cache(model, "snapkv(window=4)", 12)
+    first = prefill(model, cache, ids[:, :40])
+    token_logprobs(model, cache, ids[:, 40:61], chunk=1, first_logits=first)
+    assert cache.report().kept_per_layer == [32, 32]
+
+
+def test_a_single_token_without_logits_has_no_score(small):
+    model, ids, _, _ = small
+    scored, greedy = token_logprobs(model, kvtool.build_cache(model, "full"), ids[:, :1], chunk=1)
+    assert scored.shape == greedy.shape == (1, 0)
+
+
+def test_refuses_a_chunk_below_one(small):
+    model, ids, _, _ = small
+    with pytest.raises(UsageError, match="chunk must be 1 or more, got 0"):
+        token_logprobs(model, kvtool.build_cache(model, "full"), ids, chunk=0)
