@@ -498,7 +498,16 @@ def _compare(model: PreTrainedModel, input_ids: Tensor, logits: Tensor) -> Fidel
         use_cache=True,
         **options,
     ).logits[:, -new:]
-    full = full.float().cpu()
+    return compare_logits(full.float().cpu(), logits)
+
+
+def compare_logits(full: Tensor, logits: Tensor) -> Fidelity:
+    """Compare two runs that read the same tokens.
+
+    Args:
+        full: (batch, steps, vocab) float32 of the full cache.
+        logits: the same of the compressed run.
+    """
     same = full.argmax(-1) == logits.argmax(-1)
     reference = full.log_softmax(-1)
     kl = (reference.exp() * (reference - logits.log_softmax(-1))).sum(-1).mean()
@@ -508,6 +517,25 @@ def _compare(model: PreTrainedModel, input_ids: Tensor, logits: Tensor) -> Fidel
         kl=max(kl.item(), 0.0),
         first_divergence=int(differs[0]) if len(differs) else None,
     )
+
+
+@torch.no_grad()
+def follow(
+    model: PreTrainedModel, cache: KVCache, next_logits: Tensor, token_ids: Tensor
+) -> Tensor:
+    """Feed known tokens one by one after a prompt, the last one excepted.
+
+    Args:
+        next_logits: (batch, vocab) that the prompt has left.
+        token_ids: (batch, steps) int64.
+
+    Returns:
+        (batch, steps, vocab) float32 on the CPU: the logits from which each token would come.
+    """
+    logits = [next_logits.float().cpu()]
+    for token in token_ids[:, :-1].unbind(1):
+        logits.append(decode_step(model, cache, token.to(model.device)).cpu())
+    return torch.stack(logits, 1)
 
 
 def _wait(model: PreTrainedModel) -> None:
