@@ -72,7 +72,7 @@ def haystack(source: str = "builtin") -> Haystack:
         return _builtin()
     if source == "noise":
         return Haystack("noise", _NOISE, shuffled=False)
-    return Haystack(source, tuple(split_sentences(_read(source))), shuffled=False)
+    return _from_text(source, _read(source))
 
 
 @lru_cache(maxsize=1)
@@ -82,6 +82,11 @@ def _builtin() -> Haystack:
 
     drawn = Filler(_SEED).take(np.random.default_rng(_SEED), _POOL_TOKENS)
     return Haystack("builtin", tuple(dict.fromkeys(map(decode, drawn))), shuffled=True)
+
+
+@lru_cache(maxsize=2)
+def _from_text(name: str, text: str) -> Haystack:
+    return Haystack(name, tuple(split_sentences(text)), shuffled=False)
 
 
 def _read(source: str) -> str:

@@ -1,0 +1,67 @@
+"""Tasks whose samples are drawn at given lengths, so that they need no data."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import numpy as np
+from pydantic import ConfigDict, Field, PositiveInt
+
+from kvtool.evaluation.fit import generator
+from kvtool.evaluation.metrics.contains import string_match_all
+from kvtool.evaluation.task import Asking, Json, Lengths, Sample, TokenCounter
+
+Cell = dict[str, int | float | str]
+
+
+class Drawn(Asking):
+    """A task that draws its samples; each is the same whatever other samples are drawn.
+
+    Attributes:
+        lengths: tokens of a prompt and the longest answer together.
+        per_cell: samples of each cell, the setting `samples`.
+    """
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    lengths: Lengths = (1024,)
+    per_cell: PositiveInt = Field(default=20, alias="samples")
+
+    def cells(self) -> Iterator[Cell]:
+        """Return what the samples differ in; the `length` is among it."""
+        for length in self.lengths:
+            yield {"length": length}
+
+    def samples(self, tokens: TokenCounter) -> Iterator[Sample]:
+        """Draw `samples` of each cell.
+
+        Raises:
+            UsageError: a length that is too short for the task.
+        """
+        for cell in self.cells():
+            for index in range(self.per_cell):
+                rng = generator(self.seed, self.name, *cell.values(), index)
+                place = "/".join(f"{name}={value}" for name, value in cell.items())
+                yield self.draw(rng, f"{place}/{index}", cell, tokens)
+
+    @abstractmethod
+    def draw(self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter) -> Sample:
+        """Draw the sample that is called `name`."""
+
+
+class Ruler(Drawn):
+    """A task of RULER that is scored by the share of references in the answer.
+
+    Hsieh et al., 2024, https://arxiv.org/abs/2404.06654. Lengths, numbers of needles and hops,
+    haystacks, answer lengths and scores are RULER's. The wording is that of the bundled reference
+    model without an instruction before the context, words and names are from its vocabulary, and
+    the random numbers are our own: scores mean the same as RULER's, digit by digit they differ.
+    """
+
+    metric: ClassVar[str] = "string_match_all"
+
+    def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
+        """Return the percentage of references that are part of the answer."""
+        return 100 * string_match_all(prediction, references)

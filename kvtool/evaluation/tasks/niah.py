@@ -1,0 +1,110 @@
+"""Needle in a haystack: one fact at a given depth of a text of a given length.
+
+Kamradt, 2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack, whose answers a large model
+judges. Here the needle is a random number of seven digits, as in RULER, so that no model knows it
+and reading it off is enough. The needle stands between sentences, at the first gap with at least
+`depth` percent of the haystack's tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import BeforeValidator, Field, PositiveInt
+
+from kvtool.errors import UsageError
+from kvtool.evaluation import needles
+from kvtool.evaluation.fit import fit
+from kvtool.evaluation.haystack import costs, haystack, insert
+from kvtool.evaluation.metrics.contains import contains, word_share
+from kvtool.evaluation.task import Json, Lengths, Sample, TokenCounter, Turn
+from kvtool.evaluation.tasks.drawn import Cell, Drawn
+
+_NEW_TOKENS = 32  # seven digits and a full stop take up to 9 tokens
+_PASS_KEY_TOKENS = 128  # as in RocketKV's measurement
+
+
+def _percentages(value: Any) -> Any:
+    if isinstance(value, str):
+        value = value.split(",") if "," in value else int(value)
+    if isinstance(value, int):
+        if value < 1:
+            raise UsageError(f"depths must be 1 or more, got {value}")
+        value = np.linspace(0, 100, value).round(1).tolist() if value > 1 else [50]
+    depths = [float(depth) for depth in value]
+    for depth in depths:
+        if not 0 <= depth <= 100:
+            raise UsageError(f"depth {depth:g} is not from 0 to 100 percent")
+    return depths
+
+
+Depths = Annotated[tuple[float, ...], BeforeValidator(_percentages)]
+"""Percentages (`[0, 50, 100]`), or how many of them from 0 to 100."""
+
+
+class Needle(Drawn):
+    """Find one number in a text.
+
+    Attributes:
+        lengths: tokens of a prompt and the longest answer together.
+        depths: percentages of the haystack before the needle, or how many of them.
+        per_cell: samples of each length and depth, the setting `samples`.
+        haystack: `builtin`, `noise` or a text file.
+    """
+
+    lengths: Lengths = (512, 1024, 2048)
+    depths: Depths = Field(default=11, validate_default=True)
+    per_cell: PositiveInt = Field(default=1, alias="samples")
+    haystack: str = "builtin"
+
+    metric: ClassVar[str] = "em"
+    best: ClassVar[float | None] = 1.0
+
+    def cells(self) -> Iterator[Cell]:
+        """Return every length and depth."""
+        for length in self.lengths:
+            for depth in self.depths:
+                yield {"length": length, "depth": int(depth) if depth == int(depth) else depth}
+
+    def draw(self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter) -> Sample:
+        """Hide one needle."""
+        needle, turn = self.plant(rng)
+        sentences = haystack(self.haystack).draw(rng, cell["length"])
+
+        def build(count: int) -> Sample:
+            text = insert(sentences[:count], [needle], [cell["depth"]], tokens)
+            return Sample(name, "".join(text), (turn,), cell)
+
+        return fit(build, costs(sentences, tokens), cell["length"], tokens, self.name)
+
+    def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
+        """Draw a needle and the question about it."""
+        keys, values = needles.draw_keys(rng, 1), needles.draw_numbers(rng, 1)
+        return needles.state(keys[0], values[0]), needles.ask(keys, values, _NEW_TOKENS)
+
+    def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
+        """Return 1 if the number is in the answer, whatever stands around it, else 0."""
+        return contains(prediction, references[0])
+
+    def score(self, record: Json) -> dict[str, float]:
+        """Return `em`, and `word_set`: whether the number is a word of the answer by itself."""
+        (turn,) = record["turns"]
+        words = word_share(turn["prediction"], turn["references"][0])
+        return {**super().score(record), "word_set": words}
+
+
+class PassKey(Needle):
+    """Find a number that a sentence gives twice and calls by no name.
+
+    The form is that of Mohtashami and Jaggi, 2023, https://arxiv.org/abs/2305.16300, the wording
+    our own.
+    """
+
+    def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
+        """Draw a pass key and the question about it."""
+        (number,) = needles.draw_numbers(rng, 1)
+        stated = f" The pass key is {number}. Remember it: {number} is the pass key."
+        question = "\n Question: What is the pass key? Answer:"
+        return stated, Turn(question, (number,), _PASS_KEY_TOKENS, " The pass key is")

@@ -1,0 +1,99 @@
+"""The eight needle tasks of RULER: one needle or several, in noise, in prose or among needles.
+
+Hsieh et al., 2024, https://arxiv.org/abs/2404.06654, section 3.1; see `Ruler` for what is our own.
+RULER's essays are replaced by built-in sentences or the user's text. A haystack of needles grows
+needle by needle; all its keys have the same form, so that at lengths with more needles than nouns
+there are adjectives in all of them. Depths are drawn from 40 equally spaced ones everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from kvtool.evaluation import needles
+from kvtool.evaluation.fit import fit
+from kvtool.evaluation.haystack import costs, haystack, insert
+from kvtool.evaluation.task import Sample, TokenCounter
+from kvtool.evaluation.tasks.drawn import Cell, Ruler
+
+_NEW_TOKENS = 128
+_DEPTHS = np.linspace(0, 100, 40)
+_TRIED = 16  # needles whose tokens are counted to know how many fit at most
+
+
+_Draw = Callable[[np.random.Generator, int], list[str]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one task hides: `keys` with `values` each; the first `queries` keys are asked for."""
+
+    haystack: Literal["noise", "prose", "needles"]
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+    draw_keys: _Draw = needles.draw_keys
+    draw_values: _Draw = needles.draw_numbers
+
+    def state(self, rng: np.random.Generator, count: int) -> tuple[list[str], list[str], list[str]]:
+        """Draw `count` keys and their values, and state each value."""
+        keys = self.draw_keys(rng, count)
+        values = self.draw_values(rng, count * self.values)
+        stated = [needles.state(keys[i // self.values], value) for i, value in enumerate(values)]
+        return keys, values, stated
+
+
+FORMS = {
+    "niah_single_1": Form("noise"),
+    "niah_single_2": Form("prose"),
+    "niah_single_3": Form("prose", draw_values=needles.draw_uuids),
+    "niah_multikey_1": Form("prose", keys=4),
+    "niah_multikey_2": Form("needles"),
+    "niah_multikey_3": Form(
+        "needles", draw_keys=needles.draw_uuids, draw_values=needles.draw_uuids
+    ),
+    "niah_multivalue": Form("prose", values=4),
+    "niah_multiquery": Form("prose", keys=4, queries=4),
+}
+
+
+class RulerNeedles(Ruler):
+    """Find the values of one key or several.
+
+    Attributes:
+        haystack: prose for the tasks that RULER puts into essays: `builtin` or a text file.
+    """
+
+    haystack: str = "builtin"
+
+    def draw(self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter) -> Sample:
+        """Hide needles in sentences, or one needle among others."""
+        form, length = FORMS[self.name.removeprefix("ruler/")], cell["length"]
+        others = _most_needles(rng, form, length, tokens) if form.haystack == "needles" else 0
+        keys, values, stated = form.state(rng, form.keys + others)
+        planted = form.keys * form.values
+        asked = needles.ask(keys[: form.queries], values[: form.queries * form.values], _NEW_TOKENS)
+        depths = rng.choice(_DEPTHS, planted, replace=False).tolist()
+        if form.haystack == "needles":
+            filler = stated[planted:]
+            weights = [tokens.count(filler[0])] * len(filler)
+        else:
+            source = "noise" if form.haystack == "noise" else self.haystack
+            filler = haystack(source).draw(rng, length)
+            weights = costs(filler, tokens)
+
+        def build(count: int) -> Sample:
+            text = insert(filler[:count], stated[:planted], depths, tokens)
+            return Sample(name, "".join(text), (asked,), cell)
+
+        return fit(build, weights, length, tokens, self.name)
+
+
+def _most_needles(rng: np.random.Generator, form: Form, length: int, tokens: TokenCounter) -> int:
+    """Return more needles than fit into `length` tokens, for any but odd tokenizers."""
+    _, _, tried = form.state(rng, _TRIED)
+    return length // min(map(tokens.count, tried)) + 1
