@@ -1,0 +1,71 @@
+"""The arms of a comparison: one policy under one budget each, read from text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtool.errors import UsageError
+from kvtool.sizes import Budget, parse_prefill
+
+if TYPE_CHECKING:
+    from kvtool.policies.policy import Policy
+
+BASELINE = "full"
+DEFAULT_BUDGET = Budget(tokens=512)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One policy under one budget.
+
+    Attributes:
+        budget: None for policies that keep everything.
+        prefill: `full` or `block:M`.
+    """
+
+    policy: Policy
+    budget: Budget | None
+    prefill: str = "full"
+
+    @property
+    def name(self) -> str:
+        """How files and tables call the arm, such as `h2o+caote@256`."""
+        budget = "" if self.budget is None else f"@{self.budget}"
+        block = "" if self.prefill == "full" or self.budget is None else f",{self.prefill}"
+        return f"{self.policy}{budget}{block}"
+
+    @property
+    def folder(self) -> str:
+        """The name as a folder can carry it."""
+        return re.sub(r"[^A-Za-z0-9.+@=,%_-]", "_", self.name)
+
+
+def make_arms(
+    policies: list[str], budgets: list[str], *, prefill: str = "full", baseline: bool = True
+) -> list[Arm]:
+    """Return every policy under every budget, the full cache first.
+
+    Raises:
+        UsageError: a policy or budget that cannot be read, a budget that protected tokens fill.
+    """
+    from kvtool.policies.grammar import parse_policy
+
+    block = parse_prefill(prefill)
+    prefill = "full" if block is None else f"block:{block}"
+    sizes = [Budget.parse(budget) for budget in budgets] or [DEFAULT_BUDGET]
+    arms = [Arm(parse_policy(BASELINE), None, prefill)] if baseline else []
+    for text in policies:
+        policy = parse_policy(text)
+        if policy.score.when == "never":
+            arms.append(Arm(policy, None, prefill))
+            continue
+        for size in sizes:
+            if size.tokens is not None:
+                policy.check_budget(size.tokens)
+            arms.append(Arm(policy, size, prefill))
+    arms = list(dict.fromkeys(arms))
+    if not arms:
+        raise UsageError("no policy to evaluate", hint="--policy streaming,h2o,h2o+caote")
+    return arms

@@ -1,0 +1,137 @@
+"""How a question is put to a model: chat template, special tokens, truncation in the middle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from kvtool.errors import KvtoolError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvtool.evaluation.task import Sample
+
+_MARKS = ("<kvtool-first>", "<kvtool-answer>", "<kvtool-second>")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The text around the parts of a conversation; empty without a chat template.
+
+    Attributes:
+        opening: before the first message.
+        closing: after a message, where the answer begins.
+        next: after an answer, before the next message.
+        special: whether the tokenizer's special tokens go in front of the text.
+    """
+
+    opening: str = ""
+    closing: str = ""
+    next: str = ""
+    special: bool = True
+
+
+def make_frame(
+    tokenizer: PreTrainedTokenizerBase, wanted: Literal["auto", "on", "off"], chat: bool
+) -> Frame:
+    """Return what goes around messages.
+
+    Args:
+        wanted: `auto` uses the tokenizer's chat template if it has one and the task takes one.
+        chat: whether the task takes one.
+
+    Raises:
+        UsageError: a template is wanted and there is none, or it cannot be used.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if wanted == "on" and not template:
+        raise UsageError(
+            "the tokenizer has no chat template", hint="--chat-template auto uses one if there is"
+        )
+    if wanted == "off" or not template or (wanted == "auto" and not chat):
+        return Frame()
+    first, answer, second = _MARKS
+    user, model = {"role": "user", "content": first}, {"role": "assistant", "content": answer}
+    again = {"role": "user", "content": second}
+    try:
+        one = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+        two = tokenizer.apply_chat_template(
+            [user, model, again], tokenize=False, add_generation_prompt=True
+        )
+        opening, closing = one.split(first)
+        between = two[two.index(answer) + len(answer) : two.index(second)]
+    except Exception as error:  # any: the template is a program of the checkpoint
+        raise UsageError(
+            f"the tokenizer's chat template cannot be used: {error}", hint="--chat-template off"
+        ) from error
+    return Frame(opening, closing, between, special=False)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The text of a sample's first turn, in two parts.
+
+    Attributes:
+        context: up to the end of what can be read before the question is known.
+        question: the rest, up to where the answer begins.
+        special: whether the tokenizer's special tokens go in front of the text.
+    """
+
+    context: str
+    question: str
+    special: bool
+
+
+def first_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    frame: Frame,
+    sample: Sample,
+    *,
+    max_length: int | None,
+    truncate: Literal["middle", "left", "error"],
+) -> Prompt:
+    """Put the first turn of a sample into words, cut to `max_length` tokens if it is longer.
+
+    As in LongBench, the plain text is cut before a chat template goes around it: the first and the
+    last half of the tokens are turned back into text and joined, so that the final length is about,
+    not exactly, `max_length`. The question is never cut.
+
+    Raises:
+        KvtoolError: the prompt is too long and may not be cut, or its question alone is too long.
+    """
+    turn = sample.turns[0]
+    context, question = sample.context, turn.question + turn.answer_prefix
+    if max_length is not None:
+        context = _shorten(tokenizer, context, question, max_length, truncate)
+    ending = turn.question + frame.closing + turn.answer_prefix
+    return Prompt(frame.opening + context, ending, frame.special)
+
+
+def _shorten(
+    tokenizer: PreTrainedTokenizerBase,
+    context: str,
+    question: str,
+    max_length: int,
+    truncate: Literal["middle", "left", "error"],
+) -> str:
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    total = len(encode(context + question))
+    if total <= max_length:
+        return context
+    if truncate == "error":
+        raise KvtoolError(f"the prompt has {total} tokens, above the {max_length} allowed")
+    asked, ids = len(encode(question)), encode(context)
+    head = max_length // 2 if truncate == "middle" else 0
+    tail = (max_length // 2 if truncate == "middle" else max_length) - asked
+    if tail < 1:
+        raise KvtoolError(
+            f"the question alone has {asked} tokens, of {max_length} allowed",
+            hint="a larger --max-length",
+        )
+    return decode(ids[:head]) + decode(ids[-tail:])

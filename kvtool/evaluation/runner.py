@@ -1,0 +1,189 @@
+"""Run every sample under every arm, a line in a file for each, and skip those already there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.evaluation.arms import Arm
+from kvtool.evaluation.bench import Bench, Protocol
+from kvtool.evaluation.store import Store
+from kvtool.evaluation.task import Json, Sample, Task, TokenCounter
+
+if TYPE_CHECKING:
+    from kvtool.models.load import Loaded
+
+WHICH_SAMPLES = frozenset({"name", "seed", "samples", "lengths", "depths", "data"})
+"""Settings that only choose samples; what a sample holds is in its key by itself."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task and its samples, each with the hash of its content."""
+
+    task: Task
+    samples: list[Sample]
+    hashes: list[str]
+
+    @property
+    def fingerprint(self) -> str:
+        """One hash of all samples."""
+        return _hash(self.hashes)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What of a measurement is not in its sample: model, arm, task and protocol.
+
+    Attributes:
+        model: what tells the weights and the way they run from others.
+    """
+
+    model: dict[str, Any]
+    protocol: Protocol
+
+    def configuration(self, arm: Arm, task: Task) -> str:
+        """Return the hash of everything but the sample."""
+        protocol = asdict(self.protocol)
+        return _hash(
+            {
+                "model": self.model,
+                "policy": str(arm.policy),
+                "budget": None if arm.budget is None else str(arm.budget),
+                "prefill": arm.prefill,
+                "task": task.name,
+                "version": task.version,
+                "settings": task.model_dump(mode="json", exclude=set(WHICH_SAMPLES)),
+                "protocol": {name: protocol[name] for name in sorted(protocol)},
+            }
+        )
+
+
+def draw_jobs(tasks: Sequence[Task], tokens: TokenCounter, limit: int | None) -> list[Job]:
+    """Draw or read the samples of every task.
+
+    Raises:
+        UsageError: a task that is given more tokens than the model was trained for, one without
+            any sample, one twice.
+        KvtoolError: data that cannot be read.
+    """
+    jobs = []
+    for task in tasks:
+        longest = max(getattr(task, "lengths", None) or (0,))
+        if tokens.limit is not None and longest > tokens.limit:
+            raise UsageError(
+                f"{task.name}: {longest} tokens are more than the {tokens.limit} positions that "
+                "the model was trained for",
+                hint=f"--lengths {tokens.limit} or less",
+            )
+        samples = list(task.draw(tokens))[:limit]
+        if not samples:
+            raise UsageError(f"{task.name}: no samples")
+        ids = [sample.id for sample in samples]
+        if len(set(ids)) < len(ids):
+            twice = next(name for name in ids if ids.count(name) > 1)
+            raise KvtoolError(f"{task.name}: two samples are called `{twice}`")
+        jobs.append(Job(task, samples, [_hash(asdict(sample)) for sample in samples]))
+    names = [job.task.name for job in jobs]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"task `{name}` is given twice", hint="one run holds each task once")
+    return jobs
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def sample_key(configuration: str, content: str) -> str:
+    """Return what tells a finished measurement from every other one."""
+    return _hash([configuration, content])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement that is done, for whoever shows progress."""
+
+    arm: str
+    task: str
+    error: str | None
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    arms: Sequence[Arm],
+    loaded: Loaded,
+    place: Place,
+    store: Store,
+    *,
+    stop_on_error: bool = False,
+) -> Iterator[Step]:
+    """Measure what is missing, sample by sample and arm by arm, and write a line for each.
+
+    A sample runs under every arm before the next one begins, so that a run that is broken off has
+    compared all arms on the same samples.
+
+    Yields:
+        A step for each measurement once its line is written.
+
+    Raises:
+        KvtoolError: a sample failed and `stop_on_error` is set.
+    """
+    shared: dict[str, Any] = {}
+    benches = {arm: Bench(loaded, arm, place.protocol, shared) for arm in arms}
+    for job in jobs:
+        task = job.task
+        done = {
+            arm: {
+                key
+                for key, record in store.records(arm.folder, task.name).items()
+                if "error" not in record
+            }
+            for arm in arms
+        }
+        configurations = {arm: place.configuration(arm, task) for arm in arms}
+        for sample, content in zip(job.samples, job.hashes, strict=True):
+            shared.clear()
+            for arm in arms:
+                key = sample_key(configurations[arm], content)
+                if key in done[arm]:
+                    continue
+                record = _measure(benches[arm], task, sample)
+                head = {"key": key, "configuration": configurations[arm], "id": sample.id}
+                head |= {"cell": dict(sample.cell)} if sample.cell else {}
+                store.append(arm.folder, task.name, head | record)
+                error = record.get("error")
+                if error is not None and stop_on_error:
+                    raise KvtoolError(f"{task.name}, sample {sample.id}, {arm.name}: {error}")
+                yield Step(arm.name, task.name, error)
+
+
+def _measure(bench: Bench, task: Task, sample: Sample) -> Json:
+    try:
+        record = bench.measure(task, sample)
+        return record | {"scores": task.score({**record, "cell": dict(sample.cell)})}
+    except Exception as error:  # any: a failing sample must not take the others with it
+        message = " ".join(str(error).split())
+        kind = "" if isinstance(error, KvtoolError) else f"{type(error).__name__}: "
+        return {"error": f"{kind}{message}"}
+
+
+def missing(
+    jobs: Sequence[Job], arms: Sequence[Arm], place: Place, store: Store
+) -> tuple[int, int]:
+    """Return how many measurements there are in all, and how many of them are not done."""
+    total = left = 0
+    for job in jobs:
+        for arm in arms:
+            configuration = place.configuration(arm, job.task)
+            records = store.records(arm.folder, job.task.name)
+            for content in job.hashes:
+                record = records.get(sample_key(configuration, content))
+                total += 1
+                left += record is None or "error" in record
+    return total, left

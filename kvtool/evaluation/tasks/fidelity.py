@@ -1,0 +1,157 @@
+"""How close a compressed cache stays to what the same model says with its full cache.
+
+The reference is the full cache's own greedy answer. Two questions are asked of each arm: reading
+that answer token by token, does it expect the same next tokens (agreement, Kullback-Leibler
+divergence, first difference); and left alone, does it say the same (exact match, BLEU, ROUGE)?
+RoCo (https://arxiv.org/abs/2402.06262, tables 2 to 4) reports the latter only; the former needs no
+package and far fewer samples. METEOR is left out: it needs a download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import PositiveInt
+
+from kvtool.evaluation.data import Data, documents
+from kvtool.evaluation.extras import installed
+from kvtool.evaluation.passages import question_sample
+from kvtool.evaluation.task import (
+    Json,
+    Lengths,
+    Sample,
+    Statistic,
+    Summary,
+    Task,
+    TokenCounter,
+    Turn,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtool.cache.cache import KVCache
+    from kvtool.evaluation.bench import Bench
+
+
+class FidelityTask(Task):
+    """Agreement with the full cache's own output.
+
+    Attributes:
+        samples: prompts per length.
+        new_tokens: length of the answer at most.
+        data: a text file, a dataset or a preset (`cnn_dailymail`), each text cut to the length;
+            built-in texts, each with a question, else.
+        instruction: what follows a text of `data`.
+    """
+
+    lengths: Lengths = (1024,)
+    samples: PositiveInt = 10
+    new_tokens: PositiveInt = 64
+    data: Data | None = None
+    instruction: str = "\n\nSummarise the text above.\n\nSummary:"
+
+    metric: ClassVar[str] = "agreement"
+    best: ClassVar[float | None] = 1.0
+
+    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
+        for length in self.lengths:
+            room = length - self.new_tokens
+            cell = {"length": length}
+            if self.data is None:
+                for i in range(self.samples):
+                    sample = question_sample(self.name, self.seed, room, i, tokens)
+                    yield Sample(f"length={length}/{i}", sample.context, sample.turns, cell)
+                continue
+            texts, _ = documents(self.data, task=self.name)
+            room -= tokens.special + tokens.count(self.instruction)
+            for name, text in texts[: self.samples]:
+                cut = tokens.decode(tokens.encode(text)[:room])
+                turn = Turn(self.instruction, (), self.new_tokens)
+                yield Sample(f"length={length}/{name}", cut, (turn,), cell)
+
+    def run(self, bench: Bench, sample: Sample) -> Json:
+        turn = sample.turns[0]
+        return compare_with_full(
+            bench,
+            (sample.context, turn.question + turn.answer_prefix),
+            self.new_tokens,
+            query_aware=bench.knows_query(self),
+        )
+
+    def score(self, record: Json) -> dict[str, float]:
+        same = record["prediction"] == record["references"][0]
+        return {
+            "agreement": record["agreement"],
+            "kl": record["kl"],
+            "exact_match": float(same),
+            **overlap(record["prediction"], record["references"][0]),
+        }
+
+    def summarise(self, records: Sequence[Json]) -> Summary:
+        summary = super().summarise(records)
+        differs = [r["first_divergence"] for r in records if r["first_divergence"] is not None]
+        if differs:
+            first = Statistic(sum(differs) / len(differs), len(differs))
+            summary.metrics["first_divergence"] = first
+        return summary
+
+
+def overlap(prediction: str, reference: str) -> dict[str, float]:
+    """Return BLEU and ROUGE, from 0 to 100, where their packages are installed."""
+    if not installed("eval"):
+        return {}
+    from kvtool.evaluation.metrics.overlap import sentence_bleu, rouge
+
+    return {"bleu": sentence_bleu(prediction, reference), **rouge(prediction, reference)}
+
+
+def compare_with_full(
+    bench: Bench, prompt: tuple[str, str], new_tokens: int, *, query_aware: bool
+) -> Json:
+    """Let the arm follow the full cache's answer, then answer by itself.
+
+    Args:
+        prompt: the context, and the rest, which comes as a turn of its own unless `query_aware`.
+    """
+    from kvtool.generation import compare_logits, follow
+
+    token_ids, text, full_logits = bench.once(
+        "full answer", lambda: _full_answer(bench, "".join(prompt), new_tokens)
+    )
+    cache, logits = _read(bench, prompt, query_aware)
+    followed = follow(bench.model, cache.copy(), logits, token_ids)
+    close = compare_logits(full_logits, followed)
+    answer = bench.decode(cache, max_new_tokens=new_tokens, temperature=0.0)
+    return {
+        "prediction": answer.text[0],
+        "references": [text],
+        "new_tokens": answer.new_tokens,
+        **asdict(close),
+    }
+
+
+def _read(bench: Bench, prompt: tuple[str, str], query_aware: bool) -> tuple[KVCache, torch.Tensor]:
+    cache = bench.new_cache()
+    if query_aware:
+        return cache, bench.feed(cache, bench.encode("".join(prompt), special=True))
+    bench.feed(cache, bench.encode(prompt[0], special=True))
+    return cache, bench.feed(cache, bench.encode(prompt[1], special=False))
+
+
+def _full_answer(
+    bench: Bench, prompt: str, new_tokens: int
+) -> tuple[torch.Tensor, str, torch.Tensor]:
+    """Return the full cache's greedy answer: ids, text, and the logits of each of its tokens."""
+    from kvtool import generation
+
+    cache = bench.full_cache()
+    read = generation.compress(bench.model, cache, bench.encode(prompt, special=True))
+    answer = generation.generate(
+        bench.model, bench.tokenizer, cache.copy(), None, max_new_tokens=new_tokens
+    )
+    ids = answer.input_ids[:, read.input_ids.shape[1] :]
+    logits = generation.follow(bench.model, cache, read.next_logits, ids)
+    return ids, answer.text[0], logits

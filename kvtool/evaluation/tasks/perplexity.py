@@ -1,0 +1,145 @@
+"""Perplexity under a budget: a text is followed token by token through the evicting cache.
+
+Each document begins with an empty cache and the tokenizer's first token. Positions stay the true
+ones. The likelihood of a token comes from what the cache held before it, and every arm scores the
+same positions, so that arms compare; numbers measured with another `chunk` do not. StreamingLLM
+(https://arxiv.org/abs/2309.17453, section 4.1) keeps its cache from one document to the next; this
+does not. EasyKV scores fewer tokens under a budget than without one; this does not either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import PositiveInt
+
+from kvtool.evaluation.data import Data, documents
+from kvtool.evaluation.passages import recap_passage
+from kvtool.evaluation.task import (
+    Curve,
+    Json,
+    Lengths,
+    Sample,
+    Statistic,
+    Summary,
+    Task,
+    TokenCounter,
+    mean,
+)
+
+if TYPE_CHECKING:
+    from kvtool.evaluation.bench import Bench
+
+_PER_DOUBLING = 4  # points of the curve
+
+
+class Perplexity(Task):
+    """Perplexity of documents, each cut to `lengths` tokens.
+
+    Attributes:
+        samples: documents per length.
+        chunk: tokens fed at a time; by default one for policies that evict in every step, a block
+            for those that cut a prompt.
+        skip: tokens at the beginning that are not scored, in every arm.
+        data: a text file, a dataset or a preset (`pg19`); the built-in text else.
+    """
+
+    lengths: Lengths = (1024,)
+    samples: PositiveInt = 5
+    chunk: PositiveInt | None = None
+    skip: PositiveInt = 1
+    data: Data | None = None
+
+    metric: ClassVar[str] = "ppl"
+    best: ClassVar[float | None] = None
+    lower_is_better: ClassVar[bool] = True
+
+    @property
+    def chat(self) -> bool:
+        return False
+
+    def samples_of(self, length: int, tokens: TokenCounter) -> Iterator[tuple[str, str]]:
+        """Yield names and texts of at least `length` tokens, as far as there are any."""
+        if self.data is None:
+            for i in range(self.samples):
+                yield str(i), recap_passage(self.name, self.seed, length, i, tokens)
+            return
+        texts, _ = documents(self.data, task=self.name)
+        for name, text in texts[: self.samples]:
+            yield name, tokens.decode(tokens.encode(text)[: length - tokens.special])
+
+    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
+        for length in self.lengths:
+            for name, text in self.samples_of(length, tokens):
+                yield Sample(f"length={length}/{name}", text, cell={"length": length})
+
+    def run(self, bench: Bench, sample: Sample) -> Json:
+        ids = bench.encode(sample.context, special=True)
+        chunk = self.chunk or bench.chunk
+        logprobs, _ = bench.follow(bench.new_cache(), ids, chunk=chunk)
+        scored = logprobs[0, self.skip - 1 :].double()
+        edges = _edges(self.skip, ids.shape[1])
+        nll, count = [], []
+        for low, high in zip(edges, edges[1:], strict=False):
+            part = scored[low - self.skip : high - self.skip]
+            nll.append(-part.sum().item())
+            count.append(len(part))
+        return {"chunk": chunk, "edges": edges, "nll": nll, "tokens": count}
+
+    def score(self, record: Json) -> dict[str, float]:
+        nll = math.fsum(record["nll"]) / sum(record["tokens"])
+        return {"ppl": math.exp(nll), "nll": nll}
+
+    def summarise(self, records: Sequence[Json]) -> Summary:
+        """Weigh documents by their scored tokens; the standard error is over documents."""
+        plain = super().summarise(records)
+        cells = []
+        for cell, _ in plain.cells:
+            members = [record for record in records if record.get("cell") == cell]
+            cells.append((cell, _perplexity(members)))
+        nll = _mean_nll(records)
+        spread = mean([self.score(record)["nll"] for record in records])
+        return Summary(
+            metrics={
+                "ppl": _perplexity(records),
+                "nll": Statistic(nll, len(records), spread.stderr),
+                "tokens": Statistic(float(sum(sum(r["tokens"]) for r in records)), len(records)),
+            },
+            cells=cells,
+            curves={"nll by position": _curve(records)},
+        )
+
+
+def _edges(start: int, stop: int) -> list[int]:
+    """Return positions from `start` to `stop`, evenly spaced in their logarithm."""
+    steps = math.ceil(_PER_DOUBLING * math.log2(max(stop, 2)))
+    marks = {round(2 ** (i / _PER_DOUBLING)) for i in range(steps + 1)}
+    return [start, *sorted(mark for mark in marks if start < mark < stop), stop]
+
+
+def _mean_nll(records: Sequence[Json]) -> float:
+    return math.fsum(x for r in records for x in r["nll"]) / sum(sum(r["tokens"]) for r in records)
+
+
+def _perplexity(records: Sequence[Json]) -> Statistic:
+    """Return exp of the mean NLL over tokens; its error follows from that of the documents' NLL."""
+    nlls = [math.fsum(record["nll"]) / sum(record["tokens"]) for record in records]
+    value, spread = math.exp(_mean_nll(records)), mean(nlls).stderr
+    return Statistic(value, len(records), None if spread is None else value * spread)
+
+
+def _curve(records: Sequence[Json]) -> Curve:
+    """Return the mean NLL of all tokens up to a position, over documents that reach it."""
+    longest = max(records, key=lambda record: len(record["edges"]))["edges"]
+    x, y = [], []
+    total = count = 0.0
+    for i, edge in enumerate(longest[1:]):
+        reached = [r for r in records if len(r["edges"]) > i + 1 and r["edges"][i + 1] == edge]
+        total += math.fsum(record["nll"][i] for record in reached)
+        count += sum(record["tokens"][i] for record in reached)
+        if count:
+            x.append(float(edge))
+            y.append(total / count)
+    return Curve(x, y, "position (tokens)", "mean NLL so far (nats)")

@@ -1,0 +1,76 @@
+"""Repeat a text from its compressed cache (RoCo, https://arxiv.org/abs/2402.06262, section 5.3).
+
+The paper does not say what the repetition is compared with; by default it is the full cache's own
+repetition, as for its summaries, `reference: source` compares with the text itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import PositiveInt
+
+from kvtool.evaluation.data import Data, documents
+from kvtool.evaluation.fit import generator
+from kvtool.evaluation.haystack import haystack
+from kvtool.evaluation.task import Json, Lengths, Sample, Task, TokenCounter, Turn
+from kvtool.evaluation.tasks.fidelity import compare_with_full, overlap
+
+if TYPE_CHECKING:
+    from kvtool.evaluation.bench import Bench
+
+
+class Reconstruct(Task):
+    """BLEU of a text repeated from memory; the answer may be as long as the text.
+
+    Attributes:
+        lengths: tokens of the text, instruction and repetition excluded.
+        samples: texts per length.
+        reference: what a repetition is compared with.
+        data: a text file, a dataset or a preset (`cnn_dailymail`); built-in text else.
+    """
+
+    lengths: Lengths = (256,)
+    samples: PositiveInt = 10
+    reference: Literal["full", "source"] = "full"
+    data: Data | None = None
+    instruction: str = "\n\nRepeat the text above, word by word.\n\n"
+
+    metric: ClassVar[str] = "bleu"
+    extra: ClassVar[str | None] = "eval"
+
+    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
+        for length in self.lengths:
+            texts = self._texts(length, tokens)
+            for name, text in texts[: self.samples]:
+                text = tokens.decode(tokens.encode(text)[:length])
+                turn = Turn(self.instruction, (text,), length)
+                yield Sample(f"length={length}/{name}", text, (turn,), {"length": length})
+
+    def _texts(self, length: int, tokens: TokenCounter) -> list[tuple[str, str]]:
+        if self.data is not None:
+            return documents(self.data, task=self.name)[0]
+        return [
+            (
+                str(i),
+                "".join(
+                    haystack().sentences(generator(self.seed, self.name, length, i), length, tokens)
+                ),
+            )
+            for i in range(self.samples)
+        ]
+
+    def run(self, bench: Bench, sample: Sample) -> Json:
+        turn = sample.turns[0]
+        record = compare_with_full(
+            bench,
+            (sample.context, turn.question),
+            turn.max_new_tokens,
+            query_aware=bench.knows_query(self),
+        )
+        return record | {"source": sample.context}
+
+    def score(self, record: Json) -> dict[str, float]:
+        right = record["source"] if self.reference == "source" else record["references"][0]
+        return overlap(record["prediction"], right) | {"agreement": 100 * record["agreement"]}

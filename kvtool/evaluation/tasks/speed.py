@@ -1,0 +1,101 @@
+"""Seconds and bytes of reading a prompt and of decoding, on random tokens.
+
+Every arm is warmed up once for each size. Decoding takes exactly the asked number of steps. On a
+CPU the figures are those of a CPU: they say nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import PositiveInt, model_validator
+
+from kvtool.evaluation.task import Json, Lengths, Sample, Task, TokenCounter, Tokens
+
+if TYPE_CHECKING:
+    from kvtool.evaluation.bench import Bench
+
+_GRIDS = {  # prompt, new tokens, batch
+    "d2o": [(256, 1024, 1), (512, 2048, 1), (1024, 4096, 1), (2048, 8192, 1)],
+    "calidrop": [(1024, 128, batch) for batch in (1, 2, 4, 8, 16, 32)],
+    "rocketkv": [(length * 1024, 128, 1) for length in (16, 32, 64, 96)],
+}
+
+
+class Speed(Task):
+    """Decoded tokens per second, time to the first token, bytes held.
+
+    Attributes:
+        lengths: tokens of a prompt.
+        new_tokens: decoded steps.
+        batch: prompts at a time.
+        samples: timed repetitions of each size.
+        preset: the sizes that a paper measured, in place of `lengths`, `new_tokens` and `batch`.
+    """
+
+    lengths: Lengths = (1024, 4096)
+    new_tokens: Tokens = 64
+    batch: PositiveInt = 1
+    samples: PositiveInt = 3
+    preset: Literal["d2o", "calidrop", "rocketkv"] | None = None
+
+    metric: ClassVar[str] = "decode_tokens_per_s"
+    best: ClassVar[float | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_preset(cls, values: Any) -> Any:
+        """Let the lengths be those of the preset, so that whoever checks lengths sees them."""
+        grid = _GRIDS.get(values.get("preset")) if isinstance(values, dict) else None
+        return values if grid is None else values | {"lengths": sorted({row[0] for row in grid})}
+
+    @property
+    def chat(self) -> bool:
+        return False
+
+    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
+        grid = [(length, self.new_tokens, self.batch) for length in self.lengths]
+        for length, new, batch in _GRIDS.get(self.preset, grid):
+            for i in range(self.samples):
+                size = {"length": length, "new_tokens": new, "batch": batch}
+                yield Sample(f"{length}+{new}x{batch}/{i}", "", cell=size)
+
+    def run(self, bench: Bench, sample: Sample) -> Json:
+        size = tuple(sample.cell.values())
+        if bench.warm != (self.name, *size):
+            self._once(bench, *size)
+            bench.warm = (self.name, *size)
+            bench.restart_meter()
+        return self._once(bench, *size)
+
+    def _once(self, bench: Bench, length: int, new: int, batch: int) -> Json:
+        import torch
+
+        from kvtool import generation
+
+        draws = torch.Generator().manual_seed(self.seed)
+        vocabulary = bench.model.get_input_embeddings().weight.shape[0]
+        ids = torch.randint(vocabulary, (batch, length), generator=draws).to(bench.model.device)
+        cache = bench.new_cache()
+        logits = bench.feed(cache, ids).to(bench.model.device)
+        start = time.perf_counter()
+        for _ in range(new):
+            logits = generation.decode_step(bench.model, cache, logits.argmax(-1))
+        logits.sum().item()  # waits for a GPU
+        bench.count_decoding(cache, steps=new * batch, seconds=time.perf_counter() - start)
+        meter = bench.meter
+        return {
+            "prefill_s": meter.prefill_s,
+            "decode_s": meter.decode_s,
+            "prefilled": batch * length,
+            "decoded": batch * new,
+        }
+
+    def score(self, record: Json) -> dict[str, float]:
+        return {
+            "decode_tokens_per_s": record["decoded"] / record["decode_s"],
+            "prefill_tokens_per_s": record["prefilled"] / record["prefill_s"],
+            "ttft_s": record["prefill_s"],
+        }
