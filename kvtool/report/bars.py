@@ -1,0 +1,114 @@
+"""What arms cost, as bars: bytes and speed as a share of the full cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+from kvtool.documents.results import ArmEntry, ResultsDocument
+from kvtool.report import numbers
+from kvtool.report.arms import families, full_arm
+from kvtool.report.spent import Spent, relative, spent_by_arm
+from kvtool.report.style import looks, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BAR = 0.19  # inches
+_GAP = 0.6  # bars
+
+
+@dataclass(frozen=True)
+class _Bar:
+    arm: ArmEntry
+    place: float
+    colour: str
+
+
+def cost_figure(document: ResultsDocument) -> Figure:
+    """Return a bar per arm for bytes, prefill and decode speed, grouped by policy.
+
+    Bytes are a share of what a full cache would hold in the same samples; the policy's own state
+    is hatched. Speeds are multiples of the full arm's, left out without one.
+    """
+    spent = spent_by_arm(document)
+    bars = _bars(document, spent)
+    full = full_arm(document)
+    baseline = spent.get(full.name) if full else None
+    speeds = {} if baseline is None else {"decode": "decode_rate", "prefill": "prefill_rate"}
+    figure = new_figure(3.0 + 2.3 * (1 + len(speeds)), _BAR * (bars[-1].place + 1) + 1.0)
+    first, *others = figure.subplots(1, 1 + len(speeds), sharey=True, squeeze=False)[0]
+    _bytes(first, bars, spent)
+    for panel, (name, rate) in zip(others, speeds.items(), strict=True):
+        _speed(panel, bars, lambda arm, rate=rate: relative(rate, spent[arm], baseline))
+        panel.set_title(f"{name} tokens/s, × full")
+    first.set_yticks(
+        [bar.place for bar in bars], [fill(bar.arm.name, 30) for bar in bars], fontsize=8
+    )
+    first.set_ylim(bars[-1].place + 0.7, -0.7)
+    return figure
+
+
+def _bars(document: ResultsDocument, spent: dict[str, Spent]) -> list[_Bar]:
+    look = looks(document)
+    found = []
+    place = 0.0
+    for family in families(document):
+        arms = [arm for arm in family.arms if arm.name in spent]
+        for arm in arms:
+            found.append(_Bar(arm, place, look[family.label].colour))
+            place += 1
+        place += _GAP if arms else 0
+    return found
+
+
+def _bytes(panel: Axes, bars: list[_Bar], spent: dict[str, Spent]) -> None:
+    for bar in bars:
+        cost = spent[bar.arm.name]
+        panel.barh(bar.place, cost.kv_share, color=bar.colour, height=0.8)
+        panel.barh(
+            bar.place,
+            cost.state_share,
+            left=cost.kv_share,
+            height=0.8,
+            facecolor="white",
+            edgecolor=bar.colour,
+            hatch="//////",
+            linewidth=0.0 if cost.state_share == 0 else 0.8,
+        )
+        _tell(panel, bar, cost.kv_share + cost.state_share, numbers.share)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    panel.set_title("K/V bytes, policy state (hatched),\nas a share of a full cache")
+    _finish(panel)
+
+
+def _speed(panel: Axes, bars: list[_Bar], ratio: Callable[[str], float | None]) -> None:
+    for bar in bars:
+        value = ratio(bar.arm.name)
+        if value is not None:
+            panel.barh(bar.place, value, color=bar.colour, height=0.8)
+            _tell(panel, bar, value, numbers.times)
+    _finish(panel)
+
+
+def _tell(panel: Axes, bar: _Bar, value: float, write: Callable[[float], str]) -> None:
+    panel.annotate(
+        write(value),
+        (value, bar.place),
+        xytext=(3, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=7.5,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+    )
+
+
+def _finish(panel: Axes) -> None:
+    panel.axvline(1.0, color="black", linestyle="--", linewidth=1.0)
+    panel.margins(x=0.2)
+    panel.set_xlim(left=0)
+    panel.tick_params(axis="y", length=0)
+    panel.grid(axis="x")

@@ -1,0 +1,123 @@
+"""Needle heat maps: context length across, needle depth down, a panel per policy and budget."""
+
+from __future__ import annotations
+
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
+from kvtool.report import numbers
+from kvtool.report.arms import Family, families, results_of
+from kvtool.report.needles import COLOURS, NeedleGrid, needle_grids, scale
+from kvtool.report.style import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+_NUMBERED = 20  # the most rows and columns whose numbers are still legible
+_CELL = (0.31, 0.17)  # inches
+_WIDE = 4  # panels in a row where there is no grid of policies and budgets
+
+
+def needle_figure(document: ResultsDocument, task: str) -> Figure:
+    """Return a panel for every arm in a common scale: rows are policies, columns budgets."""
+    grids = needle_grids(document, task)
+    results = {result.arm: result for result in results_of(document, task)}
+    rows = _layout(families(document), set(grids))
+    columns = max(len(row) for row in rows)
+    sample = next(iter(grids.values()))
+    width = max(1.9, _CELL[0] * min(len(sample.lengths), _NUMBERED) + 0.3)
+    height = max(1.3, _CELL[1] * min(len(sample.depths), _NUMBERED) + 0.45)
+    figure = new_figure(width * columns + 1.3, height * len(rows) + 0.5)
+    panels = figure.subplots(len(rows), columns, squeeze=False, sharex=False, sharey=True)
+    image = None
+    for panel_row, row in zip(panels, rows, strict=True):
+        for panel, arm in zip(panel_row, [*row, *[None] * (columns - len(row))], strict=True):
+            if arm is None:
+                panel.set_axis_off()
+                continue
+            grid, result = grids[arm.name], results[arm.name]
+            image = _draw(panel, grid, scale(result), document.model.trained_length)
+            mean = numbers.score(result.value, result.best)
+            name = fill(arm.name, int(width * 11))
+            panel.set_title(f"{name}\nmean {mean}", fontsize=8.5)
+    shrink = min(1.0, 3.2 / height / len(rows))
+    bar = figure.colorbar(image, ax=panels, shrink=shrink, aspect=18, anchor=(0.0, 1.0))
+    bar.set_label(results[next(iter(grids))].metric)
+    bar.outline.set_visible(False)
+    figure.supxlabel("context length (tokens)" + _trained(document, sample), fontsize=9)
+    figure.supylabel("needle depth (%)", fontsize=9)
+    return figure
+
+
+def _beyond(grid: NeedleGrid, trained: int | None) -> int | None:
+    """Return the first column that the model was not trained for, None if all or no column is."""
+    first = sum(length <= trained for length in grid.lengths) if trained else 0
+    return first if 0 < first < len(grid.lengths) else None
+
+
+def _trained(document: ResultsDocument, grid: NeedleGrid) -> str:
+    trained = document.model.trained_length
+    told = _beyond(grid, trained) is not None
+    return f"; right of the dashed line: longer than trained for ({trained})" if told else ""
+
+
+def _layout(found: list[Family], measured: set[str]) -> list[list[ArmEntry]]:
+    """Return rows of arms: a policy per row if several have several budgets, else filled rows."""
+    rows = [[arm for arm in family.arms if arm.name in measured] for family in found]
+    rows = [row for row in rows if row]
+    if sum(len(row) > 1 for row in rows) > 1:
+        return rows
+    flat = [arm for row in rows for arm in row]
+    return [flat[start : start + _WIDE] for start in range(0, len(flat), _WIDE)]
+
+
+def _draw(panel: Axes, grid: NeedleGrid, best: float, trained: int | None) -> AxesImage:
+    import numpy as np
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colours = LinearSegmentedColormap.from_list("needle", COLOURS).with_extremes(bad="#e6e6e6")
+    values = np.array(grid.values, dtype=float)
+    image = panel.imshow(values, cmap=colours, vmin=0.0, vmax=best, aspect="auto")
+    _label(panel, grid)
+    if max(values.shape) <= _NUMBERED:
+        _number(panel, grid, best)
+    if (beyond := _beyond(grid, trained)) is not None:
+        panel.axvline(beyond - 0.5, color="black", linestyle="--", linewidth=1.2)
+    panel.spines[:].set_visible(False)
+    panel.tick_params(length=0)
+    return image
+
+
+def _label(panel: Axes, grid: NeedleGrid) -> None:
+    columns, rows = len(grid.lengths), len(grid.depths)
+    across = range(0, columns, -(-columns // 12))
+    down = range(0, rows, -(-rows // 6) if rows > 7 else 1)
+    turned = 0 if max(len(_short(length)) for length in grid.lengths) <= 4 else 45
+    panel.set_xticks(
+        list(across), [_short(grid.lengths[i]) for i in across], rotation=turned, fontsize=7
+    )
+    panel.set_yticks(list(down), [f"{grid.depths[i]:g}" for i in down], fontsize=7)
+
+
+def _number(panel: Axes, grid: NeedleGrid, best: float) -> None:
+    for row, values in enumerate(grid.values):
+        for column, value in enumerate(values):
+            panel.text(
+                column, row, _cell(value, best), ha="center", va="center", fontsize=6, color="black"
+            )
+
+
+def _cell(value: float | None, best: float) -> str:
+    """Write a score in as few characters as tell it: `.25`, `1`, `0`; `66` out of 100."""
+    if value is None:
+        return numbers.MISSING
+    if best > 1:
+        return f"{value:.0f}"
+    return f"{value:.2f}".removeprefix("0").replace(".00", "") or "0"
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else str(length)

@@ -1,0 +1,59 @@
+"""What a reader must know to read the numbers, in plain sentences."""
+
+from __future__ import annotations
+
+from kvtool.documents.results import ResultsDocument
+from kvtool.report.arms import full_arm, task_names
+from kvtool.report.spent import spent_by_arm
+
+
+def notes(document: ResultsDocument) -> list[str]:
+    """Return one sentence per line, only those that the document needs."""
+    lines = [
+        "score ± standard error; ↑ higher is better, ↓ lower is better" + _delta(document),
+        f"samples: {_samples(document)}",
+        *_queries(document),
+    ]
+    failed = sum(result.failed for result in document.results)
+    if failed:
+        lines.append(f"!k: k samples failed and are not in the score ({failed} in all)")
+    if not document.complete:
+        lines.append("the run is not complete: samples are missing")
+    if spent_by_arm(document):
+        lines.append(
+            "K/V: keys and values at the end of a sample, and their share of a full cache; cost is"
+            " the mean over the samples of all tasks, 1.05x = 1.05 times as fast as the full cache"
+        )
+    return lines
+
+
+def _delta(document: ResultsDocument) -> str:
+    return "; +/-: difference to the full cache" if full_arm(document) else ""
+
+
+def _samples(document: ResultsDocument) -> str:
+    by_task = {}
+    for task in task_names(document):
+        counts = {result.n for result in document.results if result.task == task}
+        low, high = min(counts), max(counts)
+        by_task[task] = str(low) if low == high else f"{low}-{high}"
+    if len(set(by_task.values())) == 1:
+        return next(iter(by_task.values()))
+    return ", ".join(f"{task} {count}" for task, count in by_task.items())
+
+
+def _queries(document: ResultsDocument) -> list[str]:
+    lines = []
+    for aware, words in (
+        (True, "the question is known while the context is compressed (query-aware)"),
+        (False, "the context is compressed before the question is known (query-agnostic)"),
+    ):
+        tasks = [
+            task
+            for task in task_names(document)
+            if any(r.task == task and r.query_aware == aware for r in document.results)
+        ]
+        if tasks:
+            every = len(tasks) == len(task_names(document))
+            lines.append(words + ("" if every else f": {', '.join(tasks)}"))
+    return lines

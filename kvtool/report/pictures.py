@@ -1,0 +1,87 @@
+"""Every picture that a results document holds the data for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtool.documents.results import ResultsDocument
+from kvtool.report.bars import cost_figure
+from kvtool.report.curves import budget_figure, budget_panels, curve_figure, curve_names
+from kvtool.report.heatmap import needle_figure
+from kvtool.report.needles import needle_tasks
+from kvtool.report.spent import spent_by_arm
+from kvtool.report.style import drawing, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that can be drawn.
+
+    Attributes:
+        name: its file name without a suffix, the same for every run.
+        title: what it shows, in a line.
+        task: the task it belongs to, None if it spans all.
+        draw: makes the figure, under `kvtool.report.style.drawing`.
+    """
+
+    name: str
+    title: str
+    task: str | None
+    draw: Callable[[], Figure]
+
+
+def pictures(document: ResultsDocument) -> Iterator[Picture]:
+    """Yield the pictures that apply, without drawing them."""
+    if budget_panels(document):
+        title = "Score by budget, whiskers one standard error"
+        yield Picture("score-by-budget", title, None, lambda: budget_figure(document))
+    if spent_by_arm(document):
+        yield Picture("cost", "Memory and speed", None, lambda: cost_figure(document))
+    for task in needle_tasks(document):
+        title = f"{task}: score by context length and needle depth"
+        yield Picture(file_name(task), title, task, lambda task=task: needle_figure(document, task))
+    for task, curve in curve_names(document):
+        yield Picture(
+            file_name(f"{task}-{curve}"),
+            f"{task}: {curve.replace('_', ' ')}",
+            task,
+            lambda task=task, curve=curve: curve_figure(document, task, curve),
+        )
+
+
+def draw(
+    document: ResultsDocument, folder: Path, formats: Sequence[str] = ("png", "svg")
+) -> list[Path]:
+    """Write every picture that applies into `folder`, and return the files.
+
+    Each file appears whole or not at all. The same document gives the same SVG, byte for byte.
+
+    Raises:
+        KvtoolError: the folder cannot be made or written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    with drawing():
+        for picture in pictures(document):
+            figure = picture.draw()
+            for form in formats:
+                path = folder / f"{picture.name}.{form}"
+                save(figure, path)
+                written.append(path)
+    return written
+
+
+def file_name(text: str) -> str:
+    """Spell a task or curve as a file name.
+
+    >>> file_name("ruler/niah_multikey_1")
+    'ruler-niah_multikey_1'
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")

@@ -1,0 +1,88 @@
+"""What an arm cost over all its samples, whatever the task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtool.documents.results import Cost, ResultsDocument, TaskResult
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Means over the samples of `tasks`.
+
+    Attributes:
+        tasks: the tasks that were measured; costs compare only over the same ones.
+        kv_bytes: keys and values at the end of a sample.
+        state_bytes: the policy's own numbers.
+        full_bytes: what a full cache would hold.
+        prefill_s: seconds for a prompt.
+        prefill_rate: prompt tokens per second, all tokens over all seconds; None if not measured.
+        decode_rate: generated tokens per second, likewise.
+    """
+
+    tasks: tuple[str, ...]
+    kv_bytes: float
+    state_bytes: float
+    full_bytes: float
+    prefill_s: float
+    prefill_rate: float | None
+    decode_rate: float | None
+
+    @property
+    def kv_share(self) -> float:
+        """Keys and values as a share of the full cache."""
+        return self.kv_bytes / self.full_bytes if self.full_bytes else math.nan
+
+    @property
+    def state_share(self) -> float:
+        """The policy's own numbers as a share of the full cache."""
+        return self.state_bytes / self.full_bytes if self.full_bytes else math.nan
+
+
+def spent_on(results: list[TaskResult]) -> Spent | None:
+    """Put the costs of one arm's tasks together, each weighted by its samples; None if none."""
+    costs = [(result.task, max(result.n, 1), result.cost) for result in results if result.cost]
+    if not costs:
+        return None
+
+    def mean(of: Callable[[Cost], float]) -> float:
+        return sum(n * of(cost) for _, n, cost in costs) / sum(n for _, n, _ in costs)
+
+    def rate(seconds: str, per_second: str) -> float | None:
+        timed = [
+            (n * getattr(cost, seconds), getattr(cost, per_second))
+            for _, n, cost in costs
+            if getattr(cost, per_second) is not None and getattr(cost, seconds) > 0
+        ]
+        total = sum(time for time, _ in timed)
+        return sum(time * speed for time, speed in timed) / total if total else None
+
+    return Spent(
+        tasks=tuple(task for task, _, _ in costs),
+        kv_bytes=mean(lambda cost: cost.kv_bytes),
+        state_bytes=mean(lambda cost: cost.state_bytes),
+        full_bytes=mean(lambda cost: cost.full_bytes),
+        prefill_s=mean(lambda cost: cost.prefill_s),
+        prefill_rate=rate("prefill_s", "prefill_tokens_per_s"),
+        decode_rate=rate("decode_s", "decode_tokens_per_s"),
+    )
+
+
+def spent_by_arm(document: ResultsDocument) -> dict[str, Spent]:
+    """Return the cost of every arm that was measured."""
+    by_arm: dict[str, list[TaskResult]] = {}
+    for result in document.results:
+        by_arm.setdefault(result.arm, []).append(result)
+    found = {arm: spent_on(results) for arm, results in by_arm.items()}
+    return {arm: spent for arm, spent in found.items() if spent is not None}
+
+
+def relative(rate: str, arm: Spent, full: Spent | None) -> float | None:
+    """Return a rate as a multiple of the full cache's, if measured on the same tasks."""
+    if full is None or set(full.tasks) != set(arm.tasks):
+        return None
+    mine, theirs = getattr(arm, rate), getattr(full, rate)
+    return mine / theirs if mine is not None and theirs else None

@@ -1,0 +1,96 @@
+"""How every picture looks: one colour and marker per policy, no global matplotlib state.
+
+Colours are Okabe and Ito's, which colour-blind readers tell apart, without the black, which the
+full cache has, and with Tol's grey for the yellow, which is lost on white.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtool.documents.files import write_with
+from kvtool.documents.results import ResultsDocument
+from kvtool.report.arms import families
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#777777")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_DASHES = ("-", "--", "-.", ":")
+_SETTINGS = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "legend.fontsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "hatch.linewidth": 0.8,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "kvtool",
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """The colour and marker of a policy, the same in every picture of a document."""
+
+    colour: str
+    marker: str
+    dashes: str = "-"
+
+
+def looks(document: ResultsDocument) -> dict[str, Look]:
+    """Return a look for every family of arms by its label; the full cache is black."""
+    found = {}
+    rank = 0
+    for family in families(document):
+        if family.is_full:
+            found[family.label] = Look("black", "", "--")
+            continue
+        colour = _COLOURS[rank % len(_COLOURS)]
+        found[family.label] = Look(colour, _MARKERS[rank % len(_MARKERS)])
+        rank += 1
+    return found
+
+
+def variant(look: Look, rank: int) -> Look:
+    """Return the look of the budget of this rank, where the lines of one policy are compared."""
+    if not look.marker:
+        return look
+    shift = _MARKERS.index(look.marker) + rank
+    return Look(look.colour, _MARKERS[shift % len(_MARKERS)], _DASHES[rank % len(_DASHES)])
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Draw and save under our settings, whatever the user's matplotlibrc says."""
+    from matplotlib import style
+
+    with style.context(["default", _SETTINGS]):
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure, sizes in inches, that keeps labels from overlapping by itself."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=200)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure atomically in the format of the suffix, the same bytes every time."""
+    kind = path.suffix.removeprefix(".")
+    metadata = {"Date": None} if kind == "svg" else None
+    write_with(path, lambda part: figure.savefig(part, format=kind, metadata=metadata))

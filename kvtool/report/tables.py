@@ -1,0 +1,234 @@
+"""A results document as tables for a terminal; they read without colour too.
+
+Tables are as wide as the terminal allows: one for everything where it fits, else one per suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvtool.documents.results import ArmEntry, GateResult, ResultsDocument, TaskResult
+from kvtool.report import numbers
+from kvtool.report.arms import (
+    FULL,
+    arms_in_order,
+    families,
+    full_arm,
+    results_of,
+    suite,
+    task_names,
+)
+from kvtool.report.needles import NeedleGrid, colour_at, needle_grids, needle_tasks, scale
+from kvtool.report.notes import notes
+from kvtool.report.spent import relative, spent_by_arm
+
+_STYLES = {"better": "green", "worse": "red", "": ""}
+
+
+@dataclass(frozen=True)
+class _Column:
+    header: str
+    cells: list[Text]
+
+
+def summary_table(document: ResultsDocument) -> RenderableType:
+    """Return what each arm scored, task by task, what it cost, and the gates."""
+    parts: list[RenderableType] = [_Summary(document)]
+    if document.gates:
+        parts.append(_gates(document.gates))
+    return Group(*parts, Text("\n".join(notes(document)), style="dim"))
+
+
+def needle_tables(document: ResultsDocument) -> RenderableType:
+    """Return a heat map per arm for every needle task: depths down, lengths across."""
+    parts: list[RenderableType] = []
+    for task in needle_tasks(document):
+        grids = needle_grids(document, task)
+        tables = [
+            _needle_table(result, grids[result.arm])
+            for result in results_of(document, task)
+            if result.arm in grids
+        ]
+        parts.append(Columns(tables, padding=(0, 3)))
+    return Group(*parts)
+
+
+class _Summary:
+    """Score and cost columns, in as many tables as the width asks for."""
+
+    def __init__(self, document: ResultsDocument) -> None:
+        self.document = document
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        groups = _groups(self.document)
+        pages: list[list[_Column]] = []
+        for group in groups:
+            whole = [*pages[-1], *group] if pages else group
+            if self._fits(whole, console, options):
+                pages[-1:] = [whole]
+                continue
+            pages.append([])
+            for column in group:
+                if pages[-1] and not self._fits([*pages[-1], column], console, options):
+                    pages.append([])
+                pages[-1].append(column)
+        for page in pages:
+            yield self._table(page, options)
+
+    def _fits(self, columns: list[_Column], console: Console, options: ConsoleOptions) -> bool:
+        unlimited = options.update(width=10_000)
+        table = self._table(columns, options)
+        return console.measure(table, options=unlimited).maximum <= options.max_width
+
+    def _table(self, columns: list[_Column], options: ConsoleOptions) -> Table:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+        table.add_column("arm", max_width=max(16, options.max_width // 4), overflow="fold")
+        for column in columns:
+            table.add_column(column.header, justify="right", overflow="fold")
+        row = 0
+        found = families(self.document)
+        sweep = any(len(family.arms) > 1 for family in found)
+        for family in found:
+            for arm in family.arms:
+                last = sweep and arm is family.arms[-1]
+                cells = [column.cells[row] for column in columns]
+                table.add_row(Text(arm.name), *cells, end_section=last)
+                row += 1
+        return table
+
+
+def _groups(document: ResultsDocument) -> list[list[_Column]]:
+    """Return the columns that belong together: a suite's with its mean, then the cost."""
+    arms = arms_in_order(document)
+    by_suite: dict[str, list[_Column]] = {}
+    for task in task_names(document):
+        by_suite.setdefault(suite(task), []).append(_score_column(document, task, arms))
+    for name in dict.fromkeys(a.suite for a in document.averages if len(a.tasks) > 1):
+        by_suite.setdefault(name, []).append(_average_column(document, name, arms))
+    groups = [group for group in by_suite.values() if group]
+    cost = _cost_columns(document, arms)
+    return [*groups, cost] if cost else groups
+
+
+def _score_column(document: ResultsDocument, task: str, arms: list[ArmEntry]) -> _Column:
+    found = [document.of(arm.name, task) for arm in arms]
+    some = next(result for result in found if result is not None)
+    header = f"{task.replace('/', chr(10), 1)}\n{some.metric} {numbers.direction(some)}"
+    parts = [
+        _score_parts(result, arm.policy == FULL) for arm, result in zip(arms, found, strict=True)
+    ]
+    widths = [max(len(part[i]) for part in parts) for i in range(4)]
+    cells = []
+    for result, (value, stderr, delta, failed) in zip(found, parts, strict=True):
+        text = Text(value.rjust(widths[0]) + stderr.ljust(widths[1]))
+        if widths[2]:
+            style = _STYLES[numbers.tone(result)] if result else ""
+            text.append(" ").append(delta.rjust(widths[2]), style)
+        if widths[3]:
+            text.append(" ").append(failed.ljust(widths[3]), "bold red")
+        cells.append(text)
+    return _Column(header, cells)
+
+
+def _score_parts(result: TaskResult | None, is_full: bool) -> tuple[str, str, str, str]:
+    if result is None:
+        return numbers.MISSING, "", "", ""
+    return (
+        numbers.score(result.value, result.best),
+        numbers.stderr(result.stderr, result.best),
+        "" if is_full else numbers.signed(result.delta, result.best),
+        f"!{result.failed}" if result.failed else "",
+    )
+
+
+def _average_column(document: ResultsDocument, name: str, arms: list[ArmEntry]) -> _Column:
+    averages = {average.arm: average for average in document.averages if average.suite == name}
+    tasks = len(next(iter(averages.values())).tasks)
+    sample = next(
+        result for a in averages.values() for result in document.results if result.task in a.tasks
+    )
+    cells = []
+    for arm in arms:
+        average = averages.get(arm.name)
+        if average is None:
+            cells.append(Text(numbers.MISSING))
+            continue
+        delta = "" if arm.policy == FULL else numbers.signed(average.delta, sample.best)
+        tone = numbers.tone(sample.model_copy(update={"delta": average.delta}))
+        text = Text(numbers.score(average.value, sample.best))
+        cells.append(text.append(" ").append(delta.rjust(6), _STYLES[tone]))
+    return _Column(f"{name}\nmean of {tasks}", cells)
+
+
+def _cost_columns(document: ResultsDocument, arms: list[ArmEntry]) -> list[_Column]:
+    spent = spent_by_arm(document)
+    full = full_arm(document)
+    baseline = spent.get(full.name) if full else None
+    rows = []
+    for arm in arms:
+        cost = spent.get(arm.name)
+        if cost is None:
+            rows.append([numbers.MISSING] * 4)
+            continue
+        ratio = relative("decode_rate", cost, baseline)
+        rows.append(
+            [
+                f"{numbers.size(cost.kv_bytes)} {numbers.share(cost.kv_share):>4}",
+                numbers.size(cost.state_bytes),
+                numbers.plain(cost.prefill_s),
+                (numbers.MISSING if cost.decode_rate is None else numbers.plain(cost.decode_rate))
+                + (f" {numbers.times(ratio):>5}" if ratio is not None else " " * 6),
+            ]
+        )
+    headers = ("K/V\nof full", "policy\nstate", "prefill\ns", "decode\ntokens/s")
+    return [
+        _Column(header, [Text(row[i]) for row in rows]) for i, header in enumerate(headers) if spent
+    ]
+
+
+def _needle_table(result: TaskResult, grid: NeedleGrid) -> Table:
+    best = scale(result)
+    digits = 2 if best <= 1 else 0
+    title = f"{result.arm}  {result.task} {numbers.score(result.value, result.best)}"
+    table = Table(box=None, padding=0, pad_edge=False, title=title, title_style="bold")
+    table.add_column("depth", justify="right")
+    for length in grid.lengths:
+        table.add_column(f" {length}", justify="right", overflow="fold")
+    for depth, row in zip(grid.depths, grid.values, strict=True):
+        cells = [Text(f"{depth:g}% ")]
+        for value in row:
+            if value is None:
+                cells.append(Text(f"{numbers.MISSING} "))
+                continue
+            red, green, blue = colour_at(value / best)
+            cells.append(Text(f" {value:.{digits}f} ", f"black on rgb({red},{green},{blue})"))
+        table.add_row(*cells)
+    return table
+
+
+def _gates(gates: list[GateResult]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for header in ("gate", "arm", "task"):
+        table.add_column(header, overflow="fold")
+    for header in ("value", "limit"):
+        table.add_column(header, justify="right")
+    table.add_column("")
+    for gate in gates:
+        outcome = Text("passed", "green") if gate.passed else Text("FAILED", "bold red")
+        value = numbers.MISSING if gate.value is None else numbers.plain(gate.value)
+        table.add_row(
+            Text(numbers.gate_name(gate)),
+            Text(gate.arm),
+            Text(gate.task),
+            value,
+            numbers.plain(gate.limit),
+            outcome,
+        )
+    return table

@@ -1,0 +1,244 @@
+"""Results documents as a run would write them, small numbers made up by formulas."""
+
+from __future__ import annotations
+
+import math
+
+from kvtool.documents.results import (
+    ArmEntry,
+    Average,
+    CellEntry,
+    Cost,
+    CurveEntry,
+    Environment,
+    GateResult,
+    MetricEntry,
+    ModelUsed,
+    ResultsDocument,
+    TaskResult,
+)
+
+POLICIES = {  # how much of a perfect score a policy keeps at the smallest budget
+    "streaming": 0.25,
+    "h2o": 0.45,
+    "h2o+caote": 0.6,
+    "tova": 0.55,
+    "roco": 0.7,
+    "snapkv": 0.8,
+}
+BUDGETS = (64, 128, 256)
+LENGTHS = (256, 384, 512, 640, 768, 1024)
+DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
+LAYERS = 6
+
+
+def arms(policies=POLICIES, budgets=BUDGETS) -> list[ArmEntry]:
+    full = ArmEntry(name="full", policy="full", budget=None, prefill="full")
+    return [full] + [
+        ArmEntry(name=f"{policy}@{budget}", policy=policy, budget=budget, prefill="full")
+        for policy in policies
+        for budget in budgets
+    ]
+
+
+def quality(arm: ArmEntry) -> float:
+    """From 0 to 1; 1 for the full cache."""
+    if arm.budget is None:
+        return 1.0
+    return min(1.0, POLICIES.get(arm.policy, 0.5) + 0.1 * math.log2(int(arm.budget) / 64))
+
+
+def cost(arm: ArmEntry, prompt: int = 640, new: int = 8) -> Cost:
+    kept = prompt + new if arm.budget is None else int(arm.budget)
+    slot = 2 * LAYERS * 2 * 16 * 4
+    rate = 40.0 if arm.budget is None else 36 + 512 / int(arm.budget)
+    return Cost(
+        prompt_tokens=prompt,
+        new_tokens=new,
+        kept_tokens=kept,
+        kv_bytes=slot * kept,
+        state_bytes=0 if arm.policy in ("full", "streaming") else 48 * kept,
+        full_bytes=slot * (prompt + new),
+        peak_kv_bytes=slot * (prompt + new),
+        peak_memory_bytes=None,
+        prefill_s=0.25 if arm.budget is None else 0.3,
+        decode_s=new / rate,
+        prefill_tokens_per_s=prompt / (0.25 if arm.budget is None else 0.3),
+        decode_tokens_per_s=rate,
+    )
+
+
+def result(arm: ArmEntry, task: str, value: float | None, full: float | None, **changes):
+    """One task under one arm; `full` is the value of the full cache."""
+    fields = {
+        "arm": arm.name,
+        "task": task,
+        "version": 1,
+        "metric": "em",
+        "value": value,
+        "n": 20,
+        "stderr": 0.03,
+        "delta": None if value is None or full is None else value - full,
+        "best": 1.0,
+        "lower_is_better": False,
+        "query_aware": True,
+        "protocol": "plain",
+        "settings": {},
+        "fingerprint": "5f1d",
+        "failed": 0,
+        "metrics": [],
+        "cells": [],
+        "curves": [],
+        "cost": cost(arm),
+    }
+    fields.update(changes)
+    if not fields["metrics"]:
+        names = ("metric", "value", "n", "stderr")
+        fields["metrics"] = [
+            MetricEntry(name=fields["metric"], **{k: fields[k] for k in names[1:]})
+        ]
+    return TaskResult(**fields)
+
+
+def niah(arm: ArmEntry) -> TaskResult:
+    """Recent needles are found, early ones the less the longer the context."""
+    cells = []
+    for length in LENGTHS:
+        for depth in DEPTHS:
+            reach = quality(arm) * 1.3 - (length / 1024) * (1 - depth / 100) * 0.9
+            value = 1.0 if arm.budget is None else max(0.0, min(1.0, reach))
+            cells.append(
+                CellEntry(at={"length": length, "depth": depth}, value=value, n=4, stderr=0.1)
+            )
+    mean = sum(cell.value for cell in cells) / len(cells)
+    return result(arm, "niah", mean, 1.0, cells=cells, n=4 * len(cells), stderr=0.02)
+
+
+def multikey(arm: ArmEntry) -> TaskResult:
+    value = 96 * quality(arm)
+    cells = [
+        CellEntry(at={"length": length}, value=value * (1.1 - length / 5120), n=10, stderr=4.0)
+        for length in (512, 1024)
+    ]
+    settings = {"metric": "string_match", "best": 100.0, "stderr": 3.1, "cells": cells}
+    return result(arm, "ruler/niah_multikey_1", value, 96.0, **settings)
+
+
+def tracing(arm: ArmEntry) -> TaskResult:
+    settings = {"metric": "string_match", "best": 100.0, "stderr": 2.5, "query_aware": False}
+    return result(arm, "ruler/vt", 80 * quality(arm), 80.0, **settings)
+
+
+def fidelity(arm: ArmEntry) -> TaskResult:
+    value = 0.5 + 0.5 * quality(arm)
+    metrics = [
+        MetricEntry(name="agreement", value=value, n=20, stderr=0.01),
+        MetricEntry(name="kl", value=1 - quality(arm), n=20, stderr=0.02),
+        MetricEntry(name="exact_match", value=None, n=0, stderr=None),
+    ]
+    return result(arm, "fidelity", value, 1.0, metric="agreement", metrics=metrics, stderr=0.01)
+
+
+def ppl(arm: ArmEntry) -> TaskResult:
+    positions = [2**power for power in range(11)]
+    nll = [2.2 - quality(arm) * 0.1 * math.log2(position) for position in positions]
+    if arm.policy == "streaming" and arm.budget == 64:
+        nll = [*nll[:7], 4.1, 5.0, 5.6, 5.9]  # collapses past its budget
+    curve = CurveEntry(
+        name="nll", x=positions, y=nll, x_label="position (tokens)", y_label="cumulative mean NLL"
+    )
+    settings = {"metric": "ppl", "best": None, "lower_is_better": True, "stderr": None}
+    return result(arm, "ppl", math.exp(nll[-1]), math.exp(1.2), curves=[curve], **settings)
+
+
+def output_error(arm: ArmEntry) -> TaskResult:
+    layers = list(range(LAYERS))
+    error = [(1.0 - quality(arm)) * (0.2 + 0.1 * layer) for layer in layers]
+    curve = CurveEntry(
+        name="by_layer", x=layers, y=error, x_label="layer", y_label="relative output error"
+    )
+    settings = {"metric": "error", "best": 0.0, "lower_is_better": True}
+    return result(arm, "output-error", sum(error) / LAYERS, 0.0, curves=[curve], **settings)
+
+
+def speed(arm: ArmEntry) -> TaskResult:
+    rate = 40.0 if arm.budget is None else 36 + 512 / int(arm.budget)
+    cells = [
+        CellEntry(at={"prompt": prompt}, value=rate * 640 / prompt, n=3, stderr=0.5)
+        for prompt in (256, 512, 1024)
+    ]
+    settings = {"metric": "decode_tokens_per_s", "best": None, "stderr": 0.4}
+    return result(arm, "speed", rate, 40.0, cells=cells, **settings)
+
+
+BUILDERS = {
+    "niah": niah,
+    "ruler/niah_multikey_1": multikey,
+    "ruler/vt": tracing,
+    "fidelity": fidelity,
+    "ppl": ppl,
+    "output-error": output_error,
+    "speed": speed,
+}
+
+
+def document(
+    tasks=tuple(BUILDERS), policies=POLICIES, budgets=BUDGETS, **changes
+) -> ResultsDocument:
+    """A finished run of every arm on every task."""
+    entries = arms(policies, budgets)
+    results = [BUILDERS[task](arm) for task in tasks for arm in entries]
+    fields = {
+        "name": "needle-compare",
+        "kvtool": "0.2.0",
+        "git_commit": "0123abc",
+        "argv": ["kvtool", "eval", "-t", ",".join(tasks), "-b", ",".join(map(str, budgets))],
+        "started": "2026-11-20T10:00:00+00:00",
+        "finished": "2026-11-20T10:21:30+00:00",
+        "complete": True,
+        "environment": Environment(
+            python="3.11.9",
+            os="Linux 6.8 x86_64",
+            cpu="AMD EPYC 7R13",
+            threads=2,
+            gpu=None,
+            cuda=None,
+            packages={"torch": "2.13.0", "transformers": "5.23.0"},
+        ),
+        "model": ModelUsed(
+            id="kvtool/reference",
+            revision=None,
+            config_hash="a1b2c3",
+            dtype="float32",
+            device="cpu",
+            attn_implementation="sdpa",
+            layers=LAYERS,
+            kv_heads=2,
+            head_dim=16,
+            trained_length=512,
+        ),
+        "seed": 0,
+        "arms": entries,
+        "results": results,
+        "averages": [
+            Average(
+                arm=arm.name,
+                suite="ruler",
+                tasks=["ruler/niah_multikey_1", "ruler/vt"],
+                value=88 * quality(arm),
+                delta=88 * (quality(arm) - 1),
+            )
+            for arm in entries
+            if {"ruler/niah_multikey_1", "ruler/vt"} <= set(tasks)
+        ],
+        "gates": [
+            GateResult(
+                gate="least", arm="roco@64", task="niah", value=0.55, limit=0.9, passed=False
+            ),
+            GateResult(
+                gate="max_drop", arm="snapkv@256", task="niah", value=0.0, limit=2.0, passed=True
+            ),
+        ],
+    }
+    fields.update(changes)
+    return ResultsDocument(**fields)
