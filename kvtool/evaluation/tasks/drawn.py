@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
-from pydantic import ConfigDict, Field, PositiveInt
+from pydantic import PositiveInt
 
 from kvtool.evaluation.fit import generator
 from kvtool.evaluation.metrics.contains import string_match_all
@@ -21,33 +21,33 @@ class Drawn(Asking):
 
     Attributes:
         lengths: tokens of a prompt and the longest answer together.
-        per_cell: samples of each cell, the setting `samples`.
+        samples: how many of each cell.
     """
 
-    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
-
     lengths: Lengths = (1024,)
-    per_cell: PositiveInt = Field(default=20, alias="samples")
+    samples: PositiveInt = 20
 
     def cells(self) -> Iterator[Cell]:
         """Return what the samples differ in; the `length` is among it."""
         for length in self.lengths:
             yield {"length": length}
 
-    def samples(self, tokens: TokenCounter) -> Iterator[Sample]:
+    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         """Draw `samples` of each cell.
 
         Raises:
             UsageError: a length that is too short for the task.
         """
         for cell in self.cells():
-            for index in range(self.per_cell):
+            for index in range(self.samples):
                 rng = generator(self.seed, self.name, *cell.values(), index)
                 place = "/".join(f"{name}={value}" for name, value in cell.items())
-                yield self.draw(rng, f"{place}/{index}", cell, tokens)
+                yield self.draw_one(rng, f"{place}/{index}", cell, tokens)
 
     @abstractmethod
-    def draw(self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter) -> Sample:
+    def draw_one(
+        self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
+    ) -> Sample:
         """Draw the sample that is called `name`."""
 
 

@@ -50,13 +50,13 @@ class Needle(Drawn):
     Attributes:
         lengths: tokens of a prompt and the longest answer together.
         depths: percentages of the haystack before the needle, or how many of them.
-        per_cell: samples of each length and depth, the setting `samples`.
+        samples: how many of each length and depth.
         haystack: `builtin`, `noise` or a text file.
     """
 
     lengths: Lengths = (512, 1024, 2048)
     depths: Depths = Field(default=11, validate_default=True)
-    per_cell: PositiveInt = Field(default=1, alias="samples")
+    samples: PositiveInt = 1
     haystack: str = "builtin"
 
     metric: ClassVar[str] = "em"
@@ -68,7 +68,9 @@ class Needle(Drawn):
             for depth in self.depths:
                 yield {"length": length, "depth": int(depth) if depth == int(depth) else depth}
 
-    def draw(self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter) -> Sample:
+    def draw_one(
+        self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
+    ) -> Sample:
         """Hide one needle."""
         needle, turn = self.plant(rng)
         sentences = haystack(self.haystack).draw(rng, cell["length"])

@@ -70,7 +70,9 @@ class RulerNeedles(Ruler):
 
     haystack: str = "builtin"
 
-    def draw(self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter) -> Sample:
+    def draw_one(
+        self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
+    ) -> Sample:
         """Hide needles in sentences, or one needle among others."""
         form, length = FORMS[self.name.removeprefix("ruler/")], cell["length"]
         others = _most_needles(rng, form, length, tokens) if form.haystack == "needles" else 0
