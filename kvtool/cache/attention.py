@@ -224,7 +224,10 @@ def kvtool_attention(
         kernel=cache.kernel,
         block=cache.block,
     )
-    return attend(layer, call, taken.decoding).transpose(1, 2).contiguous(), None
+    out = attend(layer, call, taken.decoding)
+    if cache.watch is not None:
+        cache.watch(layer.index, call, out)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _stock(module, query, key, value, mask, scaling, dropout, softcap, sinks, kwargs):

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 )
 
 from kvtool.cache import handover
+from kvtool.cache.kernels import Call
 from kvtool.cache.slots import HybridSlotLayer, SlotLayer
 from kvtool.cache.together import form_groups
 from kvtool.errors import KvtoolError, UsageError
@@ -138,6 +139,7 @@ class KVCache(Cache):
         self.config, self.policy, self.budget, self.block = config, policy, budget, block
         self.kernel = kernel
         self.built_for: Callable[[], PreTrainedModel | None] = lambda: None
+        self.watch: Callable[[int, Call, Tensor], None] | None = None  # sees each layer's step
         self.hooked = False  # attention is stock eager code, seen through hooks
         self.hook_note: tuple | None = None  # from the hook before a module to the one after it
         self.peak_bytes = 0

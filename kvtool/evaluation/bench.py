@@ -270,7 +270,12 @@ class Bench:
     # ---- plain text, as other harnesses ask for it
 
     def generate(
-        self, prompt: str, *, max_new_tokens: int, stop: Sequence[str] = (), temperature: float = 0.0
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        temperature: float = 0.0,
     ) -> str:
         """Return the text after a prompt, without the stop text and what follows it.
 

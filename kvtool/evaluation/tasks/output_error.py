@@ -1,0 +1,91 @@
+"""How far a policy moves the outputs of the attention layers while the model answers.
+
+See `kvtool.profiling.output_error` for the formula (CAOTE, figure 3).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import PositiveInt
+
+from kvtool.evaluation.passages import question_sample
+from kvtool.evaluation.task import (
+    Curve,
+    Json,
+    Lengths,
+    Sample,
+    Summary,
+    Task,
+    TokenCounter,
+)
+
+if TYPE_CHECKING:
+    from kvtool.evaluation.bench import Bench
+
+
+class OutputError(Task):
+    """Normalised squared error of the attention outputs, mean over layers.
+
+    Attributes:
+        samples: prompts per length.
+        new_tokens: decoded steps: the full cache's own answer, which both runs read.
+        mode: `isolated` or `end_to_end`.
+    """
+
+    lengths: Lengths = (1024,)
+    samples: PositiveInt = 5
+    new_tokens: PositiveInt = 32
+    mode: Literal["isolated", "end_to_end"] = "isolated"
+
+    metric: ClassVar[str] = "nmse"
+    best: ClassVar[float | None] = 0.0
+    lower_is_better: ClassVar[bool] = True
+
+    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
+        for length in self.lengths:
+            for i in range(self.samples):
+                room = length - self.new_tokens
+                sample = question_sample(self.name, self.seed, room, i, tokens)
+                yield Sample(
+                    f"length={length}/{i}", sample.context, sample.turns, {"length": length}
+                )
+
+    def run(self, bench: Bench, sample: Sample) -> Json:
+        from kvtool import generation
+        from kvtool.profiling.output_error import output_error
+
+        turn = sample.turns[0]
+        text = sample.context + turn.question + turn.answer_prefix
+        ids = bench.encode(text, special=True)
+
+        def full_answer():
+            return generation.generate(
+                bench.model,
+                bench.tokenizer,
+                bench.full_cache(),
+                ids,
+                max_new_tokens=self.new_tokens,
+            ).input_ids[:, ids.shape[1] :]
+
+        answer = bench.once("full answer", full_answer).to(ids.device)
+        cache = bench.new_cache()
+        layers = output_error(bench.model, cache, ids, answer, self.mode)
+        bench.meter.read(cache)
+        return {"layers": layers, "new_tokens": answer.shape[1]}
+
+    def score(self, record: Json) -> dict[str, float]:
+        return {"nmse": statistics.fmean(record["layers"])}
+
+    def summarise(self, records: Sequence[Json]) -> Summary:
+        summary = super().summarise(records)
+        layers = [
+            statistics.fmean(column) for column in zip(*(r["layers"] for r in records), strict=True)
+        ]
+        x = [float(i) for i in range(len(layers))]
+        summary.curves["error by layer"] = Curve(
+            x, layers, "attention layer", "output error (NMSE)"
+        )
+        return summary

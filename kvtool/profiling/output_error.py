@@ -1,0 +1,106 @@
+"""How far a compressed cache moves the output of each attention layer (CAOTE, figure 3).
+
+Per layer, sum over decoded steps of ||o - o'||^2 over sum of ||o||^2, where o joins all heads
+before the output projection, with the full cache, and o' is the same under the policy. The paper
+(https://arxiv.org/abs/2504.14051) does not say how it normalises; this is ours.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvtool.cache.cache import KVCache, build_cache
+from kvtool.cache.replay import replay
+from kvtool.errors import KvtoolError
+from kvtool.generation import follow, prefill
+
+
+class _Sums:
+    """Squared differences and squared lengths per layer, kept on the device."""
+
+    def __init__(self) -> None:
+        self._error: dict[int, Tensor | float] = defaultdict(float)
+        self._size: dict[int, Tensor | float] = defaultdict(float)
+
+    def add(self, layer: int, full: Tensor, ours: Tensor) -> None:
+        """Add the outputs of one step, of any equal shape."""
+        full, ours = full.float(), ours.float()
+        self._error[layer] = self._error[layer] + (full - ours).square().sum()
+        self._size[layer] = self._size[layer] + full.square().sum()
+
+    def ratios(self) -> list[float]:
+        """Return one number per attention layer, in order."""
+        return [(self._error[i] / self._size[i]).item() for i in sorted(self._size)]
+
+
+def output_error(
+    model: PreTrainedModel,
+    cache: KVCache,
+    prompt_ids: Tensor,
+    token_ids: Tensor,
+    mode: Literal["isolated", "end_to_end"] = "isolated",
+) -> list[float]:
+    """Measure the normalised squared error of each attention layer's output while decoding.
+
+    Args:
+        model: with kvtool's attention.
+        cache: empty, of the policy in question.
+        prompt_ids: (1, n) int64.
+        token_ids: (1, steps) int64, the text that follows, read by both.
+        mode: `isolated` gives every layer the queries, keys and values of the full run, so that only
+            its own cache differs; `end_to_end` lets errors run through the layers.
+
+    Raises:
+        KvtoolError: a model whose attention is only watched, or stored in latent form.
+    """
+    if cache.hooked:
+        raise KvtoolError(f"`{model.config.model_type}` does not show its attention outputs")
+    if mode == "isolated":
+        return _isolated(model, cache, prompt_ids, token_ids)
+    return _end_to_end(model, cache, prompt_ids, token_ids)
+
+
+def _isolated(
+    model: PreTrainedModel, cache: KVCache, prompt_ids: Tensor, token_ids: Tensor
+) -> list[float]:
+    sums, full = _Sums(), build_cache(model, "full")
+    reading = True
+
+    def watch(index: int, call, out: Tensor) -> None:
+        ours = replay(cache, index, call, decoding=not reading)
+        if not reading:
+            sums.add(index, out, ours)
+
+    full.watch = watch
+    with cache.prompt([prompt_ids.shape[1]]):
+        logits = prefill(model, full, prompt_ids)
+    reading = False
+    follow(model, full, logits, _with_end(token_ids))
+    return sums.ratios()
+
+
+def _end_to_end(
+    model: PreTrainedModel, cache: KVCache, prompt_ids: Tensor, token_ids: Tensor
+) -> list[float]:
+    outputs: list[list[tuple[int, Tensor]]] = []
+    for each in (build_cache(model, "full"), cache):
+        seen: list[tuple[int, Tensor]] = []
+        logits = prefill(model, each, prompt_ids)
+        each.watch = lambda index, call, out, seen=seen: seen.append((index, out))
+        follow(model, each, logits, _with_end(token_ids))
+        each.watch = None
+        outputs.append(seen)
+    sums = _Sums()
+    for (index, full), (_, ours) in zip(*outputs, strict=True):
+        sums.add(index, full, ours)
+    return sums.ratios()
+
+
+def _with_end(token_ids: Tensor) -> Tensor:
+    """Add a token that is never fed, so that all the given ones are."""
+    return torch.cat([token_ids, token_ids[:, -1:]], 1)
