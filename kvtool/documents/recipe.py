@@ -1,0 +1,199 @@
+"""The recipe: model, policies, budgets, benchmarks and gates of a run in one file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    StringConstraints,
+    Tag,
+    WrapValidator,
+    model_validator,
+)
+
+from kvtool.documents.budget_choice import BudgetChoice, BudgetMapping, spell
+from kvtool.documents.document import Document
+from kvtool.documents.policy_choice import PolicyChoice
+from kvtool.documents.shapes import BY_SHAPE, MAPPING, SHORT, RecipeSection, counted, listed
+from kvtool.documents.yaml_writer import dump_yaml
+from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
+
+Name = Annotated[str, StringConstraints(min_length=1)]
+Tokens = Annotated[PositiveInt, BeforeValidator(counted)]
+Listed = BeforeValidator(listed)
+
+
+class ModelChoice(RecipeSection):
+    """Which model runs, and how; the bundled reference model if there is no `id`."""
+
+    id: Name | None = None
+    revision: Name | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Name = "auto"
+    device_map: Name | None = None
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+
+    refused_keys: ClassVar[dict[str, str]] = {
+        "trust_remote_code": "no file can allow this; pass the flag --trust-remote-code"
+    }
+
+
+class Generation(RecipeSection):
+    """How answers are generated; null is the task's own."""
+
+    max_new_tokens: PositiveInt | None = None
+    temperature: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)] = 0.0
+    stop: Annotated[list[Name], Listed] = Field(default_factory=list)
+
+
+class TaskEntry(RecipeSection):
+    """A task, a suite or a glob (`ruler/niah_*`); every further key is a setting of the task."""
+
+    model_config = ConfigDict(extra="allow")
+
+    task: Name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that are given; the task's own class validates them."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+def _named(value: Any) -> Any:
+    return {"task": value} if isinstance(value, str) else value
+
+
+class Evaluation(RecipeSection):
+    """What is measured, and how prompts are made; `query_aware: null` is the task's own."""
+
+    tasks: Annotated[list[Annotated[TaskEntry, BeforeValidator(_named)]], Listed] = Field(
+        default_factory=list
+    )
+    baseline: bool = True
+    limit: PositiveInt | None = None
+    query_aware: bool | None = None
+    chat_template: Literal["auto", "on", "off"] = "auto"
+    max_length: Tokens | None = None
+    truncate: Literal["middle", "left", "error"] = "middle"
+
+
+class Gate(RecipeSection):
+    """A condition on the results of the tasks that a name or a glob stands for.
+
+    `min` is the least headline score, `max_drop` the most by which it may stay behind the full
+    cache's.
+    """
+
+    task: Name
+    min: float | None = None
+    max_drop: NonNegativeFloat | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Gate:
+        if (self.min is None) == (self.max_drop is None):
+            got = "none" if self.min is None else "both"
+            raise ValueError(f"a gate has either `min` or `max_drop`, got {got}")
+        return self
+
+
+def _pictures(value: Any) -> Any:
+    if isinstance(value, bool):
+        return ["png"] if value else []
+    return listed(value)
+
+
+class Output(RecipeSection):
+    """The folder of the run, and what is written there; `plots: null` leaves it to the command."""
+
+    dir: Name | None = None
+    samples: bool = True
+    plots: Annotated[list[Literal["png", "svg"]], BeforeValidator(_pictures)] | None = None
+
+
+class PrefillMapping(RecipeSection):
+    """How a prompt is fed, key by key."""
+
+    mode: Literal["full", "block"]
+    block: Tokens | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PrefillMapping:
+        if self.mode == "full" and self.block is not None:
+            raise ValueError("mode `full` feeds the prompt at once; `block` is for mode `block`")
+        return self
+
+    def __str__(self) -> str:
+        """Return the setting as the flag spells it."""
+        return "full" if self.mode == "full" else f"block:{self.block or DEFAULT_BLOCK}"
+
+
+def _prefill(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    block = parse_prefill(value)
+    return "full" if block is None else f"block:{block}"
+
+
+PrefillChoice = Annotated[
+    Annotated[str, BeforeValidator(_prefill), Tag(SHORT)] | Annotated[PrefillMapping, Tag(MAPPING)],
+    BY_SHAPE,
+]
+
+
+def _spelled(value: Any, validate: Any) -> str:
+    return str(validate(value))
+
+
+def _identified(value: Any) -> Any:
+    return {"id": value} if isinstance(value, str) else value
+
+
+class Recipe(Document):
+    """A run. What is left out has the default of the command."""
+
+    model_config = ConfigDict(strict=True)
+
+    kind: Literal["recipe"] = "recipe"
+    name: Name | None = None
+    model: Annotated[ModelChoice, BeforeValidator(_identified)] = ModelChoice()
+    policy: Annotated[list[PolicyChoice], Field(min_length=1), Listed] | None = None
+    modifiers: Annotated[list[PolicyChoice], Listed] = Field(default_factory=list)
+    budget: BudgetChoice | None = None
+    allocator: Name | None = None
+    prefill: Annotated[PrefillChoice, WrapValidator(_spelled)] | None = None
+    generation: Generation = Generation()
+    eval: Evaluation = Evaluation()
+    gates: list[Gate] = Field(default_factory=list)
+    output: Output = Output()
+    seed: NonNegativeInt = 0
+
+    def policies(self) -> list[str]:
+        """Return the policy strings, each with every modifier; empty if there is no policy."""
+        rest = [str(modifier) for modifier in self.modifiers]
+        return ["+".join([str(policy), *rest]) for policy in self.policy or []]
+
+    def budgets(self) -> list[str]:
+        """Return the budgets in their canonical spelling; empty without, and with a plan."""
+        return spell(self.budget)
+
+    @property
+    def plan(self) -> str | dict[str, Any] | None:
+        """The plan that gives the budget, or its path."""
+        return self.budget.plan if isinstance(self.budget, BudgetMapping) else None
+
+    def to_yaml(self) -> str:
+        """Return a recipe that runs the same, every default written out."""
+        return dump_yaml(self.to_data())
+
+    def hash(self) -> str:
+        """Return the sha256 of the recipe in canonical JSON."""
+        text = json.dumps(self.to_data(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,174 @@
+"""Recipes as they are typed: included files, short forms, flags over the file, policies checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvtool.documents.overrides import apply_sets, overlay
+from kvtool.documents.policy_choice import PolicyChoice, PolicyMapping
+from kvtool.documents.problems import DocumentError, Keys, Mark, Problem
+from kvtool.documents.recipe import Recipe
+from kvtool.documents.source import Source, check_version, read_file
+from kvtool.documents.tree import Node
+from kvtool.documents.validation import show
+from kvtool.errors import UsageError
+
+Policy = TypeVar("Policy")
+
+
+def read_recipe(
+    source: Source,
+    flags: Sequence[tuple[str, dict[str, Any]]] = (),
+    sets: Sequence[str] = (),
+    unsets: Sequence[str] = (),
+) -> tuple[Recipe, Source]:
+    """Return the recipe, and the document that all of it stands in.
+
+    Args:
+        source: a document of kind `recipe`.
+        flags: what flags set, weakest first: the flag as typed, and values nested as in a recipe.
+        sets: `--set` flags, stronger than the others.
+        unsets: `--unset` flags.
+
+    Raises:
+        DocumentError: every mistake, each with its file and position, or its flag.
+    """
+    node = resolve_includes(source).node
+    for origin, values in flags:
+        node = overlay(node, spell_out(Node.of(values, Mark(origin))))
+    source = apply_sets(replace(source, node=node), sets, unsets)
+    source = replace(source, node=spell_out(source.node))
+    return source.validate(Recipe), source
+
+
+def spell_out(node: Node) -> Node:
+    """Write the short forms `model: ID` and `tasks: [NAME]` as the mappings they stand for."""
+    model = node.child("model")
+    if model is not None and isinstance(model.value, str):
+        node = node.with_child("model", _wrapped(model, "id"))
+    evaluation = node.child("eval")
+    tasks = evaluation.child("tasks") if evaluation else None
+    if tasks is None or not isinstance(tasks.value, (str, list)):
+        return node
+    entries = [tasks] if isinstance(tasks.value, str) else tasks.value
+    entries = [_wrapped(e, "task") if isinstance(e.value, str) else e for e in entries]
+    return node.with_child("eval", evaluation.with_child("tasks", replace(tasks, value=entries)))
+
+
+def _wrapped(node: Node, key: str) -> Node:
+    return replace(node, value={key: replace(node, key=node.mark)})
+
+
+def resolve_includes(source: Source, outer: tuple[Path, ...] = ()) -> Source:
+    """Lay a recipe over the files it includes, the first of which is the weakest.
+
+    Paths are relative to the including file; short forms are spelled out.
+
+    Raises:
+        DocumentError: a file that is missing, unreadable, no recipe, or includes itself.
+    """
+    if source.path is not None:
+        outer = (*outer, source.path.resolve())
+    if not isinstance(source.node.value, dict):
+        raise DocumentError([source.problem((), f"must be a mapping, got {show(source.data)}")])
+    check_version(source)
+    include = source.node.child("include")
+    node = spell_out(source.node)
+    if include is None:
+        return replace(source, node=node)
+    listed = isinstance(include.value, list)
+    below, problems = None, []
+    for i, entry in enumerate(include.value if listed else [include]):
+        keys = ("include", i) if listed else ("include",)
+        try:
+            included = _include(source, entry, outer)
+        except DocumentError as error:
+            problems += error.problems
+        except UsageError as error:
+            problems.append(Problem(entry.mark, keys, str(error).removeprefix("include: ")))
+        else:
+            below = included if below is None else overlay(below, included)
+    if problems:
+        raise DocumentError(problems)
+    above = node.without_child("include")
+    return replace(source, node=above if below is None else overlay(below, above))
+
+
+def _include(source: Source, entry: Node, outer: tuple[Path, ...]) -> Node:
+    if not isinstance(entry.value, str) or not entry.value:
+        raise UsageError(f"must be the path of a file, got {show(entry.data)}")
+    path = (source.path.parent if source.path else Path()) / Path(entry.value).expanduser()
+    if path.resolve() in outer:
+        raise UsageError(f"`{path}` includes itself")
+    included = read_file(path, option="include")
+    if included.kind not in (None, "recipe"):
+        message = f"an included file is a recipe, got {show(included.kind)}"
+        raise DocumentError([included.problem(("kind",), message)])
+    return resolve_includes(included, outer).node
+
+
+def parse_policies(recipe: Recipe, source: Source, parse: Callable[[str], Policy]) -> list[Policy]:
+    """Parse every policy with its modifiers.
+
+    Args:
+        parse: reads a policy string, `UsageError` if it cannot.
+
+    Raises:
+        DocumentError: every policy, modifier or parameter that cannot be read, at its place.
+    """
+    parsed: list[Policy] = []
+    problems: dict[tuple[Keys, str], Problem] = {}
+    for i, choice in enumerate(recipe.policy or []):
+        found = _check(str(choice), parse) and _explain(
+            source, _way(source, "policy", i), choice, "", parse
+        )
+        for j, modifier in enumerate([] if found else recipe.modifiers):
+            text = f"{choice}+{modifier}"
+            if _check(text, parse):
+                way = _way(source, "modifiers", j)
+                found = [*(found or []), *_explain(source, way, modifier, f"{choice}+", parse)]
+        error = None if found else _check(recipe.policies()[i], parse)
+        if error:
+            found = [source.problem(("modifiers",), error)]
+        for problem in found or []:
+            problems[problem.keys, problem.message] = problem
+        if not problems:
+            parsed.append(parse(recipe.policies()[i]))
+    if problems:
+        raise DocumentError(list(problems.values()))
+    return parsed
+
+
+def _way(source: Source, key: str, i: int) -> Keys:
+    node = source.node.child(key)
+    return (key, i) if node is not None and isinstance(node.value, list) else (key,)
+
+
+def _explain(
+    source: Source, way: Keys, choice: PolicyChoice, before: str, parse: Callable[[str], Any]
+) -> list[Problem]:
+    """Find the name or the parameters for which a policy or modifier cannot be read."""
+    whole = _check(f"{before}{choice}", parse) or ""
+    if not isinstance(choice, PolicyMapping):
+        return [source.problem(way, whole)]
+    error = _check(f"{before}{choice.name}", parse)
+    if error:
+        return [source.problem((*way, "name"), error)]
+    wrong = []
+    for key, value in choice.parameters.items():
+        error = _check(f"{before}{PolicyMapping(name=choice.name, **{key: value})}", parse)
+        if error:
+            wrong.append(source.problem((*way, key), error, at_key=True))
+    return wrong or [source.problem(way, whole)]
+
+
+def _check(text: str, parse: Callable[[str], Any]) -> str | None:
+    """Return why a policy string cannot be read, None if it can."""
+    try:
+        parse(text)
+    except UsageError as error:
+        return f"{error}" + (f"; {error.hint}" if error.hint else "")
+    return None

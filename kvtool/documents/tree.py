@@ -1,0 +1,64 @@
+"""Values that remember where they stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvtool.documents.problems import Mark
+
+DEEPEST = 64
+"""Levels of mappings and lists that a document may have."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value and where it stands.
+
+    Attributes:
+        value: a scalar, a dictionary of nodes or a list of nodes.
+        mark: where the value begins.
+        key: where its key begins, None for list items and the top.
+    """
+
+    value: Any
+    mark: Mark
+    key: Mark | None = None
+
+    @classmethod
+    def of(cls, data: Any, mark: Mark) -> Node:
+        """Make a tree of plain data, all of which stands at `mark`."""
+        if isinstance(data, dict):
+            return cls({key: replace(cls.of(data[key], mark), key=mark) for key in data}, mark)
+        if isinstance(data, (list, tuple)):
+            return cls([cls.of(item, mark) for item in data], mark)
+        return cls(data, mark)
+
+    @property
+    def data(self) -> Any:
+        """Plain dictionaries, lists and scalars."""
+        if isinstance(self.value, dict):
+            return {key: node.data for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.data for node in self.value]
+        return self.value
+
+    def child(self, key: str | int) -> Node | None:
+        """Return what stands under a key or an index, None if there is nothing."""
+        if isinstance(self.value, dict):
+            return self.value.get(key)
+        if isinstance(self.value, list) and isinstance(key, int) and 0 <= key < len(self.value):
+            return self.value[key]
+        return None
+
+    def with_child(self, key: str | int, node: Node) -> Node:
+        """Return a copy in which `node` stands under a key, or at an index (the end included)."""
+        if isinstance(self.value, dict):
+            return replace(self, value={**self.value, key: node})
+        return replace(self, value=[*self.value[:key], node, *self.value[key + 1 :]])
+
+    def without_child(self, key: str | int) -> Node:
+        """Return a copy without what stands under a key or an index."""
+        if isinstance(self.value, dict):
+            return replace(self, value={k: node for k, node in self.value.items() if k != key})
+        return replace(self, value=[*self.value[:key], *self.value[key + 1 :]])
