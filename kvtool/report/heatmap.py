@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
+from kvtool.documents.results import ArmEntry, ResultsDocument
 from kvtool.report import numbers
 from kvtool.report.arms import Family, families, results_of
 from kvtool.report.needles import COLOURS, NeedleGrid, needle_grids, scale
@@ -95,9 +95,9 @@ def _label(panel: Axes, grid: NeedleGrid) -> None:
     columns, rows = len(grid.lengths), len(grid.depths)
     across = range(0, columns, -(-columns // 12))
     down = range(0, rows, -(-rows // 6) if rows > 7 else 1)
-    turned = 0 if max(len(_short(length)) for length in grid.lengths) <= 4 else 45
+    turned = 0 if max(len(numbers.tokens(length)) for length in grid.lengths) <= 4 else 45
     panel.set_xticks(
-        list(across), [_short(grid.lengths[i]) for i in across], rotation=turned, fontsize=7
+        list(across), [numbers.tokens(grid.lengths[i]) for i in across], rotation=turned, fontsize=7
     )
     panel.set_yticks(list(down), [f"{grid.depths[i]:g}" for i in down], fontsize=7)
 
@@ -117,7 +117,3 @@ def _cell(value: float | None, best: float) -> str:
     if best > 1:
         return f"{value:.0f}"
     return f"{value:.2f}".removeprefix("0").replace(".00", "") or "0"
-
-
-def _short(length: int) -> str:
-    return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else str(length)

@@ -65,6 +65,15 @@ def size(count: float) -> str:
     return f"{count / 1024:.1f} TiB"
 
 
+def tokens(count: float) -> str:
+    """Write a number of tokens for an axis, in K = 1024 where it divides.
+
+    >>> tokens(640), tokens(4096), tokens(0.5)
+    ('640', '4K', '0.5')
+    """
+    return f"{count / 1024:.0f}K" if count >= 1024 and count % 1024 == 0 else f"{count:.10g}"
+
+
 def share(part: float) -> str:
     """Write a share as a percentage: one decimal below 10%, none above."""
     return f"{part:.1%}" if part < 0.0995 else f"{part:.0%}"

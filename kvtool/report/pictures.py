@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument
 from kvtool.report.bars import cost_figure
-from kvtool.report.curves import budget_figure, budget_panels, curve_figure, curve_names
+from kvtool.report.budgets import budget_figure, budget_panels
+from kvtool.report.curves import curve_figure, curve_names
 from kvtool.report.heatmap import needle_figure
 from kvtool.report.needles import needle_tasks
 from kvtool.report.spent import spent_by_arm

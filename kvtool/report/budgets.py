@@ -1,0 +1,118 @@
+"""Scores against the budget: a line per policy, the full cache dashed across."""
+
+from __future__ import annotations
+
+import math
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+from kvtool.documents.results import ResultsDocument, TaskResult
+from kvtool.report import numbers
+from kvtool.report.arms import Family, budget_size, families, results_of, task_names
+from kvtool.report.panels import add_legend, log_y, new_panels
+from kvtool.report.style import Look, looks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_UNITS = {"tokens": "budget (tokens)", "ratio": "budget (share of the prompt)", "bytes": "budget"}
+
+
+def budget_panels(document: ResultsDocument) -> list[tuple[str, str]]:
+    """Return the tasks and units of budgets for which scores against budgets can be drawn."""
+    units = {budget_size(arm.budget)[0] for arm in document.arms if arm.budget is not None}
+    return [
+        (task, unit)
+        for task in task_names(document)
+        for unit in _UNITS
+        if unit in units and any(r.value is not None for r in results_of(document, task))
+    ]
+
+
+def budget_figure(document: ResultsDocument) -> Figure:
+    """Return a panel per task: a line per policy over its budgets, whiskers one standard error."""
+    wanted = budget_panels(document)
+    look = looks(document)
+    figure, panels = new_panels(len(wanted))
+    for panel, (task, unit) in zip(panels, wanted, strict=True):
+        results = {result.arm: result for result in results_of(document, task)}
+        places, ticks = _places(document, unit)
+        for family in families(document):
+            _budget_line(panel, family, look[family.label], results, places)
+        sample = next(iter(results.values()))
+        _budget_axis(panel, ticks, document)
+        _score_axis(panel, list(results.values()))
+        panel.set_title(task)
+        panel.set_ylabel(f"{sample.metric} {numbers.direction(sample)}")
+    add_legend(figure, panels)
+    return figure
+
+
+def _places(document: ResultsDocument, unit: str) -> tuple[dict[str, float], dict[float, str]]:
+    """Return where each arm stands on the x axis, and the ticks: budgets, or policies if one."""
+    swept = [
+        (family, arm)
+        for family in families(document)
+        for arm in family.arms
+        if arm.budget is not None and budget_size(arm.budget)[0] == unit
+    ]
+    sizes = {arm.name: float(budget_size(arm.budget)[1]) for _, arm in swept}
+    if len(set(sizes.values())) > 1:
+        return sizes, {sizes[arm.name]: str(arm.budget) for _, arm in swept}
+    ranks = {arm.name: float(rank) for rank, (_, arm) in enumerate(swept)}
+    return ranks, {ranks[arm.name]: family.label for family, arm in swept}
+
+
+def _budget_line(
+    panel: Axes,
+    family: Family,
+    look: Look,
+    results: dict[str, TaskResult],
+    places: dict[str, float],
+) -> None:
+    for arm in family.arms:
+        value = results[arm.name].value if arm.name in results else None
+        if arm.budget is None and value is not None:
+            dashes = "--" if family.is_full else "-."
+            panel.axhline(
+                value, color=look.colour, linestyle=dashes, linewidth=1.2, label=family.label
+            )
+    swept = [arm for arm in family.arms if arm.name in places]
+    if not swept:
+        return
+    found = [results.get(arm.name) for arm in swept]
+    panel.errorbar(
+        [places[arm.name] for arm in swept],
+        [math.nan if r is None or r.value is None else r.value for r in found],
+        yerr=[math.nan if r is None or r.stderr is None else r.stderr for r in found],
+        color=look.colour,
+        marker=look.marker,
+        capsize=2.5,
+        elinewidth=1.0,
+        label=family.label,
+    )
+
+
+def _budget_axis(panel: Axes, ticks: dict[float, str], document: ResultsDocument) -> None:
+    budgets = {str(arm.budget): arm.budget for arm in document.arms if arm.budget is not None}
+    places = sorted(ticks)
+    labels = [ticks[place] for place in places]
+    if set(labels) <= set(budgets):
+        panel.set_xscale("log", base=2)
+        panel.set_xlim(places[0] / 1.3, places[-1] * 1.3)
+        panel.set_xlabel(_UNITS[budget_size(labels[0])[0]])
+        panel.set_xticks(places, labels)
+    else:
+        panel.set_xlim(-0.6, len(places) - 0.4)
+        panel.set_xlabel(f"budget {', '.join(budgets)}")
+        panel.set_xticks(places, [fill(label, 18) for label in labels], rotation=35, ha="right")
+    panel.minorticks_off()
+    panel.grid(axis="y")
+
+
+def _score_axis(panel: Axes, results: list[TaskResult]) -> None:
+    """Take a log scale where a perplexity explodes, so that the other arms stay apart."""
+    values = [result.value for result in results if result.value is not None]
+    if results[0].lower_is_better and min(values) > 0 and max(values) / min(values) > 20:
+        log_y(panel)
