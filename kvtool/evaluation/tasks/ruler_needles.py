@@ -22,7 +22,7 @@ from kvtool.evaluation.tasks.drawn import Cell, Ruler
 
 _NEW_TOKENS = 128
 _DEPTHS = np.linspace(0, 100, 40)
-_TRIED = 16  # needles whose tokens are counted to know how many fit at most
+_TRIED = 16
 
 
 _Draw = Callable[[np.random.Generator, int], list[str]]
@@ -82,7 +82,7 @@ class RulerNeedles(Ruler):
         depths = rng.choice(_DEPTHS, planted, replace=False).tolist()
         if form.haystack == "needles":
             filler = stated[planted:]
-            weights = [tokens.count(filler[0])] * len(filler)
+            weights = [1] * len(filler)
         else:
             source = "noise" if form.haystack == "noise" else self.haystack
             filler = haystack(source).draw(rng, length)
@@ -96,6 +96,6 @@ class RulerNeedles(Ruler):
 
 
 def _most_needles(rng: np.random.Generator, form: Form, length: int, tokens: TokenCounter) -> int:
-    """Return more needles than fit into `length` tokens, for any but odd tokenizers."""
+    """Return a tenth more needles than would fit, were all like some that are tried."""
     _, _, tried = form.state(rng, _TRIED)
-    return length // min(map(tokens.count, tried)) + 1
+    return 11 * length * _TRIED // (10 * tokens.count("".join(tried)))
