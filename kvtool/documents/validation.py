@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from kvtool.documents.problems import Keys, Mark, Problem
 from kvtool.documents.tree import Node
 from kvtool.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 _NOUNS = {
     "bool_parsing": "true or false",

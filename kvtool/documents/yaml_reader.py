@@ -29,16 +29,15 @@ def parse_yaml(text: str, name: str) -> Node:
     Raises:
         DocumentError: not YAML, or YAML that is refused.
     """
-    loader = _Loader(text, name)
     try:
-        top = loader.compose_single()
-        node = loader.build(top, ())
+        loader = _Loader(text, name)
+        node = loader.build(loader.compose_single(), ())
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise DocumentError([loader.problem(mark.index, (), _explain(error))]) from None
+        at = (error.problem_mark or error.context_mark).index
+        raise DocumentError([Problem(Mark(name, text, at), (), _explain(error))]) from None
     except ReaderError as error:
-        message = f"the character {error.character!r} has no place in YAML"
-        raise DocumentError([loader.problem(error.position, (), message)]) from None
+        message = f"the character {chr(error.character)!r} has no place in YAML"
+        raise DocumentError([Problem(Mark(name, text, error.position), (), message)]) from None
     if loader.problems:
         raise DocumentError(sorted(loader.problems, key=lambda problem: problem.mark.index))
     return node

@@ -19,6 +19,8 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     style = None if isinstance(_read(text), str) else "'"
+    if not text.replace("\n", "").isprintable():
+        style = '"'  # the only one that escapes
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
