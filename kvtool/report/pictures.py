@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument
+from kvtool.evaluation.extras import require
 from kvtool.report.bars import cost_figure
 from kvtool.report.budgets import budget_figure, budget_panels
 from kvtool.report.curves import curve_figure, curve_names
@@ -65,8 +66,10 @@ def draw(
     Each file appears whole or not at all. The same document gives the same SVG, byte for byte.
 
     Raises:
-        KvtoolError: the folder cannot be made or written to.
+        UsageError: matplotlib is not installed.
+        KvtoolError: the folder cannot be written to.
     """
+    require("plots", needed_by="drawing pictures")
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     with drawing():

@@ -6,6 +6,7 @@ full cache has, and with Tol's grey for the yellow, which is lost on white.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _DASHES = ("-", "--", "-.", ":")
 _SETTINGS = {
     "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "Verdana"],  # ours, and one as wide where it is missing
     "axes.titlesize": 9,
     "axes.labelsize": 9,
     "legend.fontsize": 9,
@@ -39,6 +41,12 @@ _SETTINGS = {
     "hatch.linewidth": 0.8,
     "svg.fonttype": "none",
     "svg.hashsalt": "kvtool",
+}
+
+
+_METADATA = {  # neither a date nor matplotlib's version, which would change the bytes
+    "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
+    "png": {"Software": None},
 }
 
 
@@ -92,5 +100,11 @@ def new_figure(width: float, height: float) -> Figure:
 def save(figure: Figure, path: Path) -> None:
     """Write a figure atomically in the format of the suffix, the same bytes every time."""
     kind = path.suffix.removeprefix(".")
-    metadata = {"Date": None} if kind == "svg" else None
-    write_with(path, lambda part: figure.savefig(part, format=kind, metadata=metadata))
+    write_with(path, lambda part: figure.savefig(part, format=kind, metadata=_METADATA.get(kind)))
+
+
+def svg(figure: Figure) -> str:
+    """Return a figure as an SVG document."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata=_METADATA["svg"])
+    return text.getvalue()

@@ -1,0 +1,157 @@
+"""The tables of the page: the same numbers as on the terminal, and every metric per task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvtool.documents.results import ArmEntry, Average, ResultsDocument, TaskResult
+from kvtool.report import numbers
+from kvtool.report.arms import FULL, families, full_arm, results_of, task_names
+from kvtool.report.markup import Markup, element
+from kvtool.report.spent import Spent, relative, spent_by_arm, spent_on
+
+_COST = ("K/V", "of full", "policy state", "prefill s", "decode tokens/s", "× full")
+
+
+def summary(document: ResultsDocument) -> Markup:
+    """Return arms by tasks, then what the arms cost over all tasks."""
+    tasks = task_names(document)
+    spent = spent_by_arm(document)
+    headers = ["arm", *(_task_header(document, task) for task in tasks)]
+
+    def cells(arm: ArmEntry) -> list[Markup]:
+        scores = [_score(document.of(arm.name, task), arm) for task in tasks]
+        return [*scores, *(_cost(arm.name, spent, document) if spent else [])]
+
+    return _table([*headers, *(_COST if spent else ())], _rows(document, cells))
+
+
+def task(document: ResultsDocument, name: str) -> Markup:
+    """Return every metric of one task, its samples and its cost."""
+    results = {result.arm: result for result in results_of(document, name)}
+    names = dict.fromkeys(m.name for result in results.values() for m in result.metrics)
+    others = [n for n in names if any(n != result.metric for result in results.values())]
+    costs = {arm: spent_on([result]) for arm, result in results.items()}
+    spent = {arm: cost for arm, cost in costs.items() if cost is not None}
+    headers = ["arm", _task_header(document, name), *others, "n", "failed"]
+
+    def cells(arm: ArmEntry) -> list[Markup]:
+        result = results.get(arm.name)
+        row = [_score(result, arm), *(_metric(result, other) for other in others)]
+        row.append(_number(str(result.n) if result else numbers.MISSING))
+        failed = result.failed if result else 0
+        row.append(element("td", str(failed), class_="failed") if failed else _number("0"))
+        return [*row, *(_cost(arm.name, spent, document) if spent else [])]
+
+    return _table([*headers, *(_COST if spent else ())], _rows(document, cells))
+
+
+def averages(document: ResultsDocument) -> list[Markup]:
+    """Return the mean of each suite with the list of its tasks."""
+    found = []
+    for suite in dict.fromkeys(average.suite for average in document.averages):
+        by_arm = {a.arm: a for a in document.averages if a.suite == suite}
+        tasks = list(dict.fromkeys(name for a in by_arm.values() for name in a.tasks))
+        some = results_of(document, tasks[0])[0]
+
+        def cells(arm: ArmEntry, by_arm=by_arm, some=some) -> list[Markup]:
+            return [_average(by_arm.get(arm.name), arm, some)]
+
+        table = _table(["arm", f"mean {numbers.direction(some)}"], _rows(document, cells))
+        found += [element("p", f"{suite}: the plain mean of {', '.join(tasks)}."), table]
+    return found
+
+
+def gates(document: ResultsDocument) -> Markup:
+    """Return every condition and whether it is met."""
+    rows = []
+    for gate in document.gates:
+        value = numbers.MISSING if gate.value is None else numbers.plain(gate.value)
+        outcome, look = ("passed", "better") if gate.passed else ("FAILED", "failed")
+        rows.append(
+            element(
+                "tr",
+                element("th", gate.arm, scope="row"),
+                element("td", gate.task, class_="words"),
+                element("td", numbers.gate_name(gate), class_="words"),
+                _number(value),
+                _number(numbers.plain(gate.limit)),
+                element("td", outcome, class_=look),
+            )
+        )
+    return _table(["arm", "task", "gate", "value", "limit", ""], rows)
+
+
+def _table(headers: list[str | Markup], rows: list[Markup] | Iterator[Markup]) -> Markup:
+    head = element("tr", [element("th", header, scope="col") for header in headers])
+    table = element("table", element("thead", head), element("tbody", rows))
+    return element("div", table, class_="scroll", tabindex="0")
+
+
+def _rows(document: ResultsDocument, cells: Callable[[ArmEntry], list[Markup]]) -> Iterator[Markup]:
+    """Yield a row per arm, a line above each policy."""
+    for family in families(document):
+        for arm in family.arms:
+            first = {"class_": "first"} if arm is family.arms[0] else {}
+            yield element("tr", element("th", arm.name, scope="row"), cells(arm), **first)
+
+
+def _task_header(document: ResultsDocument, name: str) -> Markup:
+    some = results_of(document, name)[0]
+    metric = element("small", f"{some.metric} {numbers.direction(some)}")
+    return Markup(element("span", name) + element("br") + metric)
+
+
+def _score(result: TaskResult | None, arm: ArmEntry) -> Markup:
+    if result is None:
+        return _number(numbers.MISSING)
+    parts = [numbers.score(result.value, result.best)]
+    if result.stderr is not None:
+        parts.append(element("small", f" {numbers.stderr(result.stderr, result.best)}"))
+    if result.delta is not None and arm.policy != FULL:
+        parts.append(_delta(numbers.signed(result.delta, result.best), numbers.tone(result)))
+    if result.failed:
+        parts.append(element("span", f" !{result.failed}", class_="failed"))
+    return element("td", parts)
+
+
+def _delta(text: str, tone: str) -> Markup:
+    return element("small", f" {text}", **({"class_": tone} if tone else {}))
+
+
+def _metric(result: TaskResult | None, name: str) -> Markup:
+    found = next((m for m in result.metrics if m.name == name), None) if result else None
+    if found is None or found.value is None:
+        return _number(numbers.MISSING)
+    told = "" if found.stderr is None else f" ±{numbers.plain(found.stderr)}"
+    return element("td", numbers.plain(found.value), element("small", told))
+
+
+def _average(average: Average | None, arm: ArmEntry, some: TaskResult) -> Markup:
+    if average is None:
+        return _number(numbers.MISSING)
+    parts = [numbers.score(average.value, some.best)]
+    if average.delta is not None and arm.policy != FULL:
+        tone = numbers.tone(some.model_copy(update={"delta": average.delta}))
+        parts.append(_delta(numbers.signed(average.delta, some.best), tone))
+    return element("td", parts)
+
+
+def _cost(arm: str, spent: dict[str, Spent], document: ResultsDocument) -> list[Markup]:
+    cost = spent.get(arm)
+    if cost is None:
+        return [_number(numbers.MISSING)] * len(_COST)
+    full = full_arm(document)
+    ratio = relative("decode_rate", cost, spent.get(full.name) if full else None)
+    return [
+        _number(numbers.size(cost.kv_bytes)),
+        _number(numbers.share(cost.kv_share)),
+        _number(numbers.size(cost.state_bytes)),
+        _number(numbers.plain(cost.prefill_s)),
+        _number(numbers.MISSING if cost.decode_rate is None else numbers.plain(cost.decode_rate)),
+        _number(numbers.MISSING if ratio is None else numbers.times(ratio)),
+    ]
+
+
+def _number(text: str) -> Markup:
+    return element("td", text)
