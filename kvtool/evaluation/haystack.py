@@ -24,9 +24,9 @@ _SHORTEST_SENTENCE = 2  # a safe underestimate, in tokens: enough sentences are 
 _NOISE = (
     " The old lantern was near the station.",
     " Anna carried a basket at the market.",
-    " In the morning, the village was quiet.",
-    " Nobody followed the river from the tower.",
-    " At night, they were there again.",
+    " At night, the small village was quiet.",
+    " In the morning, Peter painted the ladder.",
+    " Nobody followed the river from the tower slowly.",
 )
 _SENTENCE = re.compile(
     r"""\s*\S.*?(?:[.!?]['")\]\u2019\u201d]*(?=\s)|[\u3002\uff01\uff1f]|(?=\n\s*\n)|\Z)""",
