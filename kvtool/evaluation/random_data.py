@@ -46,6 +46,26 @@ def random_numbers(rng: np.random.Generator, count: int) -> list[int]:
     return [*used[:5].tolist(), *rng.choice(used, 2 * count).tolist()]
 
 
+def random_calculation(rng: np.random.Generator, count: int) -> tuple[list[str], list[int]]:
+    """Draw a calculation of two terms or more whose value stays from 0 to 99.
+
+    Returns:
+        Its terms (`["12", "+ 5", "- 9"]`) and the value after each (`[12, 17, 8]`).
+    """
+    values = [int(rng.integers(100))]
+    terms = [str(values[0])]
+    for _ in range(count + 1):
+        before, after = values[-1], int(rng.integers(100))
+        terms.append(f"{'+' if after >= before else '-'} {abs(after - before)}")
+        values.append(after)
+    return terms, values
+
+
+def units_for(room: int, unit: int) -> int:
+    """Return more than enough units of about `unit` tokens each to fill `room` tokens."""
+    return 2 * room // max(1, unit) + 1
+
+
 def spread(
     filler: Sequence[_Item], chosen: Sequence[_Item], shares: Sequence[float]
 ) -> list[_Item]:

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from kvtool.evaluation.random_data import (
     STATISTICS,
+    random_calculation,
     random_numbers,
     random_pairs,
     random_string,
     spread,
+    units_for,
 )
 
 
@@ -37,6 +39,20 @@ def test_numbers_are_odd_in_number_and_begin_with_five_different_ones(seed, coun
     assert len(numbers) == 5 + 2 * count
     assert len(set(numbers[:5])) == 5
     assert all(10 <= number <= 99 for number in numbers)
+
+
+@given(st.integers(0, 2**32), st.integers(0, 40))
+def test_a_calculation_stays_from_0_to_99(seed, count):
+    terms, values = random_calculation(np.random.default_rng(seed), count)
+    assert len(terms) == len(values) == count + 2
+    assert all(0 <= value <= 99 for value in values)
+    assert [eval(" ".join(terms[: i + 1])) for i in range(len(terms))] == values
+
+
+def test_there_are_more_than_enough_units():
+    assert units_for(100, 3) * 3 > 100
+    assert units_for(0, 5) > 0
+    assert units_for(100, 0) > 100  # a tokenizer that finds nothing in a unit
 
 
 def test_a_long_list_does_not_always_reach_99():

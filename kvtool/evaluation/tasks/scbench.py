@@ -32,6 +32,7 @@ from kvtool.evaluation.random_data import (
     random_pairs,
     random_string,
     spread,
+    units_for,
 )
 from kvtool.evaluation.task import Asking, Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.drawn import Cell, Drawn
@@ -241,11 +242,6 @@ class MathFind(DrawnContext):
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         return 100.0 * (first_number(prediction) == references[0])
-
-
-def units_for(room: int, unit: int) -> int:
-    """Return more than enough units of about `unit` tokens each."""
-    return 2 * room // max(1, unit) + 1
 
 
 def _string(rng: np.random.Generator) -> str:
