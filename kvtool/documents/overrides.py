@@ -124,7 +124,7 @@ def _put(node: Node, keys: Keys, at: int, new: Node, *, append: bool, flag: Mark
     if child is None:
         following = keys[at + 1] if at + 1 < len(keys) else None
         if isinstance(following, int):
-            raise DocumentError([Problem(flag, keys[: at + 1], "is not there; there is no list")])
+            raise DocumentError([Problem(flag, keys[: at + 1], "is not there, and nor is a list")])
         child = Node({} if following is not None else None, flag, flag)
     return node.with_child(key, _put(child, keys, at + 1, new, append=append, flag=flag))
 
