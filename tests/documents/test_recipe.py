@@ -1,0 +1,513 @@
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict
+
+from kvtool.documents.recipe import Recipe
+from kvtool.documents.recipe_source import parse_policies, read_recipe
+from kvtool.documents.source import DocumentError, Source, check_kind, read_source
+from kvtool.errors import UsageError
+from kvtool.policies.grammar import parse_policy
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+EVERYTHING = """\
+kind: recipe
+schema_version: 1
+name: roco-512
+model:
+  id: org/name
+  revision: main
+  dtype: bfloat16
+  device: cuda:0
+  device_map: null
+  attn_implementation: sdpa
+policy:
+- {name: roco, sinks: 4, protect_recent: true, window_ratio: 0.5, seed: null}
+- h2o(recent=8)
+modifiers: [{name: caote}, "calidrop(theta1=0.7)"]
+budget: {tokens: [512, 1K]}
+allocator: d2o
+prefill: {mode: block, block: 256}
+generation: {max_new_tokens: 32, temperature: 0.7, stop: "\\n"}
+eval:
+  baseline: false
+  tasks:
+  - niah
+  - {task: "ruler/niah_*", length: 4K, samples: 50, data: {hub: a/b, config: null}}
+  limit: 10
+  query_aware: false
+  chat_template: on
+  max_length: 8K
+  truncate: left
+gates: [{task: niah, min: 0.9}, {task: "*", max_drop: 2}]
+output: {dir: runs/a, samples: false, plots: [png, svg]}
+seed: 7
+"""
+
+
+def recipe(text, **options):
+    return read_recipe(Source.parse(text, "a.yaml"), **options)[0]
+
+
+def with_key(line):
+    return recipe(f"kind: recipe\n{line}\n")
+
+
+def mistakes(text, **options):
+    with pytest.raises(DocumentError) as caught:
+        recipe(text, **options)
+    return list(map(str, caught.value.problems))
+
+
+def test_every_key_is_read():
+    read = recipe(EVERYTHING)
+    assert (read.name, read.seed, read.allocator) == ("roco-512", 7, "d2o")
+    assert (read.model.id, read.model.dtype, read.model.device) == (
+        "org/name",
+        "bfloat16",
+        "cuda:0",
+    )
+    assert read.policies() == [
+        "roco(sinks=4,protect_recent=true,window_ratio=0.5,seed=null)+caote+calidrop(theta1=0.7)",
+        "h2o(recent=8)+caote+calidrop(theta1=0.7)",
+    ]
+    assert read.budgets() == ["512", "1024"]
+    assert read.prefill == "block:256"
+    assert (read.generation.max_new_tokens, read.generation.stop) == (32, ["\n"])
+    assert [entry.task for entry in read.eval.tasks] == ["niah", "ruler/niah_*"]
+    settings = {"length": "4K", "samples": 50, "data": {"hub": "a/b", "config": None}}
+    assert [entry.settings for entry in read.eval.tasks] == [{}, settings]
+    assert (read.eval.baseline, read.eval.limit, read.eval.query_aware) == (False, 10, False)
+    assert (read.eval.chat_template, read.eval.max_length) == ("on", 8192)
+    assert [(gate.task, gate.min, gate.max_drop) for gate in read.gates] == [
+        ("niah", 0.9, None),
+        ("*", None, 2.0),
+    ]
+    assert (read.output.dir, read.output.plots) == ("runs/a", ["png", "svg"])
+
+
+def test_what_is_left_out_has_its_default():
+    read = recipe("kind: recipe\n")
+    assert read == Recipe()
+    assert (read.policies(), read.budgets(), read.plan, read.prefill) == ([], [], None, None)
+    assert (read.eval.baseline, read.eval.query_aware, read.eval.truncate) == (True, None, "middle")
+    assert (read.model.id, read.model.dtype, read.output.plots) == (None, "auto", None)
+
+
+@pytest.mark.parametrize(
+    ("line", "budgets"),
+    [
+        ("budget: 512", ["512"]),
+        ("budget: 4K", ["4096"]),
+        ("budget: 20%", ["20%"]),
+        ("budget: 0.1", ["10%"]),
+        ("budget: [64, 10%, 64MiB, 1/3]", ["64", "10%", "64MiB", "1/3"]),
+        ("budget: {tokens: 1K}", ["1024"]),
+        ("budget: {tokens: [64, 128]}", ["64", "128"]),
+        ("budget: {ratio: 0.2}", ["20%"]),
+        ("budget: {ratio: [20%, 0.5, 1, 1.0, 2/3]}", ["20%", "50%", "100%", "100%", "2/3"]),
+        ("budget: {bytes: [1048576, 2GiB, 100]}", ["1MiB", "2GiB", "100B"]),
+        ("budget: {tokens: null, ratio: 10%}", ["10%"]),
+        ("budget: {plan: plan.yaml}", []),
+        ("budget: null", []),
+    ],
+)
+def test_budgets_have_one_spelling(line, budgets):
+    assert with_key(line).budgets() == budgets
+
+
+def test_a_plan_is_a_path_or_a_plan():
+    assert with_key("budget: {plan: plan.yaml}").plan == "plan.yaml"
+    assert with_key("budget: {plan: {kind: plan, layers: [1]}}").plan == {
+        "kind": "plan",
+        "layers": [1],
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "prefill"),
+    [
+        ("prefill: full", "full"),
+        ("prefill: block", "block:128"),
+        ("prefill: block:1K", "block:1024"),
+        ("prefill: {mode: full}", "full"),
+        ("prefill: {mode: block}", "block:128"),
+        ("prefill: {mode: block, block: 1K}", "block:1024"),
+    ],
+)
+def test_prefill_has_one_spelling(line, prefill):
+    assert with_key(line).prefill == prefill
+
+
+@pytest.mark.parametrize(
+    ("line", "policies"),
+    [
+        ("policy: h2o", ["h2o"]),
+        ("policy: {name: h2o}", ["h2o"]),
+        ("policy: {name: h2o, recent: 8}", ["h2o(recent=8)"]),
+        ("policy: [h2o, h2o+caote]", ["h2o", "h2o+caote"]),
+        ("policy: h2o\nmodifiers: caote", ["h2o+caote"]),
+        (
+            "policy: {name: x, a: 1e-5, b: true, c: null, d: avg}",
+            ["x(a=1e-05,b=true,c=null,d=avg)"],
+        ),
+    ],
+)
+def test_policies_become_strings(line, policies):
+    assert with_key(line).policies() == policies
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("polcy: h2o", "2:1: polcy: unknown key `polcy`; did you mean `policy`?"),
+        ("name: 3", "2:7: name: must be text, got `3`"),
+        ("kind: plan", "2:1: key `kind` is given twice, first in line 1"),
+        (
+            "schema_version: 2",
+            "2:17: schema_version: 2 was made by a newer kvtool; this one reads 1",
+        ),
+        ("seed: -1", "2:7: seed: must be at least 0, got `-1`"),
+        ("seed: true", "2:7: seed: must be a whole number, got true"),
+        ("seed: '3'", "2:7: seed: must be a whole number, got `3`"),
+        ("model: 3", "2:8: model: must be a mapping, got `3`"),
+        ("model: {di: x}", "2:9: model.di: unknown key `di`; did you mean `id`?"),
+        (
+            "model: {id: x, trust_remote_code: false}",
+            "2:16: model.trust_remote_code: no file can allow this; pass the flag",
+        ),
+        (
+            "model: {dtype: fp16}",
+            "2:16: model.dtype: must be `auto`, `float32`, `bfloat16` or `float16`, got `fp16`",
+        ),
+        (
+            "policy: [h2o, 3]",
+            "2:15: policy.1: must be a policy such as `h2o(recent=8)` or {name: h2o, recent: 8}, "
+            "got `3`",
+        ),
+        ("policy: []", "2:9: policy: must hold at least 1, got 0"),
+        ("policy: {sinks: 4}", "2:1: policy.name: is required"),
+        (
+            "policy:\n- name: h2o+caote",
+            "3:9: policy.0.name: must be one name, without parameters or modifiers, such as `h2o`, "
+            "got `h2o+caote`",
+        ),
+        (
+            "policy: {name: h2o, recent: [1]}",
+            "2:29: policy.recent: must be a number, a word, true, false or null, got a list",
+        ),
+        (
+            "policy: {name: h2o, recent: '8)+x('}",
+            "2:29: policy.recent: must be a number, a word, true, false or null, got `8)+x(`",
+        ),
+        ("budget: 4k", "2:9: budget: lower-case `k` in `4k` is ambiguous; use `4K` (x 1024)"),
+        ("budget: [64, 0]", "2:14: budget.1: budget 0 is not above 0; use tokens (`512`, `4K`)"),
+        ("budget: []", "2:9: budget: must hold at least 1, got 0"),
+        ("budget: true", "2:9: budget: budget `True` is not a size"),
+        (
+            "budget: {tokens: 64, ratio: 20%}",
+            "2:9: budget: must be one of tokens, ratio, bytes and plan, got tokens and ratio",
+        ),
+        (
+            "budget: {}",
+            "2:9: budget: must be one of tokens, ratio, bytes and plan, got none of them",
+        ),
+        ("budget: {tokens: [64, 20%]}", "2:23: budget.tokens.1: `20%` is not a number of tokens"),
+        ("budget: {tokens: 0}", "2:18: budget.tokens: must be above 0, got `0`"),
+        ("budget: {ratio: 5}", "2:17: budget.ratio: `5` is not a share of the prompt; use `20%`"),
+        ("budget: {ratio: 1.5}", "2:17: budget.ratio: budget ratio 1.5 is above 1 (100%)"),
+        ("budget: {bytes: 4K}", "2:17: budget.bytes: `4K` is not a number of bytes; use `64MiB`"),
+        ("budget: {bytes: 1GB}", "2:17: budget.bytes: budget `1GB`: `GB` may mean 1000 or 1024"),
+        ("budget: {plan: 3}", "2:16: budget.plan: must be the path of a plan, or a plan"),
+        ("prefill: blok", "2:10: prefill: prefill must be full, block or block:M, got `blok`"),
+        ("prefill: {block: 8}", "2:1: prefill.mode: is required"),
+        ("prefill: {mode: blk}", "2:17: prefill.mode: must be `full` or `block`, got `blk`"),
+        ("prefill: {mode: full, block: 8}", "2:10: prefill: mode `full` feeds the prompt at once"),
+        ("generation: {temperature: -1}", "2:27: generation.temperature: must be at least 0"),
+        ("eval: {tasks: [{samples: 3}]}", "2:16: eval.tasks.0.task: is required"),
+        ("eval: {tasks: [3]}", "2:16: eval.tasks.0: must be a mapping, got `3`"),
+        ("eval: {baseline: yes}", "2:18: eval.baseline: must be true or false, got `yes`"),
+        (
+            "eval:\n  chat_template: true",
+            "3:18: eval.chat_template: must be `auto`, `on` or `off`, got true",
+        ),
+        ("eval: {max_length: 4k}", "2:20: eval.max_length: lower-case `k` in `4k` is ambiguous"),
+        ("eval: {limit: 0.5}", "2:15: eval.limit: must be a whole number, got `0.5`"),
+        ("gates: [{task: x}]", "2:9: gates.0: a gate has either `min` or `max_drop`, got none"),
+        (
+            "gates: [{task: x, min: 1, max_drop: 2}]",
+            "2:9: gates.0: a gate has either `min` or `max_drop`, got both",
+        ),
+        ("output: {plots: [pdf]}", "2:18: output.plots.0: must be `png` or `svg`, got `pdf`"),
+    ],
+)
+def test_a_mistake_is_told_at_its_place(line, told):
+    found = mistakes(f"kind: recipe\n{line}\n")
+    assert len(found) == 1
+    assert found[0].startswith(f"a.yaml:{told}")
+
+
+def test_pictures_may_be_a_truth():
+    assert with_key("output: {plots: true}").output.plots == ["png"]
+    assert with_key("output: {plots: false}").output.plots == []
+    assert with_key("output: {plots: svg}").output.plots == ["svg"]
+
+
+# ---- flags and task settings
+
+
+class Needle(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    samples: int = 1
+
+
+def test_the_settings_of_a_task_are_validated_where_they_stand():
+    text = "kind: recipe\neval:\n  tasks:\n  - niah\n  - {task: niah, sampels: 3}\n"
+    _, source = read_recipe(Source.parse(text, "a.yaml"), sets=["eval.tasks.0.samples=many"])
+
+    def needle(i):
+        given = {"name": "niah"}
+        return source.validate(Needle, ("eval", "tasks", i), without=("task",), given=given)
+
+    with pytest.raises(DocumentError) as caught:
+        needle(0)
+    assert str(caught.value) == (
+        "--set eval.tasks.0.samples=many: eval.tasks.0.samples: must be a whole number, got `many`"
+    )
+    with pytest.raises(DocumentError) as caught:
+        needle(1)
+    assert str(caught.value) == (
+        "a.yaml:5:18: eval.tasks.1.sampels: unknown key `sampels`; did you mean `samples`?"
+    )
+
+
+def test_flags_are_stronger_than_the_file_and_sets_are_stronger_than_flags():
+    flags = [
+        ("-b 64", {"budget": "64"}),
+        ("-m c/d", {"model": "c/d"}),
+        ("-L 3", {"eval": {"limit": 3}}),
+    ]
+    read = recipe(EVERYTHING, flags=flags)
+    assert read.budgets() == ["64"]
+    assert (read.model.id, read.model.revision, read.model.dtype) == ("c/d", None, "bfloat16")
+    assert (read.eval.limit, read.eval.truncate) == (3, "left")
+    read = recipe(EVERYTHING, flags=flags, sets=["eval.limit=4"], unsets=["budget"])
+    assert (read.eval.limit, read.budgets()) == (4, [])
+    assert mistakes(EVERYTHING, flags=[("-b 4k", {"budget": ["4k"]})]) == [
+        "-b 4k: budget.0: lower-case `k` in `4k` is ambiguous; use `4K` (x 1024)"
+    ]
+
+
+def test_a_command_line_without_a_file_is_a_recipe():
+    flags = [("-p h2o", {"policy": "h2o"}), ("-t niah", {"eval": {"tasks": ["niah"]}})]
+    read, _ = read_recipe(Source.empty(), flags, sets=["eval.tasks.0.samples=2"])
+    assert read == Recipe(policy=["h2o"], eval={"tasks": [{"task": "niah", "samples": 2}]})
+
+
+# ---- policies, with those there are
+
+
+def policy_mistakes(text):
+    read, source = read_recipe(Source.parse(text, "a.yaml"))
+    with pytest.raises(DocumentError) as caught:
+        parse_policies(read, source, parse_policy)
+    return list(map(str, caught.value.problems))
+
+
+def test_policies_are_parsed_with_their_modifiers():
+    text = "kind: recipe\npolicy: [{name: h2o, recent: 8}, roco]\nmodifiers: [caote]\n"
+    read, source = read_recipe(Source.parse(text, "a.yaml"))
+    parsed = parse_policies(read, source, parse_policy)
+    assert parsed == [parse_policy("h2o(recent=8)+caote"), parse_policy("roco+caote")]
+
+
+def test_every_policy_that_cannot_be_read_is_told_at_its_place():
+    found = policy_mistakes(
+        "kind: recipe\npolicy:\n- name: snapkv\n  windw: 32\n  kernel: x\n- h2o(recnt=3)\n"
+        "- {name: rocco}\n- roco\n- tova\nmodifiers: [{name: caot}]\n"
+    )
+    starts = [
+        "a.yaml:4:3: policy.0.windw: `snapkv` has no parameter `windw`",
+        "a.yaml:5:3: policy.0.kernel: snapkv: kernel must be a whole number, got `x`",
+        "a.yaml:6:3: policy.1: `h2o` has no parameter `recnt`",
+        "a.yaml:7:10: policy.2.name: no policy named `rocco`",
+        "a.yaml:10:20: modifiers.0.name: no modifier named `caot`",
+    ]
+    assert len(found) == len(starts)
+    assert all(told.startswith(start) for told, start in zip(found, starts, strict=True))
+
+
+def test_a_policy_alone_and_modifiers_that_exclude_each_other_are_told():
+    (told,) = policy_mistakes("kind: recipe\npolicy: {name: h2o, recnt: 3}\n")
+    assert told.startswith("a.yaml:2:21: policy.recnt: `h2o` has no parameter `recnt`")
+    (told,) = policy_mistakes("kind: recipe\npolicy: h2o\nmodifiers: [caote, fastcaote]\n")
+    assert told.startswith("a.yaml:3:12: modifiers: modifiers `caote` and `fastcaote` exclude")
+    (told,) = policy_mistakes("kind: recipe\npolicy: streaming\nmodifiers: [caote]\n")
+    assert told.startswith("a.yaml:3:13: modifiers.0: ")
+
+
+# ---- includes
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return read_source(str(folder / "top.yaml"), option="RECIPE")
+
+
+def test_included_files_lie_below_the_first_the_lowest(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "deep.yaml").write_text("seed: 5\nname: deep\n")
+    source = write(
+        tmp_path,
+        top="kind: recipe\ninclude: [low.yaml, high.yaml]\nname: top\nmodel: {dtype: float16}\n",
+        low="kind: recipe\nname: low\nmodel: {id: a/b, dtype: float32}\nbudget: 64\n",
+        high="include: sub/deep.yaml\nmodel: c/d\nbudget: {ratio: 20%}\n",
+    )
+    read, resolved = read_recipe(source)
+    assert (read.name, read.seed, read.budgets()) == ("top", 5, ["20%"])
+    assert (read.model.id, read.model.dtype) == ("c/d", "float16")
+    assert "include" not in resolved.data
+
+
+def test_mistakes_in_included_files_name_the_included_file(tmp_path):
+    source = write(
+        tmp_path,
+        top="kind: recipe\ninclude: [base.yaml]\nseed: x\n",
+        base="# base\nmodel: {id: a/b, dtyp: x}\neval:\n  limit: x\n",
+    )
+    with pytest.raises(DocumentError) as caught:
+        read_recipe(source)
+    found = sorted(str(p).removeprefix(f"{tmp_path}/") for p in caught.value.problems)
+    assert found == [
+        "base.yaml:2:18: model.dtyp: unknown key `dtyp`; did you mean `dtype`?",
+        "base.yaml:4:10: eval.limit: must be a whole number, got `x`",
+        "top.yaml:3:7: seed: must be a whole number, got `x`",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"top": "include: [no.yaml]"}, "top.yaml:1:11: include.0: `*no.yaml` does not exist"),
+        ({"top": "include: top.yaml"}, "top.yaml:1:10: include: `*top.yaml` includes itself"),
+        (
+            {"top": "include: [a.yaml]", "a": "include: [top.yaml]"},
+            "a.yaml:1:11: include.0: `*top.yaml` includes itself",
+        ),
+        ({"top": "include: [3]"}, "top.yaml:1:11: include.0: must be the path of a file, got `3`"),
+        (
+            {"top": "include: [a.yaml]", "a": "kind: plan"},
+            "a.yaml:1:7: kind: an included file is a recipe, got `plan`",
+        ),
+        ({"top": "include: [a.yaml]", "a": "- 1"}, "a.yaml:1:1: must be a mapping, got a list"),
+        ({"top": "include: [a.yaml]", "a": "a: [1"}, "a.yaml:1:6: not valid YAML: while parsing"),
+    ],
+)
+def test_files_that_cannot_be_included_are_told(tmp_path, files, told):
+    with pytest.raises(DocumentError) as caught:
+        read_recipe(write(tmp_path, **files))
+    assert len(caught.value.problems) == 1
+    assert str(caught.value).replace(f"{tmp_path}/", "").startswith(told.replace("*", ""))
+
+
+def test_a_file_may_be_included_twice_on_different_ways(tmp_path):
+    source = write(
+        tmp_path,
+        top="kind: recipe\ninclude: [a.yaml, b.yaml]\n",
+        a="include: [c.yaml]\n",
+        b="include: [c.yaml]\n",
+        c="seed: 3\n",
+    )
+    assert read_recipe(source)[0].seed == 3
+
+
+# ---- round trips
+
+
+def test_a_recipe_is_written_so_that_it_runs_the_same():
+    read = recipe(EVERYTHING)
+    again = recipe(read.to_yaml())
+    assert again == read
+    assert again.hash() == read.hash()
+    assert recipe(read.to_json()) == read
+    text = json.dumps(read.to_data(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert read.hash() == hashlib.sha256(text.encode()).hexdigest()
+    assert recipe(EVERYTHING.replace("seed: 7", "seed: 8")).hash() != read.hash()
+
+
+TEXT = st.text(min_size=1) | st.sampled_from(["1e-5", "on", "010", "0o10", "~", "20%", "a: b"])
+WORD = st.from_regex(r"[a-z0-9_.-]+", fullmatch=True)
+SCALAR = st.none() | st.booleans() | st.integers() | st.floats(0, 1) | WORD
+SIZES = st.lists(st.integers(1, 10**6) | st.sampled_from(["4K", "1M"]), min_size=1, max_size=3)
+RATIOS = st.lists(st.sampled_from([0.1, "20%", "1/3", 1, 0.125]), min_size=1, max_size=3)
+PARAMETERS = st.dictionaries(WORD.filter(lambda word: word != "name"), SCALAR, max_size=3)
+POLICY = WORD | st.builds(lambda name, rest: {"name": name} | rest, WORD, PARAMETERS)
+RECIPE = st.fixed_dictionaries(
+    {"kind": st.just("recipe")},
+    optional={
+        "name": TEXT,
+        "model": TEXT | st.fixed_dictionaries({"id": TEXT}, optional={"revision": TEXT}),
+        "policy": POLICY | st.lists(POLICY, min_size=1, max_size=3),
+        "modifiers": st.lists(POLICY, max_size=2),
+        "budget": SIZES
+        | RATIOS
+        | st.builds(lambda sizes: {"tokens": sizes}, SIZES)
+        | st.builds(lambda ratios: {"ratio": ratios}, RATIOS)
+        | st.builds(lambda path: {"plan": path}, TEXT),
+        "prefill": st.sampled_from(["full", "block", {"mode": "block", "block": 7}]),
+        "generation": st.fixed_dictionaries({"stop": st.lists(TEXT, max_size=2)}),
+        "eval": st.fixed_dictionaries(
+            {"tasks": st.lists(TEXT | st.fixed_dictionaries({"task": TEXT, "x": SCALAR}))}
+        ),
+        "gates": st.lists(st.fixed_dictionaries({"task": TEXT, "min": st.floats(-9, 9)})),
+        "seed": st.integers(0, 2**40),
+    },
+)
+
+
+@given(RECIPE)
+def test_any_recipe_is_written_so_that_it_runs_the_same(data):
+    read = recipe(json.dumps(data))
+    again = recipe(read.to_yaml())
+    assert again == read
+    assert again.to_yaml() == read.to_yaml()
+    assert (again.hash(), again.policies(), again.budgets()) == (
+        read.hash(),
+        read.policies(),
+        read.budgets(),
+    )
+    assert Recipe.model_validate(read.to_data()) == read
+
+
+# ---- the recipes we ship
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_we_ship_is_valid_and_says_how_to_run_it(path):
+    source = read_source(str(path), option="RECIPE")
+    check_kind(source, takes=("recipe",), command="kvtool eval")
+    read, source = read_recipe(source)
+    assert len(parse_policies(read, source, parse_policy)) >= 1
+    assert read.eval.tasks
+    text = path.read_text()
+    assert text.startswith("#")
+    assert f"kvtool eval recipes/{path.name}" in text
+    assert "\n# Time and memory: " in text
+    assert read.name == path.stem
+
+
+def test_there_are_recipes():
+    assert len(list(RECIPES.rglob("*.yaml"))) >= 6
+
+
+def test_a_usage_error_is_what_a_caller_may_catch():
+    with pytest.raises(UsageError):
+        recipe("kind: recipe\nseed: x\n")
