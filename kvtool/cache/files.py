@@ -81,7 +81,7 @@ def save_cache(
         "seen": str(cache.get_seq_length()),
         "model": model_name or model.config._name_or_path or model.config.model_type,
         "config_hash": config_hash(model.config),
-        "weights": _weights_fingerprint(model),
+        "weights": weights_fingerprint(model),
         "kvtool": kvtool.__version__,
     }
     metadata["sha256"] = _digest(tensors, metadata)
@@ -108,7 +108,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
             f"`{path}` holds the cache of another model, `{metadata['model']}`, "
             f"not of `{model.config._name_or_path or model.config.model_type}`"
         )
-    if metadata["weights"] != _weights_fingerprint(model):
+    if metadata["weights"] != weights_fingerprint(model):
         raise KvtoolError(
             f"`{path}` was made with other weights or another dtype than those loaded, "
             f"of `{metadata['model']}`"
@@ -172,7 +172,7 @@ def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     return digest.hexdigest()
 
 
-def _weights_fingerprint(model: PreTrainedModel) -> str:
+def weights_fingerprint(model: PreTrainedModel) -> str:
     """Hash of the dtype and a few numbers of every weight, which fine-tuned siblings differ in."""
     sample = [
         weight.detach().flatten()[:8].float().to(model.device)

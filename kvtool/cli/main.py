@@ -12,9 +12,11 @@ import typer
 
 import kvtool
 from kvtool.cli.compress import compress
+from kvtool.cli.eval import evaluate
 from kvtool.cli.generate import generate
 from kvtool.cli.options import command
 from kvtool.cli.policies import policies
+from kvtool.documents.problems import DocumentError
 from kvtool.errors import KvtoolError
 
 app = typer.Typer(
@@ -41,6 +43,7 @@ def root(
 
 for function in (generate, compress, policies):
     app.command()(command(function))
+app.command("eval")(command(evaluate))
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -93,7 +96,10 @@ def _explain(error: Exception) -> KvtoolError | None:
 
 
 def _tell(error: KvtoolError) -> None:
-    lines = [f"error: {' '.join(str(error).split()).rstrip('.')}"]
+    if isinstance(error, DocumentError):
+        lines = [f"error: {error.report()}"]
+    else:
+        lines = [f"error: {' '.join(str(error).split()).rstrip('.')}"]
     if error.hint:
         lines.append(f"hint: {' '.join(error.hint.split())}")
     print(*lines, sep="\n", file=sys.stderr)  # noqa: T201

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -123,7 +123,10 @@ def command(function: Callable[[Any, Terminal], None]) -> Callable[..., None]:
     """Give typer one parameter per field of the options, a command's own before the shared ones."""
     options_type = get_type_hints(function)["options"]
     hints = get_type_hints(options_type, include_extras=True)
-    defaults = {field.name: field.default for field in fields(options_type)}
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in fields(options_type)
+    }
     names = [
         name for base in options_type.__mro__ for name in vars(base).get("__annotations__", ())
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvtool.models.load import Loaded
 
 _Value = TypeVar("_Value")
+_WARM_UP = 256  # tokens
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,14 @@ class Bench:
         self.meter = Meter()
         self._peak = Peak(self.model.device)
 
+    def warm_up(self) -> None:
+        """Run a short prompt once, so that the first sample does not pay for first times."""
+        cache = self.new_cache()
+        ids = torch.ones(1, _WARM_UP, dtype=torch.long, device=self.model.device)
+        with contextlib.suppress(KvtoolError):  # a share of so few tokens may be too small
+            generation.compress(self.model, cache, ids)
+            self.decode(cache, max_new_tokens=4)
+
     def measure(self, task: Task, sample: Sample) -> Json:
         """Run a sample of a task.
 
@@ -154,9 +164,9 @@ class Bench:
         """Ask every turn of a sample.
 
         Where the query is not known beforehand, the context is compressed first and the question
-        comes as a further turn, compressed with what is left. `task.mode` `scdq` asks every question of the same compressed
-        context; else a turn follows the one before it, after the reference answer (`task.golden`)
-        or the model's own.
+        comes as a further turn, compressed with what is left. `task.mode` `scdq` asks every
+        question of the same compressed context; else a turn follows the one before it, after the
+        reference answer (`task.golden`) or the model's own.
 
         Returns:
             Per turn its `prediction`, `references` and `new_tokens`.
@@ -196,10 +206,7 @@ class Bench:
 
     def knows_query(self, task: Task) -> bool:
         """Whether the question is in the prompt that is compressed."""
-        if getattr(task, "mode", None) == "scdq":
-            return False
-        wanted = self.protocol.query_aware
-        return task.query_aware if wanted is None else wanted
+        return knows_query(task, self.protocol)
 
     def feed(self, cache: KVCache, ids: Tensor) -> Tensor:
         """Feed a prompt, or a further turn.
@@ -319,7 +326,7 @@ class Bench:
         return logprobs.sum().item(), bool(likeliest.all())
 
     def rolling(self, text: str) -> float:
-        """Return the log-probability of a text in nats; beyond the trained length it begins anew."""
+        """Return the log-probability of a text in nats; past the trained length it begins anew."""
         ids = torch.cat([self._first_token(), self.encode(text, special=False)], 1)
         limit = trained_length(self.model.config) or ids.shape[1]
         total = 0.0
@@ -331,7 +338,7 @@ class Bench:
 
     @property
     def chunk(self) -> int:
-        """Tokens fed at a time where a text is followed: one, if the policy evicts in every step."""
+        """Tokens fed at a time where a text is followed: one, if the policy evicts each step."""
         block = parse_prefill(self.arm.prefill)
         if self.arm.policy.score.when == "prompt":
             return block or DEFAULT_BLOCK
@@ -359,6 +366,13 @@ class Bench:
         if token is None:
             raise KvtoolError("the tokenizer has neither a first nor a last token to begin with")
         return torch.tensor([[token]], device=self.model.device)
+
+
+def knows_query(task: Task, protocol: Protocol) -> bool:
+    """Whether the question of a task is in the prompt that is compressed."""
+    if getattr(task, "mode", None) == "scdq":
+        return False
+    return task.query_aware if protocol.query_aware is None else protocol.query_aware
 
 
 def trained_length(config: PreTrainedConfig) -> int | None:

@@ -64,9 +64,7 @@ def task_result(measured: Measured) -> TaskResult:
         else [_metric(name, number) for name, number in summary.metrics.items()],
         cells=[]
         if summary is None
-        else [
-            CellEntry(at=dict(at), **_entry(number)) for at, number in summary.cells
-        ],
+        else [CellEntry(at=dict(at), **_entry(number)) for at, number in summary.cells],
         curves=[]
         if summary is None
         else [

@@ -48,24 +48,25 @@ def parse_least(text: str) -> Gate:
         ) from None
 
 
-def check_gates(gates: Sequence[Gate], tasks: Sequence[tuple[str, float | None]]) -> None:
+def check_gates(gates: Sequence[Gate], tasks: Sequence[tuple[str, float | None, bool]]) -> None:
     """Refuse gates that no task can meet or miss.
 
     Args:
-        tasks: names of the tasks that run, and their best values.
+        tasks: of the tasks that run: name, best value, whether smaller is better.
 
     Raises:
         UsageError: a gate about no task of this run, or above the best value of a task.
     """
     for gate in gates:
-        covered = [(name, best) for name, best in tasks if gate.covers(name)]
+        covered = [task for task in tasks if gate.covers(task[0])]
         if not covered:
             raise UsageError(
                 f"gate on `{gate.task}`: no such task in this run",
-                hint=f"tasks: {', '.join(name for name, _ in tasks)}",
+                hint=f"tasks: {', '.join(task[0] for task in tasks)}",
             )
-        for name, best in covered:
-            if gate.least is not None and best is not None and gate.least > best:
+        for name, best, reversed_scale in covered:
+            out_of_reach = best is not None and not reversed_scale and (gate.least or 0) > best
+            if out_of_reach:
                 raise UsageError(
                     f"gate `{gate.task}` {gate.least:g} cannot be met: `{name}` is scored from 0 "
                     f"to {best:g}"

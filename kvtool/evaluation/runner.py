@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +136,7 @@ def run_jobs(
     """
     shared: dict[str, Any] = {}
     benches = {arm: Bench(loaded, arm, place.protocol, shared) for arm in arms}
+    warm: set[Arm] = set()
     for job in jobs:
         task = job.task
         done = {
@@ -153,6 +154,9 @@ def run_jobs(
                 key = sample_key(configurations[arm], content)
                 if key in done[arm]:
                     continue
+                if arm not in warm:
+                    benches[arm].warm_up()
+                    warm.add(arm)
                 record = _measure(benches[arm], task, sample)
                 head = {"key": key, "configuration": configurations[arm], "id": sample.id}
                 head |= {"cell": dict(sample.cell)} if sample.cell else {}

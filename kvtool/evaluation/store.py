@@ -110,6 +110,4 @@ class Store:
 
     def is_empty(self) -> bool:
         """Whether nothing is in the folder but perhaps a lock."""
-        return not self.folder.is_dir() or all(
-            name == ".lock" for name in os.listdir(self.folder)
-        )
+        return not self.folder.is_dir() or all(name == ".lock" for name in os.listdir(self.folder))

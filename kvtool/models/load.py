@@ -99,6 +99,28 @@ def load(
     return Loaded(loaded, tokenizer, name, revision or commit, config_hash(config))
 
 
+def load_tokenizer(
+    model: str | None = None, *, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """Load what says how a model reads text, without its weights.
+
+    Returns:
+        The tokenizer and the configuration.
+
+    Raises:
+        UsageError, KvtoolError: as `load`.
+    """
+    check_folder(model)
+    name, source = _source(model)
+    where = {"revision": revision} if revision else {}
+    where["trust_remote_code"] = trust_remote_code
+    with _library_output_on_stderr(progress=False):
+        with _in_one_line("configuration", name, trust_remote_code):
+            config = _load_config(name, source, where)
+        with _in_one_line("tokenizer", name, trust_remote_code):
+            return _load_tokenizer(source, where), config
+
+
 def check_folder(model: str | None) -> None:
     """Refuse, without importing torch, a model folder that lacks what loading needs.
 

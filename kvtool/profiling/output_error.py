@@ -52,8 +52,8 @@ def output_error(
         cache: empty, of the policy in question.
         prompt_ids: (1, n) int64.
         token_ids: (1, steps) int64, the text that follows, read by both.
-        mode: `isolated` gives every layer the queries, keys and values of the full run, so that only
-            its own cache differs; `end_to_end` lets errors run through the layers.
+        mode: `isolated` gives every layer the queries, keys and values of the full run, so that
+            only its own cache differs; `end_to_end` lets errors run through the layers.
 
     Raises:
         KvtoolError: a model whose attention is only watched, or stored in latent form.

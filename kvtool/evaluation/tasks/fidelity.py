@@ -103,7 +103,7 @@ def overlap(prediction: str, reference: str) -> dict[str, float]:
     """Return BLEU and ROUGE, from 0 to 100, where their packages are installed."""
     if not installed("eval"):
         return {}
-    from kvtool.evaluation.metrics.overlap import sentence_bleu, rouge
+    from kvtool.evaluation.metrics.overlap import rouge, sentence_bleu
 
     return {"bleu": sentence_bleu(prediction, reference), **rouge(prediction, reference)}
 

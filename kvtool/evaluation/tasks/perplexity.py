@@ -9,6 +9,7 @@ does not. EasyKV scores fewer tokens under a budget than without one; this does 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -82,7 +83,7 @@ class Perplexity(Task):
         scored = logprobs[0, self.skip - 1 :].double()
         edges = _edges(self.skip, ids.shape[1])
         nll, count = [], []
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in itertools.pairwise(edges):
             part = scored[low - self.skip : high - self.skip]
             nll.append(-part.sum().item())
             count.append(len(part))

@@ -1,0 +1,346 @@
+"""`kvtool eval`: compare policies on benchmarks, in a folder that a broken-off run goes on in."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from typer import Argument, Exit, Option
+
+from kvtool.cli.evaluation_plan import Plan, read_plan
+from kvtool.cli.options import ModelOptions
+from kvtool.cli.output import write_configuration
+from kvtool.cli.progress import show_progress
+from kvtool.cli.terminal import Terminal
+from kvtool.errors import UsageError
+from kvtool.models.load import REFERENCE, check_folder
+
+if TYPE_CHECKING:
+    from kvtool.documents.results import ResultsDocument
+    from kvtool.evaluation.run import Run
+    from kvtool.evaluation.runner import Job
+    from kvtool.evaluation.store import Store
+
+_GATE_FAILED, _SAMPLES_FAILED = 3, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(ModelOptions):
+    """Options of `kvtool eval`; None is what the recipe says, or the default."""
+
+    recipe: Annotated[
+        str | None, Argument(metavar="[RECIPE|-]", help="A recipe file; - reads stdin.")
+    ] = None
+    tasks: Annotated[
+        list[str],
+        Option(
+            "--tasks",
+            "-t",
+            metavar="TASK,..",
+            help="Tasks, suites or globs: niah, ruler, 'ruler/niah_*', longbench/qasper ..",
+        ),
+    ] = field(default_factory=list)
+    policy: Annotated[
+        list[str],
+        Option("--policy", "-p", metavar="POLICY,..", help="Policies; see `kvtool policies`."),
+    ] = field(default_factory=list)
+    budget: Annotated[
+        list[str],
+        Option(
+            "--budget",
+            "-b",
+            metavar="SIZE,..",
+            help="Budgets: tokens (512, 4K), shares of the prompt (20%), bytes (64MiB).  "
+            "[default: 512]",
+        ),
+    ] = field(default_factory=list)
+    baseline: Annotated[
+        bool | None,
+        Option("--baseline/--no-baseline", help="Run the full cache beside.  [default: baseline]"),
+    ] = None
+    lengths: Annotated[
+        str | None,
+        Option("--lengths", metavar="N,..", help="Prompt lengths of generated tasks (1K,4K)."),
+    ] = None
+    depths: Annotated[
+        str | None,
+        Option("--depths", metavar="N", help="Depths of a needle, from 0 to 100 %."),
+    ] = None
+    samples: Annotated[
+        int | None,
+        Option("--samples", min=1, metavar="N", help="Samples of a task, or of each cell of it."),
+    ] = None
+    limit: Annotated[
+        int | None,
+        Option("--limit", "-L", min=1, metavar="N", help="Run the first N samples of each task."),
+    ] = None
+    data: Annotated[
+        list[str],
+        Option("--data", metavar="TASK=FILE|HUB_ID", help="Where a task's data are."),
+    ] = field(default_factory=list)
+    prompts: Annotated[
+        str | None,
+        Option("--prompts", metavar="FILE", help="LongBench's own prompt templates (JSON)."),
+    ] = None
+    query_agnostic: Annotated[
+        bool, Option("--query-agnostic", help="Compress the context before the question is known.")
+    ] = False
+    chat_template: Annotated[
+        Literal["auto", "on", "off"] | None,
+        Option("--chat-template", help="Put prompts into the model's chat template."),
+    ] = None
+    max_length: Annotated[
+        str | None,
+        Option("--max-length", metavar="N", help="Cut longer prompts to N tokens."),
+    ] = None
+    truncate: Annotated[
+        Literal["middle", "left", "error"] | None,
+        Option("--truncate", help="Where long prompts are cut.  [default: middle]"),
+    ] = None
+    prefill: Annotated[
+        str | None,
+        Option("--prefill", metavar="full|block[:M]", help="Read prompts whole, or in blocks."),
+    ] = None
+    fail_under: Annotated[
+        list[str],
+        Option("--fail-under", metavar="TASK=V", help="Exit 3 if an arm scores less on a task."),
+    ] = field(default_factory=list)
+    max_drop: Annotated[
+        float | None,
+        Option(
+            "--max-drop",
+            min=0,
+            metavar="PCT",
+            help="Exit 3 if an arm is more than PCT percent worse than the full cache.",
+        ),
+    ] = None
+    continue_on_error: Annotated[
+        bool,
+        Option(
+            "--continue-on-error/--stop-on-error",
+            help="After a failing sample go on, and exit 4 at the end.",
+        ),
+    ] = True
+    overwrite: Annotated[
+        bool,
+        Option("--overwrite/--resume", help="Start anew in a folder that holds a run."),
+    ] = False
+    rescore: Annotated[
+        str | None,
+        Option("--rescore", metavar="DIR", help="Score a run's stored answers anew; no model."),
+    ] = None
+    plots: Annotated[
+        bool | None,
+        Option("--plots/--no-plots", help="Draw pictures.  [default: if matplotlib is there]"),
+    ] = None
+    set: Annotated[
+        list[str],
+        Option("--set", "-s", metavar="KEY=VALUE", help="Set a key of the recipe, last of all."),
+    ] = field(default_factory=list)
+    unset: Annotated[
+        list[str], Option("--unset", metavar="KEY", help="Remove a key of the recipe.")
+    ] = field(default_factory=list)
+    output: Annotated[
+        str | None,
+        Option("--output", "-o", metavar="DIR", help="Folder of the run.  [default: under runs/]"),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        Option("--dtype", help="auto: the checkpoint's on a GPU, float32 on a CPU."),
+    ] = None
+    device: Annotated[
+        str | None, Option("--device", metavar="auto|cpu|cuda[:i]", help="Where the model runs.")
+    ] = None
+    attn_implementation: Annotated[
+        Literal["auto", "eager", "sdpa", "flash_attention_2"] | None,
+        Option("--attn-implementation", help="Attention kernel."),
+    ] = None
+    seed: Annotated[
+        int | None, Option("--seed", min=0, metavar="N", help="Seed of everything random.")
+    ] = None
+
+    @property
+    def output_path(self) -> Path | None:
+        """Data always goes to stdout; the run has its folder."""
+        return None
+
+
+def evaluate(options: EvalOptions, terminal: Terminal) -> None:
+    """Compare policies under budgets on benchmarks, with the full cache beside them."""
+    if options.rescore is not None:
+        _rescore(options, terminal)
+        return
+    plan = read_plan(options)
+    folder = _folder(options, plan)
+    check_folder(plan.recipe.model.id)
+    jobs = _draw(options, plan, terminal)
+    if options.dry_run:
+        from kvtool.cli.evaluation_plan import describe
+
+        write_configuration(describe(plan, jobs, folder), options, terminal)
+        return
+    from kvtool.evaluation.store import Store
+
+    store = Store(folder)
+    with store.locked():
+        _make_room(options, store)
+        run = _measure(options, plan, jobs, store, terminal)
+        results = _finish(options, plan.pictures, run, terminal)
+    _exit(results)
+
+
+def _folder(options: EvalOptions, plan: Plan) -> Path:
+    """Return the folder of the run."""
+    given = plan.recipe.output.dir if options.output in (None, "-") else options.output
+    if given is not None:
+        folder = Path(given).expanduser()
+    else:
+        model = Path(plan.recipe.model.id or REFERENCE).name
+        tasks = "+".join(dict.fromkeys(task.name.partition("/")[0] for task in plan.tasks))
+        name = plan.recipe.name or f"{model}_{tasks}_{date.today()}"
+        folder = Path("runs") / re.sub(r"[^A-Za-z0-9.+_-]", "_", name)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--output: `{folder}` is a file, a run needs a folder")
+    return folder
+
+
+def _draw(options: EvalOptions, plan: Plan, terminal: Terminal) -> list[Job]:
+    """Draw all samples, for which the tokenizer is enough: bad data show before weights load."""
+    from kvtool.evaluation.bench import token_counter, trained_length
+    from kvtool.evaluation.runner import draw_jobs
+    from kvtool.models.load import load_tokenizer
+
+    model = plan.recipe.model
+    if model.id is None:
+        terminal.note(f"model: {REFERENCE} (bundled; choose another with --model)")
+    tokenizer, config = load_tokenizer(
+        model.id, revision=model.revision, trust_remote_code=options.trust_remote_code
+    )
+    counter = token_counter(tokenizer, trained_length(config))
+    return draw_jobs(plan.tasks, counter, plan.recipe.eval.limit)
+
+
+def _make_room(options: EvalOptions, store: Store) -> None:
+    """Refuse a folder that is not a run's, and empty one that is to be overwritten."""
+    from kvtool.evaluation.run import RECIPE, read_results
+
+    if store.is_empty():
+        return
+    if not (store.folder / RECIPE).is_file():
+        raise UsageError(
+            f"folder `{store.folder}` holds other files, no run (no {RECIPE})",
+            hint="choose a new folder with --output",
+        )
+    if options.overwrite:
+        store.clear()
+    read_results(store)
+
+
+def _measure(
+    options: EvalOptions, plan: Plan, jobs: list[Job], store: Store, terminal: Terminal
+) -> Run:
+    from kvtool.cache.attention import attach, notes
+    from kvtool.evaluation.environment import without_home
+    from kvtool.evaluation.run import RECIPE, Run
+    from kvtool.models.load import load
+
+    store.write(RECIPE, plan.recipe.to_yaml())
+    model = plan.recipe.model
+    loaded = load(
+        model.id,
+        revision=model.revision,
+        dtype=model.dtype,
+        device=model.device,
+        device_map=model.device_map,
+        attn_implementation=model.attn_implementation,
+        trust_remote_code=options.trust_remote_code,
+        progress=terminal.progress,
+    )
+    attach(loaded.model)
+    for line in notes(loaded.model.config):
+        terminal.note(line)
+    run = Run.begin(
+        store,
+        name=plan.recipe.name or store.folder.name,
+        argv=[without_home(argument) for argument in ["kvtool", *sys.argv[1:]]],
+        loaded=loaded,
+        arms=plan.arms,
+        jobs=jobs,
+        protocol=plan.protocol,
+        gates=plan.gates,
+    )
+    total, left = run.count(jobs)
+    if left < total:
+        terminal.note(f"resumed {total - left}/{total} in {store.folder}")
+    with show_progress(terminal, left) as advance:
+
+        def step(done) -> None:
+            if done.error is not None:
+                terminal.note(f"failed: {done.task}, {done.arm}: {done.error}")
+            advance(f"{done.task} {done.arm}")
+
+        run.measure(jobs, loaded, step, stop_on_error=not options.continue_on_error)
+    return run
+
+
+def _finish(
+    options: EvalOptions, pictures: tuple[str, ...] | None, run: Run, terminal: Terminal
+) -> ResultsDocument:
+    """Write results, pictures and page, and show the table."""
+    from kvtool.evaluation.extras import installed
+    from kvtool.report.page import write_page
+
+    results = run.write_results()
+    folder = run.store.folder
+    if pictures is None:
+        pictures = ("png", "svg") if installed("plots") else ()
+    if pictures:
+        from kvtool.report.pictures import draw
+
+        (folder / "plots").mkdir(exist_ok=True)
+        draw(results, folder / "plots", formats=pictures)
+    write_page(results, folder / "report.html")
+    form = options.choose_format("text" if terminal.interactive else "json")
+    if form == "text":
+        _print_tables(results, terminal)
+    else:
+        terminal.write(results.to_json() if form == "json" else results.to_yaml())
+    terminal.note(f"wrote {folder}/results.json and {folder}/report.html")
+    return results
+
+
+def _print_tables(results: ResultsDocument, terminal: Terminal) -> None:
+    from rich.console import Console
+
+    from kvtool.report.tables import summary_table
+
+    Console(file=terminal.data, highlight=False).print(summary_table(results))
+
+
+def _exit(results: ResultsDocument) -> None:
+    """End with the code that says what went wrong, if something did."""
+    if any(not gate.passed for gate in results.gates):
+        raise Exit(_GATE_FAILED)
+    if any(result.failed for result in results.results):
+        raise Exit(_SAMPLES_FAILED)
+
+
+def _rescore(options: EvalOptions, terminal: Terminal) -> None:
+    from kvtool.cli.evaluation_plan import gates_of, pictures_of
+    from kvtool.evaluation.run import Run
+    from kvtool.evaluation.store import Store
+
+    if options.recipe is not None or options.tasks or options.policy or options.budget:
+        raise UsageError("--rescore takes a run as it is; leave out recipe, tasks and policies")
+    folder = Path(options.rescore).expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"--rescore: no folder `{options.rescore}`")
+    store = Store(folder)
+    with store.locked():
+        run = Run.open(store, gates_of(options) or None)
+        results = _finish(options, pictures_of(options, None), run, terminal)
+    _exit(results)

@@ -1,0 +1,267 @@
+"""What `kvtool eval` is asked to do: recipe and flags put together and checked, without torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtool.documents.problems import DocumentError
+from kvtool.documents.recipe import Recipe
+from kvtool.documents.recipe_source import parse_policies, read_recipe
+from kvtool.documents.source import Source, check_kind, read_source
+from kvtool.errors import UsageError
+from kvtool.evaluation.arms import DEFAULT_BUDGET, Arm, make_arms
+from kvtool.evaluation.extras import require
+from kvtool.evaluation.gates import Gate, check_gates, parse_least
+from kvtool.evaluation.task import Task
+from kvtool.evaluation.tasks.table import expand, task_class
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvtool.cli.eval import EvalOptions
+    from kvtool.evaluation.bench import Protocol
+    from kvtool.evaluation.runner import Job
+
+_SETTINGS = ("lengths", "depths", "samples", "prompts")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked comparison.
+
+    Attributes:
+        recipe: everything resolved, so that the file alone repeats the run.
+        pictures: their formats, None for the default.
+    """
+
+    recipe: Recipe
+    tasks: list[Task]
+    arms: list[Arm]
+    protocol: Protocol
+    gates: list[Gate]
+    pictures: tuple[str, ...] | None
+
+
+def split_policies(texts: list[str]) -> list[str]:
+    """Split at commas outside brackets.
+
+    >>> split_policies(["h2o(recent=8,x=1)+caote,tova", "roco"])
+    ['h2o(recent=8,x=1)+caote', 'tova', 'roco']
+    """
+    parts = [part.strip() for text in texts for part in re.split(r",(?![^(]*\))", text)]
+    return [part for part in parts if part]
+
+
+def _split(texts: list[str]) -> list[str]:
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def read_plan(options: EvalOptions) -> Plan:
+    """Put a recipe and the flags together.
+
+    Raises:
+        DocumentError, UsageError: every mistake that shows without the model.
+    """
+    if options.recipe is None:
+        source = Source.empty()
+    else:
+        source = read_source(options.recipe, option="recipe")
+        check_kind(source, takes=("recipe",), command="kvtool eval")
+    recipe, source = read_recipe(source, _flags(options), options.set, options.unset)
+    policies = [str(policy) for policy in _policies(recipe, source)]
+    budgets = recipe.budgets()
+    if recipe.plan is not None or recipe.allocator is not None:
+        raise UsageError("plans and allocators are not available yet in `kvtool eval`")
+    arms = make_arms(
+        policies, budgets, prefill=recipe.prefill or "full", baseline=recipe.eval.baseline
+    )
+    tasks = _tasks(options, recipe, source)
+    gates = gates_of(options) + [
+        Gate(gate.task, least=gate.min, max_drop=gate.max_drop) for gate in recipe.gates
+    ]
+    check_gates(gates, [(task.name, task.best, task.lower_is_better) for task in tasks])
+    return Plan(
+        recipe=_lock(recipe, tasks, policies, budgets),
+        tasks=tasks,
+        arms=arms,
+        protocol=_protocol(recipe),
+        gates=gates,
+        pictures=pictures_of(options, recipe.output.plots),
+    )
+
+
+def gates_of(options: EvalOptions) -> list[Gate]:
+    """Return the gates that flags set."""
+    gates = [parse_least(text) for text in options.fail_under]
+    if options.max_drop is not None:
+        gates.append(Gate("*", max_drop=options.max_drop))
+    return gates
+
+
+def pictures_of(options: EvalOptions, wanted: list[str] | None) -> tuple[str, ...] | None:
+    """Return the formats of pictures, None for the default.
+
+    Raises:
+        UsageError: pictures are asked for and cannot be drawn.
+    """
+    if options.plots is False:
+        return ()
+    if options.plots or wanted:
+        require("plots", needed_by="--plots")
+    if wanted is not None:
+        return tuple(wanted)
+    return ("png", "svg") if options.plots else None
+
+
+def _flags(options: EvalOptions) -> list[tuple[str, dict[str, Any]]]:
+    """Return what the flags set, in the form of a recipe."""
+    flags: list[tuple[str, dict[str, Any]]] = []
+
+    def add(flag: str, value: Any, *keys: str) -> None:
+        if value is None or value == []:
+            return
+        for key in reversed(keys):
+            value = {key: value}
+        flags.append((flag, value))
+
+    add(f"--model {options.model}", options.model, "model", "id")
+    for name in ("revision", "dtype", "device", "device_map", "attn_implementation"):
+        value = getattr(options, name)
+        add(f"--{name.replace('_', '-')} {value}", value, "model", name)
+    add("--tasks", [{"task": name} for name in _split(options.tasks)], "eval", "tasks")
+    add("--policy", split_policies(options.policy), "policy")
+    add("--budget", _split(options.budget), "budget")
+    for name in ("baseline", "limit", "chat_template", "max_length", "truncate"):
+        value = getattr(options, name)
+        add(f"--{name.replace('_', '-')} {value}", value, "eval", name)
+    if options.query_agnostic:
+        add("--query-agnostic", False, "eval", "query_aware")
+    add(f"--prefill {options.prefill}", options.prefill, "prefill")
+    add(f"--seed {options.seed}", options.seed, "seed")
+    return flags
+
+
+def _policies(recipe: Recipe, source: Source) -> list[Any]:
+    from kvtool.policies.grammar import parse_policy
+
+    if recipe.policy is None and not recipe.eval.baseline:
+        raise UsageError("no policy to evaluate", hint="--policy streaming,h2o,h2o+caote")
+    return parse_policies(recipe, source, parse_policy)
+
+
+def _tasks(options: EvalOptions, recipe: Recipe, source: Source) -> list[Task]:
+    """Return the tasks of a recipe, each with its settings checked."""
+    if not recipe.eval.tasks:
+        raise UsageError(
+            "no tasks", hint="--tasks niah; suites: ruler, longbench, fidelity, ppl .."
+        )
+    data = _data(options)
+    tasks, problems = [], []
+    used: set[str] = set()
+    for i, entry in enumerate(recipe.eval.tasks):
+        try:
+            names = expand(entry.task)
+        except UsageError as error:
+            hint = f"; {error.hint}" if error.hint else ""
+            problems.append(source.problem(("eval", "tasks", i, "task"), f"{error}{hint}"))
+            continue
+        for name in names:
+            kind = task_class(name)
+            given = {
+                key: value
+                for key in _SETTINGS
+                if (value := getattr(options, key)) is not None and key in kind.model_fields
+            }
+            used |= given.keys()
+            for pattern in data:
+                if Gate(pattern).covers(name) and "data" in kind.model_fields:
+                    given["data"] = data[pattern]
+                    used.add(pattern)
+            given |= {"name": name} | ({} if "seed" in entry.settings else {"seed": recipe.seed})
+            try:
+                task = source.validate(
+                    kind, at=("eval", "tasks", i), without=("task",), given=given
+                )
+            except DocumentError as error:
+                problems += error.problems
+                continue
+            if task.missing is None:
+                tasks.append(task)
+            elif len(names) == 1:
+                raise UsageError(f"task `{name}` needs {task.missing}")
+    if problems:
+        raise DocumentError(list(dict.fromkeys(problems)))
+    _check_used(options, data, used)
+    for task in tasks:
+        if task.extra is not None:
+            require(task.extra, needed_by=f"task `{task.name}`")
+    if not tasks:
+        raise UsageError("none of these tasks can run without --data TASK=FILE")
+    return tasks
+
+
+def _check_used(options: EvalOptions, data: dict[str, str], used: set[str]) -> None:
+    """Refuse flags that no task takes."""
+    for key in _SETTINGS:
+        if getattr(options, key) is not None and key not in used:
+            raise UsageError(f"none of these tasks takes --{key}")
+    for pattern in data:
+        if pattern not in used:
+            raise UsageError(f"--data {pattern}=..: no such task in this run, or it takes no data")
+
+
+def _data(options: EvalOptions) -> dict[str, str]:
+    found = {}
+    for text in options.data:
+        task, equals, place = text.partition("=")
+        if not equals or not task or not place:
+            raise UsageError(
+                f"--data must be TASK=FILE or TASK=HUB_ID, got `{text}`",
+                hint="--data longbench/qasper=qasper.jsonl",
+            )
+        found[task.strip()] = place
+    return found
+
+
+def _protocol(recipe: Recipe) -> Protocol:
+    from kvtool.evaluation.bench import Protocol
+
+    wanted, drawn = recipe.eval, recipe.generation
+    return Protocol(
+        query_aware=wanted.query_aware,
+        chat_template=wanted.chat_template,
+        max_length=wanted.max_length,
+        truncate=wanted.truncate,
+        max_new_tokens=drawn.max_new_tokens,
+        temperature=drawn.temperature,
+        stop=tuple(drawn.stop),
+        seed=recipe.seed,
+    )
+
+
+def _lock(recipe: Recipe, tasks: list[Task], policies: list[str], budgets: list[str]) -> Recipe:
+    """Return a recipe in which every task, setting, policy and budget is spelled out."""
+    entries = [
+        {"task": task.name, **task.model_dump(mode="json", exclude={"name"})} for task in tasks
+    ]
+    data = recipe.to_data()
+    data["eval"]["tasks"] = entries
+    data["policy"] = policies or None
+    data["modifiers"] = []
+    data["budget"] = budgets or [str(DEFAULT_BUDGET)]
+    return Recipe(**{key: value for key, value in data.items() if value is not None})
+
+
+def describe(plan: Plan, jobs: list[Job], folder: Path) -> dict[str, Any]:
+    """Return what a dry run prints: the recipe and how much work it is."""
+    return {
+        **plan.recipe.to_data(),
+        "work": {
+            "folder": str(folder),
+            "arms": [arm.name for arm in plan.arms],
+            "tasks": [{"task": job.task.name, "samples": len(job.samples)} for job in jobs],
+            "measurements": len(plan.arms) * sum(len(job.samples) for job in jobs),
+        },
+    }

@@ -1,0 +1,101 @@
+"""Where a run takes place: versions, processor, threads, GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kvtool.documents.results import Environment, ModelUsed
+from kvtool.models.load import Loaded
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "numpy",
+    "sacrebleu",
+    "rouge-score",
+    "lm-eval",
+    "flash-attn",
+)
+
+
+def environment() -> Environment:
+    """Describe this machine and its packages."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return Environment(
+        python=platform.python_version(),
+        os=platform.platform(),
+        cpu=_cpu(),
+        threads=torch.get_num_threads(),
+        gpu=gpu,
+        cuda=torch.version.cuda if gpu else None,
+        packages={name: found for name in _PACKAGES if (found := _version(name)) is not None},
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def git_commit() -> str | None:
+    """Return the commit of the checkout that kvtool runs from, None if it is installed."""
+    here = Path(__file__).parent
+    if not any((folder / ".git").exists() for folder in list(here.parents)[:3]):
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def without_home(text: str) -> str:
+    """Return a text in which the user's folder is `~`."""
+    home = os.path.expanduser("~")
+    return text.replace(home, "~") if len(home) > 1 else text
+
+
+def model_used(loaded: Loaded) -> ModelUsed:
+    """Describe a loaded model."""
+    from kvtool.cache.cache import kernel_of
+    from kvtool.evaluation.bench import trained_length
+
+    config = loaded.model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    return ModelUsed(
+        id=without_home(loaded.name),
+        revision=loaded.revision,
+        config_hash=loaded.config_hash,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        device=loaded.model.device.type,
+        attn_implementation=kernel_of(loaded.model),
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        trained_length=trained_length(config),
+    )

@@ -1,0 +1,292 @@
+"""A run: from arms and tasks to a folder with every sample, the results and how to repeat it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+import kvtool
+from kvtool.documents.document import Document
+from kvtool.documents.results import ArmEntry, Environment, ModelUsed, ResultsDocument
+from kvtool.documents.samples import SamplesDocument, TaskSamples
+from kvtool.documents.source import SCHEMA_VERSION
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.evaluation.arms import Arm, make_arms
+from kvtool.evaluation.bench import Protocol, knows_query
+from kvtool.evaluation.collect import Measured, averages, task_result, with_deltas
+from kvtool.evaluation.environment import environment, git_commit, model_used
+from kvtool.evaluation.gates import Gate, judge
+from kvtool.evaluation.runner import Job, Place, Step, missing, run_jobs, sample_key
+from kvtool.evaluation.store import Store
+from kvtool.evaluation.tasks.table import task_class
+
+if TYPE_CHECKING:
+    from kvtool.models.load import Loaded
+
+RECIPE, RESULTS, SAMPLES = "recipe.lock.yaml", "results.json", "samples.json"
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the results say about the run as a whole.
+
+    Attributes:
+        started: when the run first began, in UTC.
+    """
+
+    name: str
+    argv: list[str]
+    started: str
+    environment: Environment
+    model: ModelUsed
+    seed: int
+    git_commit: str | None
+
+
+class Run:
+    """One comparison and its folder.
+
+    Attributes:
+        store: the folder, which the caller holds locked.
+        index: arms, tasks and samples.
+    """
+
+    def __init__(
+        self, store: Store, index: SamplesDocument, head: Head, gates: Sequence[Gate]
+    ) -> None:
+        self.store, self.index, self.head, self.gates = store, index, head, list(gates)
+        self._arms = [read_arm(entry) for entry in index.arms]
+        self._place = Place(index.model, Protocol(**_tuples(index.protocol)))
+
+    @classmethod
+    def begin(
+        cls,
+        store: Store,
+        *,
+        name: str,
+        argv: Sequence[str],
+        loaded: Loaded,
+        arms: Sequence[Arm],
+        jobs: Sequence[Job],
+        protocol: Protocol,
+        gates: Sequence[Gate],
+    ) -> Run:
+        """Write down what will be measured, and results that are still empty."""
+        used = model_used(loaded)
+        before = read_results(store)
+        index = SamplesDocument(
+            model=_identity(loaded, used),
+            protocol=asdict(protocol),
+            arms=[_entry(arm) for arm in arms],
+            tasks=[_task_samples(job) for job in jobs],
+        )
+        head = Head(
+            name=name,
+            argv=list(argv),
+            started=_now() if before is None else before.started,
+            environment=environment(),
+            model=used,
+            seed=protocol.seed,
+            git_commit=git_commit(),
+        )
+        run = cls(store, index, head, gates)
+        store.mend()
+        store.write(SAMPLES, index.to_json())
+        run.write_results()
+        return run
+
+    @classmethod
+    def open(cls, store: Store, gates: Sequence[Gate] | None = None) -> Run:
+        """Read a run back, to make its results anew; no model is needed.
+
+        Args:
+            gates: in place of those of the run.
+
+        Raises:
+            UsageError: the folder holds no run, or one of another schema version.
+        """
+        results = read_results(store)
+        if results is None:
+            raise UsageError(f"`{store.folder}` holds no run (no {RESULTS})")
+        index = _read(store.folder / SAMPLES, SamplesDocument, "samples")
+        head = Head(
+            name=results.name,
+            argv=results.argv,
+            started=results.started,
+            environment=results.environment,
+            model=results.model,
+            seed=results.seed,
+            git_commit=results.git_commit,
+        )
+        return cls(store, index, head, gates or _gates_of(results))
+
+    def count(self, jobs: Sequence[Job]) -> tuple[int, int]:
+        """Return how many measurements there are, and how many are not done."""
+        return missing(jobs, self._arms, self._place, self.store)
+
+    def measure(
+        self,
+        jobs: Sequence[Job],
+        loaded: Loaded,
+        on_step: Callable[[Step], None],
+        *,
+        stop_on_error: bool = False,
+    ) -> None:
+        """Measure what is missing; the results are written at the end, however it comes.
+
+        Raises:
+            KvtoolError: a sample failed and `stop_on_error` is set.
+        """
+        with self._results_at_the_end():
+            for step in run_jobs(
+                jobs, self._arms, loaded, self._place, self.store, stop_on_error=stop_on_error
+            ):
+                on_step(step)
+
+    @contextmanager
+    def _results_at_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.write_results()
+
+    def write_results(self) -> ResultsDocument:
+        """Put together what has been measured so far, and write it."""
+        results = self.results()
+        self.store.write(RESULTS, results.to_json())
+        return results
+
+    def results(self) -> ResultsDocument:
+        """Put together what has been measured so far."""
+        measured = [self._measured(arm, task) for task in self.index.tasks for arm in self._arms]
+        results = with_deltas([task_result(each) for each in measured])
+        done = sum(len(each.records) + each.failed for each in measured)
+        return ResultsDocument(
+            name=self.head.name,
+            kvtool=kvtool.__version__,
+            git_commit=self.head.git_commit,
+            argv=self.head.argv,
+            started=self.head.started,
+            finished=_now(),
+            complete=done == sum(each.planned for each in measured),
+            environment=self.head.environment,
+            model=self.head.model,
+            seed=self.head.seed,
+            arms=self.index.arms,
+            results=results,
+            averages=averages(results),
+            gates=judge(self.gates, results),
+        )
+
+    def _measured(self, arm: Arm, entry: TaskSamples) -> Measured:
+        task = task_class(entry.task)(name=entry.task, **entry.settings)
+        if task.version != entry.version:
+            raise UsageError(
+                f"`{self.store.folder}` holds version {entry.version} of task `{entry.task}`, "
+                f"this kvtool has version {task.version}",
+                hint="start anew in another folder",
+            )
+        configuration = self._place.configuration(arm, task)
+        records = self.store.records(arm.folder, entry.task)
+        found = [records.get(sample_key(configuration, content)) for _, content in entry.samples]
+        return Measured(
+            arm=arm.name,
+            task=task,
+            records=[record for record in found if record is not None and "error" not in record],
+            failed=sum(record is not None and "error" in record for record in found),
+            planned=len(found),
+            query_aware=knows_query(task, self._place.protocol),
+            fingerprint=entry.fingerprint,
+        )
+
+
+def read_arm(entry: ArmEntry) -> Arm:
+    """Return the arm that a document tells of."""
+    budgets = [] if entry.budget is None else [str(entry.budget)]
+    return make_arms([entry.policy], budgets, prefill=entry.prefill, baseline=False)[0]
+
+
+def _entry(arm: Arm) -> ArmEntry:
+    size = arm.budget
+    budget = None if size is None else size.tokens if size.tokens is not None else str(size)
+    return ArmEntry(name=arm.name, policy=str(arm.policy), budget=budget, prefill=arm.prefill)
+
+
+def _task_samples(job: Job) -> TaskSamples:
+    return TaskSamples(
+        task=job.task.name,
+        version=job.task.version,
+        settings=job.task.model_dump(mode="json", exclude={"name"}),
+        fingerprint=job.fingerprint,
+        samples=[
+            (sample.id, content) for sample, content in zip(job.samples, job.hashes, strict=True)
+        ],
+    )
+
+
+def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
+    """Tell these weights, run in this way, from all others."""
+    from kvtool.cache.files import weights_fingerprint
+
+    names = ("id", "revision", "config_hash", "dtype", "device", "attn_implementation")
+    weights = weights_fingerprint(loaded.model)
+    return {name: getattr(used, name) for name in names} | {"weights": weights}
+
+
+def _tuples(protocol: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in protocol.items()
+    }
+
+
+def _gates_of(results: ResultsDocument) -> list[Gate]:
+    found = {}
+    for gate in results.gates:
+        limits = {"least": gate.limit} if gate.gate == "least" else {"max_drop": gate.limit}
+        found[gate.gate, gate.task, gate.limit] = Gate(gate.task, **limits)
+    return list(found.values())
+
+
+def read_results(store: Store) -> ResultsDocument | None:
+    """Return the results in a run's folder, None if there are none.
+
+    Raises:
+        UsageError: they are of another schema version, or no results.
+    """
+    path = store.folder / RESULTS
+    return _read(path, ResultsDocument, "results") if path.is_file() else None
+
+
+def _read(path: Path, document: type[Document], kind: str) -> Any:
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read `{path}`: {error.strerror}") from None
+    except ValueError as error:
+        raise KvtoolError(f"`{path}` is damaged: {error}") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version is None or data.get("kind") != kind:
+        raise UsageError(f"`{path}` holds no {kind} of kvtool")
+    if version != SCHEMA_VERSION:
+        raise UsageError(
+            f"`{path}` was written by another kvtool (schema_version {version}, "
+            f"this one reads {SCHEMA_VERSION})",
+            hint="use that kvtool, or another folder",
+        )
+    try:
+        return document(**data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise KvtoolError(f"`{path}` is damaged: {where}: {first['msg']}") from None
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
