@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _AXES = {"length": "context length (tokens)", "prompt": "prompt (tokens)"}
+_MOST_TICKS = 6
 _MOST_SAMPLED = 16  # points beyond which markers are thinned out
 
 
@@ -35,16 +36,15 @@ class _Line:
     y: Sequence[float]
 
 
-def curve_names(document: ResultsDocument) -> list[tuple[str, str]]:
-    """Return the tasks and their curves, those of cells along one number included."""
-    return list(
-        dict.fromkeys(
-            (task, curve.name)
-            for task in task_names(document)
-            for result in results_of(document, task)
-            for curve in _curves(result)
-        )
-    )
+def curves(document: ResultsDocument) -> list[tuple[str, CurveEntry]]:
+    """Return each task's curves, as the first arm has them, cells along one number included."""
+    found = {
+        (task, curve.name): curve
+        for task in task_names(document)
+        for result in reversed(results_of(document, task))
+        for curve in _curves(result)
+    }
+    return [(task, curve) for (task, _), curve in found.items()]
 
 
 def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
@@ -124,12 +124,11 @@ def _curve_axes(panel: Axes, lines: list[_Line], curve: CurveEntry) -> None:
     y = [value for line in lines for value in line.y if math.isfinite(value)]
     if is_geometric(x):
         panel.set_xscale("log", base=2)
-        if len(x) <= 6:
-            panel.set_xticks(x, [numbers.tokens(value) for value in x])
-            panel.minorticks_off()
-        else:
-            panel.xaxis.set_major_formatter(lambda value, _: numbers.tokens(value))
-    elif all(float(value).is_integer() for value in x):
+        panel.xaxis.set_major_formatter(lambda value, _: numbers.tokens(value))
+        panel.minorticks_off()
+    if len(x) <= _MOST_TICKS:
+        panel.set_xticks(x, [numbers.tokens(value) for value in x])
+    elif not is_geometric(x) and all(float(value).is_integer() for value in x):
         panel.xaxis.get_major_locator().set_params(integer=True)
     if y and min(y) > 0 and max(y) / min(y) > 100:
         log_y(panel)

@@ -42,7 +42,6 @@ def page(document: ResultsDocument) -> str:
     body = [
         _opening(document),
         _section("Summary", tables.summary(document), figures[None], _no_pictures()),
-        _section("Averages", tables.averages(document)) if document.averages else "",
         _section("Gates", tables.gates(document)) if document.gates else "",
         *(_task(document, task, figures[task]) for task in task_names(document)),
         _section(

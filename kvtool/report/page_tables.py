@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvtool.documents.results import ArmEntry, Average, ResultsDocument, TaskResult
+from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
 from kvtool.report import numbers
 from kvtool.report.arms import FULL, families, full_arm, results_of, task_names
 from kvtool.report.markup import Markup, element
@@ -13,17 +13,27 @@ from kvtool.report.spent import Spent, relative, spent_by_arm, spent_on
 _COST = ("K/V", "of full", "policy state", "prefill s", "decode tokens/s", "× full")
 
 
-def summary(document: ResultsDocument) -> Markup:
-    """Return arms by tasks, then what the arms cost over all tasks."""
+def summary(document: ResultsDocument) -> list[Markup]:
+    """Return a table of arms by tasks, which tasks a mean is of, and what the arms cost."""
     tasks = task_names(document)
-    spent = spent_by_arm(document)
-    headers = ["arm", *(_task_header(document, task) for task in tasks)]
+    suites = list(dict.fromkeys(average.suite for average in document.averages))
+    means = [_mean_of(document, suite) for suite in suites]
 
-    def cells(arm: ArmEntry) -> list[Markup]:
-        scores = [_score(document.of(arm.name, task), arm) for task in tasks]
-        return [*scores, *(_cost(arm.name, spent, document) if spent else [])]
+    def scores(arm: ArmEntry) -> list[Markup]:
+        row = [_score(document.of(arm.name, task), arm) for task in tasks]
+        return [*row, *(_average(document, suite, arm) for suite in suites)]
 
-    return _table([*headers, *(_COST if spent else ())], _rows(document, cells))
+    headers = [_header(*_task_header(document, task)) for task in tasks]
+    headers += [
+        _header(suite, f"mean of {len(mean)}") for suite, mean in zip(suites, means, strict=True)
+    ]
+    parts = [_table(["arm", *headers], _rows(document, scores))]
+    for suite, mean in zip(suites, means, strict=True):
+        parts.append(element("p", f"{suite}: the plain mean of {', '.join(mean)}.", class_="soft"))
+    if spent := spent_by_arm(document):
+        rows = _rows(document, lambda arm: _cost(arm.name, spent, document))
+        parts.append(_table(["arm", *_COST], rows))
+    return parts
 
 
 def task(document: ResultsDocument, name: str) -> Markup:
@@ -33,7 +43,7 @@ def task(document: ResultsDocument, name: str) -> Markup:
     others = [n for n in names if any(n != result.metric for result in results.values())]
     costs = {arm: spent_on([result]) for arm, result in results.items()}
     spent = {arm: cost for arm, cost in costs.items() if cost is not None}
-    headers = ["arm", _task_header(document, name), *others, "n", "failed"]
+    headers = ["arm", _header(*_task_header(document, name)), *others, "n", "failed"]
 
     def cells(arm: ArmEntry) -> list[Markup]:
         result = results.get(arm.name)
@@ -44,22 +54,6 @@ def task(document: ResultsDocument, name: str) -> Markup:
         return [*row, *(_cost(arm.name, spent, document) if spent else [])]
 
     return _table([*headers, *(_COST if spent else ())], _rows(document, cells))
-
-
-def averages(document: ResultsDocument) -> list[Markup]:
-    """Return the mean of each suite with the list of its tasks."""
-    found = []
-    for suite in dict.fromkeys(average.suite for average in document.averages):
-        by_arm = {a.arm: a for a in document.averages if a.suite == suite}
-        tasks = list(dict.fromkeys(name for a in by_arm.values() for name in a.tasks))
-        some = results_of(document, tasks[0])[0]
-
-        def cells(arm: ArmEntry, by_arm=by_arm, some=some) -> list[Markup]:
-            return [_average(by_arm.get(arm.name), arm, some)]
-
-        table = _table(["arm", f"mean {numbers.direction(some)}"], _rows(document, cells))
-        found += [element("p", f"{suite}: the plain mean of {', '.join(tasks)}."), table]
-    return found
 
 
 def gates(document: ResultsDocument) -> Markup:
@@ -96,10 +90,18 @@ def _rows(document: ResultsDocument, cells: Callable[[ArmEntry], list[Markup]]) 
             yield element("tr", element("th", arm.name, scope="row"), cells(arm), **first)
 
 
-def _task_header(document: ResultsDocument, name: str) -> Markup:
+def _header(title: str, below: str) -> Markup:
+    return Markup(element("span", title) + element("br") + element("small", below))
+
+
+def _task_header(document: ResultsDocument, name: str) -> tuple[str, str]:
     some = results_of(document, name)[0]
-    metric = element("small", f"{some.metric} {numbers.direction(some)}")
-    return Markup(element("span", name) + element("br") + metric)
+    return name, f"{some.metric} {numbers.direction(some)}"
+
+
+def _mean_of(document: ResultsDocument, suite: str) -> list[str]:
+    averages = [average for average in document.averages if average.suite == suite]
+    return list(dict.fromkeys(task for average in averages for task in average.tasks))
 
 
 def _score(result: TaskResult | None, arm: ArmEntry) -> Markup:
@@ -127,9 +129,12 @@ def _metric(result: TaskResult | None, name: str) -> Markup:
     return element("td", numbers.plain(found.value), element("small", told))
 
 
-def _average(average: Average | None, arm: ArmEntry, some: TaskResult) -> Markup:
-    if average is None:
+def _average(document: ResultsDocument, suite: str, arm: ArmEntry) -> Markup:
+    found = [a for a in document.averages if (a.suite, a.arm) == (suite, arm.name)]
+    if not found:
         return _number(numbers.MISSING)
+    average = found[0]
+    some = results_of(document, average.tasks[0])[0]
     parts = [numbers.score(average.value, some.best)]
     if average.delta is not None and arm.policy != FULL:
         tone = numbers.tone(some.model_copy(update={"delta": average.delta}))

@@ -12,7 +12,7 @@ from kvtool.documents.results import ResultsDocument
 from kvtool.evaluation.extras import require
 from kvtool.report.bars import cost_figure
 from kvtool.report.budgets import budget_figure, budget_panels
-from kvtool.report.curves import curve_figure, curve_names
+from kvtool.report.curves import curve_figure, curves
 from kvtool.report.heatmap import needle_figure
 from kvtool.report.needles import needle_tasks
 from kvtool.report.spent import spent_by_arm
@@ -49,12 +49,12 @@ def pictures(document: ResultsDocument) -> Iterator[Picture]:
     for task in needle_tasks(document):
         title = f"{task}: score by context length and needle depth"
         yield Picture(file_name(task), title, task, lambda task=task: needle_figure(document, task))
-    for task, curve in curve_names(document):
+    for task, curve in curves(document):
         yield Picture(
-            file_name(f"{task}-{curve}"),
-            f"{task}: {curve.replace('_', ' ')}",
+            file_name(f"{task}-{curve.name}"),
+            f"{task}: {curve.y_label} by {curve.x_label}",
             task,
-            lambda task=task, curve=curve: curve_figure(document, task, curve),
+            lambda task=task, name=curve.name: curve_figure(document, task, name),
         )
 
 
