@@ -50,10 +50,9 @@ def find_in_folder(folder: Path, stem: str, *, task: str) -> Path:
         if (folder / f"{stem}{suffix}").is_file():
             return folder / f"{stem}{suffix}"
     names = sorted(entry.name for entry in folder.iterdir())
-    near = did_you_mean(f"{stem}.jsonl", names)
     raise UsageError(
         f"{task}: folder `{folder}` has no `{stem}.jsonl` or other data file of that name",
-        hint=near or (f"it has: {', '.join(names[:10])}" if names else "the folder is empty"),
+        hint=f"it has: {', '.join(names[:20])}" if names else "the folder is empty",
     )
 
 
