@@ -98,7 +98,7 @@ class Source:
 
         Args:
             without: keys of that part that the model does not know.
-            given: values that the document does not hold.
+            given: values that flags set, by key; they replace those of the document.
 
         Raises:
             DocumentError: every mistake, each with its place.
@@ -108,14 +108,19 @@ class Source:
             raise DocumentError([self.problem(at, "is required")])
         if isinstance(node.value, dict):
             kept = {key: child for key, child in node.value.items() if key not in without}
-            node = replace(node, value=kept)
-        data = node.data
+            node = replace(node, value=kept | _from_flags(given or {}))
         try:
-            return model.model_validate(
-                data | dict(given or {}) if isinstance(data, dict) else data
-            )
+            return model.model_validate(node.data)
         except ValidationError as error:
             raise DocumentError(find_problems(error, model, node, at)) from None
+
+
+def _from_flags(given: Mapping[str, Any]) -> dict[str, Node]:
+    nodes = {}
+    for key, value in given.items():
+        flag = Mark(f"--{key.replace('_', '-')} {value}")
+        nodes[key] = replace(Node.of(value, flag), key=flag)
+    return nodes
 
 
 def read_source(path: str, *, option: str) -> Source:
