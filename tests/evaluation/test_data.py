@@ -251,10 +251,10 @@ def test_a_folder_without_texts_is_refused(tmp_path):
 
 
 @pytest.fixture
-def own_cache(tmp_path, monkeypatch):
+def own_cache(tmp_path_factory, monkeypatch):
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
 def test_a_local_copy_of_a_dataset_is_read_as_the_hub_is(tmp_path, capsys, own_cache):
