@@ -1,0 +1,270 @@
+"""Tasks of the lm-evaluation-harness, answered through a compressed cache.
+
+https://github.com/EleutherAI/lm-evaluation-harness. The harness gives prompts, filters, metrics and
+aggregation; kvtool answers the requests itself, so that every one of them meets the evicting
+cache: a context is a prompt, a continuation is fed token by token after it, and a text whose
+likelihood is wanted is followed as a perplexity is. Few-shot examples are those of the harness'
+own command line at seed 0. As there, a prompt too long for the model loses its beginning, and no
+chat template goes around it. Other than there, a text whose likelihood is wanted begins with one
+`<bos>` even where the tokenizer adds one by itself; the harness' own model then reads two.
+
+What cannot be answered faithfully is refused: pictures and sound, tasks that run generated code,
+sampling with top-p or several answers per prompt, beam search.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.evaluation.harness import Prepared, contained, hash_of, prepare
+from kvtool.evaluation.task import Json, Sample, Statistic, Summary, Task, TokenCounter, mean
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.task import Task as HarnessTask
+
+    from kvtool.evaluation.bench import Bench
+
+Aggregation = Callable[[Sequence[Any]], float]
+
+_NEW_TOKENS = 256  # of an answer, where a task does not say
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_RESAMPLES = 100  # for standard errors that have no formula; corpus metrics are slow
+_OUT_OF_ONE = {"acc", "acc_norm", "acc_bytes", "exact_match", "em", "f1", "mcc"}
+
+
+class LmEval(Task):
+    """A task of the lm-evaluation-harness.
+
+    Attributes:
+        samples: the first so many documents; None: all.
+        fewshot: examples in front of each question; None: as many as the task says.
+        include_path: a folder with tasks of one's own, in the harness' YAML.
+    """
+
+    samples: PositiveInt | None = None
+    fewshot: NonNegativeInt | None = None
+    include_path: str | None = None
+
+    metric: ClassVar[str] = "score"
+    extra: ClassVar[str | None] = "lm-eval"
+
+    @property
+    def chat(self) -> bool:
+        return False
+
+    @property
+    def protocol(self) -> str:
+        """The harness' version, the task's, and which of its metrics is the score."""
+        task = self._prepared.task
+        return f"lm-eval {version('lm-eval')}, task version {task.VERSION}, {_headline(task)}"
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether a smaller headline is a better one, as the harness says."""
+        task = self._prepared.task
+        return not task.higher_is_better().get(_first_metric(task), True)
+
+    @property
+    def best(self) -> float | None:
+        """1 for accuracies and the like; the harness does not say what others can reach."""
+        return 1.0 if _first_metric(self._prepared.task) in _OUT_OF_ONE else None
+
+    @property
+    def _prepared(self) -> Prepared:
+        harness_name = self.name.partition("/")[2]
+        return prepare(harness_name, self.include_path, self.fewshot, self.samples, self.seed)
+
+    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
+        """Build the requests of every document.
+
+        Raises:
+            UsageError: no such task, a group of tasks, one that kvtool cannot answer.
+            KvtoolError: its data cannot be read.
+        """
+        prepared = self._prepared
+        for index, instances in prepared.documents.items():
+            facts = {
+                "document": index,
+                "document_hash": hash_of(instances[0].doc),
+                "task_version": str(prepared.task.VERSION),
+                "requests": [_request(self.name, instance) for instance in instances],
+            }
+            yield Sample(str(index), "", facts=facts)
+
+    def run(self, bench: Bench, sample: Sample) -> Json:
+        """Answer every request of a document."""
+        return {
+            "document": sample.facts["document"],
+            "document_hash": sample.facts["document_hash"],
+            "responses": [_answer(bench, request) for request in sample.facts["requests"]],
+        }
+
+    def score(self, record: Json) -> dict[str, float]:
+        """Return the harness' metrics of one document, as if it were the only one.
+
+        Metrics that need several documents, such as F1 over labels, are left out, the headline too
+        if it is one of them.
+
+        Raises:
+            KvtoolError: the document is no longer what it was when the model read it.
+        """
+        values = self._values(record)
+        with contained(self.seed):
+            alone = {name: _alone(self._aggregation(name), value) for name, value in values.items()}
+        return self._with_headline({k: value for k, value in alone.items() if value is not None})
+
+    def summarise(self, records: Sequence[Json]) -> Summary:
+        """Put documents together as the harness does: means, corpus scores, perplexities."""
+        values: dict[str, list[Any]] = defaultdict(list)
+        for record in records:
+            for name, value in self._values(record).items():
+                values[name].append(value)
+        with contained(self.seed):
+            metrics = {k: _statistic(self._aggregation(k), items) for k, items in values.items()}
+        return Summary(self._with_headline(metrics))
+
+    def _with_headline(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Put the task's first metric in front, under the name of the headline."""
+        headline = _headline(self._prepared.task)
+        return ({self.metric: metrics[headline]} if headline in metrics else {}) | metrics
+
+    def _values(self, record: Json) -> dict[str, Any]:
+        """What the harness makes of one document's responses, by `metric,filter`."""
+        task, documents = self._prepared.task, self._prepared.documents
+        index = record["document"]
+        if index not in documents or hash_of(documents[index][0].doc) != record["document_hash"]:
+            raise KvtoolError(
+                f"{self.name}: document {index} is not the one that was answered",
+                hint="the task or its data have changed since; run it again",
+            )
+        answered = [
+            dataclasses.replace(instance, resps=_repeat(instance, response), filtered_resps={})
+            for instance, response in zip(documents[index], record["responses"], strict=True)
+        ]
+        values = {}
+        with contained(self.seed):
+            for pipeline in task._filters:
+                pipeline.apply(answered)
+                filtered = [instance.filtered_resps[pipeline.name] for instance in answered]
+                results = task.process_results(copy.deepcopy(answered[0].doc), filtered)
+                values |= {f"{name},{pipeline.name}": value for name, value in results.items()}
+        return values
+
+    def _aggregation(self, name: str) -> Aggregation:
+        """How the harness puts values of `metric,filter` together; the mean if it does not say."""
+        from lm_eval.api.metrics import mean as harness_mean
+
+        return self._prepared.task.aggregation().get(name.rpartition(",")[0], harness_mean)
+
+
+# ---- metrics
+
+
+def _first_metric(task: HarnessTask) -> str:
+    return next(iter(task.aggregation()))
+
+
+def _headline(task: HarnessTask) -> str:
+    """The task's first metric after its first filter."""
+    return f"{_first_metric(task)},{task._filters[0].name}"
+
+
+def _alone(aggregation: Aggregation, value: Any) -> float | None:
+    from lm_eval.api import metrics
+
+    if aggregation in (metrics.f1_score, metrics.matthews_corrcoef):
+        return None
+    return _computed(aggregation, [value])
+
+
+def _statistic(aggregation: Aggregation, values: Sequence[Any]) -> Statistic:
+    """An aggregate with its standard error, resampled where it has no formula."""
+    from lm_eval.api import metrics
+
+    if aggregation is metrics.mean:
+        return mean([float(value) for value in values])
+    spread = metrics.stderr_for_metric(aggregation, _RESAMPLES) if len(values) > 1 else None
+    value = _computed(aggregation, values)
+    return Statistic(
+        value=math.nan if value is None else value,
+        n=len(values),
+        stderr=None if spread is None or value is None else _computed(spread, values),
+    )
+
+
+def _computed(aggregation: Aggregation, values: Sequence[Any]) -> float | None:
+    """The aggregate as a finite number; None if these documents do not define it."""
+    try:
+        value = float(aggregation(values))
+    except Exception:  # any: tasks bring functions of their own, which may need more documents
+        return None
+    return value if math.isfinite(value) else None
+
+
+# ---- requests and answers
+
+
+def _request(name: str, instance: Instance) -> Json:
+    """A request as JSON values."""
+    kind = instance.request_type
+    if kind == "loglikelihood":
+        context, continuation = instance.args
+        return {"type": kind, "context": context, "continuation": continuation}
+    if kind == "loglikelihood_rolling":
+        return {"type": kind, "text": instance.args[0]}
+    context, options = instance.args
+    return {"type": kind, "context": context, **_generation(name, dict(options), instance.repeats)}
+
+
+def _generation(name: str, options: dict[str, Any], repeats: int | None) -> Json:
+    """How an answer is drawn: a task's options for transformers, or a refusal."""
+    until = options.pop("until", None) or []
+    lengths = [options.pop(key, None) for key in _LENGTHS]
+    temperature = float(options.pop("temperature", None) or 0.0)
+    if not options.pop("do_sample", temperature > 0):
+        temperature = 0.0
+    if options.get("num_beams") == 1:
+        del options["num_beams"]
+    if temperature == 0.0:
+        options.pop("top_p", None)  # what is most likely stays so
+        options.pop("top_k", None)
+    elif (repeats or 1) > 1:
+        raise UsageError(f"{name} samples {repeats} answers to a prompt, which kvtool does not")
+    if options:
+        listed = ", ".join(f"{key}={value}" for key, value in options.items())
+        raise UsageError(f"{name} generates with {listed}, which kvtool does not offer")
+    return {
+        "until": [until] if isinstance(until, str) else [text for text in until if text],
+        "max_new_tokens": next((int(n) for n in lengths if n is not None), _NEW_TOKENS),
+        "temperature": temperature,
+    }
+
+
+def _answer(bench: Bench, request: Json) -> Any:
+    """A text, [log-probability, whether it is the most likely text], or a log-probability."""
+    if request["type"] == "loglikelihood":
+        return list(bench.loglikelihood(request["context"], request["continuation"]))
+    if request["type"] == "loglikelihood_rolling":
+        return bench.rolling(request["text"])
+    return bench.generate(
+        request["context"],
+        max_new_tokens=request["max_new_tokens"],
+        stop=tuple(request["until"]),
+        temperature=request["temperature"],
+    )
+
+
+def _repeat(instance: Instance, response: Any) -> list[Any]:
+    """The response as often as the task wants it, as the type that the harness has."""
+    value = tuple(response) if isinstance(response, list) else response
+    return [value] * (instance.repeats or 1)
