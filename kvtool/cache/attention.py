@@ -226,7 +226,7 @@ def kvtool_attention(
     )
     out = attend(layer, call, taken.decoding)
     if cache.watch is not None:
-        cache.watch(layer.index, call, out)
+        cache.watch(taken, call, out)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -139,7 +139,7 @@ class KVCache(Cache):
         self.config, self.policy, self.budget, self.block = config, policy, budget, block
         self.kernel = kernel
         self.built_for: Callable[[], PreTrainedModel | None] = lambda: None
-        self.watch: Callable[[int, Call, Tensor], None] | None = None  # sees each layer's step
+        self.watch: Callable[[handover.Taken, Call, Tensor], None] | None = None  # sees each step
         self.hooked = False  # attention is stock eager code, seen through hooks
         self.hook_note: tuple | None = None  # from the hook before a module to the one after it
         self.peak_bytes = 0
@@ -172,7 +172,9 @@ class KVCache(Cache):
                 raw_value.numel() * raw_value.element_size()
             )
             self.peak_bytes = max(self.peak_bytes, self._allocated_bytes() + block)
-        handover.give(handover.Taken(self, layer, raw_key, raw_value, decoding))
+        handover.give(
+            handover.Taken(self, layer, raw_key, raw_value, key_states, value_states, decoding)
+        )
         return raw_key, raw_value
 
     def decodes(self, layer: SlotLayer, q_len: int) -> bool:

@@ -27,12 +27,19 @@ _LOCAL = threading.local()
 
 @dataclass(frozen=True)
 class Taken:
-    """What `update` has taken in and nobody has attended yet."""
+    """What `update` has taken in and nobody has attended yet.
+
+    Attributes:
+        raw_key, raw_value: what `update` returned: kept slots and new tokens.
+        new_key, new_value: the new tokens alone.
+    """
 
     cache: KVCache
     layer: SlotLayer
     raw_key: Tensor
     raw_value: Tensor
+    new_key: Tensor
+    new_value: Tensor
     decoding: bool
 
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvtool.cache.cache import KVCache
+from kvtool.cache.handover import Taken
 from kvtool.cache.kernels import Call
 from kvtool.cache.step import attend
 from kvtool.errors import KvtoolError
 
 
-def replay(cache: KVCache, index: int, call: Call, *, decoding: bool) -> Tensor:
+def replay(cache: KVCache, taken: Taken, call: Call) -> Tensor:
     """Let a layer take in what another cache's layer just did, and attend to what it holds itself.
 
     Args:
         cache: goes through the whole text in this way, beginning empty.
-        call: a step of a cache that keeps everything, without padding: its newest keys and values
-            stand at the end.
+        taken, call: a step of another cache, without padding.
 
     Returns:
         (batch, heads, q_len, value_dim).
@@ -26,13 +26,11 @@ def replay(cache: KVCache, index: int, call: Call, *, decoding: bool) -> Tensor:
     Raises:
         KvtoolError: keys that are stored in another form than they are attended in.
     """
-    if call.key.shape != call.raw_key.shape:
+    if call.key is not call.raw_key:
         raise KvtoolError("a model with latent attention cannot be replayed layer by layer")
-    layer, new = cache.layers[index], call.q_len
-    key, value = layer.update(
-        call.raw_key[:, :, -new:], call.raw_value[:, :, -new:], decoding=decoding
-    )
-    if not decoding:
-        cache.set_budget(layer, None, new)
+    layer = cache.layers[taken.layer.index]
+    key, value = layer.update(taken.new_key, taken.new_value, decoding=taken.decoding)
+    if not taken.decoding:
+        cache.set_budget(layer, None, call.q_len)
     own = replace(call, key=key, value=value, raw_key=key, raw_value=value, block=cache.block)
-    return attend(layer, own, decoding)
+    return attend(layer, own, taken.decoding)

@@ -355,7 +355,13 @@ class Bench:
         result = generation.token_logprobs(
             self.model, cache, ids, chunk=chunk, first_logits=first_logits
         )
-        self.count_decoding(cache, steps=ids.shape[1], seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        if chunk == 1:
+            self.count_decoding(cache, steps=ids.shape[1], seconds=seconds)
+        else:
+            self.meter.prefill_s += seconds
+            self.meter.prompt_tokens += ids.shape[1]
+            self.meter.read(cache)
         return result
 
     def _first_token(self) -> Tensor:

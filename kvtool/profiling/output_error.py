@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache, build_cache
+from kvtool.cache.handover import Taken, attachment
+from kvtool.cache.kernels import Call
 from kvtool.cache.replay import replay
 from kvtool.errors import KvtoolError
 from kvtool.generation import follow, prefill
@@ -58,7 +60,8 @@ def output_error(
     Raises:
         KvtoolError: a model whose attention is only watched, or stored in latent form.
     """
-    if cache.hooked:
+    attached = attachment(model)
+    if attached is not None and attached.hooks:
         raise KvtoolError(f"`{model.config.model_type}` does not show its attention outputs")
     if mode == "isolated":
         return _isolated(model, cache, prompt_ids, token_ids)
@@ -69,17 +72,15 @@ def _isolated(
     model: PreTrainedModel, cache: KVCache, prompt_ids: Tensor, token_ids: Tensor
 ) -> list[float]:
     sums, full = _Sums(), build_cache(model, "full")
-    reading = True
 
-    def watch(index: int, call, out: Tensor) -> None:
-        ours = replay(cache, index, call, decoding=not reading)
-        if not reading:
-            sums.add(index, out, ours)
+    def watch(taken: Taken, call: Call, out: Tensor) -> None:
+        ours = replay(cache, taken, call)
+        if taken.decoding:
+            sums.add(taken.layer.index, out, ours)
 
     full.watch = watch
     with cache.prompt([prompt_ids.shape[1]]):
         logits = prefill(model, full, prompt_ids)
-    reading = False
     follow(model, full, logits, _with_end(token_ids))
     return sums.ratios()
 
@@ -91,7 +92,7 @@ def _end_to_end(
     for each in (build_cache(model, "full"), cache):
         seen: list[tuple[int, Tensor]] = []
         logits = prefill(model, each, prompt_ids)
-        each.watch = lambda index, call, out, seen=seen: seen.append((index, out))
+        each.watch = lambda taken, call, out, seen=seen: seen.append((taken.layer.index, out))
         follow(model, each, logits, _with_end(token_ids))
         each.watch = None
         outputs.append(seen)

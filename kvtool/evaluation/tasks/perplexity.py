@@ -107,6 +107,7 @@ class Perplexity(Task):
                 "ppl": _perplexity(records),
                 "nll": Statistic(nll, len(records), spread.stderr),
                 "tokens": Statistic(float(sum(sum(r["tokens"]) for r in records)), len(records)),
+                "chunk": Statistic(float(max(r["chunk"] for r in records)), len(records)),
             },
             cells=cells,
             curves={"nll by position": _curve(records)},

@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+import kvtool
+from kvtool.errors import KvtoolError
+from kvtool.profiling.output_error import output_error
+from kvtool.profiling.output_error import _Sums as Sums
+from tests.families import family_model
+from tests.models_for_tests import peaky_model, random_ids
+
+MODES = ["isolated", "end_to_end"]
+
+
+def test_the_worked_example():
+    sums = Sums()
+    full, ours = [[1.1, 0.7], [2.0, 0.0]], [[1.2, 0.6], [1.0, 0.0]]
+    for o, other in zip(full, ours, strict=True):
+        sums.add(0, torch.tensor(o), torch.tensor(other))
+    assert sums.ratios() == [pytest.approx(0.178947, abs=1e-6)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvtool.attach(peaky_model("llama"))
+
+
+def measure(model, policy, budget, mode):
+    cache = kvtool.build_cache(model, policy, budget)
+    return output_error(model, cache, random_ids(60), random_ids(9, seed=5), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", ["h2o+caote", "streaming", "tova", "roco", "snapkv(window=4)"])
+def test_a_budget_that_fits_moves_nothing(model, policy, mode):
+    assert max(measure(model, policy, 200, mode)) < 1e-10
+
+
+@pytest.mark.parametrize("policy", ["h2o", "streaming", "snapkv(window=4)"])
+def test_the_first_layer_errs_alike_in_both_modes(model, policy):
+    isolated = measure(model, policy, 20, "isolated")
+    through = measure(model, policy, 20, "end_to_end")
+    assert isolated[0] > 1e-6
+    assert isolated[0] == pytest.approx(through[0], rel=1e-4)
+    assert isolated[1] != pytest.approx(through[1], rel=1e-3)
+
+
+def test_isolated_streaming_equals_a_plain_loop(model):
+    """What StreamingLLM keeps is known, so its error can be written down from the definition."""
+    sinks, budget, prompt, steps = 4, 20, 60, 9
+    seen = {}
+
+    def watch(taken, call, out):
+        seen.setdefault(taken.layer.index, []).append((call, out))
+
+    full = kvtool.build_cache(model, "full")
+    full.watch = watch
+    ids = torch.cat([random_ids(prompt), random_ids(steps, seed=5)], 1)
+    kvtool.generation.prefill(model, full, ids[:, :prompt])
+    for token in ids[0, prompt:]:
+        kvtool.generation.decode_step(model, full, token[None])
+    for index, ratio in enumerate(measure(model, "streaming", budget, "isolated")):
+        error = size = 0.0
+        for step, (call, out) in enumerate(seen[index][1:]):
+            held = prompt + step + 1
+            recent = range(held - 1 - (budget - sinks), held)  # one more than stays after the step
+            places = [*range(sinks), *recent]
+            for head in range(call.query.shape[1]):
+                group = head // (call.query.shape[1] // call.key.shape[1])
+                keys, values = call.key[0, group, places], call.value[0, group, places]
+                weights = (keys @ call.query[0, head, 0] * call.scale).softmax(0)
+                error += (weights @ values - out[0, head, 0]).square().sum().item()
+                size += out[0, head, 0].square().sum().item()
+        assert ratio == pytest.approx(error / size, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral-window", "gpt_oss", "qwen3_next"])
+def test_other_families_agree_where_everything_fits(name):
+    model = kvtool.attach(family_model(name))
+    for mode in MODES:
+        cache = kvtool.build_cache(model, "h2o", 200)
+        errors = output_error(model, cache, random_ids(60), random_ids(9, seed=5), mode)
+        assert max(errors) < 1e-10
+
+
+def test_what_cannot_be_replayed_is_refused():
+    model = kvtool.attach(family_model("deepseek_v3"))
+    with pytest.raises(KvtoolError, match="latent"):
+        measure(model, "h2o", 20, "isolated")
+    model = kvtool.attach(family_model("falcon"))
+    with pytest.raises(KvtoolError, match="does not show"):
+        measure(model, "h2o", 20, "end_to_end")
