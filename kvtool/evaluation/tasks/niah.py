@@ -26,14 +26,18 @@ _NEW_TOKENS = 32  # seven digits and a full stop take up to 9 tokens
 _PASS_KEY_TOKENS = 128  # as in RocketKV's measurement
 
 
-def _percentages(value: Any) -> Any:
-    if isinstance(value, str):
-        value = value.split(",") if "," in value else int(value)
-    if isinstance(value, int):
-        if value < 1:
-            raise UsageError(f"depths must be 1 or more, got {value}")
-        value = np.linspace(0, 100, value).round(1).tolist() if value > 1 else [50]
-    depths = [float(depth) for depth in value]
+def _percentages(value: Any) -> list[float]:
+    try:
+        if isinstance(value, str) and "," in value:
+            value = value.split(",")
+        if isinstance(value, (str, int)) and not isinstance(value, bool):
+            count = int(value)
+            value = np.linspace(0, 100, count).round(1).tolist() if count > 1 else [50] * count
+        depths = [float(depth) for depth in value]
+    except (TypeError, ValueError):
+        raise UsageError(f"depths must be a number or percentages, got `{value}`") from None
+    if not depths:
+        raise UsageError("depths must be 1 or more, got 0")
     for depth in depths:
         if not 0 <= depth <= 100:
             raise UsageError(f"depth {depth:g} is not from 0 to 100 percent")

@@ -1,0 +1,135 @@
+"""The needle in a haystack: lengths, depths, scores, and the reference model's own answers."""
+
+import re
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from kvtool.cache.attention import attach
+from kvtool.errors import UsageError
+from kvtool.evaluation.arms import Arm
+from kvtool.evaluation.bench import Bench, Protocol, token_counter
+from kvtool.models.load import load
+from kvtool.policies.grammar import parse_policy
+from tests.evaluation.tasks.drawing import check_drawing, check_fill, draw, make, score
+from tests.evaluation.tokenizers import COUNTERS, REFERENCE, WORDS
+
+NAMES = ["niah", "niah/passkey"]
+NEEDLES = {
+    "niah": r" The secret code for \w+: (\d{7})\.",
+    "niah/passkey": r" The pass key is (\d{7})\. Remember it: \1 is the pass key\.",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("length", [256, 1024, 8192])
+@pytest.mark.parametrize("counter", COUNTERS)
+def test_samples_fill_their_length_to_a_sentence(name, length, counter):
+    check_fill(name, COUNTERS[counter], length, 30, depths=[50])
+
+
+def test_samples_fill_64_k_tokens():
+    check_fill("niah", REFERENCE, 65536, 30, depths=[50])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_does_not_depend_on_what_else_is_drawn(name):
+    check_drawing(name, REFERENCE, depths=3)
+    three = draw(name, REFERENCE, lengths=512, depths=3)
+    assert draw(name, REFERENCE, lengths=512, depths=[50]) == [three[1]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("source", ["builtin", "noise"])
+def test_the_needle_stands_once_where_its_share_has_passed(name, source):
+    samples = draw(name, REFERENCE, lengths=[512, 2048], depths=5, haystack=source)
+    assert [sample.cell["depth"] for sample in samples] == [0, 25, 50, 75, 100] * 2
+    assert samples[7].id == "length=2048/depth=50/0"
+    for sample in samples:
+        (found,) = re.finditer(NEEDLES[name], sample.context)
+        assert found[1] == sample.turns[0].references[0]
+        assert sample.context.count(found[1]) == found[0].count(found[1])
+        before, after = sample.context[: found.start()], sample.context[found.end() :]
+        hay = REFERENCE.count(before + after)
+        passed = 100 * REFERENCE.count(before) / hay if before else 0
+        assert sample.cell["depth"] <= passed < sample.cell["depth"] + 100 * 25 / hay
+        assert before == "" or before.endswith(".")
+
+
+def test_a_haystack_of_ones_own_is_read_from_its_start(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text("It was late. " * 20)
+    (sample,) = draw("niah", WORDS, lengths=200, depths=[100], haystack=str(file))
+    assert sample.context.startswith(" It was late. It was late.")
+    assert sample.context.count("It was late.") > 40
+
+
+def test_the_default_grid():
+    samples = draw("niah", WORDS)
+    assert len(samples) == 33
+    assert {sample.cell["length"] for sample in samples} == {512, 1024, 2048}
+    assert [sample.cell["depth"] for sample in samples[:11]] == list(range(0, 101, 10))
+
+
+def test_depths_are_a_number_or_percentages():
+    assert make("niah", depths=4).depths == (0, 33.3, 66.7, 100)
+    assert make("niah", depths="3").depths == (0, 50, 100)
+    assert make("niah", depths="10,20.5").depths == (10, 20.5)
+    assert make("niah", depths=1).depths == (50,)
+    assert make("niah", depths=[100, 0]).depths == (100, 0)
+    dumped = make("niah", depths=4).model_dump(mode="json")
+    assert make(**dumped) == make("niah", depths=4)
+
+
+@pytest.mark.parametrize(
+    ("depths", "message"),
+    [
+        (0, "depths must be 1 or more, got 0"),
+        ([101], "depth 101 is not from 0 to 100 percent"),
+        ([-1], "depth -1 is not from 0 to 100 percent"),
+        ("deep", "depths must be a number or percentages, got `deep`"),
+        (None, "depths must be a number or percentages, got `None`"),
+        ([], "depths must be 1 or more, got 0"),
+    ],
+)
+def test_refuses_depths_without_meaning(depths, message):
+    with pytest.raises(ValidationError, match=message):
+        make("niah", depths=depths)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_refuses_a_length_without_room_for_the_needle(name):
+    with pytest.raises(UsageError, match=rf"{name}: length 40 is too short, a sample takes \d+"):
+        draw(name, REFERENCE, lengths=40)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_of_right_and_wrong_answers(name):
+    task = make(name, lengths=300, depths=[50])
+    (sample,) = task.draw(REFERENCE)
+    (number,) = sample.turns[0].references
+    right = {"em": 1.0, "word_set": 1.0}
+    assert score(task, sample, f" {number}.") == right
+    assert score(task, sample, f"It is {number[0]},{number[1:4]},{number[4:]}, I think") == right
+    assert score(task, sample, f"9{number}") == {"em": 1.0, "word_set": 0.0}
+    for wrong in ("", number[:6], sample.turns[0].question):
+        assert score(task, sample, wrong) == {"em": 0.0, "word_set": 0.0}
+    assert (task.metric, task.best) == ("em", 1.0)
+
+
+def test_numbers_are_spread():
+    numbers = [int(s.turns[0].references[0]) for s in draw("niah", WORDS, lengths=100, samples=20)]
+    assert np.mean(numbers) == pytest.approx(5.5e6, abs=6e5)
+
+
+def test_the_reference_model_finds_needles_with_a_full_cache():
+    loaded = load()
+    attach(loaded.model)
+    bench = Bench(loaded, Arm(parse_policy("full"), None), Protocol())
+    for name, settings in [("niah", {"depths": 10}), ("ruler/niah_multikey_1", {"samples": 10})]:
+        task = make(name, lengths=512, **settings)
+        samples = list(task.draw(token_counter(bench.tokenizer, 8192)))
+        assert len(samples) == 10
+        records = [bench.measure(task, sample) for sample in samples]
+        assert task.summarise(records).metrics[task.metric].value >= 0.9 * task.best
