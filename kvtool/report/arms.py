@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -56,6 +57,21 @@ def task_names(document: ResultsDocument) -> list[str]:
     names = list(dict.fromkeys(result.task for result in document.results))
     suites = list(dict.fromkeys(suite(name) for name in names))
     return sorted(names, key=lambda name: suites.index(suite(name)))
+
+
+def wrap(name: str, width: int) -> str:
+    """Break the name of a policy or an arm where its parts begin, lines at most `width` long.
+
+    >>> print(wrap("snapkv(window=16,kernel=5)+caote@64", 18))
+    snapkv(window=16,
+    kernel=5)+caote@64
+    """
+    lines = [""]
+    for part in re.split(r"(?<=,)|(?=[+@(])", name):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line[i : i + width] for line in lines for i in range(0, len(line), width))
 
 
 def suite(task: str) -> str:

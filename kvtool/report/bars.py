@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, ResultsDocument
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 _BAR = 0.19  # inches
 _GAP = 0.6  # bars
+_LETTER = 0.07  # inches
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ def cost_figure(document: ResultsDocument) -> Figure:
     full = full_arm(document)
     baseline = spent.get(full.name) if full else None
     speeds = {} if baseline is None else {"decode": "decode_rate", "prefill": "prefill_rate"}
-    figure = new_figure(3.0 + 2.3 * (1 + len(speeds)), _BAR * (bars[-1].place + 1) + 1.0)
+    names = [bar.arm.name for bar in bars]
+    width = 0.3 + _LETTER * max(len(name) for name in names) + 2.6 * (1 + len(speeds))
+    figure = new_figure(width, _BAR * (bars[-1].place + 1) + 1.0)
     first, *others = figure.subplots(1, 1 + len(speeds), sharey=True, squeeze=False)[0]
     _bytes(first, bars, spent)
     for panel, (name, rate) in zip(others, speeds.items(), strict=True):
         _speed(panel, bars, lambda arm, rate=rate: relative(rate, spent[arm], baseline))
         panel.set_title(f"{name} tokens/s, × full")
-    first.set_yticks(
-        [bar.place for bar in bars], [fill(bar.arm.name, 30) for bar in bars], fontsize=8
-    )
+    first.set_yticks([bar.place for bar in bars], names)
     first.set_ylim(bars[-1].place + 0.7, -0.7)
     return figure
 
@@ -56,12 +56,13 @@ def _bars(document: ResultsDocument, spent: dict[str, Spent]) -> list[_Bar]:
     look = looks(document)
     found = []
     place = 0.0
+    sweep = any(len(family.arms) > 1 for family in families(document))
     for family in families(document):
         arms = [arm for arm in family.arms if arm.name in spent]
         for arm in arms:
             found.append(_Bar(arm, place, look[family.label].colour))
             place += 1
-        place += _GAP if arms else 0
+        place += _GAP if arms and sweep else 0
     return found
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, TaskResult
 from kvtool.report import numbers
-from kvtool.report.arms import Family, budget_size, families, results_of, task_names
+from kvtool.report.arms import Family, budget_size, families, results_of, task_names, wrap
 from kvtool.report.panels import add_legend, log_y, new_panels
 from kvtool.report.style import Look, looks
 
@@ -41,7 +40,7 @@ def budget_figure(document: ResultsDocument) -> Figure:
         for family in families(document):
             _budget_line(panel, family, look[family.label], results, places)
         sample = next(iter(results.values()))
-        _budget_axis(panel, ticks, document)
+        _budget_axis(panel, ticks, _budgets(document, unit), unit)
         _score_axis(panel, list(results.values()))
         panel.set_title(task)
         panel.set_ylabel(f"{sample.metric} {numbers.direction(sample)}")
@@ -94,19 +93,23 @@ def _budget_line(
     )
 
 
-def _budget_axis(panel: Axes, ticks: dict[float, str], document: ResultsDocument) -> None:
-    budgets = {str(arm.budget): arm.budget for arm in document.arms if arm.budget is not None}
+def _budgets(document: ResultsDocument, unit: str) -> list[str]:
+    found = dict.fromkeys(arm.budget for arm in document.arms if arm.budget is not None)
+    return [str(budget) for budget in found if budget_size(budget)[0] == unit]
+
+
+def _budget_axis(panel: Axes, ticks: dict[float, str], budgets: list[str], unit: str) -> None:
     places = sorted(ticks)
     labels = [ticks[place] for place in places]
-    if set(labels) <= set(budgets):
+    if len(budgets) > 1:
         panel.set_xscale("log", base=2)
         panel.set_xlim(places[0] / 1.3, places[-1] * 1.3)
-        panel.set_xlabel(_UNITS[budget_size(labels[0])[0]])
         panel.set_xticks(places, labels)
+        panel.set_xlabel(_UNITS[unit])
     else:
         panel.set_xlim(-0.6, len(places) - 0.4)
-        panel.set_xlabel(f"budget {', '.join(budgets)}")
-        panel.set_xticks(places, [fill(label, 18) for label in labels], rotation=35, ha="right")
+        panel.set_xticks(places, [wrap(label, 18) for label in labels], rotation=35, ha="right")
+        panel.set_xlabel(f"policy, budget {budgets[0]}")
     panel.minorticks_off()
     panel.grid(axis="y")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, ResultsDocument
 from kvtool.report import numbers
-from kvtool.report.arms import Family, families, results_of
+from kvtool.report.arms import Family, families, results_of, wrap
 from kvtool.report.needles import COLOURS, NeedleGrid, needle_grids, scale
 from kvtool.report.style import new_figure
 
@@ -41,13 +41,14 @@ def needle_figure(document: ResultsDocument, task: str) -> Figure:
             grid, result = grids[arm.name], results[arm.name]
             image = _draw(panel, grid, scale(result), document.model.trained_length)
             mean = numbers.score(result.value, result.best)
-            name = fill(arm.name, int(width * 11))
+            name = wrap(arm.name, int(width * 11))
             panel.set_title(f"{name}\nmean {mean}", fontsize=8.5)
     shrink = min(1.0, 3.2 / height / len(rows))
     bar = figure.colorbar(image, ax=panels, shrink=shrink, aspect=18, anchor=(0.0, 1.0))
     bar.set_label(results[next(iter(grids))].metric)
     bar.outline.set_visible(False)
-    figure.supxlabel("context length (tokens)" + _trained(document, sample), fontsize=9)
+    words = "context length (tokens)" + _trained(document, sample)
+    figure.supxlabel(fill(words, int(figure.get_figwidth() * 12)), fontsize=9)
     figure.supylabel("needle depth (%)", fontsize=9)
     return figure
 

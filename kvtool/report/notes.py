@@ -9,6 +9,8 @@ from kvtool.report.spent import spent_by_arm
 
 def notes(document: ResultsDocument) -> list[str]:
     """Return one sentence per line, only those that the document needs."""
+    if not document.results:
+        return ["nothing was measured"]
     lines = [
         "score ± standard error; ↑ higher is better, ↓ lower is better" + _delta(document),
         f"samples: {_samples(document)}",

@@ -50,7 +50,7 @@ td.words { text-align: left; white-space: normal; }
 small { color: var(--soft); }
 small.better { color: var(--better); }
 small.worse { color: var(--worse); }
-figure { margin: 1rem 0 1.5rem; overflow-x: auto; }
+figure { margin: 1rem 0 1.5rem; overflow-x: auto; break-inside: avoid; }
 figure svg {
   display: block; max-width: 100%; height: auto; background: #ffffff; border-radius: 4px;
 }

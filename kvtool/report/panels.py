@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from textwrap import fill
 from typing import TYPE_CHECKING
 
+from kvtool.report.arms import wrap
 from kvtool.report.style import new_figure
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add_legend(figure: Figure, panels: list[Axes]) -> None:
     for panel in panels:
         handles, labels = panel.get_legend_handles_labels()
         named.update(zip(labels, handles, strict=True))
-    labels = [fill(label, 26) for label in named]
+    labels = [wrap(label, 26) for label in named]
     lines = sum(label.count("\n") + 1 for label in labels)
     figure.set_figheight(max(figure.get_figheight(), 0.18 * lines + 0.3))
     figure.legend(list(named.values()), labels, loc="outside right upper", frameon=False)

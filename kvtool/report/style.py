@@ -39,6 +39,7 @@ _SETTINGS = {
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
     "hatch.linewidth": 0.8,
+    "text.parse_math": False,  # a dollar in a name is a dollar
     "svg.fonttype": "none",
     "svg.hashsalt": "kvtool",
 }

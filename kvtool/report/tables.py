@@ -24,6 +24,7 @@ from kvtool.report.arms import (
     results_of,
     suite,
     task_names,
+    wrap,
 )
 from kvtool.report.needles import NeedleGrid, colour_at, needle_grids, needle_tasks, scale
 from kvtool.report.notes import notes
@@ -89,17 +90,18 @@ class _Summary:
 
     def _table(self, columns: list[_Column], options: ConsoleOptions) -> Table:
         table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
-        table.add_column("arm", max_width=max(16, options.max_width // 4), overflow="fold")
+        table.add_column("arm")
         for column in columns:
-            table.add_column(column.header, justify="right", overflow="fold")
+            table.add_column(Text(column.header), justify="right", overflow="fold")
         row = 0
+        width = max(16, options.max_width // 4)
         found = families(self.document)
         sweep = any(len(family.arms) > 1 for family in found)
         for family in found:
             for arm in family.arms:
                 last = sweep and arm is family.arms[-1]
                 cells = [column.cells[row] for column in columns]
-                table.add_row(Text(arm.name), *cells, end_section=last)
+                table.add_row(Text(wrap(arm.name, width)), *cells, end_section=last)
                 row += 1
         return table
 
@@ -196,19 +198,19 @@ def _cost_columns(document: ResultsDocument, arms: list[ArmEntry]) -> list[_Colu
 def _needle_table(result: TaskResult, grid: NeedleGrid) -> Table:
     best = scale(result)
     digits = 2 if best <= 1 else 0
-    title = f"{result.arm}  {result.task} {numbers.score(result.value, result.best)}"
+    title = Text(f"{result.arm}  {result.task} {numbers.score(result.value, result.best)}")
     table = Table(box=None, padding=0, pad_edge=False, title=title, title_style="bold")
     table.add_column("depth", justify="right")
     for length in grid.lengths:
         table.add_column(f" {length}", justify="right", overflow="fold")
     for depth, row in zip(grid.depths, grid.values, strict=True):
-        cells = [Text(f"{depth:g}% ")]
+        cells = [Text(f"{depth:g}%")]
         for value in row:
             if value is None:
-                cells.append(Text(f"{numbers.MISSING} "))
+                cells.append(Text(numbers.MISSING))
                 continue
             red, green, blue = colour_at(value / best)
-            cells.append(Text(f" {value:.{digits}f} ", f"black on rgb({red},{green},{blue})"))
+            cells.append(Text(f" {value:.{digits}f}", f"black on rgb({red},{green},{blue})"))
         table.add_row(*cells)
     return table
 
