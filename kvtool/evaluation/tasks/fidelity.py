@@ -90,8 +90,15 @@ class FidelityTask(Task):
             **overlap(record["prediction"], record["references"][0]),
         }
 
+    @property
+    def protocol(self) -> str:
+        return overlap_protocol()
+
     def summarise(self, records: Sequence[Json]) -> Summary:
         summary = super().summarise(records)
+        summary.metrics.update(
+            corpus_overlap([(r["prediction"], r["references"][0]) for r in records])
+        )
         differs = [r["first_divergence"] for r in records if r["first_divergence"] is not None]
         if differs:
             first = Statistic(sum(differs) / len(differs), len(differs))
@@ -100,12 +107,34 @@ class FidelityTask(Task):
 
 
 def overlap(prediction: str, reference: str) -> dict[str, float]:
-    """Return BLEU and ROUGE, from 0 to 100, where their packages are installed."""
+    """Return BLEU and ROUGE of one answer, 0 to 100, where their packages are installed."""
     if not installed("eval"):
         return {}
     from kvtool.evaluation.metrics.overlap import rouge, sentence_bleu
 
-    return {"bleu": sentence_bleu(prediction, reference), **rouge(prediction, reference)}
+    scores = rouge(prediction, reference)
+    return {"bleu": sentence_bleu(prediction, reference)} | {
+        name: scores[name] for name in ("rouge1", "rouge2", "rougeL")
+    }
+
+
+def corpus_overlap(pairs: Sequence[tuple[str, str]]) -> dict[str, Statistic]:
+    """Return the BLEU of all answers together, in place of the mean over answers."""
+    if not installed("eval"):
+        return {}
+    from kvtool.evaluation.metrics.overlap import corpus_bleu
+
+    predictions, references = zip(*pairs, strict=True)
+    return {"bleu": Statistic(corpus_bleu(predictions, references), len(pairs))}
+
+
+def overlap_protocol() -> str:
+    """Say how BLEU and ROUGE are computed, if they are."""
+    if not installed("eval"):
+        return "kvtool; no BLEU or ROUGE (pip install 'kvtool[eval]')"
+    from kvtool.evaluation.metrics.overlap import bleu_signature
+
+    return f"kvtool; corpus BLEU {bleu_signature(sentence=False)}; ROUGE with stemmer"
 
 
 def compare_with_full(

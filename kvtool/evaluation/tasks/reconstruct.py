@@ -6,7 +6,7 @@ repetition, as for its summaries, `reference: source` compares with the text its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import PositiveInt
@@ -14,8 +14,13 @@ from pydantic import PositiveInt
 from kvtool.evaluation.data import Data, documents
 from kvtool.evaluation.fit import generator
 from kvtool.evaluation.haystack import haystack
-from kvtool.evaluation.task import Json, Lengths, Sample, Task, TokenCounter, Turn
-from kvtool.evaluation.tasks.fidelity import compare_with_full, overlap
+from kvtool.evaluation.task import Json, Lengths, Sample, Summary, Task, TokenCounter, Turn
+from kvtool.evaluation.tasks.fidelity import (
+    compare_with_full,
+    corpus_overlap,
+    overlap,
+    overlap_protocol,
+)
 
 if TYPE_CHECKING:
     from kvtool.evaluation.bench import Bench
@@ -71,6 +76,19 @@ class Reconstruct(Task):
         )
         return record | {"source": sample.context}
 
+    @property
+    def protocol(self) -> str:
+        return overlap_protocol()
+
+    def _right(self, record: Json) -> str:
+        return record["source"] if self.reference == "source" else record["references"][0]
+
     def score(self, record: Json) -> dict[str, float]:
-        right = record["source"] if self.reference == "source" else record["references"][0]
-        return overlap(record["prediction"], right) | {"agreement": 100 * record["agreement"]}
+        scores = overlap(record["prediction"], self._right(record))
+        return scores | {"agreement": 100 * record["agreement"]}
+
+    def summarise(self, records: Sequence[Json]) -> Summary:
+        summary = super().summarise(records)
+        pairs = [(record["prediction"], self._right(record)) for record in records]
+        summary.metrics.update(corpus_overlap(pairs))
+        return summary
