@@ -39,7 +39,7 @@ def sentence_bleu(prediction: str, reference: str) -> float:
 def bleu_signature(*, sentence: bool) -> str:
     """Return how BLEU was computed, in sacrebleu's own words, to be stored with the score."""
     bleu = _bleu(sentence=sentence)
-    bleu.sentence_score("a", ["a"])  # the number of references is known only after a score
+    bleu.corpus_score(["a"], [["a"]])  # the number of references is known only after a score
     return str(bleu.get_signature())
 
 
