@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.fit import fit
+from kvtool.evaluation.fit import fit, needed_tokens
 from kvtool.evaluation.task import Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.drawn import Cell, Ruler
 from kvtool.models.reference.vocabulary import ADJECTIVES, NOUNS, VERBS
@@ -34,30 +35,51 @@ _ZETA_2 = math.pi**2 / 6
 
 
 class CommonWords(Ruler):
-    """`cwe`: name the ten words of a numbered list that occur more often than the others."""
+    """`cwe`: name the ten words of a numbered list that occur more often than the others.
+
+    A worked example comes first, from 4096 tokens on and if it leaves room for the common words.
+    """
 
     def draw_one(
         self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
     ) -> Sample:
-        """Draw a list, with a worked example before it from 4096 tokens on."""
+        """Draw a list, of made-up words as well if it is longer than the others make it."""
         length = cell["length"]
-        often, seldom = (30, 3) if length >= _LONG else (6, 1)
-        shortest = seldom * (tokens.count(" 1. a" * 100) // 100)
-        most = length // shortest + 1
-        shown = _EXAMPLE_WORDS if length >= _LONG else 0
-        words = draw_words(rng, shown + _COMMON + most)
-        example = _example(rng, words[:shown]) if shown else ""
-        common, others = words[shown : shown + _COMMON], words[shown + _COMMON :]
-        order = int(rng.integers(2**32))
-        question, cue = _common_question()
-        turn = Turn(question, tuple(common), _COMMON_TOKENS, cue)
-        facts = {"example": bool(shown)}
+        seldom = _times(length)[1]
+        known = len(_known_words())
+        build = _list_builder(rng, name, cell, draw_words(rng, known))
+        if needed_tokens(build(known, False), tokens) <= length:
+            most = length // (seldom * (tokens.count(" 1. a" * 100) // 100)) + 1
+            build = _list_builder(rng, name, cell, draw_words(rng, most))
+        else:
+            most = known
+        example = length >= _LONG and needed_tokens(build(0, True), tokens) <= length
+        return fit(lambda n: build(n, example), [seldom] * most, length, tokens, self.name)
 
-        def build(count: int) -> Sample:
-            listed = _shuffled(order, common, often, others[:count], seldom)
-            return Sample(name, example + listed, (turn,), cell, facts)
 
-        return fit(build, [shortest] * most, length, tokens, self.name)
+def _times(length: int) -> tuple[int, int]:
+    """How often common words and others occur."""
+    return (30, 3) if length >= _LONG else (6, 1)
+
+
+def _list_builder(
+    rng: np.random.Generator, name: str, cell: Cell, words: list[str]
+) -> Callable[[int, bool], Sample]:
+    """Return what lists the common words and the first n others, with an example or without."""
+    often, seldom = _times(cell["length"])
+    shown, words = words[:_EXAMPLE_WORDS], words[_EXAMPLE_WORDS:]
+    common, others = words[:_COMMON], words[_COMMON:]
+    worked = _example(rng, shown)
+    order = int(rng.integers(2**32))
+    question, cue = _common_question()
+    turn = Turn(question, tuple(common), _COMMON_TOKENS, cue)
+
+    def build(count: int, example: bool) -> Sample:
+        listed = _shuffled(order, common, often, others[:count], seldom)
+        context = worked + listed if example else listed
+        return Sample(name, context, (turn,), cell, {"example": example})
+
+    return build
 
 
 def _example(rng: np.random.Generator, words: list[str]) -> str:
