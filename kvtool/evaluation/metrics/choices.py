@@ -19,6 +19,28 @@ _AROUND_CODE = re.compile(r"[\n`'\"*-]|[Oo]ption")
 _BARE_LETTER = re.compile(r"([A-D])(?:[.:)\n]|$)")
 
 
+def list_options(options: Sequence[str]) -> str:
+    """Return the options line by line, with their letters.
+
+    >>> list_options(["red", "blue"])
+    'A. red\\nB. blue'
+    """
+    return "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, options, strict=False))
+
+
+def right_letter(answers: Sequence[str], options: Sequence[str]) -> str | None:
+    """Return the letter of the right option, None if it is not to be told.
+
+    Args:
+        answers: the right option's text, its letter, or both in this order.
+    """
+    if len(answers) > 1 and answers[1] in tuple(LETTERS):
+        return answers[1]
+    if answers[0] in options:
+        return LETTERS[list(options).index(answers[0])]
+    return answers[0] if answers[0] in tuple(LETTERS) else None
+
+
 def names_option(prediction: str, letter: str, text: str) -> bool:
     """Return whether an answer about a book names the option, by its letter or its text."""
     said = prediction.strip()

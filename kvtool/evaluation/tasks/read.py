@@ -1,0 +1,63 @@
+"""Tasks whose samples are the rows of a file or of a dataset on the hub."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from pydantic import PositiveInt
+
+from kvtool.errors import UsageError
+from kvtool.evaluation.data import PRESETS, Data, Rows, read_rows
+from kvtool.evaluation.task import Asking
+
+
+class Read(Asking):
+    """A task that reads its samples.
+
+    Nothing is downloaded unless asked for: a suite leaves the task out as long as it has no data.
+
+    Attributes:
+        data: a file, a folder with the benchmark's file in it, or a dataset on the hub.
+        samples: how many rows, from the first; all by default.
+    """
+
+    data: Data | None = None
+    samples: PositiveInt | None = None
+
+    suite: ClassVar[str]  # also the preset of its data
+
+    @property
+    def part(self) -> str:
+        """The name of the task without its suite."""
+        return self.name.rpartition("/")[2]
+
+    @property
+    def missing(self) -> str | None:
+        """Which data are needed."""
+        if self.data is not None:
+            return None
+        hub = PRESETS[self.suite]["hub"]
+        return f"data: a file, or `{self.suite}` for {hub} on the hub"
+
+    @abstractmethod
+    def on_hub(self, data: Data) -> Data:
+        """Return the part of the benchmark's dataset on the hub that this task reads."""
+
+    def read(self, columns: Sequence[str], stem: str) -> Rows:
+        """Read the rows.
+
+        Args:
+            columns: what every row must have.
+            stem: name of the task's file in a folder.
+
+        Raises:
+            UsageError: no data are given, or there is no such file.
+            KvtoolError: data that cannot be read or lack a column.
+        """
+        if self.data is None:
+            raise UsageError(f"task `{self.name}` needs {self.missing}")
+        own = self.data.hub == PRESETS[self.suite]["hub"]
+        data = self.on_hub(self.data) if own else self.data
+        return read_rows(data, columns, task=self.name, stem=stem)
