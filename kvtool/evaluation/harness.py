@@ -58,7 +58,6 @@ def prepare(
     try:
         with contained(seed):
             task = next(iter(manager.load(name)["tasks"].values()))
-            _check(name, task)
             _set_shots(name, task, fewshot)
             task.set_fewshot_seed(_SEED + seed)
             task.build_all_requests(limit=limit)
@@ -66,7 +65,7 @@ def prepare(
         raise
     except Exception as error:  # any: a task of the harness is a program
         reason = " ".join(str(error).split()) or type(error).__name__
-        offline = "its data must be on this machine, cached or reachable"
+        offline = "its data set must be cached on this machine or reachable"
         raise KvtoolError(
             f"lm-eval/{name} cannot be prepared: {reason}",
             hint=offline if isinstance(error, OSError) else None,
@@ -91,6 +90,7 @@ def _manager_of(name: str, include_path: str | None) -> TaskManager:
             listed = ",".join(members[:_LISTED]) + (",.." if len(members) > _LISTED else "")
             raise UsageError(f"lm-eval/{name} is a group of tasks", hint=f"its members: {listed}")
         if entry is not None:
+            _check(name, entry.cfg or {})
             return manager
         known += manager.all_subtasks
     raise UsageError(
@@ -119,10 +119,10 @@ def _members(manager: TaskManager, name: str) -> list[str]:
     return [member for child in names for member in _members(manager, child)]
 
 
-def _check(name: str, task: Task) -> None:
-    if getattr(task, "MULTIMODAL", False):
+def _check(name: str, config: dict[str, Any]) -> None:
+    if config.get("doc_to_image") or config.get("doc_to_audio"):
         raise UsageError(f"lm-eval/{name} shows pictures or plays sound, which kvtool does not")
-    if getattr(task, "UNSAFE_CODE", False):
+    if config.get("unsafe_code"):
         raise UsageError(f"lm-eval/{name} runs code that the model writes, which kvtool does not")
 
 

@@ -93,7 +93,12 @@ output_type: generate_until
 unsafe_code: true
 doc_to_text: "{{prompt}}"
 doc_to_target: "{{answer}}"
-num_fewshot: 0
+""",
+    "needle_seen": """\
+output_type: generate_until
+doc_to_image: picture
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
 """,
 }
 
@@ -411,6 +416,7 @@ def test_refuses_to_score_documents_that_have_changed(folder):
         ("needle_sad", {}, "has no task `needle_sad`", "did you mean `needle_said`"),
         ("needles", {}, "is a group of tasks", "lm-eval/needle_said,lm-eval/needle_chosen"),
         ("needle_unsafe", {}, "runs code that the model writes", None),
+        ("needle_seen", {}, "shows pictures or plays sound", None),
         ("needle_said", {"include_path": "/no/such"}, "folder `/no/such` does not exist", None),
     ],
 )
@@ -455,4 +461,4 @@ def test_data_that_are_not_there_are_told_in_one_line(folder):
     with pytest.raises(KvtoolError, match="lm-eval/needle_gone cannot be prepared: ") as failure:
         draw(task_of(folder, "needle_gone"))
     assert "\n" not in str(failure.value)
-    assert "must be on this machine" in failure.value.hint
+    assert "must be cached on this machine" in failure.value.hint
