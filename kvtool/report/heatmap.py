@@ -29,7 +29,9 @@ def needle_figure(document: ResultsDocument, task: str) -> Figure:
     columns = max(len(row) for row in rows)
     sample = next(iter(grids.values()))
     width = max(1.9, _CELL[0] * min(len(sample.lengths), _NUMBERED) + 0.3)
-    height = max(1.3, _CELL[1] * min(len(sample.depths), _NUMBERED) + 0.45)
+    names = {arm.name: wrap(arm.name, int(width * 11)) for row in rows for arm in row}
+    title = 0.15 * (2 + max(name.count("\n") for name in names.values()))
+    height = max(1.0, _CELL[1] * min(len(sample.depths), _NUMBERED)) + title + 0.15
     figure = new_figure(width * columns + 1.3, height * len(rows) + 0.5)
     panels = figure.subplots(len(rows), columns, squeeze=False, sharex=False, sharey=True)
     image = None
@@ -41,8 +43,7 @@ def needle_figure(document: ResultsDocument, task: str) -> Figure:
             grid, result = grids[arm.name], results[arm.name]
             image = _draw(panel, grid, scale(result), document.model.trained_length)
             mean = numbers.score(result.value, result.best)
-            name = wrap(arm.name, int(width * 11))
-            panel.set_title(f"{name}\nmean {mean}", fontsize=8.5)
+            panel.set_title(f"{names[arm.name]}\nmean {mean}", fontsize=8.5)
     shrink = min(1.0, 3.2 / height / len(rows))
     bar = figure.colorbar(image, ax=panels, shrink=shrink, aspect=18, anchor=(0.0, 1.0))
     bar.set_label(results[next(iter(grids))].metric)

@@ -1,0 +1,75 @@
+import random
+from fractions import Fraction
+
+import pytest
+
+from kvtool.documents.results import ArmEntry
+from kvtool.report.arms import arms_in_order, budget_size, families, task_names, wrap
+from tests.report.examples import arms, document
+
+
+def named(*entries):
+    return document((), {}).model_copy(
+        update={
+            "arms": [
+                ArmEntry(
+                    name=f"{policy}@{budget}{prefill}", policy=policy, budget=budget, prefill=p
+                )
+                for policy, budget, prefill in entries
+                for p in [prefill.removeprefix(",") or "full"]
+            ]
+        }
+    )
+
+
+def test_arms_stand_by_policy_with_budgets_ascending_and_the_full_cache_first():
+    entries = arms()
+    expected = [arm.name for arm in entries]
+    firsts = [arm for arm in entries if arm.budget in (None, 64)]
+    others = [arm for arm in entries if arm.budget not in (None, 64)]
+    random.Random(0).shuffle(others)
+    shuffled = document(()).model_copy(update={"arms": [*firsts[1:], firsts[0], *others]})
+    assert [arm.name for arm in arms_in_order(shuffled)] == expected
+
+
+def test_budgets_are_ordered_by_size_not_by_spelling():
+    found = families(
+        named(("h2o", "20%", ""), ("h2o", "5%", ""), ("h2o", 1024, ""), ("h2o", 64, ""))
+    )
+    assert [arm.budget for arm in found[0].arms] == ["5%", "20%", 64, 1024]
+
+
+@pytest.mark.parametrize(
+    ("budget", "size"),
+    [
+        (64, ("tokens", Fraction(64))),
+        ("4K", ("tokens", Fraction(4096))),
+        ("12.5%", ("ratio", Fraction(1, 8))),
+        ("2KiB", ("bytes", Fraction(2048))),
+    ],
+)
+def test_a_budget_has_a_unit_and_an_exact_size(budget, size):
+    assert budget_size(budget) == size
+
+
+def test_arms_that_differ_in_the_prefill_are_lines_of_their_own():
+    found = families(named(("h2o", 64, ""), ("h2o", 64, ",block:128"), ("h2o", 128, "")))
+    assert [(f.label, len(f.arms)) for f in found] == [
+        ("h2o, prefill full", 2),
+        ("h2o, prefill block:128", 1),
+    ]
+
+
+def test_the_tasks_of_a_suite_stand_together():
+    mixed = document(("ruler/vt", "niah", "ruler/niah_multikey_1"))
+    assert task_names(mixed) == ["ruler/vt", "ruler/niah_multikey_1", "niah"]
+
+
+def test_names_break_where_parts_begin_and_lose_nothing():
+    name = "snapkv(window=16,kernel=5)+caote@64"
+    lines = wrap(name, 18).split("\n")
+    assert lines == ["snapkv(window=16,", "kernel=5)+caote@64"]
+    for width in range(1, 40):
+        lines = wrap(name, width).split("\n")
+        assert "".join(lines) == name
+        assert max(map(len, lines)) <= width

@@ -1,0 +1,147 @@
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from kvtool.report.heatmap import needle_figure
+from kvtool.report.needles import COLOURS
+from kvtool.report.style import drawing
+from tests.report.examples import DEPTHS, LENGTHS, document
+
+
+def drawn(run, task="niah"):
+    with drawing():
+        return needle_figure(run, task)
+
+
+def panel_of(figure, arm):
+    return next(p for p in figure.axes if p.get_title().split("\n")[0] == arm)
+
+
+def with_cells(run, change):
+    results = [
+        r.model_copy(update={"cells": [c for c in map(change, r.cells) if c is not None]})
+        for r in run.results
+    ]
+    return run.model_copy(update={"results": results})
+
+
+def test_depth_0_is_on_top_and_lengths_grow_to_the_right():
+    run = document(("niah",), {"h2o": 1}, (64,))
+    figure = drawn(run)
+    panel = panel_of(figure, "h2o@64")
+    [image] = panel.get_images()
+    values = np.asarray(image.get_array())
+    cells = {(c.at["depth"], c.at["length"]): c.value for c in run.of("h2o@64", "niah").cells}
+    for row, depth in enumerate(DEPTHS):
+        for column, length in enumerate(LENGTHS):
+            assert values[row, column] == cells[depth, length]
+    top = panel.transData.transform((0, 0))[1]
+    assert top > panel.transData.transform((0, len(DEPTHS) - 1))[1]  # row 0 is drawn higher up
+    first = panel_of(figure, "full")  # the labels of a row stand at its first panel
+    ticks = dict(
+        zip((t.get_text() for t in first.get_yticklabels()), first.get_yticks(), strict=True)
+    )
+    assert (ticks["0"], ticks["100"]) == (0, len(DEPTHS) - 1)
+    assert [t.get_text() for t in panel.get_xticklabels()][-2:] == ["768", "1K"]
+
+
+def test_each_cell_shows_its_own_number():
+    run = document(("niah",), {"h2o": 1}, (64,))
+    panel = panel_of(drawn(run), "h2o@64")
+    shown = {text.get_position(): text.get_text() for text in panel.texts}
+    for cell in run.of("h2o@64", "niah").cells:
+        place = (LENGTHS.index(cell.at["length"]), DEPTHS.index(cell.at["depth"]))
+        assert float(shown[place]) == pytest.approx(cell.value, abs=0.00501)
+    assert len(shown) == len(LENGTHS) * len(DEPTHS)
+
+
+def test_every_panel_has_the_same_scale_from_red_to_green():
+    figure = drawn(document(("niah",), {"h2o": 1, "tova": 1}, (64, 128)))
+    images = [image for panel in figure.axes for image in panel.get_images()]
+    assert len(images) >= 5
+    for image in images:
+        assert (image.norm.vmin, image.norm.vmax) == (0.0, 1.0)
+        colours = [to_hex(image.cmap(x)).upper() for x in (0.0, 1.0)]
+        assert colours == [COLOURS[0], COLOURS[2]]
+
+
+def test_rows_are_policies_and_columns_budgets():
+    figure = drawn(document(("niah",), {"h2o": 1, "tova": 1}, (64, 128)))
+    places = {}
+    for arm in ("full", "h2o@64", "h2o@128", "tova@64", "tova@128"):
+        spec = panel_of(figure, arm).get_subplotspec()
+        places[arm] = (spec.rowspan.start, spec.colspan.start)
+    assert places == {
+        "full": (0, 0),
+        "h2o@64": (1, 0),
+        "h2o@128": (1, 1),
+        "tova@64": (2, 0),
+        "tova@128": (2, 1),
+    }
+
+
+def test_one_budget_fills_rows():
+    figure = drawn(document(("niah",), budgets=(64,)))
+    rows = {panel_of(figure, arm).get_subplotspec().rowspan.start for arm in ("full", "tova@64")}
+    assert rows == {0, 1}  # seven panels, four in a row
+
+
+def test_the_title_has_the_mean_score():
+    run = document(("niah",), {"h2o": 1}, (64,))
+    title = panel_of(drawn(run), "h2o@64").get_title()
+    assert title == f"h2o@64\nmean {run.of('h2o@64', 'niah').value:.3f}"
+
+
+def test_the_dashed_line_stands_where_training_ended():
+    figure = drawn(document(("niah",), {}, ()))
+    [line] = panel_of(figure, "full").get_lines()
+    assert line.get_linestyle() == "--"
+    assert LENGTHS.index(512) < line.get_xdata()[0] < LENGTHS.index(640)
+    assert "512" in figure.get_supxlabel()
+
+
+@pytest.mark.parametrize("trained", [None, 128, 4096])
+def test_there_is_no_line_where_training_ended_outside(trained):
+    run = document(("niah",), {}, ())
+    run = run.model_copy(update={"model": run.model.model_copy(update={"trained_length": trained})})
+    figure = drawn(run)
+    assert not panel_of(figure, "full").get_lines()
+    assert "dashed" not in figure.get_supxlabel()
+
+
+def test_missing_cells_are_gaps_not_zeros():
+    def holes(cell):
+        if cell.at == {"length": 256, "depth": 0}:
+            return None
+        empty = cell.at == {"length": 384, "depth": 10}
+        return cell.model_copy(update={"value": None}) if empty else cell
+
+    panel = panel_of(drawn(with_cells(document(("niah",), {}, ()), holes)), "full")
+    values = np.ma.filled(panel.get_images()[0].get_array(), np.nan)
+    assert np.isnan(values[0, 0])
+    assert np.isnan(values[1, 1])
+    assert np.isnan(values).sum() == 2
+    shown = {text.get_position(): text.get_text() for text in panel.texts}
+    assert shown[1, 1] == shown[0, 0] == "–"
+
+
+def test_a_scale_of_100_is_100_wide():
+    run = document(("niah",), {}, ())
+    run = with_cells(run, lambda c: c.model_copy(update={"value": c.value * 66.4}))
+    results = [r.model_copy(update={"best": 100.0}) for r in run.results]
+    panel = panel_of(drawn(run.model_copy(update={"results": results})), "full")
+    assert panel.get_images()[0].norm.vmax == 100.0
+    assert {text.get_text() for text in panel.texts} == {"66"}
+
+
+def test_large_grids_have_no_numbers():
+    run = document(("niah",), {}, ())
+    cells = [
+        cell.model_copy(update={"at": {**cell.at, "length": cell.at["length"] + shift}})
+        for shift in range(0, 200, 40)
+        for cell in run.results[0].cells
+    ]
+    run = run.model_copy(update={"results": [run.results[0].model_copy(update={"cells": cells})]})
+    panel = panel_of(drawn(run), "full")
+    assert panel.get_images()[0].get_array().shape[1] > 20
+    assert not panel.texts

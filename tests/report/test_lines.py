@@ -1,0 +1,191 @@
+"""Scores by budget and recorded curves."""
+
+import math
+
+import pytest
+
+from kvtool.documents.results import CurveEntry
+from kvtool.report.budgets import budget_figure
+from kvtool.report.curves import curve_figure, curves, is_geometric
+from kvtool.report.style import drawing, looks
+from tests.report.examples import document
+
+
+def panels(figure):
+    return {panel.get_title(): panel for panel in figure.axes}
+
+
+def budgets(run):
+    with drawing():
+        return panels(budget_figure(run))
+
+
+def curve(run, task, name):
+    with drawing():
+        return panels(curve_figure(run, task, name))
+
+
+def container(panel, label):
+    return next(c for c in panel.containers if c.get_label() == label)
+
+
+def line(panel, label):
+    return next(x for x in panel.get_lines() if x.get_label() == label)
+
+
+def changed(run, arm, **update):
+    results = [r.model_copy(update=update) if r.arm == arm else r for r in run.results]
+    return run.model_copy(update={"results": results})
+
+
+def test_a_point_is_a_budget_and_its_score():
+    run = document(("niah",), {"h2o": 1, "tova": 1})
+    points = container(budgets(run)["niah"], "h2o").lines[0]
+    assert list(points.get_xdata()) == [64, 128, 256]
+    assert list(points.get_ydata()) == [run.of(f"h2o@{b}", "niah").value for b in (64, 128, 256)]
+
+
+def test_whiskers_are_one_standard_error():
+    run = changed(document(("niah",), {"h2o": 1}), "h2o@128", stderr=0.125)
+    run = changed(run, "h2o@256", stderr=None)
+    [whiskers] = container(budgets(run)["niah"], "h2o").lines[2]
+    ends = {x: sorted((low, high)) for (x, low), (x, high) in filter(len, whiskers.get_segments())}
+    first, second = (run.of(f"h2o@{budget}", "niah").value for budget in (64, 128))
+    assert ends[64] == pytest.approx([first - 0.02, first + 0.02])
+    assert ends[128] == pytest.approx([second - 0.125, second + 0.125])
+    assert 256 not in ends
+
+
+def test_the_full_cache_is_a_dashed_line_at_its_score():
+    run = changed(document(("niah", "ppl"), {"h2o": 1}), "full", value=0.75)
+    for panel in budgets(run).values():
+        full = line(panel, "full")
+        assert set(full.get_ydata()) == {0.75}
+        assert list(full.get_xdata()) == [0, 1]  # all the way across
+        assert full.get_linestyle() == "--"
+
+
+def test_a_missing_score_is_a_gap_not_a_zero():
+    run = changed(document(("niah",), {"h2o": 1}), "h2o@128", value=None, stderr=None)
+    panel = budgets(run)["niah"]
+    y = container(panel, "h2o").lines[0].get_ydata()
+    assert math.isnan(y[1])
+    assert not any(math.isnan(value) for value in (y[0], y[2]))
+    assert panel.get_ylim()[0] > 0.1
+
+
+def test_budgets_are_on_a_log_axis_with_each_one_marked():
+    panel = budgets(document(("niah",), {"h2o": 1}))["niah"]
+    assert panel.get_xscale() == "log"
+    assert list(panel.get_xticks()) == [64, 128, 256]
+    assert [t.get_text() for t in panel.get_xticklabels()] == ["64", "128", "256"]
+    assert panel.get_ylabel() == "em ↑"
+
+
+def test_budgets_of_other_units_have_panels_of_their_own():
+    run = document(("niah",), {"h2o": 1})
+    spelled = {64: "10%", 128: "50%", 256: 256}
+    arms = [a.model_copy(update={"budget": spelled.get(a.budget)}) for a in run.arms]
+    run = run.model_copy(update={"arms": arms})
+    with drawing():
+        tokens, ratios = budget_figure(run).axes
+    assert ratios.get_xlabel() == "budget (share of the prompt)"
+    assert list(container(ratios, "h2o").lines[0].get_xdata()) == [0.1, 0.5]
+    assert [t.get_text() for t in ratios.get_xticklabels()] == ["10%", "50%"]
+    assert tokens.get_xlabel() == "policy, budget 256"
+
+
+def test_with_one_budget_policies_stand_beside_each_other():
+    run = document(("niah",), {"h2o": 1, "tova": 1}, (128,))
+    panel = budgets(run)["niah"]
+    assert [t.get_text() for t in panel.get_xticklabels()] == ["h2o", "tova"]
+    assert list(container(panel, "h2o").lines[0].get_xdata()) == [0]
+    assert list(container(panel, "tova").lines[0].get_xdata()) == [1]
+
+
+def test_an_exploding_perplexity_leaves_the_others_apart():
+    assert budgets(document(("ppl",)))["ppl"].get_yscale() == "log"
+    assert budgets(document(("ppl",), {"h2o": 1}))["ppl"].get_yscale() == "linear"
+
+
+def test_a_policy_looks_the_same_everywhere_and_unlike_the_others():
+    run = document(("niah", "ppl"))
+    look = looks(run)
+    assert len({(x.colour, x.marker) for x in look.values()}) == len(look)
+    assert len({x.marker for x in look.values()}) == len(look)
+    points = container(budgets(run)["niah"], "roco").lines[0]
+    drawn = line(curve(run, "ppl", "nll")["ppl, budget 64"], "roco")
+    for found in (points, drawn):
+        assert (found.get_color(), found.get_marker()) == (look["roco"].colour, look["roco"].marker)
+    many = document((), {f"policy{i}": 1 for i in range(40)}, (64,))
+    assert len(set(looks(many).values())) == 41
+
+
+def test_curves_have_a_panel_per_budget_and_the_full_cache_in_each():
+    run = document(("ppl",), {"h2o": 1, "tova": 1})
+    found = curve(run, "ppl", "nll")
+    assert list(found) == ["ppl, budget 64", "ppl, budget 128", "ppl, budget 256"]
+    for budget in (64, 128, 256):
+        panel = found[f"ppl, budget {budget}"]
+        assert panel.get_xscale() == "log"
+        for label, arm in (("h2o", f"h2o@{budget}"), ("full", "full")):
+            [entry] = run.of(arm, "ppl").curves
+            assert list(line(panel, label).get_xdata()) == entry.x
+            assert list(line(panel, label).get_ydata()) == entry.y
+    assert line(found["ppl, budget 64"], "full").get_linestyle() == "--"
+
+
+def test_one_policy_has_its_budgets_in_one_panel_told_apart_without_colour():
+    panel = curve(document(("ppl",), {"h2o": 1}), "ppl", "nll")["ppl"]
+    drawn = [line(panel, f"h2o@{budget}") for budget in (64, 128, 256)]
+    assert len({(x.get_linestyle(), x.get_marker()) for x in drawn}) == 3
+
+
+def test_layers_are_on_an_even_axis():
+    panel = curve(document(("output-error",), {"h2o": 1}, (64,)), "output-error", "by_layer")
+    panel = panel["output-error"]
+    assert panel.get_xscale() == "linear"
+    assert list(panel.get_xticks()) == [0, 1, 2, 3, 4, 5]
+
+
+def test_cells_along_one_number_become_a_curve_with_gaps():
+    run = document(("speed",), {"h2o": 1}, (64,))
+    cells = run.of("full", "speed").cells
+    holed = [cells[2], cells[0], cells[1].model_copy(update={"value": None})]
+    run = changed(run, "full", cells=holed)
+    [(task, entry)] = curves(run)
+    assert (task, entry.name, entry.x) == ("speed", "prompt", [256, 512, 1024])
+    y = line(curve(run, "speed", "prompt")["speed"], "full").get_ydata()
+    assert (y[0], y[2]) == (cells[0].value, cells[2].value)
+    assert math.isnan(y[1])
+
+
+def test_cells_along_words_or_two_numbers_are_no_curve():
+    assert curves(document(("niah",))) == []
+    run = document(("speed",), {}, ())
+    cells = [
+        c.model_copy(update={"at": {"type": f"t{i}"}}) for i, c in enumerate(run.results[0].cells)
+    ]
+    assert curves(changed(run, "full", cells=cells)) == []
+
+
+def test_gaps_in_a_recorded_curve_stay_gaps():
+    entry = CurveEntry(name="nll", x=[1, 2, 4], y=[2.0, math.nan, 1.0], x_label="x", y_label="y")
+    run = changed(document(("ppl",), {}, ()), "full", curves=[entry])
+    assert math.isnan(line(curve(run, "ppl", "nll")["ppl"], "full").get_ydata()[1])
+
+
+@pytest.mark.parametrize(
+    ("x", "geometric"),
+    [
+        ([1, 2, 4, 8], True),
+        ([1, 3, 10, 31, 100], True),
+        ([0, 1, 2, 4], False),
+        (list(range(1, 33)), False),
+        ([256, 384, 512, 640, 768, 1024], True),
+        ([5], False),
+        ([], False),
+    ],
+)
+def test_a_log_axis_is_for_steps_that_grow(x, geometric):
+    assert is_geometric(x) == geometric

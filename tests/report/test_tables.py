@@ -1,0 +1,145 @@
+import re
+
+import pytest
+from rich.console import Console
+
+from kvtool.report.needles import GREEN, RED, YELLOW, colour_at
+from kvtool.report.tables import needle_tables, summary_table
+from tests.report.examples import DEPTHS, LENGTHS, document
+
+THREE = ("niah", "ruler/niah_multikey_1", "fidelity")
+
+
+def printed(renderable, width, colour=False):
+    console = Console(
+        width=width,
+        record=True,
+        force_terminal=colour,
+        color_system="truecolor" if colour else None,
+        no_color=not colour,
+        file=open("/dev/null", "w"),  # noqa: SIM115
+    )
+    console.print(renderable)
+    return console.export_text(styles=colour)
+
+
+def rows(text, arm):
+    return [line.split() for line in text.splitlines() if line.split()[:1] == [arm]]
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_nothing_is_wider_than_the_terminal_or_cut_off(width):
+    text = printed(summary_table(document()), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    for header in ("niah_multikey_1", "output-error", "decode_tokens_per_s ↑", "ppl ↓", "K/V"):
+        assert header in text
+
+
+@pytest.mark.parametrize(("width", "tables"), [(80, 2), (200, 1)])
+def test_there_are_as_many_tables_as_the_width_asks_for(width, tables):
+    text = printed(summary_table(document(THREE)), width)
+    assert len(rows(text, "h2o@64")) == tables
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_rows_hold_scores_differences_and_costs(width):
+    run = document(THREE)
+    text = printed(summary_table(run), width)
+    cells = [cell for row in rows(text, "h2o@64") for cell in row]
+    for task, digits in (("niah", 3), ("ruler/niah_multikey_1", 1), ("fidelity", 3)):
+        found = run.of("h2o@64", task)
+        at = cells.index(f"{found.value:.{digits}f}±{found.stderr:.{digits}f}")
+        assert cells[at + 1] == f"{found.delta:+.{digits}f}"
+        assert found.delta < 0
+    # 64 slots of 2 x 6 layers x 2 heads x 16 x 4 bytes; 648 tokens in the full cache
+    assert cells[-8:] == ["96.0", "KiB", "9.9%", "3.0", "KiB", "0.300", "44.00", "1.10x"]
+    full = [cell for row in rows(text, "full") for cell in row]
+    assert "1.000±0.020" in full
+    assert not any(cell.startswith(("+", "-")) or cell == "0" for cell in full[1:4])
+
+
+def test_colour_follows_the_better_direction_and_the_sign_the_number():
+    run = document(("ppl", "speed"), {"h2o": 1}, (64,))
+    text = printed(summary_table(run), 200, colour=True)
+    delta = run.of("h2o@64", "ppl").delta
+    assert delta > 0
+    assert f"\x1b[31m+{delta:.3f}" in text  # a higher perplexity is red
+    assert "\x1b[32m+4.000" in text  # more tokens per second are green
+    plain = printed(summary_table(run), 200)
+    assert f"+{delta:.3f}" in plain
+    assert "\x1b" not in plain
+
+
+def test_failed_samples_and_missing_results_are_marked():
+    run = document(("niah",), {"h2o": 1}, (64, 128))
+    broken = [r.model_copy(update={"failed": 3}) if r.arm == "h2o@64" else r for r in run.results]
+    run = run.model_copy(update={"results": broken[:-1], "complete": False})
+    text = printed(summary_table(run), 120)
+    assert "!3" in rows(text, "h2o@64")[0]
+    assert rows(text, "h2o@128")[0] == ["h2o@128", "–", "–", "–", "–", "–"]
+    assert "3 in all" in text
+    assert "not complete" in text
+    assert "!k" not in printed(summary_table(document(("niah",))), 120)
+
+
+def test_means_stand_beside_their_suite():
+    run = document(("niah", "ruler/niah_multikey_1", "ruler/vt"))
+    text = printed(summary_table(run), 200)
+    assert "mean of 2" in text
+    average = next(a for a in run.averages if a.arm == "roco@64")
+    assert f"{average.value:.1f}" in rows(text, "roco@64")[0]
+    assert f"{average.delta:+.1f}" in rows(text, "roco@64")[0]
+
+
+def test_gates_say_passed_or_failed():
+    text = printed(summary_table(document(("niah",))), 80)
+    assert re.search(r"score +roco@64 +niah +0\.550 +0\.900 +FAILED", text)
+    assert re.search(r"drop below full \(%\) +snapkv@256 +niah +0\.000 +2\.000 +passed", text)
+
+
+def test_the_notes_tell_samples_and_queries():
+    text = printed(summary_table(document(("niah", "ruler/vt"))), 200)
+    assert "samples: niah 264, ruler/vt 20" in text
+    assert "(query-aware): niah\n" in text
+    assert "(query-agnostic): ruler/vt\n" in text
+
+
+def test_names_are_not_read_as_markup():
+    run = document(("niah",), {"h2o": 1}, (64,))
+    odd = [r.model_copy(update={"task": "lm-eval/[red]x[/red]"}) for r in run.results]
+    run = run.model_copy(update={"results": odd})
+    assert "[red]x[/red]" in printed(summary_table(run), 120)
+    assert "[red]x[/red]" in printed(needle_tables(run), 120)
+
+
+def test_the_needle_table_has_depth_0_on_top_and_lengths_ascending():
+    run = document(("niah",), {"h2o": 1}, (64,))
+    lines = printed(needle_tables(run), 45).splitlines()
+    start = next(i for i, line in enumerate(lines) if "h2o@64" in line) + 1
+    assert lines[start].split() == ["depth", *map(str, LENGTHS)]
+    cells = {(c.at["depth"], c.at["length"]): c.value for c in run.of("h2o@64", "niah").cells}
+    for line, depth in zip(lines[start + 1 :], DEPTHS, strict=False):
+        expected = [f"{depth}%", *(f"{cells[depth, length]:.2f}" for length in LENGTHS)]
+        assert line.split() == expected
+
+
+def test_needle_cells_are_black_on_red_to_green_and_missing_ones_bare():
+    run = document(("niah",), {}, ())
+    cells = run.results[0].cells
+    values = {0: None, 1: 0.0, 2: 0.5}
+    changed = [c.model_copy(update={"value": values.get(i, c.value)}) for i, c in enumerate(cells)]
+    run = run.model_copy(update={"results": [run.results[0].model_copy(update={"cells": changed})]})
+    text = printed(needle_tables(run), 60, colour=True)
+    assert "–" in text
+    for hexed, number in ((RED, "0.00"), (YELLOW, "0.50"), (GREEN, "1.00")):
+        rgb = ";".join(str(int(hexed[i : i + 2], 16)) for i in (1, 3, 5))
+        assert f"\x1b[30;48;2;{rgb}m {number}" in text
+
+
+def test_colours_are_mixed_between_the_three():
+    assert colour_at(0.25) == tuple(
+        round((int(RED[i : i + 2], 16) + int(YELLOW[i : i + 2], 16)) / 2) for i in (1, 3, 5)
+    )
+    assert colour_at(-1) == colour_at(0)
+    assert colour_at(2) == colour_at(1)
