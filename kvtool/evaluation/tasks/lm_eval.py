@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -121,7 +121,9 @@ class LmEval(Task):
         values = self._values(record)
         with contained(self.seed):
             alone = {name: _alone(self._aggregation(name), value) for name, value in values.items()}
-        return self._with_headline({k: value for k, value in alone.items() if value is not None})
+        scores = {name: value for name, value in alone.items() if value is not None}
+        headline = self._headline_among(values)
+        return ({self.metric: scores[headline]} if headline in scores else {}) | scores
 
     def summarise(self, records: Sequence[Json]) -> Summary:
         """Put documents together as the harness does: means, corpus scores, perplexities."""
@@ -131,12 +133,12 @@ class LmEval(Task):
                 values[name].append(value)
         with contained(self.seed):
             metrics = {k: _statistic(self._aggregation(k), items) for k, items in values.items()}
-        return Summary(self._with_headline(metrics))
+        return Summary({self.metric: metrics[self._headline_among(metrics)]} | metrics)
 
-    def _with_headline(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Put the task's first metric in front, under the name of the headline."""
+    def _headline_among(self, names: Mapping[str, Any]) -> str:
+        """The task's headline; the first of the names where its functions call it otherwise."""
         headline = _headline(self._prepared.task)
-        return ({self.metric: metrics[headline]} if headline in metrics else {}) | metrics
+        return headline if headline in names else next(iter(names))
 
     def _values(self, record: Json) -> dict[str, Any]:
         """What the harness makes of one document's responses, by `metric,filter`."""

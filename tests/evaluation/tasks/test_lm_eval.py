@@ -88,6 +88,14 @@ num_fewshot: 2
 metric_list:
   - {metric: bleu}
 """,
+    "needle_measured": """\
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+process_results: !function measured.results
+metric_list:
+  - {metric: length, aggregation: mean, higher_is_better: true}
+""",
     "needle_unsafe": """\
 output_type: generate_until
 unsafe_code: true
@@ -101,6 +109,12 @@ doc_to_text: "{{prompt}}"
 doc_to_target: "{{answer}}"
 """,
 }
+
+MEASURED = """\
+def results(doc, responses):
+    print("noise")
+    return {"characters": len(responses[0]), "right": responses[0] == doc["answer"]}
+"""
 
 
 def documents(count: int = DOCUMENTS) -> list[dict]:
@@ -125,6 +139,7 @@ def folder(tmp_path_factory):
     for name, body in TASKS.items():
         text = HEAD.format(name=name, folder=folder) + body
         (folder / f"{name}.yaml").write_text(text)
+    (folder / "measured.py").write_text(MEASURED)
     (folder / "group.yaml").write_text("group: needles\ntask: [needle_said, needle_chosen]\n")
     return folder
 
@@ -344,6 +359,16 @@ def test_metrics_that_need_several_documents_are_left_to_all_of_them(folder):
     assert metrics["score"].value == metrics["f1,none"].value == pytest.approx(2 / 3)
     # a single "no" has no F1 that means anything, and the run goes on without it
     assert task.summarise(records[:1]).metrics["acc,none"].value == 0.0
+
+
+def test_a_task_s_own_function_may_name_its_metrics_as_it_likes(folder, capfd):
+    task = task_of(folder, "needle_measured")
+    records = run(task, Knowing(lambda prompt: "four"))
+    named = {"score": 4.0, "characters,none": 4.0, "right,none": 0.0}
+    assert task.score(records[0]) == named
+    metrics = task.summarise(records).metrics
+    assert {name: statistic.value for name, statistic in metrics.items()} == named
+    assert capfd.readouterr().out == ""
 
 
 def test_examples_come_in_front_of_the_question(folder):
