@@ -1,0 +1,257 @@
+"""LongBench and LongBench-E: 16 English tasks on real long documents.
+
+Bai et al., 2023, https://arxiv.org/abs/2308.14508, https://github.com/THUDM/LongBench. Answers are
+scored as there. The data come in two layouts: raw, with `input`, `context` and `answers` in columns
+of their own, and joined (`Xnhyacinth/LongBench` on the hub), whose columns together are LongBench's
+own prompts. Raw data are put in our own words, in the same shape, unless LongBench's
+`dataset2prompt.json` is given; scores under another wording differ a little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from string import Formatter
+from typing import Any, ClassVar
+
+import yaml
+from pydantic import PositiveInt, PrivateAttr
+
+from kvtool.errors import KvtoolError, UsageError, did_you_mean
+from kvtool.evaluation.data import PRESETS, Data, Rows, read_rows
+from kvtool.evaluation.data_files import check_file, digest, load_json
+from kvtool.evaluation.metrics.code import code_sim
+from kvtool.evaluation.metrics.labels import classification, count, retrieval
+from kvtool.evaluation.metrics.lcs import rouge_l
+from kvtool.evaluation.metrics.words import best, first_line, qa_f1
+from kvtool.evaluation.task import Asking, Json, Sample, TokenCounter, Turn
+
+_METRICS = {
+    "qa_f1": qa_f1,
+    "rouge_l": rouge_l,
+    "count": count,
+    "retrieval": retrieval,
+    "code_sim": code_sim,
+}
+_RAW = ("context", "input", "answers")
+_JOINED = ("context", "question", "answer_prefix", "answers")
+_JOINED_SPARE = 20  # tokens that the joined data allow on top of LongBench's
+_BUCKETS = ((4000, "0-4k"), (8000, "4-8k"))
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One task of LongBench, as `longbench_prompts.yaml` has it and explains it."""
+
+    prompt: str
+    max_new_tokens: int
+    metric: str
+    chat: bool = True
+    first_line: bool = False
+    one_line: bool = False
+
+
+@cache
+def benchmarks() -> dict[str, Benchmark]:
+    """Return every task by its name in LongBench."""
+    text = files(__package__).joinpath("longbench_prompts.yaml").read_text("utf-8")
+    return {name: Benchmark(**entry) for name, entry in yaml.safe_load(text).items()}
+
+
+def split_prompt(template: str, question: str) -> tuple[str, str]:
+    """Fill in the question and return what stands before and after the context.
+
+    >>> split_prompt("Text: {context} Question: {input}", "Why?")
+    ('Text: ', ' Question: Why?')
+
+    Raises:
+        UsageError: the template lacks `{context}`, has it twice, or other fields.
+    """
+    try:
+        pieces = list(Formatter().parse(template))
+    except ValueError as error:
+        raise UsageError(f"a prompt cannot be read: {str(error).lower()}") from None
+    parts = [""]
+    for literal, name, _, _ in pieces:
+        parts[-1] += literal
+        if name == "context":
+            parts.append("")
+        elif name == "input":
+            parts[-1] += question
+        elif name is not None:
+            raise UsageError(f"a prompt has `{{{name}}}`", hint="fields are {context} and {input}")
+    if len(parts) != 2:
+        raise UsageError(f"a prompt must have {{context}} once, has it {len(parts) - 1} times")
+    return parts[0], parts[1]
+
+
+class LongBench(Asking):
+    """One task of LongBench (`longbench/qasper`) or of LongBench-E (`longbench_e/qasper`).
+
+    The closing instruction, the question and the cue for the answer are the question of a sample,
+    so that the context can be compressed without them. The cue belongs to the user's message, also
+    inside a chat template, as in LongBench.
+
+    Attributes:
+        data: a file, a folder with `qasper.jsonl` or `qasper_e.jsonl`, or a dataset on the hub.
+        prompts: LongBench's `dataset2prompt.json`, or another JSON file of prompts by task.
+        samples: how many, from the first on; all by default.
+    """
+
+    data: Data | None = None
+    prompts: str | None = None
+    samples: PositiveInt | None = None
+
+    metric: ClassVar[str] = "score"
+
+    _joined: bool | None = PrivateAttr(None)  # the layout, once the data have been read
+
+    @property
+    def benchmark(self) -> Benchmark:
+        """What LongBench says about the task."""
+        return benchmarks()[self._task]
+
+    @property
+    def chat(self) -> bool:
+        return self.benchmark.chat
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return ("\n",) if self.benchmark.one_line else ()
+
+    @property
+    def min_new_tokens(self) -> int:
+        return 1 if self.benchmark.one_line else 0
+
+    @property
+    def protocol(self) -> str:
+        """Whose wording the prompts have; before data are read, that of the usual layout."""
+        if self.prompts is not None:
+            return "user-prompts"
+        usual = self.data is None or self.data.path is None
+        joined = usual if self._joined is None else self._joined
+        return "official-joined" if joined else "kvtool-wording"
+
+    @property
+    def _task(self) -> str:
+        return self.name.rpartition("/")[2]
+
+    @property
+    def _extended(self) -> bool:
+        return self.name.startswith("longbench_e/")
+
+    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
+        """Read the samples; `tokens` are not needed.
+
+        Raises:
+            UsageError: no such data, data of another task, prompts that do not fit.
+            KvtoolError: data that cannot be read, or lack a column.
+        """
+        table = self._read()
+        self._joined = "answer_prefix" in table.columns
+        table.require(_JOINED if self._joined else _RAW)
+        table.require(["all_classes"] if self.benchmark.metric == "classification" else [])
+        table.require(["length"] if self._extended else [])
+        prompt, facts = self._prompt(table)
+        for index, row in enumerate(table.rows[: self.samples]):
+            yield self._sample(index, row, prompt, facts)
+
+    def _read(self) -> Rows:
+        stem = f"{self._task}_e" if self._extended else self._task
+        data = self.data or Data(**PRESETS["longbench"])
+        if data.hub is not None and data.config is None:
+            data = data.model_copy(update={"config": stem})
+        table = read_rows(data, ["context", "answers"], task=self.name, stem=stem)
+        for row in table.rows:
+            if row.get("dataset", stem) not in (self._task, stem):
+                raise UsageError(
+                    f"{self.name}: `{table.source}` holds `{row['dataset']}`",
+                    hint="give a folder with a file for each task",
+                )
+        return table
+
+    def _prompt(self, table: Rows) -> tuple[str, Json]:
+        """Return the template for raw data, and the facts that all samples share."""
+        shared = {"data": table.fingerprint, "metric": self.benchmark.metric}
+        template = self.benchmark.prompt
+        if self.prompts is not None:
+            if self._joined:
+                raise UsageError(
+                    f"{self.name}: `{table.source}` holds whole prompts", hint="leave out `prompts`"
+                )
+            template, shared["prompts"] = _read_template(self.prompts, self._task, self.name)
+        return template, {**shared, "protocol": self.protocol}
+
+    def _sample(self, index: int, row: dict[str, Any], prompt: str, shared: Json) -> Sample:
+        where = f"{self.name}: row {index + 1}"
+        context = _text(row, "context", where)
+        limit = self.benchmark.max_new_tokens
+        if self._joined:
+            question = _text(row, "question", where) + _text(row, "answer_prefix", where)
+            limit = row.get("max_new_tokens", limit + _JOINED_SPARE) - _JOINED_SPARE
+        else:
+            before, question = split_prompt(prompt, _text(row, "input", where))
+            context = before + context
+        facts = dict(shared)
+        if self.benchmark.metric == "classification":
+            facts["all_classes"] = _texts(row, "all_classes", where)
+        answers = _texts(row, "answers", where)
+        self.score_answer("", answers, facts)  # one that cannot be scored is refused now
+        return Sample(
+            id=str(row.get("_id") or index),
+            context=context,
+            turns=(Turn(question, tuple(answers), limit),),
+            cell={"length_bucket": _bucket(row["length"], where)} if self._extended else {},
+            facts=facts,
+        )
+
+    def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
+        """Return the score against the best reference, from 0 to 100."""
+        said = first_line(prediction) if self.benchmark.first_line else prediction
+        if self.benchmark.metric == "classification":
+            classes = facts["all_classes"]
+            return 100 * max(classification(said, wanted, classes) for wanted in references)
+        return 100 * best(_METRICS[self.benchmark.metric], said, references)
+
+    def score(self, record: Json) -> dict[str, float]:
+        """Return the score, also under the name of LongBench's metric."""
+        value = super().score(record)["score"]
+        return {"score": value, self.benchmark.metric: value}
+
+
+def _read_template(path: str, task: str, name: str) -> tuple[str, str]:
+    """Return the prompt of a task and the SHA-256 of its file."""
+    file = Path(path).expanduser()
+    check_file(file, task=f"{name}: prompts")
+    prompts = load_json(file)
+    if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
+        raise UsageError(f"{name}: `{path}` is no JSON object of a prompt for each task")
+    if task not in prompts:
+        raise UsageError(
+            f"{name}: `{path}` has no prompt for `{task}`", hint=did_you_mean(task, prompts)
+        )
+    return prompts[task], digest(file)
+
+
+def _text(row: dict[str, Any], column: str, where: str) -> str:
+    if not isinstance(row[column], str):
+        raise KvtoolError(f"{where}: column `{column}` holds {type(row[column]).__name__}, no text")
+    return row[column]
+
+
+def _texts(row: dict[str, Any], column: str, where: str) -> list[str]:
+    """Return a list of texts, which a single one also is; numbers are written out."""
+    value = row[column]
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(each, (str, int, float)) for each in values):
+        raise KvtoolError(f"{where}: column `{column}` must be a list of texts, got `{value}`")
+    return [str(each) for each in values]
+
+
+def _bucket(words: Any, where: str) -> str:
+    if isinstance(words, bool) or not isinstance(words, (int, float)):
+        raise KvtoolError(f"{where}: column `length` must be a number of words, got `{words}`")
+    return next((name for limit, name in _BUCKETS if words < limit), "8k+")
