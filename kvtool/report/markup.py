@@ -48,7 +48,7 @@ def inline_svg(document: str, prefix: str, label: str) -> Markup:
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg)
-    svg = re.sub(r'(?:xlink:)?href="#([^"]+)"', rf'href="#{prefix}-\1"', svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', svg.replace("xlink:href", "href"))
     view = re.search(r'viewBox="[\d. ]+"', svg)
     width = re.search(r'width="([\d.]+)pt"', svg)
     body = svg[svg.index(">") + 1 :].rstrip()

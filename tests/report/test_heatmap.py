@@ -1,5 +1,8 @@
-import numpy as np
 import pytest
+
+pytest.importorskip("matplotlib")
+
+import numpy as np
 from matplotlib.colors import to_hex
 
 from kvtool.report.heatmap import needle_figure

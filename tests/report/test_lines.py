@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from kvtool.documents.results import CurveEntry
 from kvtool.report.budgets import budget_figure
 from kvtool.report.curves import curve_figure, curves, is_geometric

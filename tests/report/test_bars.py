@@ -1,0 +1,78 @@
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.colors import to_hex
+
+from kvtool.report.bars import cost_figure
+from kvtool.report.spent import spent_by_arm
+from kvtool.report.style import drawing, looks
+from tests.report.examples import document
+
+
+def drawn(run):
+    """The panels, and the widths of the bars of each panel by arm."""
+    with drawing():
+        panels = cost_figure(run).axes
+    names = [tick.get_text() for tick in panels[0].get_yticklabels()]
+    places = dict(zip((round(y, 6) for y in panels[0].get_yticks()), names, strict=True))
+    found = []
+    for panel in panels:
+        bars = {}
+        for patch in panel.patches:
+            arm = places[round(patch.get_y() + patch.get_height() / 2, 6)]
+            bars.setdefault(arm, []).append(patch)
+        found.append(bars)
+    return panels, found
+
+
+def test_bars_are_shares_of_the_full_cache_with_the_state_hatched_behind():
+    run = document(("niah",), {"streaming": 1, "h2o": 1})
+    spent = spent_by_arm(run)
+    _, (sizes, *_) = drawn(run)
+    assert list(sizes) == [arm.name for arm in run.arms]
+    for arm, (kv, state) in sizes.items():
+        assert kv.get_width() == pytest.approx(spent[arm].kv_bytes / spent[arm].full_bytes)
+        assert state.get_x() == kv.get_width()
+        assert state.get_width() == pytest.approx(spent[arm].state_bytes / spent[arm].full_bytes)
+        assert state.get_hatch()
+    assert sizes["full"][0].get_width() == 1
+    assert sizes["streaming@64"][1].get_width() == 0
+
+
+def test_speeds_are_multiples_of_the_full_cache():
+    run = document(("niah",), {"h2o": 1}, (64, 256))
+    panels, (_, decode, prefill) = drawn(run)
+    assert [panel.get_title() for panel in panels[1:]] == [
+        "decode tokens/s, × full",
+        "prefill tokens/s, × full",
+    ]
+    assert decode["h2o@64"][0].get_width() == pytest.approx(44 / 40)
+    assert decode["h2o@256"][0].get_width() == pytest.approx(38 / 40)
+    assert prefill["h2o@64"][0].get_width() == pytest.approx(0.25 / 0.3)
+    texts = [text.get_text() for text in panels[1].texts]
+    assert texts == ["1.00x", "1.10x", "0.95x"]
+
+
+def test_bars_have_the_colours_of_their_policies():
+    run = document(("niah",), {"h2o": 1, "tova": 1}, (64,))
+    look = looks(run)
+    _, (sizes, *_) = drawn(run)
+    assert to_hex(sizes["tova@64"][0].get_facecolor()).upper() == look["tova"].colour
+
+
+def test_without_a_full_cache_there_are_bytes_only():
+    run = document(("niah",), {"h2o": 1}, (64,))
+    run = run.model_copy(update={"arms": run.arms[1:], "results": run.results[1:]})
+    panels, _ = drawn(run)
+    assert len(panels) == 1
+
+
+def test_a_speed_that_was_not_measured_has_no_bar():
+    run = document(("niah",), {"h2o": 1}, (64,))
+    full, other = run.results
+    untimed = other.cost.model_copy(update={"decode_tokens_per_s": None})
+    results = [full, other.model_copy(update={"cost": untimed})]
+    _, (_, decode, prefill) = drawn(run.model_copy(update={"results": results}))
+    assert "h2o@64" not in decode
+    assert "h2o@64" in prefill

@@ -1,0 +1,39 @@
+import re
+import xml.etree.ElementTree as ElementTree
+
+from kvtool.report.markup import Markup, element, inline_svg
+
+SVG = """<?xml version="1.0"?>
+<!DOCTYPE svg PUBLIC "x" "http://www.w3.org/x.dtd">
+<svg xmlns:xlink="http://www.w3.org/1999/xlink" width="72pt" height="36pt" viewBox="0 0 72 36"
+ xmlns="http://www.w3.org/2000/svg" version="1.1">
+ <defs><style type="text/css">*{stroke: red}</style>
+  <clipPath id="p1"><rect/></clipPath><path id="m1"/></defs>
+ <g id="axes_1" clip-path="url(#p1)"><use xlink:href="#m1"/><text>a &lt; b</text></g>
+</svg>
+"""
+
+
+def test_text_and_attributes_are_escaped_and_markup_is_not():
+    inner = element("b", "x & y")
+    assert element("p", "<i>", inner, [inner, "'\""], title='"<&') == (
+        '<p title="&quot;&lt;&amp;">&lt;i&gt;<b>x &amp; y</b><b>x &amp; y</b>\'"</p>'
+    )
+    assert element("p", Markup("<i>")) == "<p><i></p>"
+    assert element("meta", charset="utf-8") == '<meta charset="utf-8">'
+    assert element("td", class_="x", aria_label="y") == '<td class="x" aria-label="y"></td>'
+
+
+def test_an_svg_keeps_its_references_under_a_prefix():
+    inline = inline_svg(SVG, "p7", 'a "b" <c>')
+    root = ElementTree.fromstring(inline)
+    ids = {node.get("id") for node in root.iter() if node.get("id")}
+    assert ids == {"p7-p1", "p7-m1", "p7-axes_1"}
+    used = set(re.findall(r"url\(#([^)]+)\)|href=\"#([^\"]+)\"", inline))
+    assert {name for pair in used for name in pair if name} == {"p7-p1", "p7-m1"}
+    assert root.get("viewBox") == "0 0 72 36"
+    assert root.get("width") == "72pt"
+    assert root.get("aria-label") == 'a "b" <c>'
+    assert root.find("g/text").text == "a < b"
+    assert "http" not in inline
+    assert "style" not in inline

@@ -1,0 +1,173 @@
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from kvtool.report.page import page, write_page
+from tests.report.examples import document
+
+VOID = {"meta", "br", "hr"}
+SMALL = ({"h2o": 1, "tova": 1}, (64, 128))
+
+
+class Reader(HTMLParser):
+    """Reads a page, checks that elements are closed in order, and collects what it finds."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.ids, self.references, self.rows = [], [], [], [], []
+        self.words, self.links = [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        given = dict(attributes)
+        if "id" in given:
+            self.ids.append(given["id"])
+        self.links += [given[name] for name in ("href", "xlink:href", "src") if name in given]
+        for value in given.values():
+            self.references += re.findall(r"url\(#([^)]+)\)", value or "")
+        self.references += re.findall("^#(.*)", given.get("href", ""))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("th", "td"):
+            self.rows[-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "svg" not in self.open and "style" not in self.open:
+            self.words.append(data)
+        if self.open and ({"th", "td"} & set(self.open)):
+            self.rows[-1][-1] += data
+
+    @property
+    def text(self):
+        return " ".join(self.words)
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch):
+    monkeypatch.setattr("kvtool.evaluation.extras.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def test_the_page_stands_alone(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "report.html"
+    write_page(document(("niah", "ppl"), {"h2o": 1}, (64,)), path)
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    reader = Reader(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
+    assert not re.search(r"https?:|@import|url\((?!#)", text)
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in reader.links)
+    assert reader.tags.count("svg") == 4
+    assert len(reader.ids) == len(set(reader.ids))
+    assert reader.references
+    assert set(reader.references) <= set(reader.ids)
+
+
+def test_tables_hold_scores_differences_and_costs(no_matplotlib):
+    run = document(("niah", "ruler/niah_multikey_1", "ruler/vt"), *SMALL)
+    rows = [row for row in Reader(page(run)).rows if row[0] == "h2o@64"]
+    scores, costs, niah, *_ = rows
+    found = run.of("h2o@64", "niah")
+    assert scores[1] == f"{found.value:.3f} ±{found.stderr:.3f} {found.delta:+.3f}"
+    average = next(a for a in run.averages if a.arm == "h2o@64")
+    assert scores[4] == f"{average.value:.1f} {average.delta:+.1f}"
+    assert costs[1:] == ["96.0 KiB", "9.9%", "3.0 KiB", "0.300", "44.00", "1.10x"]
+    assert niah[2:4] == ["264", "0"]
+    full = next(row for row in Reader(page(run)).rows if row[0] == "full")
+    assert full[1] == "1.000 ±0.020"
+
+
+def test_every_metric_of_a_task_is_told_and_missing_ones_are_no_zeros(no_matplotlib):
+    reader = Reader(page(document(("fidelity",), *SMALL)))
+    header = next(row for row in reader.rows if "kl" in row)
+    assert header[2:6] == ["kl", "exact_match", "n", "failed"]
+    row = [row for row in reader.rows if row[0] == "h2o@64"][-1]
+    assert row[2:6] == ["0.550 ±0.020", "–", "20", "0"]
+
+
+def test_what_was_run_and_how_to_run_it_again(no_matplotlib):
+    run = document(("niah", "ruler/niah_multikey_1", "ruler/vt"), *SMALL)
+    run = run.model_copy(update={"argv": ["kvtool", "eval", "--name", "two words"]})
+    text = Reader(page(run)).text
+    for word in (
+        "kvtool/reference",
+        "AMD EPYC 7R13, 2 threads",
+        "(21.5 minutes)",
+        "kvtool eval --name 'two words'",
+        "kvtool 0.2.0 (commit 0123abc), Python 3.11.9, torch 2.13.0",
+        "the plain mean of ruler/niah_multikey_1, ruler/vt.",
+        "1 of 2 gates are not met",
+        "unknown to compression",
+    ):
+        assert word in text
+
+
+def test_names_cannot_break_out_of_the_page():
+    evil = "</style><script>alert(1)</script>&\"'"
+    run = document(("niah",), {"h2o": 1}, (64,))
+    run = run.model_copy(
+        update={
+            "name": evil,
+            "argv": [evil],
+            "model": run.model.model_copy(update={"id": evil}),
+            "arms": [run.arms[0], run.arms[1].model_copy(update={"name": evil, "policy": evil})],
+            "results": [
+                r.model_copy(
+                    update={
+                        "task": evil,
+                        "metric": evil,
+                        "settings": {evil: evil},
+                        "arm": "full" if r.arm == "full" else evil,
+                    }
+                )
+                for r in run.results
+            ],
+        }
+    )
+    text = page(run)
+    reader = Reader(text)
+    assert "script" not in reader.tags
+    assert "<script" not in text
+    assert reader.tags.count("style") == 1
+    assert evil in reader.text
+
+
+def test_failures_and_missing_samples_are_at_the_top(no_matplotlib):
+    run = document(("niah",), *SMALL)
+    failed = [r.model_copy(update={"failed": 2}) for r in run.results[:1]]
+    run = run.model_copy(
+        update={"results": [*failed, *run.results[1:]], "complete": False, "gates": []}
+    )
+    text = page(run)
+    header = text[text.index("<header>") : text.index("</header>")]
+    assert "2 samples failed" in header
+    assert "not complete" in header
+    assert "gates" not in header
+
+
+def test_without_matplotlib_there_are_tables_and_a_word_on_pictures(no_matplotlib, tmp_path):
+    write_page(document(("niah",), *SMALL), tmp_path / "report.html")
+    reader = Reader((tmp_path / "report.html").read_text())
+    assert "svg" not in reader.tags
+    assert "pip install 'kvtool[plots]'" in reader.text
+    assert any(row[0] == "tova@128" for row in reader.rows)
+
+
+def test_a_run_without_results_still_has_a_page(no_matplotlib):
+    run = document((), {}).model_copy(update={"gates": [], "averages": []})
+    assert "nothing was measured" in Reader(page(run)).text

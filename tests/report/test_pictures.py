@@ -1,0 +1,88 @@
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from kvtool.errors import UsageError
+from kvtool.report.pictures import draw, file_name, pictures
+from tests.report.examples import document
+
+SMALL = ({"h2o": 1}, (64, 128))
+
+
+def without(run, **update):
+    return run.model_copy(update={"results": [r.model_copy(update=update) for r in run.results]})
+
+
+def test_there_is_a_picture_for_all_that_the_data_hold_and_no_other():
+    def names(run):
+        return [picture.name for picture in pictures(run)]
+
+    assert names(document()) == [
+        "score-by-budget",
+        "cost",
+        "niah",
+        "ruler-niah_multikey_1-length",
+        "ppl-nll",
+        "output-error-by_layer",
+        "speed-prompt",
+    ]
+    assert names(document(("ruler/vt",))) == ["score-by-budget", "cost"]
+    assert names(without(document(("ruler/vt",)), cost=None)) == ["score-by-budget"]
+    assert names(without(document(("niah",), *SMALL), cells=[])) == ["score-by-budget", "cost"]
+    assert names(document(("ruler/vt",), {})) == ["cost"]  # the full cache has no budget
+    assert names(without(document(("ruler/vt",)), cost=None, value=None)) == []
+
+
+def test_names_are_safe_and_tell_tasks_apart():
+    assert file_name("ruler/niah_multikey_1") == "ruler-niah_multikey_1"
+    assert file_name("../../etc/passwd") == "etc-passwd"
+
+
+def test_files_are_written_whole_and_the_same_every_time(tmp_path):
+    pytest.importorskip("matplotlib")
+    run = document(("niah",), {"h2o": 1}, (64,))
+    first = draw(run, tmp_path / "new" / "a")
+    second = draw(run, tmp_path / "b")
+    assert [path.name for path in first] == [
+        f"{name}.{form}" for name in ("score-by-budget", "cost", "niah") for form in ("png", "svg")
+    ]
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == sorted(
+        path.name for path in second
+    )  # and nothing half-written beside them
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+        if one.suffix == ".svg":
+            root = ElementTree.fromstring(one.read_text())
+            assert root.tag == "{http://www.w3.org/2000/svg}svg"
+            assert "Matplotlib" not in one.read_text()
+        else:
+            assert one.read_bytes().startswith(b"\x89PNG")
+
+
+def test_text_in_an_svg_is_text_and_a_dollar_a_dollar(tmp_path):
+    pytest.importorskip("matplotlib")
+    run = without(document(("ruler/vt",), *SMALL), task="lm-eval/$x_1$ <b>")
+    [path] = [p for p in draw(run, tmp_path, ("svg",)) if p.name == "score-by-budget.svg"]
+    root = ElementTree.fromstring(path.read_text())
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "lm-eval/$x_1$ <b>" in texts
+    assert "h2o" in texts
+
+
+def test_the_users_settings_change_nothing(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    run = document(("ppl",), *SMALL)
+    draw(run, tmp_path / "a", ("svg",))
+    with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.grid": True}):
+        draw(run, tmp_path / "b", ("svg",))
+        assert matplotlib.rcParams["font.size"] == 30  # and theirs are left as they were
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtool.evaluation.extras.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="drawing pictures needs matplotlib") as caught:
+        draw(document(), tmp_path / "plots")
+    assert "kvtool[plots]" in caught.value.hint
+    assert not (tmp_path / "plots").exists()
