@@ -1,0 +1,119 @@
+"""Perplexity through an evicting cache against one plain forward, and its summary by hand."""
+
+import math
+
+import pytest
+
+import kvtool
+from kvtool.evaluation.arms import make_arms
+from kvtool.evaluation.bench import Bench, Protocol, token_counter
+from kvtool.evaluation.tasks.perplexity import Perplexity
+from kvtool.models.load import load
+
+ARMS = make_arms(["h2o", "streaming", "snapkv"], ["40", "4K"])
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    loaded = load()
+    kvtool.attach(loaded.model)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def counter(loaded):
+    return token_counter(loaded.tokenizer, 8192)
+
+
+def measure(loaded, counter, arm, **settings):
+    task = Perplexity(name="ppl", **{"lengths": "256", "samples": 2} | settings)
+    samples = list(task.draw(counter))
+    bench = Bench(loaded, arm, Protocol())
+    return task, samples, [bench.measure(task, sample) for sample in samples]
+
+
+def plain(loaded, text, skip) -> float:
+    ids = loaded.tokenizer(text, return_tensors="pt").input_ids
+    logprobs = loaded.model(ids).logits.double().log_softmax(-1)[:, :-1]
+    scored = logprobs.gather(2, ids[:, 1:, None])[0, skip - 1 :, 0]
+    return -scored.mean().item()
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 128, 1000])
+@pytest.mark.parametrize("skip", [1, 7])
+def test_the_full_cache_gives_what_one_forward_gives(loaded, counter, chunk, skip):
+    task, samples, records = measure(loaded, counter, ARMS[0], chunk=chunk, skip=skip)
+    for sample, record in zip(samples, records, strict=True):
+        assert task.score(record)["nll"] == pytest.approx(
+            plain(loaded, sample.context, skip), abs=1e-5
+        )
+
+
+@pytest.mark.parametrize("arm", ARMS[2::2], ids=lambda arm: arm.name)
+def test_a_budget_that_fits_gives_the_same(loaded, counter, arm):
+    task, samples, records = measure(loaded, counter, arm)
+    assert task.score(records[0])["nll"] == pytest.approx(
+        plain(loaded, samples[0].context, 1), abs=1e-5
+    )
+
+
+def test_a_small_budget_costs_and_is_held(loaded, counter):
+    full = measure(loaded, counter, ARMS[0])[2][0]
+    for arm in ARMS[1::2]:
+        task, _, records = measure(loaded, counter, arm)
+        assert task.score(records[0])["nll"] > task.score(full)["nll"] + 0.1
+        assert records[0]["tokens"] == full["tokens"]  # the same positions in every arm
+        assert records[0]["cost"]["kept_tokens"] == 40
+
+
+def test_policies_that_cut_prompts_are_fed_blocks(loaded, counter):
+    chunks = [measure(loaded, counter, arm)[2][0]["chunk"] for arm in ARMS[1::2]]
+    assert chunks == [1, 1, 128]
+
+
+def test_documents_fit_their_length_and_end_with_a_recap(loaded, counter):
+    _, samples, records = measure(loaded, counter, ARMS[0], lengths="256,1K")
+    for sample, record in zip(samples, records, strict=True):
+        length = sample.cell["length"]
+        ids = loaded.tokenizer(sample.context).input_ids
+        assert length - 20 < len(ids) <= length
+        assert sum(record["tokens"]) == len(ids) - 1
+        recap = sample.context.split("\n Recap:")[1]
+        for sentence in recap.split(".")[:-1]:
+            assert sample.context.count(sentence) == 2
+
+
+def test_the_summary_weighs_tokens(loaded):
+    task = Perplexity(name="ppl")
+    records = [
+        {
+            "chunk": 1,
+            "edges": [1, 3, 5],
+            "nll": [2.0, 4.0],
+            "tokens": [2, 2],
+            "cell": {"length": 5},
+        },
+        {"chunk": 1, "edges": [1, 3], "nll": [6.0], "tokens": [2], "cell": {"length": 3}},
+    ]
+    summary = task.summarise(records)
+    assert summary.metrics["nll"].value == 12 / 6
+    assert summary.metrics["ppl"].value == pytest.approx(math.exp(2.0))
+    spread = math.sqrt(((1.5 - 2.25) ** 2 + (3 - 2.25) ** 2) / 1 / 2)
+    assert summary.metrics["ppl"].stderr == pytest.approx(math.exp(2) * spread)
+    assert [(cell["length"], number.value) for cell, number in summary.cells] == [
+        (3, pytest.approx(math.exp(3))),
+        (5, pytest.approx(math.exp(1.5))),
+    ]
+    curve = summary.curves["nll by position"]
+    assert (list(curve.x), list(curve.y)) == ([3.0, 5.0], [8 / 4, 12 / 6])
+
+
+def test_texts_of_a_file_are_cut_to_length(loaded, counter, tmp_path):
+    path = tmp_path / "books.jsonl"
+    path.write_text(
+        '{"text": "The old lamp was near the school. The quiet falcon was there."}\n' * 3
+    )
+    task = Perplexity(name="ppl", lengths="9", samples=2, data=str(path))
+    samples = list(task.draw(counter))
+    assert len(samples) == 2
+    assert all(len(loaded.tokenizer(sample.context).input_ids) == 9 for sample in samples)
