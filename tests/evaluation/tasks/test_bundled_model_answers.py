@@ -28,7 +28,7 @@ def answer(text: str, max_new_tokens: int) -> str:
 @pytest.mark.parametrize(
     "task",
     [
-        Variables(name="scbench/vt", lengths=512, samples=2),
+        Variables(name="scbench/vt", lengths=512, samples=1),
         PassKeyRetrieval(name="infinitebench/passkey", lengths=512, samples=2),
         NumberRetrieval(name="infinitebench/number_string", lengths=512, samples=2),
     ],
