@@ -121,7 +121,7 @@ def documents(count: int = DOCUMENTS) -> list[dict]:
     """Needle questions of the reference model, each with three wrong answers beside the right."""
     answers, made = [], []
     for seed in range(count):
-        prompt, answer = needle_prompt(tokens=220, seed=seed)
+        prompt, answer = needle_prompt(tokens=130, seed=seed)
         answers.append(answer.strip())
         made.append({"prompt": prompt, "key": f"key {seed}", "answer": answer.strip()})
     for i, made_of in enumerate(made):
@@ -445,11 +445,25 @@ def test_refuses_to_score_documents_that_have_changed(folder):
         ("needle_said", {"include_path": "/no/such"}, "folder `/no/such` does not exist", None),
     ],
 )
-def test_refuses_what_it_cannot_run(folder, name, settings, message, hint):
+def test_refuses_what_it_cannot_run(folder, monkeypatch, name, settings, message, hint):
+    here = harness._manager(str(folder))
+    monkeypatch.setattr(harness, "_manager", lambda folder: here)  # the harness' own takes seconds
     task = LmEval(name=f"lm-eval/{name}", **{"include_path": str(folder), **settings})
     with pytest.raises(UsageError, match=message) as refusal:
         draw(task)
     assert hint is None or hint in refusal.value.hint
+
+
+@pytest.mark.slow
+def test_the_harness_own_tasks_are_known():
+    with pytest.raises(UsageError, match="has no task `gsm8q`") as refusal:
+        draw(LmEval(name="lm-eval/gsm8q"))
+    assert refusal.value.hint == "did you mean `gsm8k`?"
+    with pytest.raises(UsageError, match="lm-eval/truthfulqa is a group of tasks") as refusal:
+        draw(LmEval(name="lm-eval/truthfulqa"))
+    assert "lm-eval/truthfulqa_gen" in refusal.value.hint
+    with pytest.raises(UsageError, match="lm-eval/humaneval runs code"):
+        draw(LmEval(name="lm-eval/humaneval"))
 
 
 def test_refuses_examples_for_a_task_that_takes_none(folder):
