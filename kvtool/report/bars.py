@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, ResultsDocument
-from kvtool.report import numbers
+from kvtool.report import digits
 from kvtool.report.arms import families, full_arm
 from kvtool.report.spent import Spent, relative, spent_by_arm
 from kvtool.report.style import looks, new_figure
@@ -80,7 +80,7 @@ def _bytes(panel: Axes, bars: list[_Bar], spent: dict[str, Spent]) -> None:
             hatch="//////",
             linewidth=0.0 if cost.state_share == 0 else 0.8,
         )
-        _tell(panel, bar, cost.kv_share + cost.state_share, numbers.share)
+        _tell(panel, bar, cost.kv_share + cost.state_share, digits.share)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     panel.set_title("K/V bytes, policy state (hatched),\nas a share of a full cache")
     _finish(panel)
@@ -91,7 +91,7 @@ def _speed(panel: Axes, bars: list[_Bar], ratio: Callable[[str], float | None]) 
         value = ratio(bar.arm.name)
         if value is not None:
             panel.barh(bar.place, value, color=bar.colour, height=0.8)
-            _tell(panel, bar, value, numbers.times)
+            _tell(panel, bar, value, digits.times)
     _finish(panel)
 
 

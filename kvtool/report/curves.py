@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, CurveEntry, ResultsDocument, TaskResult
-from kvtool.report import numbers
+from kvtool.report import digits
 from kvtool.report.arms import Family, budget_size, families, results_of, task_names
+from kvtool.report.needles import is_needle
 from kvtool.report.panels import ACROSS, add_legend, log_y, new_panels
 from kvtool.report.style import Look, looks, variant
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_AXES = {"length": "context length (tokens)", "prompt": "prompt (tokens)"}
+_AXES = {"length": "context length (tokens)"}
 _MOST_TICKS = 6
 _MOST_SAMPLED = 16  # points beyond which markers are thinned out
 
@@ -77,18 +78,22 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
 
 
 def _curves(result: TaskResult) -> list[CurveEntry]:
-    """Return the recorded curves and, for cells along one number, the headline along it."""
-    along = [cell for cell in result.cells if len(cell.at) == 1]
-    axes = {name for cell in along for name in cell.at}
-    if len(along) < 2 or len(along) != len(result.cells) or len(axes) != 1:
+    """Return the recorded curves and, where cells differ in one number, the headline along it."""
+    names = {name for cell in result.cells for name in cell.at}
+    varied = [name for name in names if len({cell.at.get(name) for cell in result.cells}) > 1]
+    if len(varied) != 1 or is_needle(result):
         return result.curves
-    axis = axes.pop()
-    points = {cell.at[axis]: cell.value for cell in along}
-    if any(isinstance(x, str) for x in points):
+    axis = varied[0]
+    points = {cell.at.get(axis): cell.value for cell in result.cells}
+    if not all(isinstance(x, (int, float)) for x in points):
         return result.curves
     y = [math.nan if points[x] is None else points[x] for x in sorted(points)]
     entry = CurveEntry(
-        name=axis, x=sorted(points), y=y, x_label=_AXES.get(axis, axis), y_label=result.metric
+        name=f"score by {axis}",
+        x=sorted(points),
+        y=y,
+        x_label=_AXES.get(axis, axis.replace("_", " ")),
+        y_label=result.metric,
     )
     return [*result.curves, entry]
 
@@ -124,10 +129,10 @@ def _curve_axes(panel: Axes, lines: list[_Line], curve: CurveEntry) -> None:
     y = [value for line in lines for value in line.y if math.isfinite(value)]
     if is_geometric(x):
         panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(lambda value, _: numbers.tokens(value))
+        panel.xaxis.set_major_formatter(lambda value, _: digits.tokens(value))
         panel.minorticks_off()
     if len(x) <= _MOST_TICKS:
-        panel.set_xticks(x, [numbers.tokens(value) for value in x])
+        panel.set_xticks(x, [digits.tokens(value) for value in x])
     elif not is_geometric(x) and all(float(value).is_integer() for value in x):
         panel.xaxis.get_major_locator().set_params(integer=True)
     if y and min(y) > 0 and max(y) / min(y) > 100:

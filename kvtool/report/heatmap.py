@@ -6,7 +6,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, ResultsDocument
-from kvtool.report import numbers
+from kvtool.report import digits
 from kvtool.report.arms import Family, families, results_of, wrap
 from kvtool.report.needles import COLOURS, NeedleGrid, needle_grids, scale
 from kvtool.report.style import new_figure
@@ -42,7 +42,7 @@ def needle_figure(document: ResultsDocument, task: str) -> Figure:
                 continue
             grid, result = grids[arm.name], results[arm.name]
             image = _draw(panel, grid, scale(result), document.model.trained_length)
-            mean = numbers.score(result.value, result.best)
+            mean = digits.score(result.value, result.best)
             panel.set_title(f"{names[arm.name]}\nmean {mean}", fontsize=8.5)
     shrink = min(1.0, 3.2 / height / len(rows))
     bar = figure.colorbar(image, ax=panels, shrink=shrink, aspect=18, anchor=(0.0, 1.0))
@@ -97,9 +97,9 @@ def _label(panel: Axes, grid: NeedleGrid) -> None:
     columns, rows = len(grid.lengths), len(grid.depths)
     across = range(0, columns, -(-columns // 12))
     down = range(0, rows, -(-rows // 6) if rows > 7 else 1)
-    turned = 0 if max(len(numbers.tokens(length)) for length in grid.lengths) <= 4 else 45
+    turned = 0 if max(len(digits.tokens(length)) for length in grid.lengths) <= 4 else 45
     panel.set_xticks(
-        list(across), [numbers.tokens(grid.lengths[i]) for i in across], rotation=turned, fontsize=7
+        list(across), [digits.tokens(grid.lengths[i]) for i in across], rotation=turned, fontsize=7
     )
     panel.set_yticks(list(down), [f"{grid.depths[i]:g}" for i in down], fontsize=7)
 
@@ -115,7 +115,7 @@ def _number(panel: Axes, grid: NeedleGrid, best: float) -> None:
 def _cell(value: float | None, best: float) -> str:
     """Write a score in as few characters as tell it: `.25`, `1`, `0`; `66` out of 100."""
     if value is None:
-        return numbers.MISSING
+        return digits.MISSING
     if best > 1:
         return f"{value:.0f}"
     return f"{value:.2f}".removeprefix("0").replace(".00", "") or "0"

@@ -50,6 +50,11 @@ def needle_grids(document: ResultsDocument, task: str) -> dict[str, NeedleGrid]:
     }
 
 
+def is_needle(result: TaskResult) -> bool:
+    """Whether cells are places of a needle: lengths and depths."""
+    return bool(result.cells) and all(set(cell.at) == {"length", "depth"} for cell in result.cells)
+
+
 def scale(result: TaskResult) -> float:
     """Return the score at the green end, the same for every arm of a task."""
     return result.best or 1.0
@@ -71,8 +76,7 @@ def colour_at(share: float) -> tuple[int, int, int]:
 def _scores(result: TaskResult) -> dict[tuple[int, float], float | None]:
     return {
         (int(cell.at["length"]), float(cell.at["depth"])): cell.value
-        for cell in result.cells
-        if set(cell.at) == {"length", "depth"}
+        for cell in (result.cells if is_needle(result) else [])
     }
 
 

@@ -95,7 +95,9 @@ def _task(document: ResultsDocument, task: str, figures: list[Markup]) -> Markup
         ("settings", ", ".join(f"{key}={value}" for key, value in some.settings.items()) or "none"),
         ("fingerprint", some.fingerprint),
     ]
-    return _section(task, _list(told), tables.task(document, task), figures)
+    return _section(
+        task, _list(told), tables.task(document, task), tables.cells(document, task), figures
+    )
 
 
 def _facts(document: ResultsDocument) -> Markup:

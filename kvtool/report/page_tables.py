@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
-from kvtool.report import numbers
+from kvtool.documents.results import ArmEntry, CellEntry, ResultsDocument, TaskResult
+from kvtool.report import digits
 from kvtool.report.arms import FULL, families, full_arm, results_of, task_names
 from kvtool.report.markup import Markup, element
 from kvtool.report.spent import Spent, relative, spent_by_arm, spent_on
 
+_MOST_CELLS = 24
 _COST = ("K/V", "of full", "policy state", "prefill s", "decode tokens/s", "× full")
 
 
@@ -48,7 +49,7 @@ def task(document: ResultsDocument, name: str) -> Markup:
     def cells(arm: ArmEntry) -> list[Markup]:
         result = results.get(arm.name)
         row = [_score(result, arm), *(_metric(result, other) for other in others)]
-        row.append(_number(str(result.n) if result else numbers.MISSING))
+        row.append(_number(str(result.n) if result else digits.MISSING))
         failed = result.failed if result else 0
         row.append(element("td", str(failed), class_="failed") if failed else _number("0"))
         return [*row, *(_cost(arm.name, spent, document) if spent else [])]
@@ -56,20 +57,37 @@ def task(document: ResultsDocument, name: str) -> Markup:
     return _table([*headers, *(_COST if spent else ())], _rows(document, cells))
 
 
+def cells(document: ResultsDocument, name: str) -> Markup | str:
+    """Return the headline per cell, unless there are too many to read but as a picture."""
+    by_arm = {
+        result.arm: {_place(cell.at): (result, cell) for cell in result.cells}
+        for result in results_of(document, name)
+    }
+    places = list(dict.fromkeys(place for found in by_arm.values() for place in found))
+    if not 1 < len(places) <= _MOST_CELLS:
+        return ""
+
+    def row(arm: ArmEntry) -> list[Markup]:
+        found = by_arm.get(arm.name, {})
+        return [_cell(*found[p]) if p in found else _number(digits.MISSING) for p in places]
+
+    return _table(["arm", *places], _rows(document, row))
+
+
 def gates(document: ResultsDocument) -> Markup:
     """Return every condition and whether it is met."""
     rows = []
     for gate in document.gates:
-        value = numbers.MISSING if gate.value is None else numbers.plain(gate.value)
+        value = digits.MISSING if gate.value is None else digits.plain(gate.value)
         outcome, look = ("passed", "better") if gate.passed else ("FAILED", "failed")
         rows.append(
             element(
                 "tr",
                 element("th", gate.arm, scope="row"),
                 element("td", gate.task, class_="words"),
-                element("td", numbers.gate_name(gate), class_="words"),
+                element("td", digits.gate_name(gate), class_="words"),
                 _number(value),
-                _number(numbers.plain(gate.limit)),
+                _number(digits.plain(gate.limit)),
                 element("td", outcome, class_=look),
             )
         )
@@ -96,7 +114,7 @@ def _header(title: str, below: str) -> Markup:
 
 def _task_header(document: ResultsDocument, name: str) -> tuple[str, str]:
     some = results_of(document, name)[0]
-    return name, f"{some.metric} {numbers.direction(some)}"
+    return name, f"{some.metric} {digits.direction(some)}"
 
 
 def _mean_of(document: ResultsDocument, suite: str) -> list[str]:
@@ -106,12 +124,12 @@ def _mean_of(document: ResultsDocument, suite: str) -> list[str]:
 
 def _score(result: TaskResult | None, arm: ArmEntry) -> Markup:
     if result is None:
-        return _number(numbers.MISSING)
-    parts = [numbers.score(result.value, result.best)]
+        return _number(digits.MISSING)
+    parts = [digits.score(result.value, result.best)]
     if result.stderr is not None:
-        parts.append(element("small", f" {numbers.stderr(result.stderr, result.best)}"))
+        parts.append(element("small", f" {digits.stderr(result.stderr, result.best)}"))
     if result.delta is not None and arm.policy != FULL:
-        parts.append(_delta(numbers.signed(result.delta, result.best), numbers.tone(result)))
+        parts.append(_delta(digits.signed(result.delta, result.best), digits.tone(result)))
     if result.failed:
         parts.append(element("span", f" !{result.failed}", class_="failed"))
     return element("td", parts)
@@ -124,37 +142,46 @@ def _delta(text: str, tone: str) -> Markup:
 def _metric(result: TaskResult | None, name: str) -> Markup:
     found = next((m for m in result.metrics if m.name == name), None) if result else None
     if found is None or found.value is None:
-        return _number(numbers.MISSING)
-    told = "" if found.stderr is None else f" ±{numbers.plain(found.stderr)}"
-    return element("td", numbers.plain(found.value), element("small", told))
+        return _number(digits.MISSING)
+    told = "" if found.stderr is None else f" ±{digits.plain(found.stderr)}"
+    return element("td", digits.plain(found.value), element("small", told))
+
+
+def _place(at: dict[str, int | float | str]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in at.items())
+
+
+def _cell(result: TaskResult, cell: CellEntry) -> Markup:
+    told = digits.stderr(cell.stderr, result.best)
+    return element("td", digits.score(cell.value, result.best), element("small", f" {told}"))
 
 
 def _average(document: ResultsDocument, suite: str, arm: ArmEntry) -> Markup:
     found = [a for a in document.averages if (a.suite, a.arm) == (suite, arm.name)]
     if not found:
-        return _number(numbers.MISSING)
+        return _number(digits.MISSING)
     average = found[0]
     some = results_of(document, average.tasks[0])[0]
-    parts = [numbers.score(average.value, some.best)]
+    parts = [digits.score(average.value, some.best)]
     if average.delta is not None and arm.policy != FULL:
-        tone = numbers.tone(some.model_copy(update={"delta": average.delta}))
-        parts.append(_delta(numbers.signed(average.delta, some.best), tone))
+        tone = digits.tone(some.model_copy(update={"delta": average.delta}))
+        parts.append(_delta(digits.signed(average.delta, some.best), tone))
     return element("td", parts)
 
 
 def _cost(arm: str, spent: dict[str, Spent], document: ResultsDocument) -> list[Markup]:
     cost = spent.get(arm)
     if cost is None:
-        return [_number(numbers.MISSING)] * len(_COST)
+        return [_number(digits.MISSING)] * len(_COST)
     full = full_arm(document)
     ratio = relative("decode_rate", cost, spent.get(full.name) if full else None)
     return [
-        _number(numbers.size(cost.kv_bytes)),
-        _number(numbers.share(cost.kv_share)),
-        _number(numbers.size(cost.state_bytes)),
-        _number(numbers.plain(cost.prefill_s)),
-        _number(numbers.MISSING if cost.decode_rate is None else numbers.plain(cost.decode_rate)),
-        _number(numbers.MISSING if ratio is None else numbers.times(ratio)),
+        _number(digits.size(cost.kv_bytes)),
+        _number(digits.share(cost.kv_share)),
+        _number(digits.size(cost.state_bytes)),
+        _number(digits.plain(cost.prefill_s)),
+        _number(digits.MISSING if cost.decode_rate is None else digits.plain(cost.decode_rate)),
+        _number(digits.MISSING if ratio is None else digits.times(ratio)),
     ]
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtool.documents.results import ArmEntry, GateResult, ResultsDocument, TaskResult
-from kvtool.report import numbers
+from kvtool.report import digits
 from kvtool.report.arms import (
     FULL,
     arms_in_order,
@@ -122,7 +122,7 @@ def _groups(document: ResultsDocument) -> list[list[_Column]]:
 def _score_column(document: ResultsDocument, task: str, arms: list[ArmEntry]) -> _Column:
     found = [document.of(arm.name, task) for arm in arms]
     some = next(result for result in found if result is not None)
-    header = f"{task.replace('/', chr(10), 1)}\n{some.metric} {numbers.direction(some)}"
+    header = f"{task.replace('/', chr(10), 1)}\n{some.metric} {digits.direction(some)}"
     parts = [
         _score_parts(result, arm.policy == FULL) for arm, result in zip(arms, found, strict=True)
     ]
@@ -131,7 +131,7 @@ def _score_column(document: ResultsDocument, task: str, arms: list[ArmEntry]) ->
     for result, (value, stderr, delta, failed) in zip(found, parts, strict=True):
         text = Text(value.rjust(widths[0]) + stderr.ljust(widths[1]))
         if widths[2]:
-            style = _STYLES[numbers.tone(result)] if result else ""
+            style = _STYLES[digits.tone(result)] if result else ""
             text.append(" ").append(delta.rjust(widths[2]), style)
         if widths[3]:
             text.append(" ").append(failed.ljust(widths[3]), "bold red")
@@ -141,11 +141,11 @@ def _score_column(document: ResultsDocument, task: str, arms: list[ArmEntry]) ->
 
 def _score_parts(result: TaskResult | None, is_full: bool) -> tuple[str, str, str, str]:
     if result is None:
-        return numbers.MISSING, "", "", ""
+        return digits.MISSING, "", "", ""
     return (
-        numbers.score(result.value, result.best),
-        numbers.stderr(result.stderr, result.best),
-        "" if is_full else numbers.signed(result.delta, result.best),
+        digits.score(result.value, result.best),
+        digits.stderr(result.stderr, result.best),
+        "" if is_full else digits.signed(result.delta, result.best),
         f"!{result.failed}" if result.failed else "",
     )
 
@@ -160,11 +160,11 @@ def _average_column(document: ResultsDocument, name: str, arms: list[ArmEntry]) 
     for arm in arms:
         average = averages.get(arm.name)
         if average is None:
-            cells.append(Text(numbers.MISSING))
+            cells.append(Text(digits.MISSING))
             continue
-        delta = "" if arm.policy == FULL else numbers.signed(average.delta, sample.best)
-        tone = numbers.tone(sample.model_copy(update={"delta": average.delta}))
-        text = Text(numbers.score(average.value, sample.best))
+        delta = "" if arm.policy == FULL else digits.signed(average.delta, sample.best)
+        tone = digits.tone(sample.model_copy(update={"delta": average.delta}))
+        text = Text(digits.score(average.value, sample.best))
         cells.append(text.append(" ").append(delta.rjust(6), _STYLES[tone]))
     return _Column(f"{name}\nmean of {tasks}", cells)
 
@@ -177,16 +177,16 @@ def _cost_columns(document: ResultsDocument, arms: list[ArmEntry]) -> list[_Colu
     for arm in arms:
         cost = spent.get(arm.name)
         if cost is None:
-            rows.append([numbers.MISSING] * 4)
+            rows.append([digits.MISSING] * 4)
             continue
         ratio = relative("decode_rate", cost, baseline)
         rows.append(
             [
-                f"{numbers.size(cost.kv_bytes)} {numbers.share(cost.kv_share):>4}",
-                numbers.size(cost.state_bytes),
-                numbers.plain(cost.prefill_s),
-                (numbers.MISSING if cost.decode_rate is None else numbers.plain(cost.decode_rate))
-                + (f" {numbers.times(ratio):>5}" if ratio is not None else " " * 6),
+                f"{digits.size(cost.kv_bytes)} {digits.share(cost.kv_share):>4}",
+                digits.size(cost.state_bytes),
+                digits.plain(cost.prefill_s),
+                (digits.MISSING if cost.decode_rate is None else digits.plain(cost.decode_rate))
+                + (f" {digits.times(ratio):>5}" if ratio is not None else " " * 6),
             ]
         )
     headers = ("K/V\nof full", "policy\nstate", "prefill\ns", "decode\ntokens/s")
@@ -197,8 +197,8 @@ def _cost_columns(document: ResultsDocument, arms: list[ArmEntry]) -> list[_Colu
 
 def _needle_table(result: TaskResult, grid: NeedleGrid) -> Table:
     best = scale(result)
-    digits = 2 if best <= 1 else 0
-    title = Text(f"{result.arm}  {result.task} {numbers.score(result.value, result.best)}")
+    places = 2 if best <= 1 else 0
+    title = Text(f"{result.arm}  {result.task} {digits.score(result.value, result.best)}")
     table = Table(box=None, padding=0, pad_edge=False, title=title, title_style="bold")
     table.add_column("depth", justify="right")
     for length in grid.lengths:
@@ -207,10 +207,10 @@ def _needle_table(result: TaskResult, grid: NeedleGrid) -> Table:
         cells = [Text(f"{depth:g}%")]
         for value in row:
             if value is None:
-                cells.append(Text(numbers.MISSING))
+                cells.append(Text(digits.MISSING))
                 continue
             red, green, blue = colour_at(value / best)
-            cells.append(Text(f" {value:.{digits}f}", f"black on rgb({red},{green},{blue})"))
+            cells.append(Text(f" {value:.{places}f}", f"black on rgb({red},{green},{blue})"))
         table.add_row(*cells)
     return table
 
@@ -224,13 +224,13 @@ def _gates(gates: list[GateResult]) -> Table:
     table.add_column("")
     for gate in gates:
         outcome = Text("passed", "green") if gate.passed else Text("FAILED", "bold red")
-        value = numbers.MISSING if gate.value is None else numbers.plain(gate.value)
+        value = digits.MISSING if gate.value is None else digits.plain(gate.value)
         table.add_row(
-            Text(numbers.gate_name(gate)),
+            Text(digits.gate_name(gate)),
             Text(gate.arm),
             Text(gate.task),
             value,
-            numbers.plain(gate.limit),
+            digits.plain(gate.limit),
             outcome,
         )
     return table

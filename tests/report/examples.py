@@ -145,7 +145,7 @@ def ppl(arm: ArmEntry) -> TaskResult:
     if arm.policy == "streaming" and arm.budget == 64:
         nll = [*nll[:7], 4.1, 5.0, 5.6, 5.9]  # collapses past its budget
     curve = CurveEntry(
-        name="nll", x=positions, y=nll, x_label="position (tokens)", y_label="cumulative mean NLL"
+        name="nll by position", x=positions, y=nll, x_label="position (tokens)", y_label="mean NLL"
     )
     settings = {"metric": "ppl", "best": None, "lower_is_better": True, "stderr": None}
     return result(arm, "ppl", math.exp(nll[-1]), math.exp(1.2), curves=[curve], **settings)
@@ -155,7 +155,7 @@ def output_error(arm: ArmEntry) -> TaskResult:
     layers = list(range(LAYERS))
     error = [(1.0 - quality(arm)) * (0.2 + 0.1 * layer) for layer in layers]
     curve = CurveEntry(
-        name="by_layer", x=layers, y=error, x_label="layer", y_label="relative output error"
+        name="error by layer", x=layers, y=error, x_label="layer", y_label="output error"
     )
     settings = {"metric": "error", "best": 0.0, "lower_is_better": True}
     return result(arm, "output-error", sum(error) / LAYERS, 0.0, curves=[curve], **settings)
@@ -164,8 +164,10 @@ def output_error(arm: ArmEntry) -> TaskResult:
 def speed(arm: ArmEntry) -> TaskResult:
     rate = 40.0 if arm.budget is None else 36 + 512 / int(arm.budget)
     cells = [
-        CellEntry(at={"prompt": prompt}, value=rate * 640 / prompt, n=3, stderr=0.5)
-        for prompt in (256, 512, 1024)
+        CellEntry(
+            at={"length": length, "new_tokens": 16}, value=rate * 640 / length, n=3, stderr=0.5
+        )
+        for length in (256, 512, 1024)
     ]
     settings = {"metric": "decode_tokens_per_s", "best": None, "stderr": 0.4}
     return result(arm, "speed", rate, 40.0, cells=cells, **settings)

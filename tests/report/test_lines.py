@@ -116,7 +116,7 @@ def test_a_policy_looks_the_same_everywhere_and_unlike_the_others():
     assert len({(x.colour, x.marker) for x in look.values()}) == len(look)
     assert len({x.marker for x in look.values()}) == len(look)
     points = container(budgets(run)["niah"], "roco").lines[0]
-    drawn = line(curve(run, "ppl", "nll")["ppl, budget 64"], "roco")
+    drawn = line(curve(run, "ppl", "nll by position")["ppl, budget 64"], "roco")
     for found in (points, drawn):
         assert (found.get_color(), found.get_marker()) == (look["roco"].colour, look["roco"].marker)
     many = document((), {f"policy{i}": 1 for i in range(40)}, (64,))
@@ -125,7 +125,7 @@ def test_a_policy_looks_the_same_everywhere_and_unlike_the_others():
 
 def test_curves_have_a_panel_per_budget_and_the_full_cache_in_each():
     run = document(("ppl",), {"h2o": 1, "tova": 1})
-    found = curve(run, "ppl", "nll")
+    found = curve(run, "ppl", "nll by position")
     assert list(found) == ["ppl, budget 64", "ppl, budget 128", "ppl, budget 256"]
     for budget in (64, 128, 256):
         panel = found[f"ppl, budget {budget}"]
@@ -138,13 +138,13 @@ def test_curves_have_a_panel_per_budget_and_the_full_cache_in_each():
 
 
 def test_one_policy_has_its_budgets_in_one_panel_told_apart_without_colour():
-    panel = curve(document(("ppl",), {"h2o": 1}), "ppl", "nll")["ppl"]
+    panel = curve(document(("ppl",), {"h2o": 1}), "ppl", "nll by position")["ppl"]
     drawn = [line(panel, f"h2o@{budget}") for budget in (64, 128, 256)]
     assert len({(x.get_linestyle(), x.get_marker()) for x in drawn}) == 3
 
 
 def test_layers_are_on_an_even_axis():
-    panel = curve(document(("output-error",), {"h2o": 1}, (64,)), "output-error", "by_layer")
+    panel = curve(document(("output-error",), {"h2o": 1}, (64,)), "output-error", "error by layer")
     panel = panel["output-error"]
     assert panel.get_xscale() == "linear"
     assert list(panel.get_xticks()) == [0, 1, 2, 3, 4, 5]
@@ -156,8 +156,8 @@ def test_cells_along_one_number_become_a_curve_with_gaps():
     holed = [cells[2], cells[0], cells[1].model_copy(update={"value": None})]
     run = changed(run, "full", cells=holed)
     [(task, entry)] = curves(run)
-    assert (task, entry.name, entry.x) == ("speed", "prompt", [256, 512, 1024])
-    y = line(curve(run, "speed", "prompt")["speed"], "full").get_ydata()
+    assert (task, entry.name, entry.x) == ("speed", "score by length", [256, 512, 1024])
+    y = line(curve(run, "speed", "score by length")["speed"], "full").get_ydata()
     assert (y[0], y[2]) == (cells[0].value, cells[2].value)
     assert math.isnan(y[1])
 
@@ -165,16 +165,20 @@ def test_cells_along_one_number_become_a_curve_with_gaps():
 def test_cells_along_words_or_two_numbers_are_no_curve():
     assert curves(document(("niah",))) == []
     run = document(("speed",), {}, ())
-    cells = [
-        c.model_copy(update={"at": {"type": f"t{i}"}}) for i, c in enumerate(run.results[0].cells)
-    ]
-    assert curves(changed(run, "full", cells=cells)) == []
+    places = [{"type": "a"}, {"type": "b"}, {"type": "c"}]
+    two = [{"length": 1, "batch": 1}, {"length": 2, "batch": 1}, {"length": 2, "batch": 2}]
+    for at in (places, two, [{"length": 1}, {}, {}]):
+        cells = [
+            c.model_copy(update={"at": x}) for c, x in zip(run.results[0].cells, at, strict=True)
+        ]
+        assert curves(changed(run, "full", cells=cells)) == []
 
 
 def test_gaps_in_a_recorded_curve_stay_gaps():
-    entry = CurveEntry(name="nll", x=[1, 2, 4], y=[2.0, math.nan, 1.0], x_label="x", y_label="y")
+    name = "nll by position"
+    entry = CurveEntry(name=name, x=[1, 2, 4], y=[2.0, math.nan, 1.0], x_label="x", y_label="y")
     run = changed(document(("ppl",), {}, ()), "full", curves=[entry])
-    assert math.isnan(line(curve(run, "ppl", "nll")["ppl"], "full").get_ydata()[1])
+    assert math.isnan(line(curve(run, "ppl", "nll by position")["ppl"], "full").get_ydata()[1])
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,15 @@ def test_every_metric_of_a_task_is_told_and_missing_ones_are_no_zeros(no_matplot
     assert row[2:6] == ["0.550 ±0.020", "–", "20", "0"]
 
 
+def test_cells_are_told_where_they_are_few(no_matplotlib):
+    run = document(("niah", "ruler/niah_multikey_1"), *SMALL)
+    rows = Reader(page(run)).rows
+    assert ["arm", "length 512", "length 1024"] in rows
+    cells = run.of("tova@64", "ruler/niah_multikey_1").cells
+    assert ["tova@64", *(f"{cell.value:.1f} ±4.0" for cell in cells)] in rows
+    assert not any("depth" in header for row in rows for header in row)
+
+
 def test_what_was_run_and_how_to_run_it_again(no_matplotlib):
     run = document(("niah", "ruler/niah_multikey_1", "ruler/vt"), *SMALL)
     run = run.model_copy(update={"argv": ["kvtool", "eval", "--name", "two words"]})

@@ -21,10 +21,10 @@ def test_there_is_a_picture_for_all_that_the_data_hold_and_no_other():
         "score-by-budget",
         "cost",
         "niah",
-        "ruler-niah_multikey_1-length",
-        "ppl-nll",
-        "output-error-by_layer",
-        "speed-prompt",
+        "ruler-niah_multikey_1-score-by-length",
+        "ppl-nll-by-position",
+        "output-error-error-by-layer",
+        "speed-score-by-length",
     ]
     assert names(document(("ruler/vt",))) == ["score-by-budget", "cost"]
     assert names(without(document(("ruler/vt",)), cost=None)) == ["score-by-budget"]
