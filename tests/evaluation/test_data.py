@@ -290,10 +290,11 @@ def test_an_unknown_split_is_told_in_one_line(tmp_path, own_cache):
         ),
     ],
 )
-def test_a_hub_that_fails_is_told_in_one_line(name, error, hint, monkeypatch):
+def test_a_hub_that_fails_is_told_in_one_line(name, error, hint, monkeypatch, capsys):
     import datasets
 
     def fail(*args, **kwargs):
+        print("chatter")  # noqa: T201 - what must not reach stdout
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset_builder", fail)
@@ -301,6 +302,7 @@ def test_a_hub_that_fails_is_told_in_one_line(name, error, hint, monkeypatch):
         documents(data(name), task="ppl")
     assert "\n" not in str(caught.value)
     assert caught.value.hint == hint
+    assert capsys.readouterr() == ("", "chatter\n")
 
 
 def test_a_preset_knows_its_text_column(tmp_path, monkeypatch, own_cache):
