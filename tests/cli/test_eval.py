@@ -1,0 +1,323 @@
+"""`kvtool eval` as a user runs it: results, resuming, rescoring, gates, refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvtool.documents.results import ResultsDocument
+from kvtool.evaluation.store import Store
+
+QUICK = ("-t", "niah", "--lengths", "256", "--depths", "3")
+ARMS = ("-p", "streaming,h2o(recent=8)+caote", "-b", "32,50%")
+
+
+def evaluate(kvtool, *arguments, code=0) -> ResultsDocument:
+    done = kvtool("eval", "-q", "-f", "json", "--no-plots", *arguments)
+    assert (done.code, done.err) == (code, "")
+    return ResultsDocument(**json.loads(done.out))
+
+
+def scores(results) -> dict:
+    return {(r.arm, r.task): (r.value, r.n, r.stderr, r.delta) for r in results.results}
+
+
+def test_a_run_holds_every_sample_and_its_results(kvtool, tmp_path):
+    results = evaluate(kvtool, *QUICK, *ARMS, "-o", "runs/first")
+    arms = [arm.name for arm in results.arms]
+    assert arms == [
+        "full",
+        "streaming@32",
+        "streaming@50%",
+        "h2o(recent=8)+caote@32",
+        "h2o(recent=8)+caote@50%",
+    ]
+    assert [(r.arm, r.task, r.n) for r in results.results] == [(arm, "niah", 3) for arm in arms]
+    assert results.complete
+    assert results.of("full", "niah").value == 1.0
+    folder = tmp_path / "runs" / "first"
+    assert json.loads((folder / "results.json").read_text()) == json.loads(results.to_json()) | {
+        "finished": json.loads((folder / "results.json").read_text())["finished"]
+    }
+    files = sorted((folder / "samples").iterdir())
+    assert len(files) == len(arms)
+    for file in files:
+        records = [json.loads(line) for line in (file / "niah.jsonl").read_text().splitlines()]
+        assert [record["cell"]["depth"] for record in records] == [0, 50, 100]
+        for record in records:
+            turn = record["turns"][0]
+            right = turn["references"][0] in turn["prediction"]
+            assert record["scores"]["em"] == float(right)
+    lock = yaml.safe_load((folder / "recipe.lock.yaml").read_text())
+    assert lock["kind"] == "recipe"
+    assert lock["eval"]["tasks"][0]["lengths"] == [256]
+    assert (folder / "report.html").read_text().startswith("<!")
+
+
+def test_bytes_are_those_of_the_tensors(kvtool):
+    results = evaluate(kvtool, *QUICK, "-p", "h2o", "-b", "32", "-o", "run")
+    cost, full = results.of("h2o@32", "niah").cost, results.of("full", "niah").cost
+    per_token = 4 * 2 * 32 * 2 * 4  # layers heads dim k+v float32
+    assert (cost.kept_tokens, cost.kv_bytes) == (32, 32 * per_token)
+    assert full.kv_bytes == full.kept_tokens * per_token == full.full_bytes
+    assert cost.full_bytes > 200 * per_token
+    assert cost.state_bytes == 4 * 2 * 33 * (4 + 4)  # int32 position and float32 sum a slot
+    assert cost.prefill_s > 0
+    assert cost.decode_tokens_per_s > 0
+
+
+def test_the_locked_recipe_repeats_the_run(kvtool):
+    first = evaluate(kvtool, *QUICK, *ARMS, "--query-agnostic", "-o", "first")
+    again = evaluate(kvtool, "first/recipe.lock.yaml", "-o", "second")
+    assert scores(first) == scores(again)
+    assert not any(result.query_aware for result in again.results)
+
+
+def test_a_second_run_measures_only_what_is_new(kvtool):
+    evaluate(kvtool, *QUICK, "-p", "streaming", "-b", "32", "-o", "run")
+    before = Path("run/samples/full/niah.jsonl").read_bytes()
+    done = kvtool("eval", *QUICK, "-p", "streaming,tova", "-b", "32", "-o", "run", "--no-plots")
+    assert done.code == 0
+    assert "resumed 6/9 in run" in done.err
+    assert Path("run/samples/full/niah.jsonl").read_bytes() == before
+    results = evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run", "--samples", "2")
+    assert results.of("tova@32", "niah").n == 6
+    assert len(Path("run/samples/tova@32/niah.jsonl").read_text().splitlines()) == 6
+    results = evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run", "--limit", "1")
+    assert results.of("tova@32", "niah").n == 1
+
+
+def test_overwrite_starts_anew_in_a_run_only(kvtool):
+    evaluate(kvtool, *QUICK, "-p", "streaming", "-b", "32", "-o", "run")
+    evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run", "--overwrite")
+    assert sorted(path.name for path in Path("run/samples").iterdir()) == ["full", "tova@32"]
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("years of work")
+    for flags in ([], ["--overwrite"]):
+        done = kvtool("eval", *QUICK, "-p", "tova", "-b", "32", "-o", "mine", *flags)
+        assert done.code == 2
+        assert "error: folder `mine` holds other files, no run" in done.err
+    assert Path("mine/thesis.txt").read_text() == "years of work"
+
+
+def test_a_killed_run_goes_on_and_ends_as_an_unbroken_one(kvtool, tmp_path):
+    """Kill -9 at three moments; every sample ends up in the files exactly once."""
+    command = ["eval", *QUICK, "--samples", "4", *ARMS, "-q", "-f", "json", "--no-plots"]
+    unbroken = evaluate(kvtool, *command[1:-4], "-o", "unbroken")
+    program = [sys.executable, "-m", "kvtool.cli.main", *command, "-o", "broken"]
+    samples = tmp_path / "broken" / "samples"
+
+    def written() -> int:
+        return sum(len(path.read_bytes().splitlines()) for path in samples.rglob("*.jsonl"))
+
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for wanted in (1, 20, 41):
+        process = subprocess.Popen(
+            program, cwd=tmp_path, stdout=subprocess.DEVNULL, env=environment
+        )
+        while written() < wanted:
+            assert process.poll() is None, "it ended before it was killed"
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert 41 <= written() < 60
+    state = json.loads((tmp_path / "broken" / "results.json").read_text())
+    assert state["complete"] is False
+    last = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert (last.returncode, last.stderr) == (0, "")
+    results = ResultsDocument(**json.loads(last.stdout))
+    assert results.complete
+    assert scores(results) == scores(unbroken)
+    for path in samples.rglob("*.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len({record["key"] for record in records}) == len(records) == 12
+        other = tmp_path / "unbroken" / path.relative_to(tmp_path / "broken")
+        theirs = [json.loads(line) for line in other.read_text().splitlines()]
+        for ours, their in zip(records, theirs, strict=True):
+            assert {k: v for k, v in ours.items() if k not in ("cost", "key", "configuration")} == {
+                k: v for k, v in their.items() if k not in ("cost", "key", "configuration")
+            }
+            assert ours["key"] == their["key"]
+
+
+def test_interrupting_keeps_what_is_done(kvtool, monkeypatch):
+    from kvtool.evaluation.bench import Bench
+
+    measure = Bench.measure
+    done = []
+
+    def twice(self, task, sample):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(sample.id)
+        return measure(self, task, sample)
+
+    monkeypatch.setattr(Bench, "measure", twice)
+    stopped = kvtool("eval", *QUICK, "-p", "tova", "-b", "32", "-o", "run", "--no-plots")
+    assert stopped.code == 130
+    results = ResultsDocument(**json.loads(Path("run/results.json").read_text()))
+    assert not results.complete
+    assert [result.n for result in results.results] == [1, 1]
+
+
+def test_rescoring_needs_no_model_and_sees_changed_answers(kvtool, monkeypatch):
+    first = evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run")
+    assert first.of("full", "niah").value == 1.0
+    monkeypatch.setattr("kvtool.models.load.load", None)
+    monkeypatch.setattr("kvtool.models.load.load_tokenizer", None)
+    same = evaluate(kvtool, "--rescore", "run")
+    assert scores(same) == scores(first)
+    path = Path("run/samples/full/niah.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0]["turns"][0]["prediction"] = "I forgot"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changed = evaluate(kvtool, "--rescore", "run")
+    assert changed.of("full", "niah").value == pytest.approx(2 / 3)
+    assert json.loads(Path("run/results.json").read_text())["results"][0]["value"] < 1
+
+
+def test_gates_decide_the_exit_code(kvtool):
+    run = (*QUICK, "-p", "streaming", "-b", "32", "-o", "run")
+    low = evaluate(kvtool, *run, "--fail-under", "niah=0.1")
+    assert low.of("streaming@32", "niah").value == pytest.approx(1 / 3)
+    assert [gate.passed for gate in low.gates] == [True]
+    high = evaluate(kvtool, *run, "--fail-under", "niah=0.9", code=3)
+    assert [(gate.arm, gate.passed) for gate in high.gates] == [("streaming@32", False)]
+    evaluate(kvtool, *run, "--max-drop", "70")
+    evaluate(kvtool, *run, "--max-drop", "60", code=3)
+    evaluate(kvtool, "--rescore", "run", "--fail-under", "niah=0.9", code=3)
+    done = kvtool("eval", *run, "--fail-under", "niah=90")
+    assert done.code == 2
+    assert "`niah` is scored from 0 to 1" in done.err
+
+
+def test_a_failing_sample_is_recorded_and_the_rest_goes_on(kvtool):
+    # a quarter of a short prompt is less than what streaming(sinks=60) always keeps
+    run = ("-t", "niah", "--lengths", "128,1K", "--depths", "1", "-p", "streaming(sinks=60)")
+    run = (*run, "-b", "25%", "-o", "run", "--no-plots")
+    done = kvtool("eval", *run, "-f", "json")
+    assert done.code == 4
+    assert "failed: niah, streaming(sinks=60)@25%: " in done.err
+    results = ResultsDocument(**json.loads(done.out))
+    result = results.of("streaming(sinks=60)@25%", "niah")
+    assert (result.failed, result.n) == (1, 1)
+    assert results.of("full", "niah").failed == 0
+    stopped = kvtool("eval", *run, "--stop-on-error")
+    assert stopped.code == 1
+    assert "error: niah, sample length=128/depth=50/0, streaming" in stopped.err
+
+
+def test_two_runs_in_one_folder_are_kept_apart(kvtool, tmp_path):
+    evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run")
+    with Store(tmp_path / "run").locked():
+        done = kvtool("eval", *QUICK, "-p", "tova", "-b", "32", "-o", "run")
+    assert done.code == 2
+    assert "error: another run is writing to `run`" in done.err
+
+
+def test_results_of_another_schema_are_refused(kvtool):
+    evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run")
+    path = Path("run/results.json")
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 7'))
+    for arguments in ([*QUICK, "-p", "tova", "-b", "32", "-o", "run"], ["--rescore", "run"]):
+        done = kvtool("eval", *arguments)
+        assert done.code == 2
+        assert "schema_version 7, this one reads 1" in done.err
+
+
+def test_a_dry_run_tells_the_work_and_writes_nothing(kvtool):
+    done = kvtool("eval", *QUICK, *ARMS, "-o", "run", "--dry-run")
+    assert done.code == 0
+    told = yaml.safe_load(done.out)
+    assert told["kind"] == "recipe"
+    assert told["work"]["measurements"] == 15
+    assert told["work"]["tasks"] == [{"task": "niah", "samples": 3}]
+    assert not Path("run").exists()
+
+
+def test_a_recipe_with_flags_and_sets_over_it(kvtool):
+    Path("mine.yaml").write_text(
+        "kind: recipe\nschema_version: 1\nname: mine\npolicy: [streaming, tova]\n"
+        "budget: {tokens: [32, 64]}\neval:\n  tasks:\n"
+        "    - {task: niah, lengths: [256, 512], depths: 3}\noutput: {dir: here, plots: false}\n"
+    )
+    results = evaluate(
+        kvtool, "mine.yaml", "-p", "h2o", "-s", "budget=48", "-s", "eval.tasks.0.depths=1"
+    )
+    assert [arm.name for arm in results.arms] == ["full", "h2o@48"]
+    assert results.of("full", "niah").n == 2
+    assert Path("here/results.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["-t", "nia", "-p", "h2o"], "did you mean `niah`?"),
+        (["-t", "niah", "-p", "h3o"], "did you mean `h2o`?"),
+        (["-t", "niah", "-p", "h2o", "-b", "4k"], "lower-case `k`"),
+        (["-p", "h2o"], "error: no tasks"),
+        (["-t", "niah", "--no-baseline"], "error: no policy to evaluate"),
+        (["-t", "niah", "--lengths", "16K"], "more than the 8192 positions"),
+        (["-t", "niah", "--lengths", "40"], "too short"),
+        (["-t", "niah", "--depths", "x"], "depths must be"),
+        (["-t", "fidelity", "--depths", "3"], "none of these tasks takes --depths"),
+        (["-t", "ruler/qa_1"], "ruler/qa_1` needs"),
+        (["-t", "niah", "--data", "niah=x.json"], "takes no data"),
+        (["-t", "longbench/qasper", "--data", "longbench/qasper=no.jsonl"], "no.jsonl"),
+        (["-t", "niah", "--fail-under", "ppl=3"], "no such task in this run"),
+        (["no.yaml"], "`no.yaml` does not exist"),
+        (["--rescore", "nowhere"], "no folder `nowhere`"),
+        (["-t", "niah", "-m", "./nowhere"], "`./nowhere` does not exist"),
+        (["-t", "niah", "-s", "eval.tasks.0.lenths=3"], "did you mean `lengths`?"),
+        (["-t", "niah,niah"], "given twice"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_told_in_a_line_before_anything_runs(kvtool, arguments, told):
+    done = kvtool("eval", "-o", "run", *arguments)
+    assert done.code == 2
+    assert told in done.err
+    assert "Traceback" not in done.err
+    assert done.out == ""
+    assert not Path("run").exists()
+
+
+def test_a_missing_extra_is_told_before_the_model_loads(kvtool, monkeypatch):
+    monkeypatch.setattr("kvtool.evaluation.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("kvtool.models.load.load_tokenizer", None)
+    done = kvtool("eval", "-t", "reconstruct", "-p", "h2o")
+    assert done.code == 2
+    assert "pip install 'kvtool[eval]'" in done.err
+    done = kvtool("eval", "-t", "niah", "-p", "h2o", "--plots")
+    assert done.code == 2
+    assert "pip install 'kvtool[plots]'" in done.err
+
+
+def test_data_without_the_needed_columns_names_them(kvtool):
+    Path("q.jsonl").write_text('{"context": "c", "question": "q"}\n')
+    done = kvtool(
+        "eval", "-t", "longbench/qasper", "--data", "longbench/qasper=q.jsonl", "-p", "h2o"
+    )
+    assert done.code in (1, 2)
+    assert "answers" in done.err
+    assert "context" in done.err
+    assert done.err.count("\n") <= 4
+
+
+def test_mistakes_in_a_recipe_are_all_told_with_their_places(kvtool):
+    Path("bad.yaml").write_text(
+        "kind: recipe\nschema_version: 1\npolicy: h2o\nbudgte: 64\neval:\n  tasks:\n"
+        "    - {task: niah, lenths: 3}\n"
+    )
+    done = kvtool("eval", "bad.yaml")
+    assert done.code == 2
+    assert "bad.yaml:4:1: budgte: unknown key `budgte`; did you mean `budget`?" in done.err
+    Path("bad.yaml").write_text(Path("bad.yaml").read_text().replace("budgte", "budget"))
+    done = kvtool("eval", "bad.yaml")
+    assert "bad.yaml:7:20: eval.tasks.0.lenths: unknown key `lenths`" in done.err
