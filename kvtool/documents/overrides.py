@@ -113,7 +113,7 @@ def _put(node: Node, keys: Keys, at: int, new: Node, *, append: bool, flag: Mark
     """Return a copy of `node`, which stands at `keys[:at]`, with `new` at `keys`."""
     if at == len(keys):
         if not append:
-            return replace(new, key=node.key or flag)
+            return replace(new, key=node.key)
         if node.value is None:
             node = replace(node, value=[], mark=flag)
         if not isinstance(node.value, list):

@@ -393,6 +393,16 @@ def test_mistakes_in_included_files_name_the_included_file(tmp_path):
     ]
 
 
+def test_what_is_missing_is_asked_of_the_including_file(tmp_path):
+    source = write(
+        tmp_path,
+        top="kind: recipe\ninclude: base.yaml\nprefill: {}\n",
+        base="prefill: {block: 8}\n",
+    )
+    with pytest.raises(DocumentError, match=r"top\.yaml:3:1: prefill\.mode: is required$"):
+        read_recipe(source)
+
+
 @pytest.mark.parametrize(
     ("files", "told"),
     [

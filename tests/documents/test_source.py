@@ -2,12 +2,12 @@ import io
 import json
 import sys
 from types import SimpleNamespace
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from kvtool.documents.source import DocumentError, Source, check_kind, read_source
 from kvtool.documents.yaml_writer import dump_yaml
@@ -254,6 +254,7 @@ class Twig(BaseModel):
     size: int | list[int] = 0
     rate: float = 0.5
     wide: Layer | str = ""
+    lone: Annotated[list[Layer], BeforeValidator(lambda value: [value])] = []
 
     @field_validator("rate")
     @classmethod
@@ -351,6 +352,20 @@ def test_a_part_is_validated_where_it_stands():
     assert str(error) == "--window x: tasks.0.window: must be a whole number, got `x`"
     error = mistakes(source, Layer, ("task",))
     assert str(error) == "a.yaml:1:1: task: is required"
+
+
+def test_one_value_may_stand_for_a_list_of_one():
+    source = Source.parse("policy: {window: 1}\nlone: {window: 2, polling: avg}\n", "a.yaml")
+    assert list(map(str, mistakes(source, Twig).problems)) == [
+        "a.yaml:2:19: lone.polling: unknown key `polling`; did you mean `pooling`?"
+    ]
+
+
+def test_what_is_not_there_is_not_found():
+    source = Source.parse("a: [{b: 1}]\n", "a.yaml")
+    assert source.find(("a", 0, "b")).data == 1
+    for keys in (("b",), ("a", 1), ("a", -1), ("a", "0"), ("a", 0, "c"), ("a", 0, "b", 0)):
+        assert source.find(keys) is None
 
 
 def test_others_add_problems_at_places():
