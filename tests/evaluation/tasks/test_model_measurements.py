@@ -1,0 +1,166 @@
+"""Fidelity, reconstruction, output error and speed on the reference model."""
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.evaluation.arms import make_arms
+from kvtool.evaluation.bench import Bench, Protocol, token_counter
+from kvtool.evaluation.tasks.fidelity import FidelityTask
+from kvtool.evaluation.tasks.output_error import OutputError
+from kvtool.evaluation.tasks.reconstruct import Reconstruct
+from kvtool.evaluation.tasks.speed import Speed
+from kvtool.models.load import load
+
+FULL, TINY, FITS = make_arms(["streaming"], ["24", "4K"])
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    loaded = load()
+    kvtool.attach(loaded.model)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def counter(loaded):
+    return token_counter(loaded.tokenizer, 8192)
+
+
+def measure(loaded, counter, task, *arms, protocol=None):
+    """Records per arm, the samples' shared results shared as in a run."""
+    samples = list(task.draw(counter))
+    records = {arm: [] for arm in arms}
+    for sample in samples:
+        shared = {}
+        for arm in arms:
+            bench = Bench(loaded, arm, protocol or Protocol(), shared)
+            records[arm].append(bench.measure(task, sample))
+    return samples, records
+
+
+def test_fidelity_of_what_fits_is_perfect_and_of_less_is_not(loaded, counter):
+    task = FidelityTask(name="fidelity", lengths="400", samples=2)
+    samples, records = measure(loaded, counter, task, FULL, TINY, FITS)
+    for arm in (FULL, FITS):
+        summary = task.summarise(records[arm])
+        assert summary.metrics["agreement"].value == 1.0
+        assert summary.metrics["kl"].value == pytest.approx(0, abs=1e-6)
+        assert summary.metrics["exact_match"].value == 1.0
+        assert summary.metrics["bleu"].value == pytest.approx(100)
+        assert "first_divergence" not in summary.metrics
+    tiny = task.summarise(records[TINY])
+    assert tiny.metrics["agreement"].value < 0.7
+    assert tiny.metrics["kl"].value > 0.1
+    assert tiny.metrics["bleu"].value < 60
+    assert tiny.metrics["first_divergence"].n == 2
+    references = [record["references"][0] for record in records[FULL]]
+    for sample, reference in zip(samples, references, strict=True):
+        assert reference.strip() == sample.turns[0].references[0].strip()  # full answers rightly
+
+
+def test_fidelity_equals_a_plain_forward_with_the_evicted_keys_masked(loaded, counter):
+    """StreamingLLM's cache is known: attend to sinks and the newest, position by position."""
+    task = FidelityTask(name="fidelity", lengths="300", samples=1)
+    samples, records = measure(loaded, counter, task, FULL, TINY)
+    turn = samples[0].turns[0]
+    text = samples[0].context + turn.question + turn.answer_prefix
+    prompt = loaded.tokenizer(text, return_tensors="pt").input_ids
+    answer = loaded.tokenizer(
+        records[FULL][0]["references"][0], return_tensors="pt", add_special_tokens=False
+    ).input_ids
+    end = torch.tensor([[loaded.tokenizer.eos_token_id]])
+    ids = torch.cat([prompt, answer, end], 1)[:, :-1]
+    n, total = prompt.shape[1], ids.shape[1]
+    visible = torch.ones(total, total, dtype=torch.bool).tril()
+    for row in range(n, total):
+        visible[row, 4 : row + 1 - 21] = False  # 4 sinks, 20 newest, the token itself
+    kvtool.detach(loaded.model)
+    try:
+        logits = loaded.model(ids, attention_mask=visible[None, None]).logits[:, n - 1 :]
+    finally:
+        kvtool.attach(loaded.model)
+    full = loaded.model(ids).logits[:, n - 1 :]
+    same = (full.argmax(-1) == logits.argmax(-1)).float().mean().item()
+    assert records[TINY][0]["agreement"] == pytest.approx(same)
+    p = full.log_softmax(-1)
+    kl = (p.exp() * (p - logits.log_softmax(-1))).sum(-1).mean().item()
+    assert records[TINY][0]["kl"] == pytest.approx(kl, rel=1e-3)
+
+
+def test_an_unknown_query_makes_fidelity_harder_or_equal_but_not_for_full(loaded, counter):
+    task = FidelityTask(name="fidelity", lengths="400", samples=2)
+    agnostic = Protocol(query_aware=False)
+    _, records = measure(loaded, counter, task, FULL, TINY, protocol=agnostic)
+    assert task.summarise(records[FULL]).metrics["agreement"].value == 1.0
+    assert task.summarise(records[TINY]).metrics["agreement"].value < 0.7
+
+
+def test_fidelity_without_the_text_metrics(loaded, counter, monkeypatch):
+    task = FidelityTask(name="fidelity", lengths="400", samples=1)
+    _, records = measure(loaded, counter, task, FULL)
+    monkeypatch.setattr("kvtool.evaluation.extras.find_spec", lambda name: None)
+    assert set(task.score(records[FULL][0])) == {"agreement", "kl", "exact_match"}
+    assert "pip install" in task.protocol
+
+
+def test_reconstruction_compares_with_full_or_with_the_source(loaded, counter):
+    task = Reconstruct(name="reconstruct", lengths="64", samples=1)
+    samples, records = measure(loaded, counter, task, FULL, TINY)
+    assert task.summarise(records[FULL]).metrics["bleu"].value == pytest.approx(100)
+    assert task.summarise(records[TINY]).metrics["bleu"].value < 100
+    source = Reconstruct(name="reconstruct", lengths="64", samples=1, reference="source")
+    record = dict(records[TINY][0], prediction=samples[0].context)
+    assert source.summarise([record]).metrics["bleu"].value == pytest.approx(100)
+    assert task.summarise([record]).metrics["bleu"].value < 100
+    assert counter.count(samples[0].context) <= 64
+    assert records[FULL][0]["new_tokens"] <= 64
+
+
+def test_texts_of_a_file_are_summarised(loaded, counter, tmp_path):
+    path = tmp_path / "news.jsonl"
+    path.write_text('{"article": "%s"}\n' % ("The old lamp was near the school. " * 60))
+    task = FidelityTask(name="fidelity", lengths="200", samples=3, data=str(path), new_tokens=8)
+    samples, records = measure(loaded, counter, task, FULL, TINY)
+    assert len(samples) == 1
+    assert records[TINY][0]["cost"]["prompt_tokens"] <= 200 - 8
+    assert task.summarise(records[FULL]).metrics["agreement"].value == 1.0
+
+
+@pytest.mark.parametrize("mode", ["isolated", "end_to_end"])
+def test_output_error_grows_as_the_budget_shrinks(loaded, counter, mode):
+    task = OutputError(name="output-error", lengths="300", samples=1, mode=mode, new_tokens=8)
+    arms = make_arms(["streaming"], ["24", "128", "4K"])
+    _, records = measure(loaded, counter, task, *arms)
+    full, tiny, more, fits = (task.summarise(records[arm]).metrics["nmse"].value for arm in arms)
+    assert full < 1e-10
+    assert fits < 1e-10
+    assert tiny > more > 1e-3
+    curve = task.summarise(records[arms[1]]).curves["error by layer"]
+    assert list(curve.x) == [0.0, 1.0, 2.0, 3.0]
+    assert sum(curve.y) / 4 == pytest.approx(tiny)
+
+
+def test_speed_counts_what_it_times(loaded, counter):
+    task = Speed(name="speed", lengths="64,128", new_tokens=5, batch=2, samples=2)
+    samples, records = measure(loaded, counter, task, TINY)
+    assert [sample.cell["length"] for sample in samples] == [64, 64, 128, 128]
+    for sample, record in zip(samples, records[TINY], strict=True):
+        length = sample.cell["length"]
+        cost = record["cost"]
+        assert (record["prefilled"], record["decoded"]) == (2 * length, 10)
+        assert cost["prefill_s"] == pytest.approx(record["prefill_s"], abs=1e-6)
+        assert cost["decode_s"] == pytest.approx(record["decode_s"], abs=1e-6)
+        assert cost["kept_tokens"] == 24
+        assert cost["kv_bytes"] == 2 * 24 * 4 * 2 * 32 * 2 * 4
+        scores = task.score(record)
+        assert scores["decode_tokens_per_s"] == pytest.approx(10 / record["decode_s"])
+        assert scores["ttft_s"] == record["prefill_s"]
+
+
+def test_presets_are_the_papers_sizes(counter):
+    task = Speed(name="speed", preset="calidrop", samples=1)
+    assert task.lengths == (1024,)
+    sizes = [tuple(sample.cell.values()) for sample in task.draw(counter)]
+    assert sizes[:3] == [(1024, 128, 1), (1024, 128, 2), (1024, 128, 4)]
+    assert Speed(**task.model_dump()) == task
