@@ -41,7 +41,7 @@ def add_legend(figure: Figure, panels: list[Axes]) -> None:
 
 
 def log_y(panel: Axes) -> None:
-    """Take a log scale with plain digits."""
+    """Take a log scale with plain numbers."""
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     panel.yaxis.set_minor_formatter(lambda value, _: "")

@@ -16,7 +16,7 @@ class Spent:
     Attributes:
         tasks: the tasks that were measured; costs compare only over the same ones.
         kv_bytes: keys and values at the end of a sample.
-        state_bytes: the policy's own digits.
+        state_bytes: the policy's own numbers.
         full_bytes: what a full cache would hold.
         prefill_s: seconds for a prompt.
         prefill_rate: prompt tokens per second, all tokens over all seconds; None if not measured.
