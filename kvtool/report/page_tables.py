@@ -8,6 +8,7 @@ from kvtool.documents.results import ArmEntry, CellEntry, ResultsDocument, TaskR
 from kvtool.report import digits
 from kvtool.report.arms import FULL, families, full_arm, results_of, task_names
 from kvtool.report.markup import Markup, element
+from kvtool.report.needles import is_needle
 from kvtool.report.spent import Spent, relative, spent_by_arm, spent_on
 
 _MOST_CELLS = 24
@@ -62,6 +63,7 @@ def cells(document: ResultsDocument, name: str) -> Markup | str:
     by_arm = {
         result.arm: {_place(cell.at): (result, cell) for cell in result.cells}
         for result in results_of(document, name)
+        if not is_needle(result)
     }
     places = list(dict.fromkeys(place for found in by_arm.values() for place in found))
     if not 1 < len(places) <= _MOST_CELLS:

@@ -198,7 +198,8 @@ def _cost_columns(document: ResultsDocument, arms: list[ArmEntry]) -> list[_Colu
 def _needle_table(result: TaskResult, grid: NeedleGrid) -> Table:
     best = scale(result)
     places = 2 if best <= 1 else 0
-    title = Text(f"{result.arm}  {result.task} {digits.score(result.value, result.best)}")
+    mean = digits.score(result.value, result.best)
+    title = Text(f"{wrap(result.arm, 28)}\n{result.task} {mean}")
     table = Table(box=None, padding=0, pad_edge=False, title=title, title_style="bold")
     table.add_column("depth", justify="right")
     for length in grid.lengths:

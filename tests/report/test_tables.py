@@ -116,7 +116,8 @@ def test_names_are_not_read_as_markup():
 def test_the_needle_table_has_depth_0_on_top_and_lengths_ascending():
     run = document(("niah",), {"h2o": 1}, (64,))
     lines = printed(needle_tables(run), 45).splitlines()
-    start = next(i for i, line in enumerate(lines) if "h2o@64" in line) + 1
+    start = next(i for i, line in enumerate(lines) if "h2o@64" in line) + 2
+    assert lines[start - 1].split() == ["niah", f"{run.of('h2o@64', 'niah').value:.3f}"]
     assert lines[start].split() == ["depth", *map(str, LENGTHS)]
     cells = {(c.at["depth"], c.at["length"]): c.value for c in run.of("h2o@64", "niah").cells}
     for line, depth in zip(lines[start + 1 :], DEPTHS, strict=False):
