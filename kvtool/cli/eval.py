@@ -175,6 +175,8 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
         _rescore(options, terminal)
         return
     plan = read_plan(options)
+    if plan.left_out:
+        terminal.note(f"left out, they need --data: {', '.join(plan.left_out)}")
     folder = _folder(options, plan)
     check_folder(plan.recipe.model.id)
     jobs = _draw(options, plan, terminal)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtool.documents.problems import DocumentError
+from kvtool.documents.problems import DocumentError, Problem
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import parse_policies, read_recipe
 from kvtool.documents.source import Source, check_kind, read_source
@@ -34,6 +34,7 @@ class Plan:
     Attributes:
         recipe: everything resolved, so that the file alone repeats the run.
         pictures: their formats, None for the default.
+        left_out: tasks of a suite that lack their data.
     """
 
     recipe: Recipe
@@ -42,6 +43,7 @@ class Plan:
     protocol: Protocol
     gates: list[Gate]
     pictures: tuple[str, ...] | None
+    left_out: list[str]
 
 
 def split_policies(texts: list[str]) -> list[str]:
@@ -77,7 +79,7 @@ def read_plan(options: EvalOptions) -> Plan:
     arms = make_arms(
         policies, budgets, prefill=recipe.prefill or "full", baseline=recipe.eval.baseline
     )
-    tasks = _tasks(options, recipe, source)
+    tasks, left_out = _tasks(options, recipe, source)
     gates = gates_of(options) + [
         Gate(gate.task, least=gate.min, max_drop=gate.max_drop) for gate in recipe.gates
     ]
@@ -89,6 +91,7 @@ def read_plan(options: EvalOptions) -> Plan:
         protocol=_protocol(recipe),
         gates=gates,
         pictures=pictures_of(options, recipe.output.plots),
+        left_out=left_out,
     )
 
 
@@ -151,65 +154,80 @@ def _policies(recipe: Recipe, source: Source) -> list[Any]:
     return parse_policies(recipe, source, parse_policy)
 
 
-def _tasks(options: EvalOptions, recipe: Recipe, source: Source) -> list[Task]:
-    """Return the tasks of a recipe, each with its settings checked."""
+def _tasks(options: EvalOptions, recipe: Recipe, source: Source) -> tuple[list[Task], list[str]]:
+    """Return the tasks of a recipe, their settings checked, and those left out for want of data."""
     if not recipe.eval.tasks:
         raise UsageError(
             "no tasks", hint="--tasks niah; suites: ruler, longbench, fidelity, ppl .."
         )
-    data = _data(options)
-    tasks, problems = [], []
-    used: set[str] = set()
+    settings, data = _Settings(options), _data(options)
+    tasks: list[Task] = []
+    left_out: list[str] = []
+    problems: list[Problem] = []
     for i, entry in enumerate(recipe.eval.tasks):
+        at = ("eval", "tasks", i)
         try:
             names = expand(entry.task)
         except UsageError as error:
             hint = f"; {error.hint}" if error.hint else ""
-            problems.append(source.problem(("eval", "tasks", i, "task"), f"{error}{hint}"))
+            problems.append(source.problem((*at, "task"), f"{error}{hint}"))
             continue
         for name in names:
             kind = task_class(name)
-            given = {
-                key: value
-                for key in _SETTINGS
-                if (value := getattr(options, key)) is not None and key in kind.model_fields
-            }
-            used |= given.keys()
-            for pattern in data:
-                if Gate(pattern).covers(name) and "data" in kind.model_fields:
-                    given["data"] = data[pattern]
-                    used.add(pattern)
-            given |= {"name": name} | ({} if "seed" in entry.settings else {"seed": recipe.seed})
+            given = {"name": name} | settings.of(kind, name, data)
+            if "seed" not in entry.settings:
+                given["seed"] = recipe.seed
             try:
-                task = source.validate(
-                    kind, at=("eval", "tasks", i), without=("task",), given=given
-                )
+                task = source.validate(kind, at=at, without=("task",), given=given)
             except DocumentError as error:
                 problems += error.problems
                 continue
             if task.missing is None:
                 tasks.append(task)
             elif len(names) == 1:
-                raise UsageError(f"task `{name}` needs {task.missing}")
+                problems.append(source.problem((*at, "task"), f"`{name}` needs {task.missing}"))
+            else:
+                left_out.append(name)
     if problems:
         raise DocumentError(list(dict.fromkeys(problems)))
-    _check_used(options, data, used)
+    settings.check_used(data)
+    if not tasks:
+        raise UsageError("none of these tasks can run without --data TASK=FILE")
     for task in tasks:
         if task.extra is not None:
             require(task.extra, needed_by=f"task `{task.name}`")
-    if not tasks:
-        raise UsageError("none of these tasks can run without --data TASK=FILE")
-    return tasks
+    return tasks, left_out
 
 
-def _check_used(options: EvalOptions, data: dict[str, str], used: set[str]) -> None:
-    """Refuse flags that no task takes."""
-    for key in _SETTINGS:
-        if getattr(options, key) is not None and key not in used:
-            raise UsageError(f"none of these tasks takes --{key}")
-    for pattern in data:
-        if pattern not in used:
-            raise UsageError(f"--data {pattern}=..: no such task in this run, or it takes no data")
+class _Settings:
+    """Flags that set something in every task that has it."""
+
+    def __init__(self, options: EvalOptions) -> None:
+        flags = {name: getattr(options, name) for name in _SETTINGS}
+        self._flags = {name: value for name, value in flags.items() if value is not None}
+        self._used: set[str] = set()
+
+    def of(self, kind: type[Task], name: str, data: dict[str, str]) -> dict[str, Any]:
+        """Return what the flags set in a task."""
+        fields = kind.model_fields
+        given = {key: value for key, value in self._flags.items() if key in fields}
+        self._used |= given.keys()
+        for pattern, place in data.items():
+            if Gate(pattern).covers(name) and "data" in fields:
+                given["data"] = place
+                self._used.add(f"data {pattern}")
+        return given
+
+    def check_used(self, data: dict[str, str]) -> None:
+        """Refuse flags that no task has taken."""
+        for key in self._flags:
+            if key not in self._used:
+                raise UsageError(f"none of these tasks takes --{key}")
+        for pattern in data:
+            if f"data {pattern}" not in self._used:
+                raise UsageError(
+                    f"--data {pattern}=..: no such task in this run, or it takes no data"
+                )
 
 
 def _data(options: EvalOptions) -> dict[str, str]:
