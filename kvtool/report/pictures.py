@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument
+from kvtool.errors import KvtoolError
 from kvtool.evaluation.extras import require
 from kvtool.report.bars import cost_figure
 from kvtool.report.budgets import budget_figure, budget_panels
@@ -67,10 +68,13 @@ def draw(
 
     Raises:
         UsageError: matplotlib is not installed.
-        KvtoolError: the folder cannot be written to.
+        KvtoolError: the folder cannot be made or written to.
     """
     require("plots", needed_by="drawing pictures")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KvtoolError(f"cannot make folder `{folder}`: {error.strerror or error}") from error
     written = []
     with drawing():
         for picture in pictures(document):

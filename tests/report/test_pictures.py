@@ -2,7 +2,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.report.pictures import draw, file_name, pictures
 from tests.report.examples import document
 
@@ -86,3 +86,10 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
         draw(document(), tmp_path / "plots")
     assert "kvtool[plots]" in caught.value.hint
     assert not (tmp_path / "plots").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvtoolError, match="cannot make folder `.*file/plots`: Not a directory"):
+        draw(document(("ruler/vt",)), tmp_path / "file" / "plots")
