@@ -91,5 +91,5 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_made_is_told_in_one_line(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("")
-    with pytest.raises(KvtoolError, match="cannot make folder `.*file/plots`: Not a directory"):
+    with pytest.raises(KvtoolError, match=r"cannot make folder `.*file/plots`: Not a directory"):
         draw(document(("ruler/vt",)), tmp_path / "file" / "plots")
