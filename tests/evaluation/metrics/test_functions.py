@@ -10,8 +10,11 @@ from kvtool.evaluation.metrics.functions import (
 
 pytest.importorskip("sacrebleu")
 
-ADD = "def add(first, second):\n    total = first + second\n    return total\n"
-ADD_LOUDLY = ADD.replace("    return", "    print(total)\n    return")
+ADD = (
+    "def add(numbers, start):\n    total = start\n    for number in numbers:\n"
+    "        if number is not None:\n            total = total + number\n    return total\n"
+)
+MULTIPLY = ADD.replace("total + number", "total * number")
 OTHER = "def read(path):\n    with open(path) as file:\n        return file.read()\n"
 
 
@@ -31,13 +34,18 @@ def test_a_worked_similarity():
         (f"Here it is:\n```python\n{ADD}```\nIt adds.", True),
         (f"```\n{OTHER}```\n```\n{ADD}```", False),  # the first block counts
         (OTHER, False),
-        (ADD_LOUDLY, False),  # nearer to the other one
-        ("def add(first, second): pass", False),  # nearest to it, but too far
+        (MULTIPLY, False),  # near, but nearer to the other one
+        ("def add(numbers, start): pass", False),  # nearest to it, but too far
         ("", False),
     ],
 )
 def test_the_right_function_must_be_nearest_and_near(answer, right):
-    assert repeats_function(answer, ADD, [ADD, ADD_LOUDLY, OTHER]) is right
+    assert repeats_function(answer, ADD, [ADD, MULTIPLY, OTHER]) is right
+
+
+def test_a_near_function_counts_where_nothing_is_nearer():
+    assert similarity(MULTIPLY, ADD) > 0.8
+    assert repeats_function(MULTIPLY, ADD, [ADD, OTHER]) is True
 
 
 def test_code_that_is_not_closed_is_the_whole_answer():

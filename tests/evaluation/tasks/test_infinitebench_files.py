@@ -87,6 +87,14 @@ def test_the_table_has_the_tasks():
     assert all(task_class(f"infinitebench/{name}") is BookFile for name in FORMS)
 
 
+def test_a_summary_is_compared_word_by_word_not_by_stems(tmp_path):
+    task = make(
+        "longbook_sum_eng", data=write(tmp_path, "longbook_sum_eng", row("longbook_sum_eng"))
+    )
+    (sample,) = task.draw(WORDS)
+    assert score(task, sample, "nights coming\ndays following") == 0
+
+
 def test_names_of_a_play_are_whole_words():
     assert speaks("It is Mrs. Smith, I think", "MRS SMITH") == 1
     assert speaks("Mrs and Mr Smith", "MRS SMITH") == 0

@@ -9,6 +9,7 @@ import pytest
 from kvtool.errors import UsageError
 from kvtool.evaluation.random_data import STATISTICS
 from kvtool.evaluation.task import Sample, Turn
+from kvtool.evaluation.tasks import scbench
 from kvtool.evaluation.tasks.scbench import KeyValue, MathFind, PrefixSuffix, Variables
 from kvtool.evaluation.tasks.table import task_class
 from tests.evaluation.tasks.counters import WORDS, bundled
@@ -178,6 +179,18 @@ def test_exactly_one_string_has_the_ends_that_are_asked_for():
         prefix, suffix = re.findall('"(.*?)"', turn.question)
         found = [text for text in strings if text.startswith(prefix) and text.endswith(suffix)]
         assert (*found,) == turn.references
+
+
+def test_other_strings_with_these_ends_are_left_out(monkeypatch):
+    def from_two_letters(rng, shortest, longest):
+        return "".join(rng.choice(["a", "b"], 8))
+
+    monkeypatch.setattr(scbench, "random_string", from_two_letters)
+    (sample,) = draw("prefix_suffix", samples=1)
+    ends = [text[:3] + text[-3:] for text in sample.context.partition("\n")[2].split(", ")]
+    assert len(ends) > 200
+    asked = [turn.references[0][:3] + turn.references[0][-3:] for turn in sample.turns]
+    assert [ends.count(pair) for pair in asked] == [1] * 5
 
 
 def test_a_value_leads_through_its_variables_in_order():
