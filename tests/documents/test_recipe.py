@@ -11,6 +11,7 @@ from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import parse_policies, read_recipe
 from kvtool.documents.source import DocumentError, Source, check_kind, read_source
 from kvtool.errors import UsageError
+from kvtool.evaluation.tasks.table import expand, task_class
 from kvtool.policies.grammar import parse_policy
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -119,6 +120,10 @@ def test_what_is_left_out_has_its_default():
 )
 def test_budgets_have_one_spelling(line, budgets):
     assert with_key(line).budgets() == budgets
+
+
+def test_a_budget_is_written_without_what_was_not_given():
+    assert with_key("budget: {ratio: 0.2}").to_data()["budget"] == {"ratio": ["20%"]}
 
 
 def test_a_plan_is_a_path_or_a_plan():
@@ -307,8 +312,11 @@ def test_flags_are_stronger_than_the_file_and_sets_are_stronger_than_flags():
 
 def test_a_command_line_without_a_file_is_a_recipe():
     flags = [("-p h2o", {"policy": "h2o"}), ("-t niah", {"eval": {"tasks": ["niah"]}})]
-    read, _ = read_recipe(Source.empty(), flags, sets=["eval.tasks.0.samples=2"])
-    assert read == Recipe(policy=["h2o"], eval={"tasks": [{"task": "niah", "samples": 2}]})
+    sets = ["eval.tasks.0.samples=2", "eval.tasks+=ppl"]
+    read, source = read_recipe(Source.empty(), flags, sets)
+    tasks = [{"task": "niah", "samples": 2}, {"task": "ppl"}]
+    assert read == Recipe(policy=["h2o"], eval={"tasks": tasks})
+    assert source.data["eval"]["tasks"] == tasks
 
 
 # ---- policies, with those there are
@@ -506,6 +514,10 @@ def test_a_recipe_we_ship_is_valid_and_says_how_to_run_it(path):
     check_kind(source, takes=("recipe",), command="kvtool eval")
     read, source = read_recipe(source)
     assert len(parse_policies(read, source, parse_policy)) >= 1
+    for i, entry in enumerate(read.eval.tasks):
+        for name in expand(entry.task):
+            at, given = ("eval", "tasks", i), {"name": name}
+            source.validate(task_class(name), at, without=("task",), given=given)
     assert read.eval.tasks
     text = path.read_text()
     assert text.startswith("#")

@@ -68,6 +68,7 @@ def test_scalars_follow_the_core_schema_of_yaml_1_2(typed, value):
 
 def test_a_key_such_as_on_is_text():
     assert Source.parse("on: 1\nno: 2\n", "a.yaml").data == {"on": 1, "no": 2}
+    assert Source.parse("'<<': 1\n'3': 2\n", "a.yaml").data == {"<<": 1, "3": 2}
 
 
 def test_json_is_read_by_the_rules_of_json():
@@ -188,6 +189,14 @@ def test_several_mistakes_are_told_at_once_in_the_order_of_the_text():
     ]
 
 
+@pytest.mark.parametrize("text", ["a: 1\na: 2\na: 3\n", '{"a": 1,\n"a": 2,\n"a": 3}'])
+def test_every_repetition_of_a_key_names_the_first(text):
+    assert [told.partition(": key ")[2] for told in problems(text)] == [
+        "`a` is given twice, first in line 1",
+        "`a` is given twice, first in line 1",
+    ]
+
+
 # ---- files and stdin
 
 
@@ -201,6 +210,8 @@ def test_reads_a_file_and_stdin(tmp_path, monkeypatch):
     path.write_bytes(b"\xef\xbb\xbfa: \xc3\xa4\n")
     source = read_source(str(path), option="RECIPE")
     assert (source.data, source.name) == ({"a": "ä"}, str(path))
+    path.write_bytes(b'\xef\xbb\xbf{"a": "\\/",\t"b"\n: 1}')
+    assert read_source(str(path), option="RECIPE").data == {"a": "/", "b": 1}
     feed(monkeypatch, b'{"a": 1}')
     source = read_source("-", option="RECIPE")
     assert (source.data, source.name) == ({"a": 1}, "<stdin>")
@@ -431,6 +442,11 @@ def test_kinds_that_a_command_takes_pass():
 )
 def test_other_kinds_are_refused_in_one_line(text, told, hint):
     assert kind_error(text, "recipe", "plan") == (told, hint)
+
+
+def test_a_document_without_a_kind_is_known_by_its_keys():
+    assert kind_error("policy: h2o\n", "plan", "recipe")[1] == "add the line `kind: recipe`"
+    assert kind_error("layers: [1]\n", "plan", "recipe")[1] == "add the line `kind: plan`"
 
 
 def test_reading_documents_does_not_import_torch():
