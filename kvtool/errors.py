@@ -20,6 +20,10 @@ class KvtoolError(ValueError):
         super().__init__(message)
         self.hint = hint
 
+    def report(self) -> str:
+        """Return what a terminal shows: here one line."""
+        return " ".join(str(self).split()).rstrip(".")
+
 
 class UsageError(KvtoolError):
     """A wrong argument, option, policy, budget or file name: refused before any work is done."""

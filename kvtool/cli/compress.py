@@ -15,6 +15,7 @@ from kvtool.cli.request import (
     encode,
     load_model,
     read_prefill,
+    settle,
     spell_budget,
     typed_prompt,
 )
@@ -33,6 +34,7 @@ class CompressOptions(PromptOptions):
 
 def compress(options: CompressOptions, terminal: Terminal) -> None:
     """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
+    options = settle(options, "kvtool compress")
     check_paths(options)
     request = _resolve(options, terminal)
     if options.dry_run:

@@ -9,10 +9,9 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Argument, Exit, Option
+from typer import Exit, Option
 
-from kvtool.cli.evaluation_plan import Plan, read_plan
-from kvtool.cli.options import ModelOptions
+from kvtool.cli.options import RecipeOptions
 from kvtool.cli.output import write_configuration
 from kvtool.cli.progress import show_progress
 from kvtool.cli.terminal import Terminal
@@ -20,21 +19,20 @@ from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, check_folder
 
 if TYPE_CHECKING:
+    from kvtool.cli.evaluation_plan import Plan
     from kvtool.documents.results import ResultsDocument
     from kvtool.evaluation.run import Run
     from kvtool.evaluation.runner import Job
     from kvtool.evaluation.store import Store
 
 _GATE_FAILED, _SAMPLES_FAILED = 3, 4
+_FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(ModelOptions):
+class EvalOptions(RecipeOptions):
     """Options of `kvtool eval`; None is what the recipe says, or the default."""
 
-    recipe: Annotated[
-        str | None, Argument(metavar="[RECIPE|-]", help="A recipe file; - reads stdin.")
-    ] = None
     tasks: Annotated[
         list[str],
         Option(
@@ -137,30 +135,9 @@ class EvalOptions(ModelOptions):
         bool | None,
         Option("--plots/--no-plots", help="Draw pictures.  [default: if matplotlib is there]"),
     ] = None
-    set: Annotated[
-        list[str],
-        Option("--set", "-s", metavar="KEY=VALUE", help="Set a key of the recipe, last of all."),
-    ] = field(default_factory=list)
-    unset: Annotated[
-        list[str], Option("--unset", metavar="KEY", help="Remove a key of the recipe.")
-    ] = field(default_factory=list)
     output: Annotated[
         str | None,
         Option("--output", "-o", metavar="DIR", help="Folder of the run.  [default: under runs/]"),
-    ] = None
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"] | None,
-        Option("--dtype", help="auto: the checkpoint's on a GPU, float32 on a CPU."),
-    ] = None
-    device: Annotated[
-        str | None, Option("--device", metavar="auto|cpu|cuda[:i]", help="Where the model runs.")
-    ] = None
-    attn_implementation: Annotated[
-        Literal["auto", "eager", "sdpa", "flash_attention_2"] | None,
-        Option("--attn-implementation", help="Attention kernel."),
-    ] = None
-    seed: Annotated[
-        int | None, Option("--seed", min=0, metavar="N", help="Seed of everything random.")
     ] = None
 
     @property
@@ -174,6 +151,8 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     if options.rescore is not None:
         _rescore(options, terminal)
         return
+    from kvtool.cli.evaluation_plan import describe, read_plan
+
     plan = read_plan(options)
     if plan.left_out:
         terminal.note(f"left out, they need --data: {', '.join(plan.left_out)}")
@@ -181,8 +160,6 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     check_folder(plan.recipe.model.id)
     jobs = _draw(options, plan, terminal)
     if options.dry_run:
-        from kvtool.cli.evaluation_plan import describe
-
         write_configuration(describe(plan, jobs, folder), options, terminal)
         return
     from kvtool.evaluation.store import Store
@@ -254,11 +231,7 @@ def _measure(
     model = plan.recipe.model
     loaded = load(
         model.id,
-        revision=model.revision,
-        dtype=model.dtype,
-        device=model.device,
-        device_map=model.device_map,
-        attn_implementation=model.attn_implementation,
+        **model.model_dump(exclude={"id"}),
         trust_remote_code=options.trust_remote_code,
         progress=terminal.progress,
     )
@@ -318,9 +291,12 @@ def _finish(
 def _print_tables(results: ResultsDocument, terminal: Terminal) -> None:
     from rich.console import Console
 
-    from kvtool.report.tables import summary_table
+    from kvtool.report.tables import needle_tables, summary_table
 
-    Console(file=terminal.data, highlight=False).print(summary_table(results))
+    console = Console(file=terminal.data, highlight=False)
+    if len(results.arms) <= _FEW_ARMS:
+        console.print(needle_tables(results))
+    console.print(summary_table(results))
 
 
 def _exit(results: ResultsDocument) -> None:

@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvtool.cli.recipes import Flags, resolve
 from kvtool.documents.problems import DocumentError, Problem
 from kvtool.documents.recipe import Recipe
-from kvtool.documents.recipe_source import parse_policies, read_recipe
-from kvtool.documents.source import Source, check_kind, read_source
+from kvtool.documents.recipe_source import parse_policies
+from kvtool.documents.source import Source
 from kvtool.errors import UsageError
 from kvtool.evaluation.arms import DEFAULT_BUDGET, Arm, make_arms
 from kvtool.evaluation.extras import require
@@ -66,12 +67,7 @@ def read_plan(options: EvalOptions) -> Plan:
     Raises:
         DocumentError, UsageError: every mistake that shows without the model.
     """
-    if options.recipe is None:
-        source = Source.empty()
-    else:
-        source = read_source(options.recipe, option="recipe")
-        check_kind(source, takes=("recipe",), command="kvtool eval")
-    recipe, source = read_recipe(source, _flags(options), options.set, options.unset)
+    recipe, source = resolve(options, _flags(options), "kvtool eval")
     policies = [str(policy) for policy in _policies(recipe, source)]
     budgets = recipe.budgets()
     if recipe.plan is not None or recipe.allocator is not None:
@@ -118,31 +114,17 @@ def pictures_of(options: EvalOptions, wanted: list[str] | None) -> tuple[str, ..
     return ("png", "svg") if options.plots else None
 
 
-def _flags(options: EvalOptions) -> list[tuple[str, dict[str, Any]]]:
+def _flags(options: EvalOptions) -> Flags:
     """Return what the flags set, in the form of a recipe."""
-    flags: list[tuple[str, dict[str, Any]]] = []
-
-    def add(flag: str, value: Any, *keys: str) -> None:
-        if value is None or value == []:
-            return
-        for key in reversed(keys):
-            value = {key: value}
-        flags.append((flag, value))
-
-    add(f"--model {options.model}", options.model, "model", "id")
-    for name in ("revision", "dtype", "device", "device_map", "attn_implementation"):
-        value = getattr(options, name)
-        add(f"--{name.replace('_', '-')} {value}", value, "model", name)
-    add("--tasks", [{"task": name} for name in _split(options.tasks)], "eval", "tasks")
-    add("--policy", split_policies(options.policy), "policy")
-    add("--budget", _split(options.budget), "budget")
+    flags = Flags(options)
+    flags.set("--tasks", [{"task": name} for name in _split(options.tasks)], "eval", "tasks")
+    flags.set("--policy", split_policies(options.policy), "policy")
+    flags.set("--budget", _split(options.budget), "budget")
     for name in ("baseline", "limit", "chat_template", "max_length", "truncate"):
-        value = getattr(options, name)
-        add(f"--{name.replace('_', '-')} {value}", value, "eval", name)
+        flags.take(options, name, "eval")
     if options.query_agnostic:
-        add("--query-agnostic", False, "eval", "query_aware")
-    add(f"--prefill {options.prefill}", options.prefill, "prefill")
-    add(f"--seed {options.seed}", options.seed, "seed")
+        flags.set("--query-agnostic", False, "eval", "query_aware")
+    flags.take(options, "prefill")
     return flags
 
 

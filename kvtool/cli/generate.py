@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ from kvtool.cli.request import (
     encode,
     load_model,
     read_prefill,
+    settle,
     spell_budget,
     typed_prompt,
 )
@@ -57,9 +58,17 @@ class GenerateOptions(PromptOptions):
         ),
     ] = None
     temperature: Annotated[
-        float,
-        Option("--temperature", metavar="T", help="0 takes the likeliest token, above 0 samples."),
-    ] = 0.0
+        float | None,
+        Option(
+            "--temperature",
+            metavar="T",
+            help="0 takes the likeliest token, above 0 samples.  [default: 0]",
+        ),
+    ] = None
+    stop: Annotated[
+        list[str],
+        Option("--stop", metavar="TEXT", help="End where this text comes up; it stays."),
+    ] = field(default_factory=list)
     stream: Annotated[
         bool | None,
         Option("--stream/--no-stream", help="Print text as it comes.  [default: on a terminal]"),
@@ -89,7 +98,7 @@ class GenerateOptions(PromptOptions):
         """Refuse options that are wrong by themselves."""
         if self.new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < math.inf:
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise UsageError(f"--temperature must be 0 or more, got {self.temperature}")
         if self.cache_path is not None and not self.cache_path.is_file():
             raise UsageError(f"cache file `{self.cache}` does not exist")
@@ -101,6 +110,7 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     Without a prompt, a built-in one plants a code in a long text and asks for it.
     """
     options.check()
+    options = settle(options, "kvtool generate")
     check_paths(options)
     request = _resolve(options, terminal)
     if options.dry_run:
@@ -187,6 +197,7 @@ def _run(
         max_new_tokens=options.new_tokens,
         temperature=options.temperature,
         seed=options.seed,
+        stop=options.stop,
         on_text=_stream(options, terminal),
         compare_full=options.compare_full,
     )

@@ -16,7 +16,6 @@ from kvtool.cli.eval import evaluate
 from kvtool.cli.generate import generate
 from kvtool.cli.options import command
 from kvtool.cli.policies import policies
-from kvtool.documents.problems import DocumentError
 from kvtool.errors import KvtoolError
 
 app = typer.Typer(
@@ -96,10 +95,7 @@ def _explain(error: Exception) -> KvtoolError | None:
 
 
 def _tell(error: KvtoolError) -> None:
-    if isinstance(error, DocumentError):
-        lines = [f"error: {error.report()}"]
-    else:
-        lines = [f"error: {' '.join(str(error).split()).rstrip('.')}"]
+    lines = [f"error: {error.report()}"]
     if error.hint:
         lines.append(f"hint: {' '.join(error.hint.split())}")
     print(*lines, sep="\n", file=sys.stderr)  # noqa: T201

@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from typer import Option
+from typer import Argument, Option
 
 from kvtool.cli.terminal import Terminal, open_terminal
 from kvtool.documents.files import check_writable
@@ -79,12 +79,17 @@ class ModelOptions(OutputOptions):
         Option("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub."),
     ] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Option("--dtype", help="auto: the checkpoint's on a GPU, float32 on a CPU."),
-    ] = "auto"
+        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        Option(
+            "--dtype", help="auto: the checkpoint's on a GPU, float32 on a CPU.  [default: auto]"
+        ),
+    ] = None
     device: Annotated[
-        str, Option("--device", metavar="auto|cpu|cuda[:i]", help="Where the model runs.")
-    ] = "auto"
+        str | None,
+        Option(
+            "--device", metavar="auto|cpu|cuda[:i]", help="Where the model runs.  [default: auto]"
+        ),
+    ] = None
     device_map: Annotated[
         str | None,
         Option(
@@ -94,29 +99,35 @@ class ModelOptions(OutputOptions):
         ),
     ] = None
     attn_implementation: Annotated[
-        Literal["auto", "eager", "sdpa", "flash_attention_2"],
-        Option("--attn-implementation", help="Attention kernel."),
-    ] = "auto"
+        Literal["auto", "eager", "sdpa", "flash_attention_2"] | None,
+        Option("--attn-implementation", help="Attention kernel.  [default: auto]"),
+    ] = None
     trust_remote_code: Annotated[
         bool, Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
     ] = False
     seed: Annotated[
-        int, Option("--seed", min=0, metavar="N", help="Seed of everything random.")
-    ] = 0
+        int | None,
+        Option("--seed", min=0, metavar="N", help="Seed of everything random.  [default: 0]"),
+    ] = None
     dry_run: Annotated[
         bool, Option("--dry-run", help="Print the resolved configuration and stop.")
     ] = False
 
-    def load_options(self) -> dict[str, Any]:
-        """The keyword arguments of `kvtool.models.load.load`."""
-        return {
-            "revision": self.revision,
-            "dtype": self.dtype,
-            "device": self.device,
-            "device_map": self.device_map,
-            "attn_implementation": self.attn_implementation,
-            "trust_remote_code": self.trust_remote_code,
-        }
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeOptions(ModelOptions):
+    """A recipe, over which flags and then `--set` are laid."""
+
+    recipe: Annotated[
+        str | None, Argument(metavar="[RECIPE|-]", help="A recipe file; - reads stdin.")
+    ] = None
+    set: Annotated[
+        list[str],
+        Option("--set", "-s", metavar="KEY=VALUE", help="Set a key of the recipe, last of all."),
+    ] = field(default_factory=list)
+    unset: Annotated[
+        list[str], Option("--unset", metavar="KEY", help="Remove a key of the recipe.")
+    ] = field(default_factory=list)
 
 
 def command(function: Callable[[Any, Terminal], None]) -> Callable[..., None]:
@@ -124,8 +135,8 @@ def command(function: Callable[[Any, Terminal], None]) -> Callable[..., None]:
     options_type = get_type_hints(function)["options"]
     hints = get_type_hints(options_type, include_extras=True)
     defaults = {
-        field.name: field.default if field.default_factory is MISSING else field.default_factory()
-        for field in fields(options_type)
+        each.name: each.default if each.default_factory is MISSING else each.default_factory()
+        for each in fields(options_type)
     }
     names = [
         name for base in options_type.__mro__ for name in vars(base).get("__annotations__", ())

@@ -32,10 +32,10 @@ def write_configuration(
     """Print what a command would do: JSON if asked for, YAML else."""
     import json
 
-    import yaml
+    from kvtool.documents.yaml_writer import dump_yaml
 
     if options.choose_format("yaml") == "json":
         text = json.dumps(configuration, indent=2, ensure_ascii=False) + "\n"
     else:
-        text = yaml.safe_dump(configuration, sort_keys=False, allow_unicode=True, width=100)
+        text = dump_yaml(configuration)
     terminal.write(text)

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from typer import Option
 
-from kvtool.cli.options import ModelOptions
+from kvtool.cli.options import RecipeOptions
+from kvtool.cli.recipes import Flags, resolve
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable
 from kvtool.documents.prompts import check_prompt, read_prompt
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, Loaded, check_folder, load
-from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_prefill
+from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_count, parse_prefill
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvtool.documents.recipe import Recipe
     from kvtool.policies.policy import Policy
 
 DEFAULT_BUDGET = Budget(tokens=512)
+_DRAWING = ("max_new_tokens", "temperature", "stop")  # options of generate alone
+
+Prompted = TypeVar("Prompted", bound="PromptOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions(ModelOptions):
+class PromptOptions(RecipeOptions):
     """A prompt, and the policy and budget of the cache it fills."""
 
     prompt: Annotated[str | None, Option("--prompt", metavar="TEXT", help="The prompt.")] = None
@@ -98,6 +103,62 @@ class Request:
                 self.policy.check_budget(kept)
 
 
+def settle(options: Prompted, command: str) -> Prompted:
+    """Fill in what no flag says: from the recipe, else from the defaults of recipes.
+
+    Args:
+        command: as typed, such as `kvtool generate`.
+
+    Raises:
+        UsageError: the recipe cannot be read, or means more than one policy or budget.
+    """
+    from kvtool.documents.recipe import Recipe
+
+    if options.recipe is None and not options.set and not options.unset:
+        values = _values(Recipe(), options)
+        given = {name: getattr(options, name) for name in values}
+        return replace(
+            options, **{k: values[k] if v in (None, []) else v for k, v in given.items()}
+        )
+    flags = Flags(options)
+    for name in ("policy", "budget", "prefill"):
+        flags.take(options, name)
+    for name in _DRAWING:
+        value = getattr(options, name, None)
+        if isinstance(value, str):
+            value = parse_count(value)
+        flags.set(f"--{name.replace('_', '-')} {value}", value, "generation", name)
+    recipe, _ = resolve(options, flags, command)
+    if recipe.plan is not None or recipe.allocator is not None:
+        raise UsageError(f"`{command}` cannot take plans and allocators yet")
+    return replace(options, **_values(recipe, options))
+
+
+def _values(recipe: Recipe, options: PromptOptions) -> dict[str, Any]:
+    """Return the options that a recipe sets."""
+    model, drawn = recipe.model, recipe.generation
+    tokens = None if drawn.max_new_tokens is None else str(drawn.max_new_tokens)
+    values = {
+        "model": model.id,
+        **model.model_dump(exclude={"id"}),
+        "policy": _only(recipe.policies(), "policies", "--policy"),
+        "budget": _only(recipe.budgets(), "budgets", "--budget"),
+        "prefill": recipe.prefill,
+        "seed": recipe.seed,
+    }
+    drawing = dict(zip(_DRAWING, (tokens, drawn.temperature, drawn.stop), strict=True))
+    return values | {name: value for name, value in drawing.items() if hasattr(options, name)}
+
+
+def _only(values: list[str], what: str, flag: str) -> str | None:
+    if len(values) > 1:
+        raise UsageError(
+            f"the recipe has {len(values)} {what}: {', '.join(values)}",
+            hint=f"choose one, {flag} {values[0]}",
+        )
+    return values[0] if values else None
+
+
 def check_paths(options: PromptOptions) -> None:
     """Refuse files and folders that are not there, without importing torch."""
     options.check_output()
@@ -161,7 +222,16 @@ def load_model(options: PromptOptions, terminal: Terminal) -> Loaded:
     from kvtool.cache.attention import attach, notes
 
     _note_model(options, terminal)
-    loaded = load(options.model, **options.load_options(), progress=terminal.progress)
+    loaded = load(
+        options.model,
+        revision=options.revision,
+        dtype=options.dtype,
+        device=options.device,
+        device_map=options.device_map,
+        attn_implementation=options.attn_implementation,
+        trust_remote_code=options.trust_remote_code,
+        progress=terminal.progress,
+    )
     attach(loaded.model)
     for line in notes(loaded.model.config):
         terminal.note(line)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict
+
+from kvtool.documents.yaml_writer import dump_yaml
 
 
 class Section(BaseModel):
@@ -36,4 +37,4 @@ class Document(Section):
 
     def to_yaml(self) -> str:
         """Return the document as YAML, in the same order."""
-        return yaml.safe_dump(self.to_data(), sort_keys=False, allow_unicode=True, width=100)
+        return dump_yaml(self.to_data())

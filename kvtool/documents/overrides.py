@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from kvtool.documents.problems import DocumentError, Keys, Mark, Problem
 from kvtool.documents.source import Source
@@ -45,16 +44,6 @@ def apply_sets(source: Source, sets: Sequence[str], unsets: Sequence[str] = ()) 
     if problems:
         raise DocumentError(problems)
     return replace(source, node=node)
-
-
-def merge(source: Source, values: dict[str, Any], origin: str) -> Source:
-    """Lay values over a document; problems in them name their origin.
-
-    Args:
-        values: nested as in the document. Mappings are merged, all else replaces what was there.
-        origin: the flag as typed, such as `-b 64`.
-    """
-    return replace(source, node=overlay(source.node, Node.of(values, Mark(origin))))
 
 
 def overlay(below: Node, above: Node, keys: Keys = ()) -> Node:

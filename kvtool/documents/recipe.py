@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -23,7 +21,6 @@ from kvtool.documents.budget_choice import BudgetChoice, BudgetMapping, spell
 from kvtool.documents.document import Document
 from kvtool.documents.policy_choice import PolicyChoice
 from kvtool.documents.shapes import BY_SHAPE, MAPPING, SHORT, RecipeSection, counted, listed
-from kvtool.documents.yaml_writer import dump_yaml
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
 
 Name = Annotated[str, StringConstraints(min_length=1)]
@@ -188,12 +185,3 @@ class Recipe(Document):
     def plan(self) -> str | dict[str, Any] | None:
         """The plan that gives the budget, or its path."""
         return self.budget.plan if isinstance(self.budget, BudgetMapping) else None
-
-    def to_yaml(self) -> str:
-        """Return a recipe that runs the same, every default written out."""
-        return dump_yaml(self.to_data())
-
-    def hash(self) -> str:
-        """Return the sha256 of the recipe in canonical JSON."""
-        text = json.dumps(self.to_data(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()

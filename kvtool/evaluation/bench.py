@@ -199,7 +199,8 @@ class Bench:
             cache = asked.copy() if goes_on and golden else cache
             answers.append(self._answer(asked, turn, task))
             if goes_on and golden:
-                lead = ", ".join(turn.references) + frame.next
+                space = " " if turn.answer_prefix else ""
+                lead = space + ", ".join(turn.references) + frame.next
             elif goes_on:  # an answer that ended itself has its end-of-turn token already
                 lead = frame.next.removeprefix(self.tokenizer.decode(asked.input_ids[0, -1:]))
         return answers
@@ -318,12 +319,15 @@ class Bench:
         new = whole.shape[1] - length
         if limit is not None and whole.shape[1] > limit:
             whole = whole[:, -limit:]
-        cache = self.new_cache()
-        logits = self.feed(cache, whole[:, : whole.shape[1] - new])
-        logprobs, likeliest = self.follow(
-            cache, whole[:, whole.shape[1] - new :], chunk=1, first_logits=logits
-        )
+        given, wanted = whole[:, : whole.shape[1] - new], whole[:, whole.shape[1] - new :]
+        cache, logits = self.once(f"{self.arm.name} {given.tolist()}", lambda: self._read(given))
+        logprobs, likeliest = self.follow(cache.copy(), wanted, chunk=1, first_logits=logits)
         return logprobs.sum().item(), bool(likeliest.all())
+
+    def _read(self, ids: Tensor) -> tuple[KVCache, Tensor]:
+        """Return a cache fed with a context, which all its continuations start from."""
+        cache = self.new_cache()
+        return cache, self.feed(cache, ids)
 
     def rolling(self, text: str) -> float:
         """Return the log-probability of a text in nats; past the trained length it begins anew."""

@@ -55,7 +55,7 @@ def task_result(measured: Measured) -> TaskResult:
         best=task.best,
         lower_is_better=task.lower_is_better,
         query_aware=measured.query_aware,
-        protocol=task.protocol,
+        protocol=_protocol(task, records),
         settings=task.model_dump(mode="json", exclude={"name"}),
         fingerprint=measured.fingerprint,
         failed=measured.failed,
@@ -79,6 +79,12 @@ def task_result(measured: Measured) -> TaskResult:
         ],
         cost=_cost([record["cost"] for record in records if "cost" in record]),
     )
+
+
+def _protocol(task: Task, records: list[Json]) -> str:
+    """Return what the samples say of their prompts, where only the data tell, else the task."""
+    facts = records[0].get("facts", {}) if records else {}
+    return facts.get("protocol") or task.protocol
 
 
 def _finite(value: float | None) -> float | None:

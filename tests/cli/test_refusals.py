@@ -56,7 +56,7 @@ REFUSED = {  # arguments after `generate`: exit code, the error line, what the h
     "one file for two": (["-o", "a", "--save", "a"], 2, "both write `a`", None),
     "unknown option": (["--temprature", "1"], 2, "no such option: --temprature", None),
     "unknown dtype": (["--dtype", "float"], 2, "'float' is not one of 'auto', 'float32'", None),
-    "surplus word": (["text"], 2, "unexpected extra argument(s) (text)", None),
+    "surplus word": (["text"], 2, "recipe: `text` does not exist", None),
 }
 
 

@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from kvtool.documents.overrides import apply_sets, merge
+from kvtool.documents.overrides import apply_sets, overlay
+from kvtool.documents.problems import Mark
 from kvtool.documents.source import DocumentError, Source
+from kvtool.documents.tree import Node
 from kvtool.errors import UsageError
 
 TEXT = """\
@@ -20,6 +24,10 @@ eval:
 
 def source():
     return Source.parse(TEXT, "a.yaml")
+
+
+def merge(below, values, flag):
+    return replace(below, node=overlay(below.node, Node.of(values, Mark(flag))))
 
 
 def refused(sets, unsets=()):

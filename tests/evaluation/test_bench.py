@@ -125,7 +125,7 @@ def test_turns_follow_each_other_after_the_reference_answer(loaded):
     answers = recorder.bench(loaded, FULL).ask(SAMPLE, Questions(name="q"))
     assert recorder.fed == [
         SAMPLE.context + question("falcon") + cue("falcon"),
-        "7429103" + question("tiger") + cue("tiger"),
+        " 7429103" + question("tiger") + cue("tiger"),
     ]
     assert [answer["prediction"].strip() for answer in answers] == ["7429103.", "55812."]
 
@@ -169,7 +169,7 @@ def test_a_chat_template_goes_around_the_question_and_before_the_cue(chatty):
     recorder.bench(chatty, FULL).ask(SAMPLE, Questions(name="q"))
     assert recorder.fed == [
         f"[user] {SAMPLE.context}{question('falcon')}\n[assistant] {cue('falcon')}",
-        f"7429103\n[user] {question('tiger')}\n[assistant] {cue('tiger')}",
+        f" 7429103\n[user] {question('tiger')}\n[assistant] {cue('tiger')}",
     ]
 
 
