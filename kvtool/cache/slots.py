@@ -1,8 +1,8 @@
 """Slots: the fixed buffers of one layer, what is in them, and how tokens enter and leave.
 
 A slot holds the key and value of one token and its true position. Slot order is free: in steady
-    state nothing moves, the
-next token is written over the victim of the step before. An empty slot has position -1.
+state nothing moves, the next token is written over the victim of the step before. An empty slot has
+position -1.
 """
 
 from __future__ import annotations
