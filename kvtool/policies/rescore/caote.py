@@ -8,10 +8,9 @@ h_j over the sum of all scores of the cache, protected tokens included; the base
 stays.
 
 Differences from the paper: equation 23 (FastCAOTE) prints the attention weight for a; with a
-    general base score its
-normalised form is used, as in CAOTE. A group of query heads is judged by the base policy's one
-score per KV head. Where a token holds the whole weight the limit is large and the formula 0 *
-infinity: such a token is kept.
+general base score its normalised form is used, as in CAOTE. A group of query heads is judged by the
+base policy's one score per KV head. Where a token holds the whole weight the limit is large and the
+formula 0 * infinity: such a token is kept.
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,7 @@
 Oren et al., 2024, https://arxiv.org/abs/2401.06104, section 3.
 
 Differences from the paper: none by default. `head_reduce=kv_head`, the form of RoCo, lets KV heads
-    keep different tokens;
-it is used by itself under CAOTE, whose scores differ by head.
+keep different tokens; it is used by itself under CAOTE, whose scores differ by head.
 """
 
 from dataclasses import dataclass, replace
