@@ -1,0 +1,226 @@
+"""What `kvtool profile` measured: a number per layer for each analysis, curves where one is needed.
+
+Every list over layers has `model.layers` entries, null for a layer that the analysis does not see
+(one without attention, say). Numbers per head are in a file of their own beside the document.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import (
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from kvtool.documents.document import Document, Section
+
+Layers = list[FiniteFloat | None]
+"""One number per layer."""
+
+LayerCurves = list[list[FiniteFloat] | None]
+"""One list per layer, an entry for each point of an axis that stands beside it."""
+
+
+class ModelShape(Section):
+    """What a model stores per token, and what tells it from others.
+
+    `kv_bytes_per_token` counts keys and values of all attention layers, those with a sliding window
+    included; `layer_types` are transformers' names, such as `full_attention`.
+    """
+
+    id: str
+    revision: str | None = None
+    config_hash: str
+    dtype: str | None = None
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    layer_types: list[str]
+    sliding_window: PositiveInt | None = None
+    kv_bytes_per_token: PositiveInt
+    trained_length: PositiveInt | None = None
+
+
+class ProfileData(Section):
+    """The texts that were read: `samples` of exactly `tokens` tokens, `decode` generated after."""
+
+    source: str
+    samples: PositiveInt
+    tokens: PositiveInt
+    decode: NonNegativeInt | None = None
+    seed: NonNegativeInt
+    fingerprint: str
+
+
+class _Sparse(Section):
+    """A section that leaves out what was not measured."""
+
+    @model_serializer(mode="wrap")
+    def _measured(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
+
+class Jaccard(_Sparse):
+    """Overlap of what a score keeps step by step and what it would keep with nothing evicted.
+
+    `rates` are shares of the text that are kept; each score has layers x rates.
+    """
+
+    rates: list[FiniteFloat]
+    aas: LayerCurves | None = None
+    aqas: LayerCurves | None = None
+    ltas: LayerCurves | None = None
+    mas: LayerCurves | None = None
+
+
+class OutputErrors(Section):
+    """Normalised squared error of each layer's attention output: layers x budgets.
+
+    `budgets` are tokens per layer and KV head, of prompts of `data.tokens`.
+    """
+
+    policy: str
+    budgets: list[PositiveInt]
+    errors: LayerCurves
+
+
+class MemoryTable(Section):
+    """What a full cache takes, from the configuration alone.
+
+    Attributes:
+        layer_bytes_per_token: keys and values of one token, 0 without attention.
+        layer_window: tokens that a layer stores at most, null where that is all of them.
+        bytes: contexts x batches.
+        memory: sizes of memory for keys and values, in bytes.
+        largest_context: memory x batches, null where windows are all a model stores.
+        largest_batch: memory x contexts.
+    """
+
+    dtype: str
+    layer_bytes_per_token: list[NonNegativeInt]
+    layer_window: list[PositiveInt | None]
+    contexts: list[PositiveInt]
+    batches: list[PositiveInt]
+    bytes: list[list[NonNegativeInt]]
+    memory: list[PositiveInt]
+    largest_context: list[list[NonNegativeInt | None]]
+    largest_batch: list[list[NonNegativeInt]]
+
+
+class Metrics(_Sparse):
+    """The measurements, means over heads and samples.
+
+    Attributes:
+        f_variance: F, the population variance of the column sums of the attention (D2O).
+        entropy: entropy of the column sums over log n, 1 where every token gets as much.
+        query_cosine: cosine of neighbouring queries.
+        recompute_frequency: share of steps at which CaliDrop recomputes, at 0.7 and 0.85.
+        topk_union: how many tokens are among the k most attended of any decoded step.
+        robustness: share of tokens whose attention varies most within their first 50 steps.
+    """
+
+    f_variance: Layers | None = None
+    entropy: Layers | None = None
+    query_cosine: Layers | None = None
+    recompute_frequency: Layers | None = None
+    topk_union: Layers | None = None
+    jaccard: Jaccard | None = None
+    robustness: Layers | None = None
+    output_error: OutputErrors | None = None
+    memory: MemoryTable | None = None
+
+
+class CosineCurve(Section):
+    """Mean cosine of two queries by their distance, in tokens: layers x distances."""
+
+    distances: list[PositiveInt]
+    values: LayerCurves
+
+
+class UnionCurve(Section):
+    """How the union of the top-k grows: layers x steps."""
+
+    k: PositiveInt
+    steps: list[PositiveInt]
+    values: LayerCurves
+
+
+class RobustnessCurve(Section):
+    """Standard deviation of the attention that a token got in its first steps: layers x steps."""
+
+    steps: list[PositiveInt]
+    values: LayerCurves
+
+
+class RecomputePoint(Section):
+    """Shares of steps, mean over layers: recomputed, calibrated (those included) and left alone."""
+
+    theta1: FiniteFloat
+    theta2: FiniteFloat
+    recompute: FiniteFloat
+    calibrate: FiniteFloat
+    idle: FiniteFloat
+
+
+class RecomputeGrid(Section):
+    """CaliDrop's thresholds; `queries` tells whether decoded queries were enough to replay."""
+
+    queries: Literal["decode", "prompt"]
+    grid: list[RecomputePoint]
+
+
+class Curves(_Sparse):
+    """What stands behind some of the metrics."""
+
+    query_cosine: CosineCurve | None = None
+    recompute_frequency: RecomputeGrid | None = None
+    topk_union: UnionCurve | None = None
+    robustness: RobustnessCurve | None = None
+
+
+class HeadsFile(Section):
+    """A safetensors file with layers x heads arrays; `path` is relative to the document."""
+
+    path: str
+    sha256: str
+
+
+class ProfileDocument(Document):
+    """`profile.yaml`; `data` is left out where no text was read."""
+
+    kind: Literal["profile"] = "profile"
+    model: ModelShape
+    data: ProfileData | None = None
+    metrics: Metrics
+    curves: Curves | None = None
+    heads_file: HeadsFile | None = None
+
+    @model_validator(mode="after")
+    def _as_many_as_layers(self) -> ProfileDocument:
+        layers = self.model.layers
+        for name, values in self._over_layers():
+            if len(values) != layers:
+                raise ValueError(
+                    f"`{name}` has {len(values)} entries, but the model {layers} layers"
+                )
+        return self
+
+    def _over_layers(self) -> list[tuple[str, list[Any]]]:
+        metrics = self.metrics
+        found: dict[str, Any] = {"model.layer_types": self.model.layer_types}
+        for name in Metrics.model_fields:
+            if isinstance(getattr(metrics, name), list):
+                found[f"metrics.{name}"] = getattr(metrics, name)
+        for score in ("aas", "aqas", "ltas", "mas") if metrics.jaccard else ():
+            found[f"metrics.jaccard.{score}"] = getattr(metrics.jaccard, score)
+        if metrics.output_error:
+            found["metrics.output_error.errors"] = metrics.output_error.errors
+        if metrics.memory:
+            found["metrics.memory.layer_bytes_per_token"] = metrics.memory.layer_bytes_per_token
+        return [(name, values) for name, values in found.items() if values is not None]
