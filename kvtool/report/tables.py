@@ -201,6 +201,7 @@ def _needle_table(result: TaskResult, grid: NeedleGrid) -> Table:
     mean = digits.score(result.value, result.best)
     title = Text(f"{wrap(result.arm, 28)}\n{result.task} {mean}")
     table = Table(box=None, padding=0, pad_edge=False, title=title, title_style="bold")
+    table.min_width = max(map(len, title.plain.split("\n")))
     table.add_column("depth", justify="right")
     for length in grid.lengths:
         table.add_column(f" {length}", justify="right", overflow="fold")
