@@ -8,6 +8,7 @@ before the output projection, with the full cache, and o' is the same under the 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache, build_cache
-from kvtool.cache.handover import Taken, attachment
-from kvtool.cache.kernels import Call
+from kvtool.cache.handover import attachment
 from kvtool.cache.replay import replay
 from kvtool.errors import KvtoolError
 from kvtool.generation import follow, prefill
+from kvtool.profiling.seen import Seen
 
 
 class _Sums:
@@ -35,9 +36,34 @@ class _Sums:
         self._error[layer] = self._error[layer] + (full - ours).square().sum()
         self._size[layer] = self._size[layer] + full.square().sum()
 
-    def ratios(self) -> list[float]:
+    def ratios(self) -> dict[int, float]:
         """Return one number per attention layer, in order."""
-        return [(self._error[i] / self._size[i]).item() for i in sorted(self._size)]
+        return {i: (self._error[i] / self._size[i]).item() for i in sorted(self._size)}
+
+
+class OutputError:
+    """Error of every layer under each of several caches, which read the full run's layers."""
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        """Take empty caches, whose budgets are tokens unless they are told of the prompt."""
+        self._caches = caches
+        self._sums = [_Sums() for _ in caches]
+
+    def see(self, seen: Seen) -> None:
+        """Replay a step in every cache; only decoded tokens count."""
+        for cache, sums in zip(self._caches, self._sums, strict=True):
+            ours = replay(cache, seen.taken, seen.call)
+            if seen.decoding:
+                sums.add(seen.layer, seen.out, ours)
+
+    def results(self) -> dict[str, dict[int, Tensor]]:
+        """Return (1, caches): the heads of a layer are judged together."""
+        ratios = [sums.ratios() for sums in self._sums]
+        return {
+            "output_error": {
+                layer: torch.tensor([[each[layer] for each in ratios]]) for layer in ratios[0]
+            }
+        }
 
 
 def output_error(
@@ -71,18 +97,12 @@ def output_error(
 def _isolated(
     model: PreTrainedModel, cache: KVCache, prompt_ids: Tensor, token_ids: Tensor
 ) -> list[float]:
-    sums, full = _Sums(), build_cache(model, "full")
-
-    def watch(taken: Taken, call: Call, out: Tensor) -> None:
-        ours = replay(cache, taken, call)
-        if taken.decoding:
-            sums.add(taken.layer.index, out, ours)
-
-    full.watch = watch
+    study, full = OutputError([cache]), build_cache(model, "full")
+    full.watch = lambda taken, call, out: study.see(Seen(taken, call, out))
     with cache.prompt([prompt_ids.shape[1]]):
         logits = prefill(model, full, prompt_ids)
     follow(model, full, logits, _with_end(token_ids))
-    return sums.ratios()
+    return [found.item() for found in study.results()["output_error"].values()]
 
 
 def _end_to_end(
@@ -99,7 +119,7 @@ def _end_to_end(
     sums = _Sums()
     for (index, full), (_, ours) in zip(*outputs, strict=True):
         sums.add(index, full, ours)
-    return sums.ratios()
+    return list(sums.ratios().values())
 
 
 def _with_end(token_ids: Tensor) -> Tensor:

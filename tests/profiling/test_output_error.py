@@ -16,7 +16,7 @@ def test_the_worked_example():
     full, ours = [[1.1, 0.7], [2.0, 0.0]], [[1.2, 0.6], [1.0, 0.0]]
     for o, other in zip(full, ours, strict=True):
         sums.add(0, torch.tensor(o), torch.tensor(other))
-    assert sums.ratios() == [pytest.approx(0.178947, abs=1e-6)]
+    assert sums.ratios() == {0: pytest.approx(0.178947, abs=1e-6)}
 
 
 @pytest.fixture(scope="module")

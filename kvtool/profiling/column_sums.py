@@ -1,0 +1,84 @@
+"""How the attention that tokens get is spread: variance and entropy of its column sums.
+
+D2O (https://arxiv.org/abs/2406.13035) gives more of the cache to layers whose attention is spread
+evenly: equation 4 takes the variance of the column sums, appendix A.9 argues with entropy. With
+s_j the attention that token j gets from all n queries of a prompt (their sum is n):
+
+    F = mean s_j^2 - 1          the population variance; nothing is divided by n
+    H = -sum p_j log p_j        with p_j = s_j / n; we report H / log n, which is 1 at its most
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvtool.profiling.seen import Seen
+
+_ROWS = 256  # rows of weights, over the query heads of a group, that are held at a time
+
+
+def f_variance(sums: Tensor) -> Tensor:
+    """Population variance of column sums.
+
+    Args:
+        sums: (..., n).
+
+    Returns:
+        (...).
+    """
+    return sums.double().var(-1, correction=0)
+
+
+def column_entropy(sums: Tensor) -> Tensor:
+    """Entropy of column sums over log n: 1 where all are equal, 0 where one token gets all.
+
+    Args:
+        sums: (..., n), not negative.
+
+    Returns:
+        (...).
+    """
+    shares = sums.double() / sums.double().sum(-1, keepdim=True)
+    entropy = -torch.special.xlogy(shares, shares).sum(-1)
+    return entropy / math.log(sums.shape[-1]) if sums.shape[-1] > 1 else torch.ones_like(entropy)
+
+
+def column_sums(seen: Seen) -> Tensor:
+    """Attention that each token of a prompt gets from all its queries.
+
+    Returns:
+        (heads, n) float32.
+    """
+    heads, n, _ = seen.query.shape
+    kv_heads = seen.key.shape[0]
+    group = heads // kv_heads
+    rows = max(1, _ROWS // group)
+    sums = torch.zeros(kv_heads, group, n, device=seen.query.device)
+    for head in range(kv_heads):  # one at a time, so that the weights stay in the processor's cache
+        for start in range(0, n, rows):
+            stop = min(start + rows, n)
+            weights, low = seen.weights(start, stop, slice(head, head + 1))
+            sums[head, :, low:stop] += weights[0].sum(1)
+    return sums.flatten(0, 1)
+
+
+class Density:
+    """Variance and entropy of the column sums of every layer's prompt, per query head."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[int, Tensor]] = {"f_variance": {}, "entropy": {}}
+
+    def see(self, seen: Seen) -> None:
+        """Sum the attention of a prompt; decoded tokens do not count."""
+        if seen.decoding:
+            return
+        sums = column_sums(seen)
+        self._found["f_variance"][seen.layer] = f_variance(sums)
+        self._found["entropy"][seen.layer] = column_entropy(sums)
+
+    def results(self) -> dict[str, dict[int, Tensor]]:
+        """Return (heads,) each."""
+        return self._found

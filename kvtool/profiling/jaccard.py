@@ -1,0 +1,140 @@
+"""Whether evicting step by step keeps what a score would keep with all at hand (RoCo, figure 2).
+
+After each token the set that is kept under the budget (its members' attention renormalised, what
+is gone stays gone) is held against the top of the same score with nothing evicted; the overlap is
+their Jaccard index, averaged over all tokens beyond the budget, which is a share of the whole text.
+The paper evicts in earnest, so that errors run through the layers; here each layer reads the full
+run's attention. https://arxiv.org/abs/2402.06262
+
+The scores are RoCo's: the sum of a token's attention (`aas`, H2O), how often it is at least average
+(`aqas`, Scissorhands), its last one (`ltas`, TOVA), and its mean over the steps since it came
+(`mas`); no recent window protects anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvtool.maths.selection import lowest, order_key
+from kvtool.profiling.seen import Seen
+
+SCORES = ("aas", "aqas", "ltas", "mas")
+RATES = (0.3, 0.4, 0.5, 0.6)
+
+
+class _Score:
+    """A score that follows the rows of one layer; the leading axes are whatever the rows have."""
+
+    def __init__(self, name: str, shape: Sequence[int], device: torch.device | str) -> None:
+        self._name = name
+        self._sum = torch.zeros(*shape, device=device)
+        self._count = torch.zeros(*shape, device=device)
+
+    def add(self, row: Tensor, stored: Tensor) -> Tensor:
+        """Take in a row of weights over the first slots, and return their scores.
+
+        Args:
+            row: (.., keys), 0 where a slot is not stored.
+            stored: bool, as the row.
+        """
+        keys = row.shape[-1]
+        total, count = self._sum[..., :keys], self._count[..., :keys]
+        if self._name == "ltas":
+            return row
+        if self._name == "aqas":
+            visible = stored.sum(-1, keepdim=True)
+            total += (row >= 1 / visible) & stored
+            return total
+        total += row
+        if self._name == "aas":
+            return total
+        count += stored
+        return total / count.clamp(min=1)
+
+
+class Overlap:
+    """Local and global sets of one score in one layer, for several budgets."""
+
+    def __init__(
+        self,
+        score: str,
+        heads: int,
+        tokens: int,
+        budgets: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Expect `tokens` rows in all."""
+        shape = (len(budgets), heads, tokens)
+        self._budgets = torch.tensor(budgets, device=device)
+        self._local = _Score(score, shape, device)
+        self._global = _Score(score, shape[1:], device)
+        self._stored = torch.zeros(shape, dtype=torch.bool, device=device)
+        self._positions = torch.arange(tokens, device=device)
+        self._sum = torch.zeros(shape[:2], dtype=torch.float64, device=device)
+        self._seen = 0
+
+    def add(self, row: Tensor) -> None:
+        """Take in the weights of the next token over all tokens so far: (heads, keys)."""
+        keys = row.shape[-1]
+        self._seen = keys
+        self._stored[..., keys - 1] = True
+        stored = self._stored[..., :keys]
+        local = row * stored
+        local = local / local.sum(-1, keepdim=True).clamp(min=torch.finfo(row.dtype).tiny)
+        kept = self._local.add(local, stored)
+        everything = self._global.add(row, torch.ones_like(row, dtype=torch.bool))
+        over = self._budgets < keys
+        if not bool(over.any()):
+            return
+        positions = self._positions[:keys].expand_as(stored)
+        victim = lowest(kept, positions, ~stored)
+        stay = stored.scatter(-1, victim[..., None], False)
+        self._stored[..., :keys] = torch.where(over[:, None, None], stay, stored)
+        order = order_key(everything, positions[0]).argsort(-1, descending=True)
+        rank = torch.empty_like(order).scatter_(-1, order, positions[0])
+        budgets = self._budgets[:, None, None]
+        shared = (self._stored[..., :keys] & (rank < budgets)).sum(-1)
+        index = shared / (2 * self._budgets[:, None] - shared)
+        self._sum += torch.where(over[:, None], index.double(), 0.0)
+
+    def mean(self) -> Tensor:
+        """Mean Jaccard index over the tokens beyond the budget: (heads, budgets).
+
+        NaN for a budget that everything fits.
+        """
+        judged = (self._seen - self._budgets).clamp(min=0)
+        return (self._sum / judged[:, None]).T
+
+
+class Jaccard:
+    """Overlap of the local and the global set of every layer, per KV head, score and rate."""
+
+    def __init__(self, tokens: int, scores: Sequence[str] = SCORES) -> None:
+        """Expect `tokens` rows in all."""
+        self._tokens, self._scores = tokens, scores
+        self._budgets = [max(1, int(rate * tokens + 1e-9)) for rate in RATES]
+        self._layers: dict[int, list[Overlap]] = {}
+
+    def see(self, seen: Seen) -> None:
+        """Take in the rows of a prompt or a decoded token."""
+        if seen.slides:
+            return
+        if seen.layer not in self._layers:
+            heads, device = seen.key.shape[0], seen.query.device
+            self._layers[seen.layer] = [
+                Overlap(score, heads, self._tokens, self._budgets, device) for score in self._scores
+            ]
+        for first, weights in seen.group_rows():
+            for i in range(weights.shape[1]):
+                for overlap in self._layers[seen.layer]:
+                    overlap.add(weights[:, i, : first + i + 1])
+
+    def results(self) -> dict[str, dict[int, Tensor]]:
+        """Return (kv_heads, rates) for every score, as `jaccard_aas` ..."""
+        return {
+            f"jaccard_{score}": {layer: found[i].mean() for layer, found in self._layers.items()}
+            for i, score in enumerate(self._scores)
+        }

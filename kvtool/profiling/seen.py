@@ -1,0 +1,132 @@
+"""What a measurement is shown: one attention layer at work, its weights a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.handover import Taken
+from kvtool.cache.kernels import Call
+from kvtool.maths.attention import group_queries
+
+_ROWS = 128  # queries whose weights are held at a time
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step of one layer of a full cache, over one text: the whole prompt, or a decoded token."""
+
+    taken: Taken
+    call: Call
+    out: Tensor
+
+    @property
+    def layer(self) -> int:
+        """Index of the layer."""
+        return self.taken.layer.index
+
+    @property
+    def decoding(self) -> bool:
+        """Whether this is a decoded token."""
+        return self.taken.decoding
+
+    @property
+    def slides(self) -> bool:
+        """Whether the layer has a sliding window, so that it forgets by itself."""
+        return self.taken.layer.window is not None
+
+    @property
+    def query(self) -> Tensor:
+        """(heads, q_len, head_dim), after RoPE."""
+        return self.call.query[0]
+
+    @property
+    def key(self) -> Tensor:
+        """(kv_heads, kv_len, head_dim), after RoPE."""
+        return self.call.key[0]
+
+    def weights(self, start: int, stop: int, heads: slice = slice(None)) -> tuple[Tensor, int]:
+        """Weights of a few queries: `row_weights` of these KV heads.
+
+        Args:
+            start, stop: among the new tokens.
+        """
+        call, kept = self.call, self.key.shape[1] - self.query.shape[1]
+        sinks = None if call.sinks is None else call.sinks.view(self.key.shape[0], -1)[heads]
+        query = group_queries(call.query[:, :, start:stop], self.key.shape[0])[0, heads]
+        return row_weights(
+            query,
+            self.key[heads, : kept + stop],
+            scale=call.scale,
+            window=self.taken.layer.window,
+            softcap=call.softcap,
+            sinks=sinks,
+        )
+
+    def group_rows(self) -> Iterator[tuple[int, Tensor]]:
+        """Mean weights of the query heads that share a KV head, a few rows at a time.
+
+        Yields:
+            The position of the first row, and (kv_heads, rows, position of the last row + 1).
+        """
+        count = self.query.shape[1]
+        kept = self.key.shape[1] - count
+        for start in range(0, count, _ROWS):
+            weights, _ = self.weights(start, min(start + _ROWS, count))
+            yield kept + start, weights.mean(1)
+
+
+class Study(Protocol):
+    """A measurement over one text, which sees every step of every layer."""
+
+    def see(self, seen: Seen) -> None:
+        """Take note of a step."""
+
+    def results(self) -> dict[str, dict[int, Tensor]]:
+        """Return numbers by name and layer, heads first; layers it cannot judge are left out."""
+
+
+def row_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """Attention weights of the last queries over all keys before them, in float32.
+
+    As `attention_weights`, but only the triangles at both ends of the rows are masked, which takes
+    two thirds of the time.
+
+    Args:
+        query: (kv_heads, group, rows, head_dim), those of the last `rows` keys.
+        key: (kv_heads, kv_len, head_dim).
+        window: width of a sliding window, the query itself included.
+        softcap, sinks: as for `attention_weights`, the sinks as (kv_heads, group).
+
+    Returns:
+        (kv_heads, group, rows, kv_len - low), and `low`, the first key that any row sees.
+    """
+    kv_heads, group, rows, head_dim = query.shape
+    first = key.shape[1] - rows
+    low = 0 if window is None else max(0, first - window + 1)
+    flat = query.reshape(kv_heads, group * rows, head_dim)
+    logits = torch.matmul(flat, key[:, low:].transpose(1, 2)).float().mul_(scale)
+    logits = logits.view(kv_heads, group, rows, -1)
+    if softcap is not None:
+        logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
+    square = torch.ones(rows, rows, dtype=torch.bool, device=key.device)
+    logits[..., first - low :].masked_fill_(square.triu(1), float("-inf"))
+    if window is not None:
+        beyond = torch.ones(rows, logits.shape[-1], dtype=torch.bool, device=key.device)
+        logits.masked_fill_(beyond.tril(first - window - low), float("-inf"))
+    if sinks is None:
+        return logits.softmax(-1), low
+    column = sinks.float()[:, :, None, None].expand(-1, -1, rows, 1)
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1], low
