@@ -1,0 +1,143 @@
+import math
+import random
+
+import pytest
+
+from kvtool.maths.allocation import allocate
+
+
+def weights_of_all_kinds(rng, layers):
+    """Equal, mild, or so far apart that their exponentials are 0 or infinite in any float."""
+    kind = rng.choice(["equal", "mild", "steep", "extreme", "few values"])
+    if kind == "equal":
+        return [rng.uniform(-700, 700)] * layers
+    if kind == "few values":
+        return [rng.choice([-600.0, -1.0, 0.0, 600.0]) for _ in range(layers)]
+    spread = {"mild": 1, "steep": 30, "extreme": 5000}[kind]
+    return [rng.gauss(0, spread) for _ in range(layers)]
+
+
+def limits(rng, layers):
+    lo = [rng.choice([0, 1, 8, rng.randint(0, 300)]) for _ in range(layers)]
+    hi = [low + rng.choice([0, 1, 50, rng.randint(0, 5000)]) for low in lo]
+    if rng.random() < 0.5:
+        lo, hi = [min(lo)] * layers, [max(hi)] * layers
+    return lo, hi
+
+
+def cases(count, seed):
+    rng = random.Random(seed)
+    for _ in range(count):
+        layers = rng.choice([1, 2, 3, 4, 7, 32])
+        lo, hi = limits(rng, layers)
+        total = rng.randint(0, sum(hi) + 100)
+        yield weights_of_all_kinds(rng, layers), total, lo, hi
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_are_exact_and_limits_are_kept(seed):
+    out_of_range = 0
+    for weights, total, lo, hi in cases(750, seed):
+        split = allocate(weights, total, lo, hi)
+        assert all(a <= x <= b for a, x, b in zip(lo, split.tokens, hi, strict=True))
+        assert split.total == min(max(total, sum(lo)), sum(hi))
+        assert split.clamped == (split.total != total)
+        out_of_range += split.clamped
+    assert out_of_range > 20
+
+
+def test_a_layer_of_more_weight_has_no_fewer_tokens():
+    for weights, total, lo, hi in cases(1500, seed=9):
+        lo, hi = [min(lo)] * len(lo), [max(hi)] * len(hi)
+        tokens = allocate(weights, total, lo, hi).tokens
+        order = sorted(range(len(weights)), key=lambda i: (weights[i], -i))
+        given = [tokens[i] for i in order]
+        assert given == sorted(given), (weights, total)
+
+
+def test_more_weight_for_one_layer_takes_no_token_from_it():
+    rng = random.Random(3)
+    for weights, total, lo, hi in cases(1000, seed=4):
+        layer = rng.randrange(len(weights))
+        before = allocate(weights, total, lo, hi).tokens[layer]
+        weights[layer] += rng.choice([1e-3, 0.5, 40.0])
+        assert allocate(weights, total, lo, hi).tokens[layer] >= before
+
+
+def slow_shares(weights, total, lo, hi):
+    """Water-filling by its definition: fix the layers that break a limit, one side at a time."""
+    fixed = {}
+    while True:
+        free = [i for i in range(len(weights)) if i not in fixed]
+        if not free:
+            return [fixed[i] for i in range(len(weights))]
+        left = total - sum(fixed.values())
+        parts = [math.exp(weights[i]) for i in free]
+        shares = {i: left * part / sum(parts) for i, part in zip(free, parts, strict=True)}
+        below = {i: lo[i] for i in free if shares[i] < lo[i]}
+        above = {i: hi[i] for i in free if shares[i] > hi[i]}
+        if not below and not above:
+            return [fixed.get(i, shares.get(i)) for i in range(len(weights))]
+        lack = sum(lo[i] - shares[i] for i in below)
+        excess = sum(shares[i] - hi[i] for i in above)
+        fixed |= below if lack >= excess else above
+
+
+def test_unbound_layers_keep_the_ratios_of_their_weights():
+    rng = random.Random(5)
+    for _ in range(500):
+        layers = rng.randint(1, 9)
+        weights = [rng.gauss(0, 1.5) for _ in range(layers)]
+        lo, hi = [rng.randint(0, 40) for _ in range(layers)], [rng.randint(60, 900)] * layers
+        total = rng.randint(sum(lo), sum(hi))
+        tokens = allocate(weights, total, lo, hi).tokens
+        for got, share in zip(tokens, slow_shares(weights, total, lo, hi), strict=True):
+            assert abs(got - share) < 1
+
+
+def test_what_is_left_goes_to_the_largest_remainders_and_ties_to_the_lower_index():
+    equal = [0.0, 0.0, 0.0]
+    assert allocate(equal, 100, [0] * 3, [100] * 3).tokens == [34, 33, 33]
+    assert allocate(equal, 101, [0] * 3, [100] * 3).tokens == [34, 34, 33]
+    shares = [math.log(x) for x in (1.2, 2.7, 3.1)]  # of 7: as they are
+    assert allocate(shares, 7, [0] * 3, [9] * 3).tokens == [1, 3, 3]
+
+
+def test_a_remainder_passes_by_a_layer_at_its_limit():
+    shares = [math.log(x) for x in (2.9, 1.6, 1.5)]
+    assert allocate(shares, 6, [0] * 3, [2, 9, 9]).tokens == [2, 2, 2]
+
+
+def test_a_vanishing_weight_lands_on_the_lower_limit():
+    assert allocate([0.0, -600.0, -5e6], 100, [4, 5, 6], [100] * 3).tokens == [89, 5, 6]
+    assert allocate([0.0, -600.0, -5e6], 100, [0] * 3, [60] * 3).tokens == [60, 40, 0]
+
+
+def test_weights_have_no_scale():
+    weights = [0.3, -2.0, 1.0, 0.0]
+    shifted = [weight + 12345.0 for weight in weights]
+    limits = ([3] * 4, [90] * 4)
+    assert allocate(weights, 200, *limits).tokens == allocate(shifted, 200, *limits).tokens
+
+
+def test_hundreds_of_heads_are_split_at_once():
+    rng = random.Random(1)
+    weights = [rng.gauss(0, 3) for _ in range(80 * 8)]
+    split = allocate(weights, 640 * 512, [16] * 640, [131072] * 640)
+    assert split.total == 640 * 512
+
+
+@pytest.mark.parametrize(
+    ("weights", "lo", "hi"),
+    [
+        ([], [], []),
+        ([0.0], [0, 0], [1, 1]),
+        ([0.0], [2], [1]),
+        ([0.0], [-1], [1]),
+        ([float("-inf")], [0], [1]),
+        ([float("nan")], [0], [1]),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(weights, lo, hi):
+    with pytest.raises(ValueError, match=r"weight|limit"):
+        allocate(weights, 1, lo, hi)
