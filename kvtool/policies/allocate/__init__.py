@@ -1,0 +1,1 @@
+"""Ways to split a budget over layers and heads, one a file."""

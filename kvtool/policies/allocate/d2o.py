@@ -1,0 +1,91 @@
+"""D2O: layers whose attention is spread densely get more tokens.
+
+Wan et al., 2024, https://arxiv.org/abs/2406.13035, equations 4 and 5. F of a layer is the variance
+of the column sums of its attention over a prompt, low where attention is dense; a layer's share is
+the softmax of -F over the layers.
+
+The column sums have mean 1, so a sink that takes a share p of every row makes F about p^2 n: with
+a sink in every layer, exp(-F) is 0 in any float, and even a stable softmax gives one layer all.
+Hence the default divides F by n - 1, its largest possible value. The authors' code takes the
+min-max across the heads of a layer instead, which measures how heads differ, and does not spend
+exactly the budget; it is not offered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvtool.errors import UsageError
+from kvtool.maths.allocation import Allocation
+from kvtool.policies.allocate.room import Allocator, Room
+
+_EPSILON = 1e-6  # of the min-max norm, as the authors' code has it
+
+
+def normalise(variance: Sequence[float], tokens: int, norm: str) -> list[float]:
+    """Bring the variances of the layers to a scale on which their exponentials compare.
+
+    Args:
+        variance: F of each layer, population variance of the column sums.
+        tokens: length of the prompt they were measured on.
+        norm: `length` divides by tokens - 1, so that 1 is all attention on one token; `minmax`
+            maps the layers to 0 .. 1; `raw` leaves them as equation 5 has them.
+    """
+    if norm == "length":
+        return [value / max(tokens - 1, 1) for value in variance]
+    if norm == "minmax":
+        low, high = min(variance), max(variance)
+        return [(value - low) / (high - low + _EPSILON) for value in variance]
+    return list(variance)
+
+
+@dataclass(frozen=True)
+class D2O(Allocator):
+    """More tokens for layers of dense attention, by a softmax over the layers (D2O).
+
+    The paper's exponential decay, exp(-F), differs from this only by a factor that the total
+    removes.
+
+    Args:
+        norm: `length`, `minmax` or `raw`: see `normalise`.
+        temperature: divides the exponents; above 1 brings the layers closer together.
+    """
+
+    norm: Literal["length", "minmax", "raw"] = "length"
+    temperature: float = 1.0
+
+    name: ClassVar = "d2o"
+    paper: ClassVar = "https://arxiv.org/abs/2406.13035"
+    metric: ClassVar = "f_variance"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise UsageError(f"{self.name}: temperature must be above 0, got {self.temperature}")
+
+    def split(self, room: Room) -> Allocation:
+        exponents = normalise(room.variance, room.variance_tokens, self.norm)
+        return room.by_weight([-exponent / self.temperature for exponent in exponents])
+
+
+@dataclass(frozen=True)
+class D2OExp(D2O):
+    """Exponential decay of the variance, scaled to the total: the same shares as `d2o`."""
+
+    name: ClassVar = "d2o-exp"
+
+
+@dataclass(frozen=True)
+class D2OReciprocal(Allocator):
+    """Tokens in proportion to 1 / F: steeper, and without a scale."""
+
+    name: ClassVar = "d2o-reciprocal"
+    paper: ClassVar = D2O.paper
+    metric: ClassVar = D2O.metric
+
+    def split(self, room: Room) -> Allocation:
+        least = min((value for value in room.variance if value > 0), default=1.0)
+        # a layer of no variance at all gets as much as the densest of the others
+        return room.by_weight([-math.log(max(value, least)) for value in room.variance])

@@ -1,0 +1,20 @@
+"""The same budget in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtool.maths.allocation import Allocation
+from kvtool.policies.allocate.room import Allocator, Room
+
+
+@dataclass(frozen=True)
+class Uniform(Allocator):
+    """The same tokens in every layer; a remainder goes to the lowest ones."""
+
+    name: ClassVar = "uniform"
+    paper: ClassVar = "-"
+
+    def split(self, room: Room) -> Allocation:
+        return room.by_weight([0.0] * room.layers)

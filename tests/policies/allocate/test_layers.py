@@ -1,0 +1,151 @@
+"""Splits over layers: the worked numbers of each paper's formula, and their edges."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from kvtool.errors import UsageError
+from kvtool.policies.allocate.d2o import D2O, D2OExp, D2OReciprocal, normalise
+from kvtool.policies.allocate.pyramid import Pyramid, pyramid_line
+from kvtool.policies.allocate.room import Room
+from kvtool.policies.allocate.uniform import Uniform
+
+F = [2.0, 5.0, 300.0, 600.0]
+
+
+def d2o_room(share):
+    return Room(
+        total=int(4000 * share), lo=[16] * 4, hi=[1000] * 4, variance=F, variance_tokens=1000
+    )
+
+
+@pytest.mark.parametrize(
+    ("allocator", "expected"),
+    [
+        (D2O(norm="raw"), [732, 36, 16, 16]),
+        (D2O(), [243, 243, 180, 134]),
+        (D2OExp(), [243, 243, 180, 134]),
+        (D2O(norm="minmax"), [269, 268, 164, 99]),
+        (D2OReciprocal(), [549, 219, 16, 16]),
+        (Uniform(), [200] * 4),
+    ],
+)
+def test_d2o_at_a_fifth(allocator, expected):
+    assert allocator.split(d2o_room(0.2)).tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("allocator", "expected"),
+    [
+        (D2O(norm="raw"), [1000, 1000, 1000, 200]),
+        (D2O(norm="minmax"), [1000, 1000, 747, 453]),
+        (D2O(), [973, 970, 722, 535]),
+    ],
+)
+def test_d2o_at_four_fifths_fills_layers_up_to_the_prompt(allocator, expected):
+    assert allocator.split(d2o_room(0.8)).tokens == expected
+
+
+def test_d2o_by_its_formula_where_no_limit_binds():
+    room = Room(total=800, lo=[0] * 4, hi=[1000] * 4, variance=F, variance_tokens=1000)
+    parts = [math.exp(-value / 999) for value in F]
+    shares = [800 * part / sum(parts) for part in parts]
+    assert shares == pytest.approx([243.26, 242.53, 180.52, 133.69], abs=0.005)
+    assert all(
+        abs(got - share) < 1 for got, share in zip(D2O().split(room).tokens, shares, strict=True)
+    )
+
+
+def test_temperature_brings_layers_closer():
+    def spread(temperature):
+        tokens = D2O(temperature=temperature).split(d2o_room(0.2)).tokens
+        return max(tokens) - min(tokens)
+
+    assert spread(0.2) > spread(1.0) > spread(5.0) > 0
+
+
+def test_the_length_norm_is_1_where_one_token_draws_all():
+    tokens = 512
+    sums = [float(tokens)] + [0.0] * (tokens - 1)
+    variance = sum((value - 1) ** 2 for value in sums) / tokens
+    assert normalise([variance], tokens, "length") == [1.0]
+
+
+def test_layers_without_variance_do_not_break_the_reciprocal():
+    room = Room(total=100, lo=[1] * 3, hi=[99] * 3, variance=[0.0, 2.0, 4.0], variance_tokens=50)
+    assert D2OReciprocal().split(room).tokens == [40, 40, 20]
+    flat = Room(total=99, lo=[1] * 3, hi=[99] * 3, variance=[0.0] * 3, variance_tokens=50)
+    assert D2OReciprocal().split(flat).tokens == [33] * 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
+def test_a_temperature_that_means_nothing_is_refused(temperature):
+    with pytest.raises(UsageError, match="temperature must be above 0"):
+        D2O(temperature=temperature)
+
+
+def test_pyramid_as_worked_out_by_hand():
+    assert pyramid_line(4, 128, 4096, window=8, beta=20) == [234, 158, 82, 6]
+    room = Room(total=4 * 128, lo=[1] * 4, hi=[4096] * 4)
+    assert Pyramid(window=8).split(room).tokens == [242, 166, 90, 14]
+
+
+def test_pyramid_spends_exactly_the_budget_over_32_layers():
+    room = Room(total=32 * 128, lo=[1] * 32, hi=[4096] * 32)
+    tokens = Pyramid(window=8).split(room).tokens
+    assert sum(tokens) == 32 * 128
+    assert (tokens[0], tokens[-1]) == (242, 14)
+    assert tokens == sorted(tokens, reverse=True)
+
+
+def test_pyramid_stops_at_the_prompt():
+    line = pyramid_line(4, 128, 240, window=8, beta=20)
+    assert (line[0], line[-1]) == (232, 8)  # 240 - 8, and what keeps the mean at 120
+    assert sum(line) == pytest.approx(480)
+
+
+@pytest.mark.parametrize("tokens", [129, 200, 239])
+def test_pyramid_is_uniform_for_prompts_of_less_than_twice_the_budget(tokens):
+    room = Room(total=4 * 128, lo=[1] * 4, hi=[tokens] * 4)
+    assert Pyramid(window=8).split(room).tokens == [128] * 4
+
+
+def test_pyramid_takes_the_window_of_the_policy():
+    room = Room(total=4 * 128, lo=[1] * 4, hi=[4096] * 4, window=32)
+    assert Pyramid().split(room).tokens == Pyramid(window=32).split(room).tokens
+    assert Pyramid().split(room).tokens != Pyramid(window=8).split(room).tokens
+
+
+def test_pyramid_of_one_layer_and_of_a_budget_within_the_window():
+    assert Pyramid().split(Room(total=50, lo=[1], hi=[99])).tokens == [50]
+    small = Room(total=12, lo=[1] * 3, hi=[99] * 3)
+    assert Pyramid(window=8).split(small).tokens == [4, 4, 4]
+
+
+@pytest.mark.parametrize("beta", [0.5, math.inf, math.nan])
+def test_a_pyramid_upside_down_is_refused(beta):
+    with pytest.raises(UsageError, match="beta must be 1 or more"):
+        Pyramid(beta=beta)
+
+
+def test_every_split_spends_the_total_within_the_limits():
+    rng = random.Random(0)
+    allocators = [Uniform(), D2O(), D2O(norm="raw"), D2O(norm="minmax"), D2OReciprocal(), Pyramid()]
+    for allocator, _ in itertools.product(allocators, range(150)):
+        layers, n = rng.randint(1, 12), rng.randint(20, 3000)
+        least = rng.randint(1, 20)
+        total = rng.randint(layers * least, layers * n)
+        variance = [rng.choice([0.0, rng.random(), rng.expovariate(1) * n]) for _ in range(layers)]
+        room = Room(
+            total=total,
+            lo=[least] * layers,
+            hi=[n] * layers,
+            window=rng.choice([None, 8, 32]),
+            variance=variance,
+            variance_tokens=n,
+        )
+        split = allocator.split(room)
+        assert (split.total, split.clamped) == (total, False)
+        assert all(least <= tokens <= n for tokens in split.tokens)
