@@ -1,0 +1,141 @@
+"""Run the measurements of a profile: one pass over each text with a full cache shows them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvtool.cache.cache import build_cache
+from kvtool.cache.handover import attachment
+from kvtool.errors import KvtoolError
+from kvtool.generation import decode_step, prefill
+from kvtool.profiling.column_sums import Density
+from kvtool.profiling.jaccard import Jaccard
+from kvtool.profiling.names import ON_PROMPTS
+from kvtool.profiling.output_error import OutputError
+from kvtool.profiling.query_cosine import QueryCosine
+from kvtool.profiling.recompute_frequency import RecomputeFrequency
+from kvtool.profiling.robustness import Robustness
+from kvtool.profiling.seen import Seen, Study
+from kvtool.profiling.topk_union import TopKUnion
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        metrics: names, without `memory`.
+        decode: tokens generated after each text, greedily, with the full cache.
+        policy: the policy of `output_error`.
+        budgets: its budgets, in tokens, ascending.
+    """
+
+    metrics: tuple[str, ...]
+    decode: int
+    policy: str = "h2o"
+    budgets: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """Tokens to generate: none where every metric reads prompts alone."""
+        return 0 if set(self.metrics) <= ON_PROMPTS else self.decode
+
+
+def measure(
+    model: PreTrainedModel,
+    samples: Sequence[Tensor],
+    plan: Plan,
+    step: Callable[[int], None] = lambda sample: None,
+) -> dict[str, Tensor]:
+    """Measure how a model uses its cache.
+
+    Args:
+        model: with kvtool's attention.
+        samples: (1, n) int64 each, all of one length.
+        step: called after each sample with its number.
+
+    Returns:
+        By name (layers, heads, ...) float64 on the CPU, means over samples; NaN for layers that a
+        measurement does not judge. Heads are query heads, KV heads, or 1 where a layer is judged as
+        a whole.
+
+    Raises:
+        KvtoolError: a model that does not show its queries and keys.
+    """
+    attached = attachment(model)
+    if attached is not None and attached.hooks:
+        raise KvtoolError(
+            f"`{model.config.model_type}` does not show its queries and keys, so it has no profile",
+            hint="--metrics memory needs only its configuration",
+        )
+    found: list[dict[str, Tensor]] = []
+    for number, ids in enumerate(samples):
+        studies = make_studies(model, plan, ids.shape[1])
+        layers = _read(model, ids, studies, plan.steps)
+        found.append(
+            {
+                name: _stack(values, layers)
+                for study in studies
+                for name, values in study.results().items()
+            }
+        )
+        step(number)
+    return {name: _mean([each[name] for each in found]) for name in found[0]}
+
+
+def make_studies(model: PreTrainedModel, plan: Plan, tokens: int) -> list[Study]:
+    """Return what will watch one text of so many tokens."""
+    wanted, steps = set(plan.metrics), plan.steps
+    studies: list[Study] = []
+    if wanted & ON_PROMPTS:
+        studies.append(Density())
+    if "query_cosine" in wanted:
+        studies.append(QueryCosine(tokens + steps))
+    if "recompute_frequency" in wanted:
+        studies.append(RecomputeFrequency(steps))
+    if "topk_union" in wanted:
+        studies.append(TopKUnion(steps))
+    if "jaccard" in wanted:
+        studies.append(Jaccard(tokens + steps))
+    if "robustness" in wanted:
+        studies.append(Robustness(tokens + steps))
+    if "output_error" in wanted:
+        caches = [build_cache(model, plan.policy, budget) for budget in plan.budgets]
+        studies.append(OutputError(caches))
+    return studies
+
+
+@torch.inference_mode()
+def _read(model: PreTrainedModel, ids: Tensor, studies: Sequence[Study], steps: int) -> int:
+    """Read a text and generate; return how many layers the model has."""
+    cache = build_cache(model, "full")
+
+    def watch(taken, call, out) -> None:
+        for study in studies:
+            study.see(Seen(taken, call, out))
+
+    cache.watch = watch
+    logits = prefill(model, cache, ids)
+    for _ in range(steps):
+        logits = decode_step(model, cache, logits.argmax(-1))
+    return len(cache.layers)
+
+
+def _stack(values: dict[int, Tensor], layers: int) -> Tensor:
+    """Join the layers, those without numbers as NaN."""
+    if not values:
+        return torch.full((layers, 1), float("nan"), dtype=torch.float64)
+    shape = next(iter(values.values())).shape
+    stacked = torch.full((layers, *shape), float("nan"), dtype=torch.float64)
+    for layer, found in values.items():
+        stacked[layer] = found.double().cpu()
+    return stacked
+
+
+def _mean(samples: list[Tensor]) -> Tensor:
+    return torch.stack(samples).mean(0)

@@ -1,0 +1,108 @@
+"""From numbers per head to the sections of a profile: means over heads, curves at a few points."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvtool.documents.profile import (
+    CosineCurve,
+    Curves,
+    Jaccard,
+    MemoryTable,
+    Metrics,
+    OutputErrors,
+    RecomputeGrid,
+    RecomputePoint,
+    RobustnessCurve,
+    UnionCurve,
+)
+from kvtool.profiling.jaccard import RATES, SCORES
+from kvtool.profiling.measure import Plan
+from kvtool.profiling.recompute_frequency import GRID, replays_prompt
+from kvtool.profiling.topk_union import TOP_K
+
+_DIGITS = 6  # significant ones; float32 has 7
+
+
+def summarise(
+    found: dict[str, Tensor], plan: Plan, memory: MemoryTable | None = None
+) -> tuple[Metrics, Curves | None]:
+    """Return the metrics and curves of a document.
+
+    Args:
+        found: as `measure` returns it.
+        memory: goes in as it is.
+    """
+    wanted = set(plan.metrics)
+    metrics = {name: _layers(found[name]) for name in ("f_variance", "entropy") if name in wanted}
+    curves = {}
+    if "query_cosine" in wanted:
+        cosine = found["query_cosine"]
+        metrics["query_cosine"] = _layers(cosine[..., 0])
+        distances = _some(cosine.shape[-1])
+        curves["query_cosine"] = CosineCurve(distances=distances, values=_at(cosine, distances))
+    if "recompute_frequency" in wanted:
+        shares = found["recompute_frequency"]
+        metrics["recompute_frequency"] = _layers(shares[:, :, 0, 0])
+        curves["recompute_frequency"] = _grid(shares, plan)
+    if "topk_union" in wanted:
+        union = found["topk_union"]
+        metrics["topk_union"] = _layers(union[..., -1])
+        steps = _some(plan.steps)
+        curves["topk_union"] = UnionCurve(k=TOP_K, steps=steps, values=_at(union, steps))
+    if "jaccard" in wanted:
+        overlap = {score: _rows(found[f"jaccard_{score}"]) for score in SCORES}
+        metrics["jaccard"] = Jaccard(rates=list(RATES), **overlap)
+    if "robustness" in wanted:
+        metrics["robustness"] = _layers(found["robustness"])
+        steps = _some(found["robustness_curve"].shape[-1])
+        values = _at(found["robustness_curve"], steps)
+        curves["robustness"] = RobustnessCurve(steps=steps, values=values)
+    if "output_error" in wanted:
+        metrics["output_error"] = OutputErrors(
+            policy=plan.policy, budgets=list(plan.budgets), errors=_rows(found["output_error"])
+        )
+    return Metrics(**metrics, memory=memory), Curves(**curves) if curves else None
+
+
+def _grid(shares: Tensor, plan: Plan) -> RecomputeGrid:
+    mean = shares.nanmean((0, 1)).tolist()
+    points = [
+        RecomputePoint(
+            theta1=theta1,
+            theta2=theta2,
+            recompute=_round(recompute),
+            calibrate=_round(calibrate),
+            idle=_round(1 - calibrate),
+        )
+        for (theta1, theta2), (recompute, calibrate) in zip(GRID, mean, strict=True)
+    ]
+    return RecomputeGrid(queries="prompt" if replays_prompt(plan.steps) else "decode", grid=points)
+
+
+def _layers(values: Tensor) -> list[float | None]:
+    """Return the mean over heads of each layer, None for NaN."""
+    return [_round(value) for value in values.mean(1).tolist()]
+
+
+def _rows(values: Tensor) -> list[list[float] | None]:
+    """Return the mean over heads of each layer's (heads, points), None for NaN."""
+    if values.dim() < 3 or values.isnan().all():
+        return [None] * len(values)
+    means = values.mean(1).tolist()
+    return [None if any(v != v for v in row) else [_round(v) for v in row] for row in means]
+
+
+def _at(values: Tensor, places: list[int]) -> list[list[float] | None]:
+    """Return `_rows` at some places, counted from 1."""
+    return _rows(values[..., [place - 1 for place in places]] if values.dim() == 3 else values)
+
+
+def _some(last: int) -> list[int]:
+    """Return powers of two up to a number, and the number."""
+    powers = [2**i for i in range(last.bit_length()) if 2**i <= last]
+    return powers if powers[-1] == last else [*powers, last]
+
+
+def _round(value: float) -> float | None:
+    return None if value != value else float(f"{value:.{_DIGITS}g}")
