@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvtool.models.load import Loaded
 
 _Value = TypeVar("_Value")
-_WARM_UP = 256  # tokens
+_WARM_UP, _WARM_UP_DECODED = 256, 4  # tokens
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,16 @@ class Bench:
         self._peak = Peak(self.model.device)
 
     def warm_up(self) -> None:
-        """Run a short prompt once, so that the first sample does not pay for first times."""
-        cache = self.new_cache()
-        ids = torch.ones(1, _WARM_UP, dtype=torch.long, device=self.model.device)
-        with contextlib.suppress(KvtoolError):  # a share of so few tokens may be too small
+        """Run a short prompt once, so that the first sample does not pay for first times.
+
+        What goes wrong is left to the samples: a share of so few tokens may be too small.
+        """
+        room = (trained_length(self.model.config) or 2 * _WARM_UP) - _WARM_UP_DECODED
+        with contextlib.suppress(Exception):
+            ids = torch.ones(1, min(_WARM_UP, room), dtype=torch.long, device=self.model.device)
+            cache = self.new_cache()
             generation.compress(self.model, cache, ids)
-            self.decode(cache, max_new_tokens=4)
+            self.decode(cache, max_new_tokens=_WARM_UP_DECODED)
 
     def measure(self, task: Task, sample: Sample) -> Json:
         """Run a sample of a task.

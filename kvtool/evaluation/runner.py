@@ -170,11 +170,25 @@ def run_jobs(
 def _measure(bench: Bench, task: Task, sample: Sample) -> Json:
     try:
         record = bench.measure(task, sample)
-        return record | {"scores": task.score({**record, "cell": dict(sample.cell)})}
+        record = record | {"scores": task.score({**record, "cell": dict(sample.cell)})}
+        _check_finite(record)
+        return record
     except Exception as error:  # any: a failing sample must not take the others with it
         message = " ".join(str(error).split())
         kind = "" if isinstance(error, KvtoolError) else f"{type(error).__name__}: "
         return {"error": f"{kind}{message}"}
+
+
+def _check_finite(record: Json) -> None:
+    """Refuse numbers that JSON cannot hold, such as those of a model whose logits overflow.
+
+    Raises:
+        KvtoolError: NaN or an infinite number.
+    """
+    try:
+        json.dumps(record, allow_nan=False)
+    except ValueError:
+        raise KvtoolError("a score or measurement is not a finite number") from None
 
 
 def missing(

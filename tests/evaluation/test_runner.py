@@ -95,6 +95,29 @@ def test_a_failing_sample_is_recorded_and_tried_again(loaded, counter, store):
         run(bad, loaded, store, stop_on_error=True)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_json_cannot_hold_fails_its_sample_only(loaded, counter, store, number):
+    class Overflowing(Echo):
+        def score(self, record):
+            return {"kept": number if record["kept"] == 8 else 1.0}
+
+    jobs = draw_jobs([Overflowing(name="echo")], counter, None)
+    errors = {step.arm: step.error for step in run_jobs(jobs, ARMS, loaded, PLACE, store)}
+    assert errors["full"] is None
+    assert errors["streaming@8"].startswith("a score or measurement is not a finite number")
+    assert missing(jobs, ARMS, PLACE, store) == (15, 6)
+
+
+def test_a_warm_up_that_fails_leaves_the_error_to_the_samples(loaded, counter, store, monkeypatch):
+    def no_room(self):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("kvtool.evaluation.bench.Bench.new_cache", no_room)
+    jobs = draw_jobs([Echo(name="echo")], counter, 1)
+    errors = [step.error for step in run_jobs(jobs, ARMS, loaded, PLACE, store)]
+    assert errors == ["RuntimeError: out of memory"] * len(ARMS)
+
+
 def test_an_unfinished_last_line_is_measured_again(loaded, counter, store):
     jobs = draw_jobs([Echo(name="echo")], counter, None)
     run(jobs, loaded, store)
