@@ -121,8 +121,30 @@ def load_tokenizer(
             return _load_tokenizer(source, where), config
 
 
-def check_folder(model: str | None) -> None:
+def load_config(
+    model: str | None = None, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """Load a model's configuration alone: a folder needs no more than its config.json.
+
+    Raises:
+        UsageError, KvtoolError: as `load`.
+    """
+    check_folder(model, config_only=True)
+    name, source = _source(model)
+    where = {"revision": revision} if revision else {}
+    where["trust_remote_code"] = trust_remote_code
+    with (
+        _library_output_on_stderr(progress=False),
+        _in_one_line("configuration", name, trust_remote_code),
+    ):
+        return _load_config(name, source, where)
+
+
+def check_folder(model: str | None, *, config_only: bool = False) -> None:
     """Refuse, without importing torch, a model folder that lacks what loading needs.
+
+    Args:
+        config_only: whether neither weights nor a tokenizer will be needed.
 
     Raises:
         UsageError: the folder, its config.json, its weights or its tokenizer is missing.
@@ -145,6 +167,8 @@ def check_folder(model: str | None) -> None:
             raise ValueError("it holds no mapping")
     except ValueError as error:
         raise UsageError(f"`{config}` is not valid JSON: {error}") from None
+    if config_only:
+        return
     _check_weights(name, folder)
     if not any((folder / file).is_file() for file in _TOKENIZERS):
         raise UsageError(f"model folder `{name}` has no tokenizer (no tokenizer.json)")

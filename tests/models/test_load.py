@@ -9,7 +9,7 @@ import torch
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.models import reference
-from kvtool.models.load import check_folder, load, resolve_device, resolve_dtype
+from kvtool.models.load import check_folder, load, load_config, resolve_device, resolve_dtype
 
 
 @pytest.fixture
@@ -32,6 +32,17 @@ def test_loads_the_reference_model_by_default():
     assert loaded.model.name_or_path == "reference"
     ids = loaded.tokenizer("The old lamp", return_tensors="pt").input_ids
     assert loaded.model(ids.to(loaded.model.device)).logits.isfinite().all()
+
+
+def test_a_configuration_needs_neither_weights_nor_a_tokenizer(folder, tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(folder / "config.json", alone)
+    assert config_hash(load_config(str(alone))) == config_hash(load_config())
+    with pytest.raises(UsageError, match="has no weights"):
+        check_folder(str(alone))
+    with pytest.raises(UsageError, match="has no config.json"):
+        load_config(str(tmp_path))
 
 
 def test_loads_a_folder_as_the_same_model(folder):
