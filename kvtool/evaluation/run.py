@@ -21,7 +21,7 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.arms import Arm, make_arms
 from kvtool.evaluation.bench import Protocol, knows_query
 from kvtool.evaluation.collect import Measured, averages, task_result, with_deltas
-from kvtool.evaluation.environment import environment, git_commit, model_used
+from kvtool.evaluation.environment import environment, git_commit, model_used, text_hash
 from kvtool.evaluation.gates import Gate, judge
 from kvtool.evaluation.runner import Job, Place, Step, missing, run_jobs, sample_key
 from kvtool.evaluation.store import Store
@@ -232,12 +232,12 @@ def _task_samples(job: Job) -> TaskSamples:
 
 
 def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
-    """Tell these weights, run in this way, from all others."""
+    """Tell these weights, run and spoken to in this way, from all others."""
     from kvtool.cache.files import weights_fingerprint
 
     names = ("id", "revision", "config_hash", "dtype", "device", "attn_implementation")
-    weights = weights_fingerprint(loaded.model)
-    return {name: getattr(used, name) for name in names} | {"weights": weights}
+    hashes = {"weights": weights_fingerprint(loaded.model), "text": text_hash(loaded)}
+    return {name: getattr(used, name) for name in names} | hashes
 
 
 def _tuples(protocol: dict[str, Any]) -> dict[str, Any]:

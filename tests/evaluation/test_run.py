@@ -1,0 +1,74 @@
+"""What makes a finished measurement another one: whatever of the model its answers depend on."""
+
+import copy
+import dataclasses
+
+import pytest
+
+import kvtool
+from kvtool.evaluation.arms import make_arms
+from kvtool.evaluation.bench import Protocol, token_counter
+from kvtool.evaluation.run import Run
+from kvtool.evaluation.runner import draw_jobs
+from kvtool.evaluation.store import Store
+from kvtool.evaluation.tasks.niah import Needle
+from kvtool.models.load import load
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    loaded = load()
+    kvtool.attach(loaded.model)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def jobs(loaded):
+    task = Needle(name="niah", lengths="128", depths=[0, 100])
+    return draw_jobs([task], token_counter(loaded.tokenizer, 8192), None)
+
+
+def begin(store, loaded, jobs) -> Run:
+    return Run.begin(
+        store,
+        name="run",
+        argv=[],
+        loaded=loaded,
+        arms=make_arms(["streaming"], ["32"]),
+        jobs=jobs,
+        protocol=Protocol(),
+        gates=[],
+    )
+
+
+@pytest.fixture(scope="module")
+def store(loaded, jobs, tmp_path_factory):
+    store = Store(tmp_path_factory.mktemp("run"))
+    begin(store, loaded, jobs).measure(jobs, loaded, lambda step: None)
+    return store
+
+
+def test_the_same_model_loaded_anew_finds_everything_done(loaded, jobs, store):
+    assert begin(store, load(), jobs).count(jobs) == (4, 0)
+
+
+def test_another_chat_template_is_another_measurement(loaded, jobs, store):
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    other = dataclasses.replace(loaded, tokenizer=tokenizer)
+    assert begin(store, other, jobs).count(jobs) == (4, 4)
+
+
+def test_another_tokenizer_is_another_measurement(loaded, jobs, store):
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.add_tokens(["falcon"])
+    other = dataclasses.replace(loaded, tokenizer=tokenizer)
+    assert begin(store, other, jobs).count(jobs) == (4, 4)
+
+
+@pytest.mark.parametrize(("name", "value"), [("eos_token_id", 7), ("repetition_penalty", 1.3)])
+def test_other_defaults_of_generation_are_another_measurement(
+    loaded, jobs, store, monkeypatch, name, value
+):
+    monkeypatch.setattr(loaded.model.generation_config, name, value)
+    assert begin(store, loaded, jobs).count(jobs) == (4, 4)
