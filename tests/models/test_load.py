@@ -41,7 +41,7 @@ def test_a_configuration_needs_neither_weights_nor_a_tokenizer(folder, tmp_path)
     assert config_hash(load_config(str(alone))) == config_hash(load_config())
     with pytest.raises(UsageError, match="has no weights"):
         check_folder(str(alone))
-    with pytest.raises(UsageError, match="has no config.json"):
+    with pytest.raises(UsageError, match=r"has no config\.json"):
         load_config(str(tmp_path))
 
 
