@@ -78,4 +78,5 @@ def test_the_two_commands_are_there():
 @pytest.mark.parametrize("name", [*BASES, *MODIFIERS])
 def test_every_policy_has_a_row(name):
     mark = f"`{name}`" if name in BASES else f"`+{name}`"
-    assert any(line.startswith(f"| {mark} |") for line in README.splitlines())
+    rows = [line.split(" | ")[0] for line in README.splitlines() if line.startswith("| `")]
+    assert any(mark in row for row in rows)

@@ -225,6 +225,7 @@ def kvtool_attention(
         block=cache.block,
     )
     out = attend(layer, call, taken.decoding)
+    cache.layer_done(layer)
     if cache.watch is not None:
         cache.watch(taken, call, out)
     return out.transpose(1, 2).contiguous(), None

@@ -19,10 +19,12 @@ from transformers.cache_utils import (
 )
 
 from kvtool.cache import handover
+from kvtool.cache.eviction import cut_stored
 from kvtool.cache.kernels import Call
 from kvtool.cache.slots import HybridSlotLayer, SlotLayer
 from kvtool.cache.together import form_groups
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.policies.allocate.split import AllocatedSplit, Split, Spread
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
@@ -59,6 +61,7 @@ def build_cache(
     budget: Budget | str | int | float | None = None,
     *,
     prefill: str = "full",
+    split: Split | None = None,
 ) -> KVCache:
     """Make an empty cache for a model that runs (or will run) kvtool's attention.
 
@@ -68,7 +71,9 @@ def build_cache(
         budget: tokens per layer and KV head (int, `4K`), share of the prompt (float, `20%`) or
             bytes of the whole cache (`64MiB`). None only for policies that keep everything.
         prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
-            cutting after each.
+            cutting after each. A policy whose allocator looks at the prompt first
+            (`+d2o-alloc`) reads it at once and cuts at its end.
+        split: budgets of the layers, in place of the policy's own allocator.
 
     Raises:
         UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot
@@ -85,7 +90,8 @@ def build_cache(
         raise UsageError(f"policy `{policy.score.name}` needs a budget, such as 512, 20% or 64MiB")
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
-    cache = KVCache(config, policy, request, parse_prefill(prefill), kernel_of(model))
+    block = parse_prefill(prefill)
+    cache = KVCache(config, policy, request, block, kernel_of(model), split)
     cache.built_for = weakref.ref(model)
     return cache
 
@@ -135,6 +141,7 @@ class KVCache(Cache):
         budget: Budget | None,
         block: int | None = None,
         kernel: str = "sdpa",
+        split: Split | None = None,
     ) -> None:
         self.config, self.policy, self.budget, self.block = config, policy, budget, block
         self.kernel = kernel
@@ -151,6 +158,14 @@ class KVCache(Cache):
         super().__init__(layers=_make_layers(config, policy))
         self._slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         self._grouped = False
+        self._free = [layer for layer in self._slot_layers if layer.window is None]
+        if split is None and policy.allocate is not None and self._free:
+            split = AllocatedSplit(policy, len(self._free))
+        self._split = split
+        self.spreads: list[Spread] | None = None  # of each row, once it is known
+        self._budgets: dict[tuple, list[int]] = {}
+        if self._waits():
+            self.block = None
 
     # ---- what transformers asks
 
@@ -201,21 +216,34 @@ class KVCache(Cache):
                 layer.group = None
             self._grouped = False
 
+    def _choose_rows(self, rows: list[int]) -> None:
+        """Let what is known of each row follow the rows."""
+        self._ungroup()
+        self._budgets = {}
+        if self.spreads is not None:
+            self.spreads = [self.spreads[row] for row in rows]
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._ungroup()
+        if self.spreads is not None:
+            self._choose_rows(beam_idx.tolist())
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._ungroup()
+        self._choose_rows([row for row in range(len(self.spreads or ())) for _ in range(repeats)])
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        if self.spreads is not None:
+            chosen = torch.arange(len(self.spreads), device=indices.device)[indices]
+            self._choose_rows(chosen.tolist())
         self._ungroup()
         super().batch_select_indices(indices)
 
     def reset(self) -> None:
         self._ungroup()
-        self.input_ids = self.next_logits = None
+        self.input_ids = self.next_logits = self.spreads = None
+        self._budgets = {}
         super().reset()
         self.peak_bytes = 0
         self._counted = None
@@ -244,6 +272,8 @@ class KVCache(Cache):
         self._in_prompt, self._prompt_lengths = True, lengths
         try:
             yield
+            if self._free and self._free[-1].held_back:
+                self._cut_held_back()
         finally:
             self._in_prompt, self._prompt_lengths = False, None
 
@@ -251,23 +281,72 @@ class KVCache(Cache):
         """Fix what the rows of a layer may keep, before a block of a prompt is cut."""
         if layer.window is not None:
             layer.budget = layer.least = layer.most = layer.window - 1
-        elif self.budget is None:
             return
-        elif self.budget.tokens is not None:
-            layer.budget = layer.least = layer.most = self.budget.tokens
-        elif self.budget.bytes is not None:
-            tokens = self._tokens_for_bytes(layer)
-            layer.budget = layer.least = layer.most = tokens
-        else:
-            lengths = self._prompt_lengths or self._count(layer, positions, q_len)
-            rows = [max(share, layer.least) for share in self._shares(lengths)]
-            layer.least, layer.most = min(rows), max(rows)
-            layer.budget = layer.most
-            if layer.least < layer.most:
-                layer.budget = torch.tensor(rows, device=layer.device)[:, None, None]
-                if not layer.ragged:  # no row is padded yet, but rows will keep different counts
-                    before = layer.seen - q_len
-                    layer.lengths = torch.full((len(rows),), before, device=layer.device)
+        if self.budget is None:
+            return
+        if self._split is None and self.budget.ratio is None:
+            layer.budget = layer.least = layer.most = self._tokens(layer)
+            return
+        lengths = self._prompt_lengths or self._count(layer, positions, q_len)
+        if self._waits():
+            layer.held_back = True
+            layer.budget = layer.least = layer.most = max(lengths)
+            return
+        self._set_rows(layer, self._row_budgets(layer, lengths), q_len)
+
+    def _set_rows(self, layer: SlotLayer, rows: list[int], q_len: int) -> None:
+        """Set the budget of every row, before or (`q_len` 0) after a block is stored."""
+        layer.least, layer.most = min(rows), max(rows)
+        layer.budget = layer.most
+        if layer.least < layer.most:
+            layer.budget = torch.tensor(rows, device=layer.device)[:, None, None]
+            if not layer.ragged:  # no row is padded yet, but rows will keep different counts
+                before = layer.seen - q_len
+                layer.lengths = torch.full((len(rows),), before, device=layer.device)
+
+    def _row_budgets(self, layer: SlotLayer, lengths: list[int]) -> list[int]:
+        """What each row of a layer may keep."""
+        shares = self._shares(lengths)
+        if self._split is None:
+            return [max(share, layer.least) for share in shares]
+        place = self._free.index(layer)
+        rows = []
+        for row, n in enumerate(lengths):
+            mean = shares[row] if shares else self._tokens(layer)
+            key = (mean, n, row if self.spreads else None)
+            if key not in self._budgets:
+                spread = self.spreads[row] if self.spreads else None
+                self._budgets[key] = self._split.for_prompt(mean, n, spread)
+            rows.append(self._budgets[key][place])
+        return rows
+
+    def _tokens(self, layer: SlotLayer) -> int:
+        """The budget in tokens per layer and KV head, where it does not depend on the prompt."""
+        if self.budget.tokens is not None:
+            return self.budget.tokens
+        return self._tokens_for_bytes(layer)
+
+    def _waits(self) -> bool:
+        """Whether nothing may be cut before all layers have been seen."""
+        allocator = self.policy.allocate
+        own = isinstance(self._split, AllocatedSplit)
+        return own and allocator.metric is not None and self.spreads is None
+
+    def layer_done(self, layer: SlotLayer) -> None:
+        """Cut what was held back, if this was the last layer of a prompt that came at once."""
+        if layer.held_back and layer is self._free[-1] and not self._in_prompt:
+            self._cut_held_back()
+
+    def _cut_held_back(self) -> None:
+        """Split the budget by what all layers have shown, and cut them."""
+        variance = torch.stack([layer.variance for layer in self._free], 1)  # (batch, layers)
+        lengths = self.tokens_seen()
+        rows = zip(variance.tolist(), lengths, strict=True)
+        self.spreads = [Spread(row, n) for row, n in rows]
+        for layer in self._free:
+            layer.held_back = False
+            self._set_rows(layer, self._row_budgets(layer, lengths), 0)
+            cut_stored(layer)
 
     def _shares(self, lengths: list[int]) -> list[int]:
         """What each row may keep, for a budget that is a ratio; empty for other budgets."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvtool.cache import handover
 from kvtool.cache.cache import KVCache
 from kvtool.cache.eviction import (
+    WatchedBlock,
     block_needs_all_rows,
     block_needs_last_rows,
     decode_needs_rows,
@@ -129,8 +130,9 @@ def _after(module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
     block = enter_block(layer, q_len, positions, taken.raw_key, taken.raw_value)
     valid = block.new >= 0 if layer.ragged else None
     if block_needs_all_rows(layer):
-        rows = make_rows(layer, weights, visible[:, :, 0], valid)
-        layer.policy.ranking.observe(block.state, block.view, rows)
+        watch = WatchedBlock(layer, block)
+        watch.see(make_rows(layer, weights, visible[:, :, 0], valid))
+        watch.end()
     rows = None
     if block_needs_last_rows(layer, block):
         last = last_queries(layer, block, q_len)
@@ -140,3 +142,4 @@ def _after(module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
         valid = None if valid is None else valid.gather(1, last)
         rows = make_rows(layer, weights.gather(3, index), None, valid)
     leave_block(layer, block, taken.raw_key, taken.raw_value, rows)
+    cache.layer_done(layer)

@@ -68,13 +68,15 @@ def enter_block(
 
 
 def block_needs_all_rows(layer: SlotLayer) -> bool:
-    """Whether the policy wants the weights of every query of a block."""
-    return layer.policy.ranking.evidence is Evidence.ALL_ROWS
+    """Whether the policy, or what splits the budget, wants the weights of every query."""
+    return layer.held_back or layer.policy.ranking.evidence is Evidence.ALL_ROWS
 
 
 def block_needs_last_rows(layer: SlotLayer, block: Block) -> bool:
     """Whether the policy wants the last queries' weights: only if something has to go."""
-    return layer.policy.ranking.evidence is Evidence.LAST_ROWS and _over_budget(layer, block)
+    if layer.policy.ranking.evidence is not Evidence.LAST_ROWS:
+        return False
+    return layer.held_back or _over_budget(layer, block)
 
 
 def last_queries(layer: SlotLayer, block: Block, q_len: int) -> Tensor:
@@ -84,6 +86,48 @@ def last_queries(layer: SlotLayer, block: Block, q_len: int) -> Tensor:
     if layer.ragged:
         place = torch.where(block.new >= 0, place, -1).argsort(-1)
     return place[:, -count:]
+
+
+def column_variance(sums: Tensor, tokens: Count) -> Tensor:
+    """Population variance of the column sums of attention over a prompt, mean over query heads.
+
+    D2O (https://arxiv.org/abs/2406.13035), equation 4: the sums have mean 1.
+
+    Args:
+        sums: (batch, kv_heads, group, slots) float32, 0 in slots of padding.
+        tokens: length of the prompt, one number or (batch, 1, 1).
+
+    Returns:
+        (batch,) float32.
+    """
+    count = tokens.view(-1, 1, 1) if isinstance(tokens, Tensor) else tokens
+    return (sums.square().sum(-1) / count - 1).mean((1, 2))
+
+
+class WatchedBlock:
+    """Hands the rows of a block, as they come, to whoever wants all of them."""
+
+    def __init__(self, layer: SlotLayer, block: Block) -> None:
+        self._layer, self._block = layer, block
+        self._scored = layer.policy.ranking.evidence is Evidence.ALL_ROWS
+        self._sums: Tensor | None = None
+
+    def see(self, rows: Rows) -> None:
+        """Take some of the block's rows."""
+        view = self._block.view
+        if self._scored:
+            self._layer.policy.ranking.observe(self._block.state, view, rows)
+        if self._layer.held_back:
+            if self._sums is None:
+                slots = view.positions.shape[2]
+                self._sums = rows.weights.new_zeros((*rows.weights.shape[:3], slots))
+            self._sums[..., : rows.slots] += rows.weights.sum(3)
+
+    def end(self) -> None:
+        """Say that all rows have come."""
+        if self._sums is not None:
+            view = self._block.view
+            self._layer.variance = column_variance(self._sums, view.tokens_seen)
 
 
 def leave_block(
@@ -100,6 +144,11 @@ def leave_block(
         stays.
     """
     view = block.view
+    if layer.held_back:
+        importance, _ = judge(layer, view, block.state, rows, 0)
+        layer.waiting = importance, view.block
+        layer.extend(raw_key, raw_value, view.positions, block.state)
+        return None
     if not _over_budget(layer, block):
         new = slice(block.kept, None)
         layer.extend(raw_key[:, :, new], raw_value[:, :, new], view.positions, block.state)
@@ -111,6 +160,22 @@ def leave_block(
     state = {name: number.gather(2, chosen) for name, number in block.state.items()}
     layer.replace(take(raw_key, chosen), take(raw_value, chosen), positions, state)
     return chosen
+
+
+def cut_stored(layer: SlotLayer) -> None:
+    """Cut what was held back to the budget that the layer has got meanwhile."""
+    (importance, block), layer.waiting = layer.waiting, None
+    if layer.used <= layer.least:
+        return
+    view = replace(_used_view(layer, layer.values), block=block)
+    state = _used_state(layer)
+    victims = at_least_zero(view.held - layer.budget)
+    protected = layer.policy.ranking.protected(state, view, victims)
+    slots = min(layer.most, layer.used)
+    chosen, positions = keep_top(importance, view.positions, layer.budget, protected, slots)
+    state = {name: number.gather(2, chosen) for name, number in state.items()}
+    layer.replace(take(layer.keys, chosen), take(layer.values, chosen), positions, state)
+    layer.shrink()
 
 
 def _over_budget(layer: SlotLayer, block: Block) -> bool:

@@ -23,6 +23,7 @@ from kvtool.cache.slots import SlotLayer
 from kvtool.documents.files import write_with
 from kvtool.errors import KvtoolError
 from kvtool.identity import config_hash
+from kvtool.policies.allocate.split import Spread
 
 _KIND, _VERSION = "kvtool.cache", "1"
 
@@ -62,6 +63,9 @@ def save_cache(
         tensors["input_ids"] = input_ids.cpu().long()
     if next_logits is not None:
         tensors["next_logits"] = next_logits.float().cpu()
+    if cache.spreads is not None:
+        tensors["spread.variance"] = torch.tensor([row.variance for row in cache.spreads])
+        tensors["spread.tokens"] = torch.tensor([row.tokens for row in cache.spreads])
     first = cache.first_layer
     if first.ragged:
         tensors["lengths"] = first.lengths.cpu()
@@ -121,6 +125,9 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
             _fill_slots(layer, tensors, f"layer.{i}", int(metadata["seen"]), model)
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             _fill_recurrent(layer, tensors, f"layer.{i}", model)
+    if "spread.variance" in tensors:
+        rows = zip(tensors["spread.variance"], tensors["spread.tokens"], strict=True)
+        cache.spreads = [Spread(variance.tolist(), int(tokens)) for variance, tokens in rows]
     cache.input_ids = tensors.get("input_ids")
     cache.next_logits = tensors.get("next_logits")
     return cache

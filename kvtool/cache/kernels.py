@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.eviction import Block, last_queries, make_rows
+from kvtool.cache.eviction import Block, WatchedBlock, last_queries, make_rows
 from kvtool.cache.slots import SlotLayer, take
 from kvtool.maths.attention import attention_weights, group_queries, visible_keys, weighted_values
 from kvtool.policies.parts import Rows
@@ -107,6 +107,7 @@ def _flash_block(layer: SlotLayer, call: Call) -> Tensor:
 def explicit_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:
     parts = []
     valid = block.new >= 0 if layer.ragged else None
+    watch = WatchedBlock(layer, block) if observed else None
     for start, stop in _chunks(layer, call.q_len, _EXPLICIT_ROWS):
         low, high = _reach(layer, block, start, stop)
         visible = _visible(layer, block, start, stop, low, high)
@@ -114,10 +115,11 @@ def explicit_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -
             call, call.query[:, :, start:stop], call.key[:, :, low:high], visible
         )
         parts.append(weighted_values(weights, call.value[:, :, low:high]))
-        if observed:
+        if watch is not None:
             seen = None if valid is None else valid[:, start:stop]
-            rows = make_rows(layer, weights, visible[:, :, 0], seen)
-            layer.policy.ranking.observe(block.state, block.view, rows)
+            watch.see(make_rows(layer, weights, visible[:, :, 0], seen))
+    if watch is not None:
+        watch.end()
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 

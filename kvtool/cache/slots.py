@@ -44,6 +44,9 @@ class SlotLayer(CacheLayerMixin):
         budget: tokens that a row may keep, one number or (batch, 1, 1); set when a prompt begins.
             None: no limit.
         least, most: smallest and largest budget of the rows, known to the host.
+        held_back: whether a prompt is stored whole until all layers have been seen.
+        waiting: of what is held back, the scores (batch, kv_heads, slots) and the block's tokens.
+        variance: (batch,) variance of the column sums of the prompt's attention (D2O's F).
         window: width of the layer's own sliding window, in tokens, or None.
     """
 
@@ -70,6 +73,9 @@ class SlotLayer(CacheLayerMixin):
         self.group: Group | None = None
         self.budget: Count | None = None
         self.least = self.most = 0
+        self.held_back = False
+        self.waiting: tuple[Tensor, Count] | None = None
+        self.variance: Tensor | None = None
 
     # ---- what transformers asks
 
@@ -286,6 +292,13 @@ class SlotLayer(CacheLayerMixin):
             self.state[name][:, :, count:] = 0
         self.used, self.pending, self.ordered = count, None, True
 
+    def shrink(self) -> None:
+        """Give back the memory of slots that are not in use."""
+        count = self.used
+        self.keys, self.values = self.keys[:, :, :count].clone(), self.values[:, :, :count].clone()
+        self.positions = self.positions[:, :, :count].clone()
+        self.state = {name: number[:, :, :count].clone() for name, number in self.state.items()}
+
     def fill_to(self, slots: int) -> None:
         """Count empty slots as used, so that rows of different budgets can grow into them."""
         self._reserve(slots)
@@ -298,7 +311,9 @@ class SlotLayer(CacheLayerMixin):
             return
         roomy = max(slots, int(capacity * _GROWTH) + 16) if capacity else slots
         when, limit = self.policy.score.when, self.most + 1
-        if when == "always":
+        if self.held_back:
+            roomy = slots
+        elif when == "always":
             roomy = limit if slots >= self.most else min(roomy, limit)
         elif when == "prompt" and slots <= self.most:
             roomy = min(roomy, limit)

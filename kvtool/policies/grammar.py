@@ -9,6 +9,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvtool.errors import UsageError, did_you_mean
+from kvtool.policies.allocate.room import Allocator
 from kvtool.policies.parts import Rescore, Score
 from kvtool.policies.policy import Policy
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
@@ -34,7 +35,7 @@ def parse_policy(text: str) -> Policy:
         raise UsageError(f"the policy is empty; choose one of: {', '.join(BASES)}")
     base, *rest = _split(text.lower(), "+")
     score = _build(base, BASES, "policy")
-    rescores: list[Rescore] = []
+    modifiers: list[Rescore | Allocator] = []
     for part in rest:
         name = _PART.fullmatch(part)
         if name and name[1] in BASES:
@@ -42,31 +43,42 @@ def parse_policy(text: str) -> Policy:
                 f"`{name[1]}` is a base policy and cannot modify `{score.name}`",
                 hint=f"modifiers: {', '.join(MODIFIERS)}",
             )
-        rescores.append(_build(part, MODIFIERS, "modifier"))
-    if len(rescores) > 1:
-        names = [rescore.name for rescore in rescores]
+        modifiers.append(_build(part, MODIFIERS, "modifier"))
+    rescores = [part for part in modifiers if isinstance(part, Rescore)]
+    allocators = [part for part in modifiers if isinstance(part, Allocator)]
+    return Policy(score, _one(rescores), _one(allocators))
+
+
+def _one(parts: list[Any]) -> Any:
+    """Return the only modifier of its kind, None if there is none."""
+    if len(parts) > 1:
+        names = [_name(part) for part in parts]
         twice = len(set(names)) < len(names)
         raise UsageError(
             f"modifier `{names[0]}` is given twice"
             if twice
             else f"modifiers `{names[0]}` and `{names[1]}` exclude each other; keep one"
         )
-    return Policy(score, rescores[0] if rescores else None)
+    return parts[0] if parts else None
 
 
 def format_policy(policy: Policy) -> str:
     """The canonical spelling: lower case, only the parameters that differ from their defaults."""
-    parts = [policy.score] + ([policy.rescore] if policy.rescore is not None else [])
-    return "+".join(_format(part) for part in parts)
+    parts = (policy.score, policy.rescore, policy.allocate)
+    return "+".join(_format(part) for part in parts if part is not None)
 
 
-def _format(part: Score | Rescore) -> str:
+def _name(part: Score | Rescore | Allocator) -> str:
+    return part.modifier if isinstance(part, Allocator) else part.name
+
+
+def _format(part: Score | Rescore | Allocator) -> str:
     given = [
         f"{field.name}={_spell(getattr(part, field.name))}"
         for field in fields(part)
         if getattr(part, field.name) != field.default
     ]
-    return part.name + (f"({','.join(given)})" if given else "")
+    return _name(part) + (f"({','.join(given)})" if given else "")
 
 
 def _spell(value: Any) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvtool.errors import UsageError
+from kvtool.policies.allocate.room import Allocator
 from kvtool.policies.parts import Rescore, Score
 
 
@@ -14,15 +15,23 @@ class Policy:
     Args:
         score: what matters.
         rescore: a modifier of the score (CAOTE, FastCAOTE), or None.
+        allocate: how the budget is split over the layers; None: every layer has the same.
 
     Raises:
-        UsageError: the rescore needs attention scores and the score has none.
+        UsageError: the rescore needs attention scores and the score has none; a split of a budget
+            that nobody holds.
     """
 
     score: Score
     rescore: Rescore | None = None
+    allocate: Allocator | None = None
 
     def __post_init__(self) -> None:
+        if self.allocate is not None and self.score.when == "never":
+            raise UsageError(
+                f"`{self.allocate.modifier}` splits a budget over layers, "
+                f"and `{self.score.name}` keeps everything"
+            )
         if self.rescore is not None and not self.score.attention:
             raise UsageError(
                 f"`{self.rescore.name}` weighs values by attention scores, "
@@ -49,6 +58,14 @@ class Policy:
             parts = " + ".join(f"{name} {count}" for name, count in reserved.items())
             parts += f" = {total}" if len(reserved) > 1 else ""
             raise UsageError(f"budget {tokens} is not above {parts} of policy `{self.score.name}`")
+
+    @property
+    def least(self) -> int:
+        """The smallest budget that holds more than what is always kept."""
+        tokens = 1
+        while sum(self.score.reserved(tokens).values()) >= tokens:
+            tokens += 1
+        return tokens
 
     def __str__(self) -> str:
         from kvtool.policies.grammar import format_policy

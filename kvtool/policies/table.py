@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Literal
 
+from kvtool.policies.allocate.room import Allocator
 from kvtool.policies.parts import Rescore, Score
 
 BASES: dict[str, str] = {
@@ -21,6 +22,15 @@ MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",
     "fastcaote": "rescore.caote:FastCAOTE",
 }
+ALLOCATORS: dict[str, str] = {  # modifiers that split the budget over layers
+    "uniform": "allocate.uniform:Uniform",
+    "d2o-alloc": "allocate.d2o:D2O",
+    "d2o-exp": "allocate.d2o:D2OExp",
+    "d2o-reciprocal": "allocate.d2o:D2OReciprocal",
+    "pyramid": "allocate.pyramid:Pyramid",
+    "optimal": "allocate.optimal:Optimal",
+}
+MODIFIERS |= ALLOCATORS
 REFUSED: dict[str, str] = {
     "loco": "it merges tokens with weights that need training, and there are none to ship",
 }
@@ -44,7 +54,7 @@ class Entry:
     budget_kind: str
 
 
-def policy_class(name: str) -> type[Score] | type[Rescore]:
+def policy_class(name: str) -> type[Score] | type[Rescore] | type[Allocator]:
     """The class behind a name of the table."""
     module, _, attribute = (BASES | MODIFIERS)[name].partition(":")
     return getattr(import_module(f"kvtool.policies.{module}"), attribute)
@@ -59,5 +69,7 @@ def describe() -> list[Entry]:
         parameters = {field.name: field.default for field in fields(cls)}
         kind = "base" if name in BASES else "modifier"
         budget = _BUDGET_KINDS[cls.when] if kind == "base" else "that of its base"
+        if name in ALLOCATORS:
+            budget = "the mean over layers"
         entries.append(Entry(name, kind, summary, parameters, cls.paper, budget))
     return entries

@@ -1,0 +1,204 @@
+"""Layers with budgets of their own: what is held, what is chosen, in batches, turns and files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.errors import UsageError
+from kvtool.generation import compress, decode_step, prefill
+from kvtool.policies.allocate.d2o import D2O
+from kvtool.policies.allocate.pyramid import pyramid_line
+from kvtool.policies.allocate.room import Room
+from tests.families import family_model
+from tests.models_for_tests import peaky_model, random_ids
+
+LAYERS = 4
+BASES = ["streaming", "h2o", "h2o+caote", "tova", "roco(sinks=2)", "snapkv(window=6)"]
+ALLOCATORS = ["pyramid", "d2o-alloc(norm=minmax)"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvtool.attach(peaky_model("llama", num_hidden_layers=LAYERS))
+
+
+def filled(model, policy, budget, ids, mask=None, prefill_mode="full"):
+    cache = kvtool.build_cache(model, policy, budget, prefill=prefill_mode)
+    logits = prefill(model, cache, ids, mask)
+    return cache, logits
+
+
+def column_variances(model, ids) -> list[float]:
+    """F of each layer from the attention matrices that eager attention returns."""
+    kvtool.detach(model)
+    model.set_attn_implementation("eager")
+    try:
+        layers = model(ids, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation("sdpa")
+        kvtool.attach(model)
+    found = []
+    for weights in layers:
+        heads = []
+        for head in weights[0]:
+            sums = [sum(column.tolist()) for column in head.T]
+            mean = sum(sums) / len(sums)
+            heads.append(sum((value - mean) ** 2 for value in sums) / len(sums))
+        found.append(sum(heads) / len(heads))
+    return found
+
+
+@pytest.mark.parametrize("norm", ["length", "minmax"])
+def test_d2o_splits_by_the_variance_of_the_prompts_attention(model, norm):
+    ids = random_ids(70)
+    policy = kvtool.parse_policy("streaming")
+    room = Room(
+        total=LAYERS * 20,
+        lo=[policy.least] * LAYERS,
+        hi=[70] * LAYERS,
+        variance=column_variances(model, ids),
+        variance_tokens=70,
+    )
+    expected = D2O(norm=norm).split(room).tokens
+    cache, _ = filled(model, f"streaming+d2o-alloc(norm={norm})", 20, ids)
+    assert cache.report().kept_per_layer == expected
+    assert sum(expected) == LAYERS * 20
+    assert norm == "length" or len(set(expected)) > 1
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_a_layer_keeps_what_it_keeps_alone_under_its_own_budget(model, base, allocator):
+    """A whole prompt is attended before anything is cut, so layers do not disturb each other."""
+    ids = random_ids(60)
+    cache, logits = filled(model, f"{base}+{allocator}", 16, ids)
+    report = cache.report()
+    assert sum(report.kept_per_layer) == 16 * LAYERS
+    assert len(set(report.kept_per_layer)) > 1
+    per_token = 2 * 16 * 2 * 4  # kv heads, dim, keys and values, float32
+    assert report.kv_bytes == 16 * LAYERS * per_token
+    for layer, kept in enumerate(report.kept_per_layer):
+        alone, same = filled(model, base, kept, ids)
+        assert torch.equal(cache.kept_positions(layer), alone.kept_positions(layer))
+        assert torch.allclose(logits, same, atol=1e-4)
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_every_layer_holds_its_budget_while_decoding(model, base, allocator):
+    cache, _ = filled(model, f"{base}+{allocator}", 16, random_ids(60))
+    kept = cache.report().kept_per_layer
+    for token in range(2, 12):
+        decode_step(model, cache, torch.tensor([token]))
+    appended = 10 if base.startswith("snapkv") else 0
+    report = cache.report()
+    assert report.kept_per_layer == [tokens + appended for tokens in kept]
+    if not appended:
+        per_slot = 2 * 16 * 2 * 4
+        assert report.allocated_bytes == sum(tokens + 1 for tokens in kept) * per_slot
+
+
+def test_pyramid_follows_its_line():
+    model = kvtool.attach(peaky_model("llama", num_hidden_layers=LAYERS))
+    cache, _ = filled(model, "snapkv(window=8)+pyramid", 48, random_ids(500))
+    line = pyramid_line(LAYERS, 48, 500, window=8, beta=20)
+    assert cache.report().kept_per_layer == [round(past) + 8 for past in line]
+    cache, _ = filled(model, "h2o+pyramid", 48, random_ids(500), prefill_mode="block:32")
+    assert sum(cache.report().kept_per_layer) == 48 * LAYERS
+
+
+@pytest.mark.parametrize("policy", ["h2o+pyramid", "roco(sinks=2)+d2o-alloc(norm=minmax)"])
+@pytest.mark.parametrize("budget", [16, "30%", "20KiB"])
+def test_ratios_and_bytes_are_split_too(model, policy, budget):
+    cache, _ = filled(model, policy, budget, random_ids(60))
+    tokens = {16: 16, "30%": 18, "20KiB": 20 * 1024 // (LAYERS * 256)}[budget]
+    assert sum(cache.report().kept_per_layer) == tokens * LAYERS
+
+
+@pytest.mark.parametrize("policy", [f"{base}+{one}" for base in BASES for one in ALLOCATORS])
+@pytest.mark.parametrize("budget", [16, "40%"])
+def test_a_row_of_a_padded_batch_is_the_row_alone(model, policy, budget):
+    rows = [random_ids(60, seed=1)[0], random_ids(37, seed=2)[0]]
+    ids = torch.zeros(2, 60, dtype=torch.long)
+    mask = torch.zeros(2, 60, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, 60 - len(row) :], mask[i, 60 - len(row) :] = row, 1
+    both, logits = filled(model, policy, budget, ids, mask)
+    alone = [filled(model, policy, budget, row[None]) for row in rows]
+    for token in (5, 9, 11):
+        for i, (cache, single) in enumerate(alone):
+            assert torch.allclose(logits[i], single[0], atol=1e-4)
+            for layer in range(LAYERS):
+                kept = cache.kept_positions(layer)[0]
+                ours = both.kept_positions(layer)[i]
+                assert torch.equal(ours[:, : kept.shape[1]], kept)
+                assert (ours[:, kept.shape[1] :] == -1).all()
+        logits = decode_step(model, both, torch.tensor([token, token]))
+        alone = [(c, decode_step(model, c, torch.tensor([token]))) for c, _ in alone]
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_what_fits_is_never_touched(model, allocator):
+    ids = random_ids(60)
+    _, expected = filled(model, "full", None, ids)
+    cache, logits = filled(model, f"h2o+{allocator}", 60, ids)
+    assert torch.allclose(logits, expected, atol=1e-5)
+    assert cache.report().kept_per_layer == [60] * LAYERS
+
+
+def test_waiting_for_all_layers_holds_the_full_cache_once(model):
+    cache, _ = filled(model, "h2o+d2o-alloc(norm=minmax)", 16, random_ids(60))
+    report = cache.report()
+    assert report.peak_bytes == report.full_bytes
+    assert report.allocated_bytes < report.full_bytes / 3
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_turns_copies_and_files_go_on_alike(model, allocator, tmp_path):
+    policy = f"h2o+{allocator}"
+    cache = kvtool.build_cache(model, policy, "30%")
+    compress(model, cache, random_ids(60))
+    kvtool.save_cache(cache, tmp_path / "a.st", model=model)
+    others = [cache.copy(), kvtool.load_cache(tmp_path / "a.st", model)]
+    for other in others:
+        assert other.report().kept_per_layer == cache.report().kept_per_layer
+    more = random_ids(30, seed=8)
+    logits = prefill(model, cache, more)
+    assert sum(cache.report().kept_per_layer) == LAYERS * 27  # 30% of 90
+    for other in others:
+        assert torch.equal(prefill(model, other, more), logits)
+        assert other.report().kept_per_layer == cache.report().kept_per_layer
+        assert torch.equal(other.kept_positions(2), cache.kept_positions(2))
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"prefill_chunk_size": 16}])
+def test_transformers_own_generate_cuts_at_the_prompts_end(model, settings):
+    for allocator in ALLOCATORS:
+        cache = kvtool.build_cache(model, f"h2o+{allocator}", 16)
+        out = model.generate(
+            random_ids(60), past_key_values=cache, max_new_tokens=5, do_sample=False, **settings
+        )
+        assert out.shape[1] == 65
+        assert sum(cache.report().kept_per_layer) == 16 * LAYERS
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral-window", "gpt_oss", "qwen3_next", "falcon"])
+def test_sliding_and_recurrent_layers_are_left_out(name):
+    model = kvtool.attach(family_model(name))
+    uniform, _ = filled(model, "h2o", 16, random_ids(60))
+    for allocator in ALLOCATORS:
+        cache, _ = filled(model, f"h2o+{allocator}", 16, random_ids(60))
+        assert sum(cache.report().kept_per_layer) == sum(uniform.report().kept_per_layer)
+
+
+def test_what_cannot_be_split_is_refused(model):
+    with pytest.raises(UsageError, match="keeps everything"):
+        kvtool.parse_policy("full+pyramid")
+    with pytest.raises(UsageError, match="exclude each other"):
+        kvtool.parse_policy("h2o+pyramid+uniform")
+    with pytest.raises(UsageError, match="needs measurements"):
+        kvtool.build_cache(model, "h2o+optimal", 16)
+    with pytest.raises(UsageError, match="budget 3 is not above sinks"):
+        kvtool.build_cache(model, "streaming+pyramid", 3)
