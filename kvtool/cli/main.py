@@ -16,6 +16,7 @@ from kvtool.cli.eval import evaluate
 from kvtool.cli.generate import generate
 from kvtool.cli.options import command
 from kvtool.cli.policies import policies
+from kvtool.cli.profile import profile
 from kvtool.errors import KvtoolError
 
 app = typer.Typer(
@@ -40,7 +41,7 @@ def root(
         raise typer.Exit(2)
 
 
-for function in (generate, compress, policies):
+for function in (generate, compress, policies, profile):
     app.command()(command(function))
 app.command("eval")(command(evaluate))
 

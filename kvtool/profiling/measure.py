@@ -33,12 +33,14 @@ class Plan:
         decode: tokens generated after each text, greedily, with the full cache.
         policy: the policy of `output_error`.
         budgets: its budgets, in tokens, ascending.
+        memory: whether the table of memory is wanted, which reads no text.
     """
 
     metrics: tuple[str, ...]
     decode: int
     policy: str = "h2o"
     budgets: tuple[int, ...] = ()
+    memory: bool = False
 
     @property
     def steps(self) -> int:

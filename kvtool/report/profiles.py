@@ -1,0 +1,163 @@
+"""A profile as one picture: a bar per layer, curves by layer, heat maps of layers and heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.documents.profile import OutputErrors, ProfileDocument
+from kvtool.report import digits
+from kvtool.report.panels import log_y, new_panels
+from kvtool.report.style import drawing, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BAR = "#0072B2"
+_MAP = "viridis"
+_SCORES = ("aas", "aqas", "ltas", "mas")
+_BARS = {
+    "f_variance": ("density variance", "F of the column sums"),
+    "entropy": ("column-sum entropy", "H / log n"),
+    "query_cosine": ("neighbouring queries", "cosine"),
+    "recompute_frequency": ("CaliDrop recomputes", "share of steps, 0.7 / 0.85"),
+    "topk_union": ("tokens ever in the top-k", "tokens"),
+    "robustness": ("early peak of std", "share of tokens"),
+}
+_CURVES = {
+    "query_cosine": ("cosine by distance", "distance (tokens)", "distances"),
+    "topk_union": ("growth of the top-k union", "decoded tokens", "steps"),
+    "robustness": ("std of a token's attention", "steps since it came", "steps"),
+}
+_MAPS = {"f_variance": "density variance F", "entropy": "column-sum entropy"}
+
+
+def draw_profile(document: ProfileDocument, heads: Mapping[str, Any], path: Path) -> None:
+    """Draw a profile into a file, in the format of its suffix.
+
+    Args:
+        heads: (layers, heads, ..) by name, as `kvtool.profiling.measure` returns it.
+    """
+    with drawing():
+        save(profile_figure(document, heads), path)
+
+
+def profile_figure(document: ProfileDocument, heads: Mapping[str, Any]) -> Figure:
+    """Return a panel for every measurement."""
+    draw = [*_bar_panels(document), *_map_panels(heads), *_curve_panels(document)]
+    figure, panels = new_panels(len(draw))
+    for panel, fill in zip(panels, draw, strict=True):
+        fill(panel)
+    layers = document.model.layers
+    if layers > 1 and any(panel.lines for panel in panels):
+        bar = figure.colorbar(_layer_colours(layers), ax=panels, shrink=0.6, aspect=30)
+        bar.set_label("layer (lines)")
+        bar.outline.set_visible(False)
+    return figure
+
+
+def _bar_panels(document: ProfileDocument) -> list[Callable[[Axes], None]]:
+    found = []
+    for name, (title, label) in _BARS.items():
+        values = getattr(document.metrics, name)
+        if values is not None:
+            found.append(lambda panel, v=values, t=title, y=label: _bars(panel, v, t, y))
+    return found
+
+
+def _map_panels(heads: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
+    return [
+        lambda panel, v=heads[name], t=title: _heat_map(panel, v, t)
+        for name, title in _MAPS.items()
+        if name in heads and heads[name].shape[1] > 1
+    ]
+
+
+def _curve_panels(document: ProfileDocument) -> list[Callable[[Axes], None]]:
+    found: list[Callable[[Axes], None]] = []
+    for name, (title, label, axis) in _CURVES.items():
+        curve = getattr(document.curves, name, None)
+        if curve is not None:
+            x, rows = getattr(curve, axis), curve.values
+            found.append(
+                lambda panel, x=x, rows=rows, t=title, xl=label: _lines(panel, x, rows, t, xl)
+            )
+    if document.metrics.output_error is not None:
+        errors = document.metrics.output_error
+        found.append(lambda panel: _errors(panel, errors))
+    if document.metrics.jaccard is not None:
+        overlap = document.metrics.jaccard
+        for score in _SCORES:
+            rows = getattr(overlap, score)
+            if rows is not None:
+                title = f"{score}: overlap with no eviction"
+                found.append(
+                    lambda panel, rows=rows, t=title: _lines(
+                        panel, overlap.rates, rows, t, "share kept", log=False
+                    )
+                )
+    return found
+
+
+def _bars(panel: Axes, values: Sequence[float | None], title: str, label: str) -> None:
+    heights = [math.nan if value is None else value for value in values]
+    panel.bar(range(len(heights)), heights, color=_BAR, width=0.8)
+    panel.set_title(title)
+    panel.set_xlabel("layer")
+    panel.set_ylabel(label)
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    known = [value for value in values if value is not None]
+    if known and min(known) > 0 and max(known) > 100 * min(known):
+        log_y(panel)
+    panel.grid(axis="y")
+
+
+def _heat_map(panel: Axes, values: Any, title: str) -> None:
+    image = panel.imshow(values.T, cmap=_MAP, aspect="auto", origin="lower")
+    panel.set_title(title)
+    panel.set_xlabel("layer")
+    panel.set_ylabel("query head")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    panel.spines[:].set_visible(False)
+    bar = panel.figure.colorbar(image, ax=panel, aspect=18)
+    bar.outline.set_visible(False)
+
+
+def _lines(
+    panel: Axes,
+    x: Sequence[float],
+    rows: Sequence[Sequence[float] | None],
+    title: str,
+    label: str,
+    *,
+    log: bool = True,
+) -> None:
+    colours = _layer_colours(len(rows))
+    for layer, row in enumerate(rows):
+        if row is not None:
+            panel.plot(x, row, color=colours.to_rgba(layer), linewidth=1.2)
+    if log and len(x) > 2:
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(lambda value, _: digits.tokens(value))
+        panel.minorticks_off()
+    panel.set_title(title)
+    panel.set_xlabel(label)
+    panel.grid(axis="y")
+
+
+def _errors(panel: Axes, errors: OutputErrors) -> None:
+    _lines(panel, errors.budgets, errors.errors, f"output error, {errors.policy}", "budget")
+    known = [value for row in errors.errors if row is not None for value in row]
+    if known and min(known) > 0:
+        log_y(panel)
+
+
+def _layer_colours(layers: int) -> Any:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    return ScalarMappable(Normalize(0, max(1, layers - 1)), _MAP)
