@@ -18,6 +18,7 @@ ROOMS = (  # a room imports itself and what stands before it
     "documents",
     "maths",
     "policies",
+    "planning",
     "cache",
     "models",
     "generation",
@@ -33,6 +34,7 @@ ONLY = {  # third-party packages of the rooms at the bottom
     "documents": {"pydantic", "yaml"},
     "maths": {"torch"},
     "policies": {"torch"},
+    "planning": set(),
 }
 
 

@@ -15,6 +15,7 @@ from kvtool.cli.compress import compress
 from kvtool.cli.eval import evaluate
 from kvtool.cli.generate import generate
 from kvtool.cli.options import command
+from kvtool.cli.plan_budget import plan_budget
 from kvtool.cli.policies import policies
 from kvtool.cli.profile import profile
 from kvtool.errors import KvtoolError
@@ -41,7 +42,7 @@ def root(
         raise typer.Exit(2)
 
 
-for function in (generate, compress, policies, profile):
+for function in (generate, compress, policies, profile, plan_budget):
     app.command()(command(function))
 app.command("eval")(command(evaluate))
 

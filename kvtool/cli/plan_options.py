@@ -1,0 +1,126 @@
+"""What `kvtool plan-budget` is asked: its options, and the target they mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from kvtool.cli.options import ModelOptions
+from kvtool.documents.files import check_writable
+from kvtool.errors import UsageError
+from kvtool.sizes import Budget, parse_count
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(ModelOptions):
+    """Options of `kvtool plan-budget`."""
+
+    profile: Annotated[
+        str | None,
+        Argument(metavar="[PROFILE|-]", help="What `kvtool profile` measured; - reads stdin."),
+    ] = None
+    budget: Annotated[
+        str | None,
+        Option("--budget", "-b", metavar="TOKENS", help="Mean tokens per layer and KV head."),
+    ] = None
+    ratio: Annotated[
+        str | None, Option("--ratio", metavar="R", help="Share of the prompt (20%, 0.2).")
+    ] = None
+    bytes: Annotated[
+        str | None,
+        Option("--bytes", metavar="SIZE", help="Keys and values of all layers and rows (64MiB)."),
+    ] = None
+    context: Annotated[
+        str | None,
+        Option(
+            "--context",
+            metavar="N",
+            help="Tokens of the longest prompt and answer.  [default: the profile's, else what "
+            "the model was trained for]",
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        str | None,
+        Option(
+            "--max-new-tokens", "-n", metavar="N", help="Generated tokens of these.  [default: 0]"
+        ),
+    ] = None
+    batch: Annotated[int, Option("--batch", min=1, metavar="N", help="Rows that run together.")] = 1
+    policy: Annotated[
+        str | None,
+        Option("--policy", "-p", metavar="POLICY", help="What will run; see `kvtool policies`."),
+    ] = None
+    allocator: Annotated[
+        str | None,
+        Option(
+            "--allocator",
+            metavar="NAME",
+            help="uniform, d2o, d2o-reciprocal, d2o-exp, pyramid, ada or optimal.  "
+            "[default: d2o with a profile, else uniform]",
+        ),
+    ] = None
+    min_tokens: Annotated[
+        str | None,
+        Option("--min-tokens", metavar="N", help="Least tokens of a layer.  [default: 8]"),
+    ] = None
+    plot: Annotated[
+        str | None, Option("--plot", metavar="FILE", help="Draw the plan (.png, .svg, .pdf).")
+    ] = None
+
+    @property
+    def plot_path(self) -> Path | None:
+        """The picture to draw."""
+        return None if self.plot is None else Path(self.plot).expanduser()
+
+
+def read_target(options: PlanOptions) -> Budget:
+    """Return the one target that is given."""
+    given = {
+        "--budget": options.budget,
+        "--ratio": options.ratio,
+        "--bytes": options.bytes,
+    }
+    given = {flag: text for flag, text in given.items() if text is not None}
+    if not given:
+        raise UsageError("no target", hint="-b 512, --ratio 20% or --bytes 64MiB")
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} exclude each other; keep one")
+    ((flag, text),) = given.items()
+    if flag == "--ratio" and text.strip() == "1":
+        return Budget(ratio=Fraction(1))
+    if flag == "--bytes" and text.strip().isdigit():
+        return Budget(bytes=int(text))
+    budget = Budget.parse(text)
+    if flag == "--ratio" and budget.ratio is None:
+        raise UsageError(f"--ratio must be a share of the prompt, got `{text}`", hint="--ratio 20%")
+    if flag == "--bytes" and budget.bytes is None:
+        raise UsageError(f"--bytes must be a number of bytes, got `{text}`", hint="--bytes 64MiB")
+    return budget
+
+
+def check_paths(options: PlanOptions) -> None:
+    """Refuse files that could not be written at the end."""
+    options.check_output()
+    path = options.plot_path
+    if path is None:
+        return
+    from kvtool.evaluation.extras import require
+
+    if path.suffix.lower() not in _PICTURES:
+        raise UsageError(f"--plot must end in {', '.join(_PICTURES)}, got `{options.plot}`")
+    check_writable(path, "--plot")
+    require("plots", needed_by="--plot")
+
+
+def positive(text: str, flag: str) -> int:
+    """Read a number of tokens, 1 or more."""
+    count = parse_count(text)
+    if count < 1:
+        raise UsageError(f"{flag} must be 1 or more, got {text}")
+    return count

@@ -1,0 +1,59 @@
+"""Every allocator by the name that `--allocator` takes. A new one is a line here and a file."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from importlib import import_module
+
+from kvtool.errors import UsageError, did_you_mean
+from kvtool.policies.allocate.room import Allocator
+
+ALLOCATORS: dict[str, str] = {
+    "uniform": "uniform:Uniform",
+    "d2o": "d2o:D2O",
+    "d2o-reciprocal": "d2o:D2OReciprocal",
+    "d2o-exp": "d2o:D2OExp",
+    "pyramid": "pyramid:Pyramid",
+    "ada": "ada:Ada",
+    "optimal": "optimal:Optimal",
+}
+REFUSED: dict[str, str] = {
+    "duo": "it splits heads by trained scores, which no profile holds",
+}
+
+
+def parse_allocator(text: str) -> Allocator:
+    """Read an allocator: its name, perhaps with settings.
+
+    >>> spell_allocator(parse_allocator("d2o"))
+    'd2o'
+
+    Raises:
+        UsageError: a name or a setting that does not exist.
+    """
+    name, opened, _ = text.strip().lower().partition("(")
+    if name in REFUSED:
+        raise UsageError(f"allocator `{name}` is not offered here: {REFUSED[name]}")
+    if name not in ALLOCATORS:
+        raise UsageError(
+            f"no allocator named `{name}`; choose one of: {', '.join(ALLOCATORS)}",
+            hint=did_you_mean(name, ALLOCATORS),
+        )
+    module, _, attribute = ALLOCATORS[name].partition(":")
+    allocator = getattr(import_module(f"kvtool.policies.allocate.{module}"), attribute)()
+    if not opened:
+        return allocator
+    from kvtool.policies.grammar import parse_policy
+
+    settings = text.strip().lower()[len(name) :]
+    return parse_policy(f"recency+{allocator.modifier}{settings}").allocate
+
+
+def spell_allocator(allocator: Allocator) -> str:
+    """Return the spelling of an allocator: its name and the settings that are not the default."""
+    given = [
+        f"{field.name}={getattr(allocator, field.name)}"
+        for field in fields(allocator)
+        if getattr(allocator, field.name) != field.default
+    ]
+    return allocator.name + (f"({','.join(given)})" if given else "")
