@@ -107,6 +107,7 @@ class Bench:
         self.arm, self.protocol = arm, protocol
         self.shared: dict[str, Any] = {} if shared is None else shared
         self.warm: tuple | None = None
+        self._contexts: dict[tuple[int, ...], tuple[KVCache, Tensor]] = {}
         self.restart_meter()
 
     def restart_meter(self) -> None:
@@ -133,8 +134,11 @@ class Bench:
             What the task recorded, with the sample's `cost`.
         """
         self.restart_meter()
-        record = task.run(self, sample)
-        return {**record, "cost": self.meter.record(self._peak)}
+        try:
+            record = task.run(self, sample)
+            return {**record, "cost": self.meter.record(self._peak)}
+        finally:
+            self._contexts.clear()
 
     def count_decoding(self, cache: KVCache, *, steps: int, seconds: float) -> None:
         """Count forwards of single tokens that a task has run by itself."""
@@ -144,9 +148,13 @@ class Bench:
         self.meter.read(cache)
 
     def once(self, name: str, make: Callable[[], _Value]) -> _Value:
-        """Return what another arm has made for this sample already, or make it."""
+        """Return what another arm has made for this sample already, or make it.
+
+        It comes first in a sample and is counted for no arm, whichever happens to make it.
+        """
         if name not in self.shared:
             self.shared[name] = make()
+        self.restart_meter()
         return self.shared[name]
 
     def new_cache(self) -> KVCache:
@@ -214,14 +222,14 @@ class Bench:
         return knows_query(task, self.protocol)
 
     def feed(self, cache: KVCache, ids: Tensor) -> Tensor:
-        """Feed a prompt, or a further turn.
+        """Feed a prompt, or a further turn; (batch, n) ids.
 
         Returns:
-            (1, vocab) float32 logits of the next token, on the CPU.
+            (batch, vocab) float32 logits of the next token, on the CPU.
         """
         done = generation.compress(self.model, cache, ids)
         self.meter.prefill_s += done.prefill_s
-        self.meter.prompt_tokens += ids.shape[1]
+        self.meter.prompt_tokens += ids.numel()
         self.meter.read(cache)
         return done.next_logits
 
@@ -324,14 +332,17 @@ class Bench:
         if limit is not None and whole.shape[1] > limit:
             whole = whole[:, -limit:]
         given, wanted = whole[:, : whole.shape[1] - new], whole[:, whole.shape[1] - new :]
-        cache, logits = self.once(f"{self.arm.name} {given.tolist()}", lambda: self._read(given))
+        cache, logits = self._read(given)
         logprobs, likeliest = self.follow(cache.copy(), wanted, chunk=1, first_logits=logits)
         return logprobs.sum().item(), bool(likeliest.all())
 
     def _read(self, ids: Tensor) -> tuple[KVCache, Tensor]:
         """Return a cache fed with a context, which all its continuations start from."""
-        cache = self.new_cache()
-        return cache, self.feed(cache, ids)
+        context = tuple(ids[0].tolist())
+        if context not in self._contexts:
+            cache = self.new_cache()
+            self._contexts[context] = cache, self.feed(cache, ids)
+        return self._contexts[context]
 
     def rolling(self, text: str) -> float:
         """Return the log-probability of a text in nats; past the trained length it begins anew."""
@@ -364,8 +375,9 @@ class Bench:
             self.model, cache, ids, chunk=chunk, first_logits=first_logits
         )
         seconds = time.perf_counter() - start
-        if chunk == 1:
-            self.count_decoding(cache, steps=ids.shape[1], seconds=seconds)
+        if chunk == 1:  # the last token is not fed
+            self.count_decoding(cache, steps=ids.shape[1] - 1, seconds=seconds)
+            self.meter.new_tokens += 1
         else:
             self.meter.prefill_s += seconds
             self.meter.prompt_tokens += ids.shape[1]

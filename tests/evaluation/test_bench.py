@@ -271,6 +271,31 @@ def test_likelihoods_go_through_the_evicting_cache(loaded):
     )
 
 
+def test_only_tokens_that_are_fed_count_as_decoded(loaded):
+    context = SAMPLE.context + question("tiger") + cue("tiger")
+    bench = Bench(loaded, FULL, Protocol())
+    new = len(loaded.tokenizer(" 55812.", add_special_tokens=False).input_ids)
+    bench.loglikelihood(context, " 55812.")
+    assert bench.meter.prompt_tokens == len(loaded.tokenizer(context).input_ids)
+    assert (bench.meter.decoded, bench.meter.new_tokens) == (new - 1, new)
+
+
+def test_a_context_is_read_once_for_all_its_continuations_and_then_let_go(loaded):
+    class Choice(Questions):
+        def run(self, bench, sample):
+            said = [bench.loglikelihood(TEXT, text) for text in (" The lamp", " A lamp")]
+            held.append(len(bench._contexts))
+            return {"said": said}
+
+    held = []
+    shared = {}
+    bench = Bench(loaded, H2O, Protocol(), shared)
+    record = bench.measure(Choice(name="q"), SAMPLE)
+    assert record["cost"]["prompt_tokens"] == len(loaded.tokenizer(TEXT).input_ids)
+    assert held == [1]
+    assert (shared, bench._contexts) == ({}, {})  # no arm's cache stays while another runs
+
+
 def test_text_beyond_the_trained_length_begins_anew(loaded, monkeypatch):
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", 50)
     bench = Bench(loaded, FULL, Protocol())
