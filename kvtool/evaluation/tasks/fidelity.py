@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import PositiveInt
 
+from kvtool.errors import UsageError
 from kvtool.evaluation.data import Data, documents
 from kvtool.evaluation.extras import installed
 from kvtool.evaluation.passages import question_sample
@@ -32,7 +33,6 @@ from kvtool.evaluation.task import (
 if TYPE_CHECKING:
     import torch
 
-    from kvtool.cache.cache import KVCache
     from kvtool.evaluation.bench import Bench
 
 
@@ -66,9 +66,15 @@ class FidelityTask(Task):
                     yield Sample(f"length={length}/{i}", sample.context, sample.turns, cell)
                 continue
             texts, _ = documents(self.data, task=self.name)
-            room -= tokens.special + tokens.count(self.instruction)
+            least = self.new_tokens + tokens.special + tokens.count(self.instruction)
+            if length <= least:
+                raise UsageError(
+                    f"{self.name}: length {length} is too short, instruction and answer take "
+                    f"{least} tokens",
+                    hint=f"use lengths above {least}, or fewer new_tokens",
+                )
             for name, text in texts[: self.samples]:
-                cut = tokens.decode(tokens.encode(text)[:room])
+                cut = tokens.decode(tokens.encode(text)[: length - least])
                 turn = Turn(self.instruction, (), self.new_tokens)
                 yield Sample(f"length={length}/{name}", cut, (turn,), cell)
 
@@ -145,12 +151,17 @@ def compare_with_full(
     Args:
         prompt: the context, and the rest, which comes as a turn of its own unless `query_aware`.
     """
+    import torch
+
     from kvtool.generation import compare_logits, follow
 
+    parts = _encode(bench, prompt, query_aware)
     token_ids, text, full_logits = bench.once(
-        "full answer", lambda: _full_answer(bench, "".join(prompt), new_tokens)
+        "full answer", lambda: _full_answer(bench, torch.cat(parts, 1), new_tokens)
     )
-    cache, logits = _read(bench, prompt, query_aware)
+    cache = bench.new_cache()
+    for part in parts:
+        logits = bench.feed(cache, part)
     followed = follow(bench.model, cache.copy(), logits, token_ids)
     close = compare_logits(full_logits, followed)
     answer = bench.decode(cache, max_new_tokens=new_tokens, temperature=0.0)
@@ -162,22 +173,21 @@ def compare_with_full(
     }
 
 
-def _read(bench: Bench, prompt: tuple[str, str], query_aware: bool) -> tuple[KVCache, torch.Tensor]:
-    cache = bench.new_cache()
+def _encode(bench: Bench, prompt: tuple[str, str], query_aware: bool) -> list[torch.Tensor]:
+    """Return the token ids of what is fed at once."""
     if query_aware:
-        return cache, bench.feed(cache, bench.encode("".join(prompt), special=True))
-    bench.feed(cache, bench.encode(prompt[0], special=True))
-    return cache, bench.feed(cache, bench.encode(prompt[1], special=False))
+        return [bench.encode("".join(prompt), special=True)]
+    return [bench.encode(prompt[0], special=True), bench.encode(prompt[1], special=False)]
 
 
 def _full_answer(
-    bench: Bench, prompt: str, new_tokens: int
+    bench: Bench, prompt: torch.Tensor, new_tokens: int
 ) -> tuple[torch.Tensor, str, torch.Tensor]:
     """Return the full cache's greedy answer: ids, text, and the logits of each of its tokens."""
     from kvtool import generation
 
     cache = bench.full_cache()
-    read = generation.compress(bench.model, cache, bench.encode(prompt, special=True))
+    read = generation.compress(bench.model, cache, prompt)
     answer = generation.generate(
         bench.model, bench.tokenizer, cache.copy(), None, max_new_tokens=new_tokens
     )

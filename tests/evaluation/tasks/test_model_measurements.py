@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.errors import UsageError
 from kvtool.evaluation.arms import make_arms
-from kvtool.evaluation.bench import Bench, Protocol, token_counter
+from kvtool.evaluation.bench import Bench, Meter, Protocol, token_counter
+from kvtool.evaluation.memory import Peak
 from kvtool.evaluation.tasks.fidelity import FidelityTask
 from kvtool.evaluation.tasks.output_error import OutputError
 from kvtool.evaluation.tasks.reconstruct import Reconstruct
@@ -127,6 +129,49 @@ def test_texts_of_a_file_are_summarised(loaded, counter, tmp_path):
     assert task.summarise(records[FULL]).metrics["agreement"].value == 1.0
 
 
+def test_texts_need_room_beside_the_instruction_and_the_answer(counter, tmp_path):
+    path = tmp_path / "news.txt"
+    path.write_text("The old lamp was near the school. " * 60)
+    task = FidelityTask(name="fidelity", lengths="64", data=str(path))  # the answer takes all
+    with pytest.raises(UsageError, match="fidelity: length 64 is too short"):
+        list(task.draw(counter))
+
+
+def test_the_full_cache_agrees_with_itself_however_the_prompt_is_split(loaded, counter, tmp_path):
+    path = tmp_path / "news.txt"
+    path.write_text("The old lamp was near the scho")
+    glued = "ol of the town"  # `school` is one token
+    task = FidelityTask(name="fidelity", lengths="128", data=str(path), instruction=glued)
+    (sample,) = task.draw(counter)
+    joined = counter.encode(sample.context + glued)
+    assert joined != counter.encode(sample.context) + counter.encode(glued)
+    _, records = measure(loaded, counter, task, FULL, protocol=Protocol(query_aware=False))
+    assert records[FULL][0]["kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        FidelityTask(name="fidelity", lengths="400", samples=1),
+        OutputError(name="output-error", lengths="400", samples=1),
+    ],
+    ids=lambda task: task.name,
+)
+def test_no_arm_pays_for_the_answer_that_all_compare_with(loaded, counter, task, monkeypatch):
+    events = []
+    once = Bench.once
+
+    def spy(self, name, make):
+        return once(self, name, lambda: events.append("answer") or make())
+
+    monkeypatch.setattr(Bench, "once", spy)
+    monkeypatch.setattr(Bench, "restart_meter", lambda self: events.append("restart"))
+    monkeypatch.setattr(Bench, "meter", Meter(), raising=False)
+    monkeypatch.setattr(Bench, "_peak", Peak(torch.device("cpu")), raising=False)
+    measure(loaded, counter, task, TINY)
+    assert events[-2:] == ["answer", "restart"]
+
+
 @pytest.mark.parametrize("mode", ["isolated", "end_to_end"])
 def test_output_error_grows_as_the_budget_shrinks(loaded, counter, mode):
     task = OutputError(name="output-error", lengths="300", samples=1, mode=mode, new_tokens=8)
@@ -151,6 +196,8 @@ def test_speed_counts_what_it_times(loaded, counter):
         assert (record["prefilled"], record["decoded"]) == (2 * length, 10)
         assert cost["prefill_s"] == pytest.approx(record["prefill_s"], abs=1e-6)
         assert cost["decode_s"] == pytest.approx(record["decode_s"], abs=1e-6)
+        assert cost["prompt_tokens"] == record["prefilled"]
+        assert cost["new_tokens"] == cost["decoded_tokens"] == record["decoded"]
         assert cost["kept_tokens"] == 24
         assert cost["kv_bytes"] == 2 * 24 * 4 * 2 * 32 * 2 * 4
         scores = task.score(record)
