@@ -159,7 +159,7 @@ class KVCache(Cache):
         self._slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         self._grouped = False
         self._free = [layer for layer in self._slot_layers if layer.window is None]
-        if split is None and policy.allocate is not None and self._free:
+        if split is None and policy.allocator is not None and self._free:
             split = AllocatedSplit(policy, len(self._free))
         self._split = split
         self.spreads: list[Spread] | None = None  # of each row, once it is known
@@ -328,7 +328,7 @@ class KVCache(Cache):
 
     def _waits(self) -> bool:
         """Whether nothing may be cut before all layers have been seen."""
-        allocator = self.policy.allocate
+        allocator = self.policy.allocator
         own = isinstance(self._split, AllocatedSplit)
         return own and allocator.metric is not None and self.spreads is None
 

@@ -13,6 +13,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvtool.policies.allocate.room import Allocator
+
 State = dict[str, Tensor]
 Count = int | Tensor  # one number, or one per batch row as (batch, 1, 1)
 
@@ -144,6 +146,11 @@ class Score:
     def reserved(self, budget: int) -> Mapping[str, int]:
         """Tokens always kept, by parameter name; the budget must be above their sum."""
         return {}
+
+    @property
+    def allocator(self) -> Allocator | None:
+        """How the score splits the budget over layers by itself; None: equally."""
+        return None
 
     def by_head(self) -> "Score":
         """The same score with its own number per KV head, for a rescore that differs by head."""

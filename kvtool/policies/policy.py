@@ -15,7 +15,7 @@ class Policy:
     Args:
         score: what matters.
         rescore: a modifier of the score (CAOTE, FastCAOTE), or None.
-        allocate: how the budget is split over the layers; None: every layer has the same.
+        allocate: how the budget is split over the layers; None: as the score does it by itself.
 
     Raises:
         UsageError: the rescore needs attention scores and the score has none; a split of a budget
@@ -36,13 +36,18 @@ class Policy:
             raise UsageError(
                 f"`{self.rescore.name}` weighs values by attention scores, "
                 f"and `{self.score.name}` has none",
-                hint="put it on scissorhands, h2o, tova, roco or snapkv",
+                hint="put it on scissorhands, h2o, tova, roco, snapkv or pyramidkv",
             )
 
     @cached_property
     def ranking(self) -> Score:
         """The score as it is run: per KV head where a rescore makes heads differ."""
         return self.score.by_head() if self.rescore is not None else self.score
+
+    @property
+    def allocator(self) -> Allocator | None:
+        """How the budget is split over the layers; None: every layer has the same."""
+        return self.score.allocator if self.allocate is None else self.allocate
 
     def check_budget(self, tokens: int) -> None:
         """Refuse a budget that the protected tokens alone would fill.

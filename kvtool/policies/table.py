@@ -17,6 +17,7 @@ BASES: dict[str, str] = {
     "tova": "scores.tova:TOVA",
     "roco": "scores.roco:RoCo",
     "snapkv": "scores.snapkv:SnapKV",
+    "pyramidkv": "scores.pyramidkv:PyramidKV",
 }
 MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",

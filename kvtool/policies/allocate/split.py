@@ -43,7 +43,7 @@ class AllocatedSplit:
     layers: int
 
     def __post_init__(self) -> None:
-        allocator = self.policy.allocate
+        allocator = self.policy.allocator
         if allocator.metric not in (None, "f_variance"):
             raise UsageError(
                 f"`{allocator.modifier}` needs measurements of the model, which a plan holds",
@@ -63,4 +63,4 @@ class AllocatedSplit:
             variance=spread.variance if spread else None,
             variance_tokens=spread.tokens if spread else 0,
         )
-        return self.policy.allocate.split(room).tokens
+        return self.policy.allocator.split(room).tokens

@@ -71,9 +71,9 @@ class SnapKV(Score):
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise UsageError(f"snapkv: window must be 1 or more, got {self.window}")
+            raise UsageError(f"{self.name}: window must be 1 or more, got {self.window}")
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise UsageError(f"snapkv: kernel must be odd and 1 or more, got {self.kernel}")
+            raise UsageError(f"{self.name}: kernel must be odd and 1 or more, got {self.kernel}")
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         group = rows.weights.shape[2]

@@ -1,0 +1,38 @@
+"""PyramidKV: SnapKV in every layer, with budgets that fall from the first layer to the last.
+
+Cai et al., 2024, https://arxiv.org/abs/2406.02069, section 4. The budget is the mean over the
+layers, observation window included; see `kvtool.policies.allocate.pyramid` for the line and for
+where its rounding differs from the authors' code.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtool.errors import UsageError
+from kvtool.policies.allocate.pyramid import Pyramid
+from kvtool.policies.scores.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """SnapKV with more tokens for lower layers; the budget is the mean.
+
+    Args:
+        window: last queries of the prompt, which vote and are kept themselves.
+        beta: how steep: the last layer has 1/beta of the mean beside the window.
+    """
+
+    window: int = 8
+    beta: float = 20.0
+
+    name: ClassVar = "pyramidkv"
+    paper: ClassVar = "https://arxiv.org/abs/2406.02069"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta < 1:
+            raise UsageError(f"pyramidkv: beta must be 1 or more, got {self.beta}")
+
+    @property
+    def allocator(self) -> Pyramid:
+        return Pyramid(beta=self.beta)
