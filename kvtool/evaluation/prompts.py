@@ -95,7 +95,8 @@ def first_prompt(
 
     As in LongBench, the plain text is cut before a chat template goes around it: the first and the
     last half of the tokens are turned back into text and joined, so that the final length is about,
-    not exactly, `max_length`. The question is never cut.
+    not exactly, `max_length`. Other than there, the question is never cut: one of more than half of
+    the tokens leaves less than half to the context, which then keeps its beginning.
 
     Raises:
         KvtoolError: the prompt is too long and may not be cut, or its question alone is too long.
@@ -127,11 +128,11 @@ def _shorten(
     if truncate == "error":
         raise KvtoolError(f"the prompt has {total} tokens, above the {max_length} allowed")
     asked, ids = len(encode(question)), encode(context)
-    head = max_length // 2 if truncate == "middle" else 0
-    tail = (max_length // 2 if truncate == "middle" else max_length) - asked
-    if tail < 1:
+    room = max_length - asked
+    if room < 1:
         raise KvtoolError(
             f"the question alone has {asked} tokens, of {max_length} allowed",
             hint="a larger --max-length",
         )
-    return decode(ids[:head]) + decode(ids[-tail:])
+    head = min(max_length // 2, room) if truncate == "middle" else 0
+    return decode(ids[:head]) + decode(ids[len(ids) - (room - head) :])

@@ -225,6 +225,25 @@ def test_long_prompts_lose_their_middle_or_their_beginning(loaded, truncate):
         first_prompt(loaded.tokenizer, frame, sample, max_length=60, truncate="error")
 
 
+def test_a_question_of_more_than_half_the_length_keeps_all_of_itself(loaded):
+    words = "".join(f" {number}" for number in range(10, 99))
+    asked = "\n" + "".join(f" {number}" for number in range(10, 30)) + " What?"
+    sample = Sample("one", words, (Turn(asked, (), 4),))
+    frame = make_frame(loaded.tokenizer, "auto", True)
+
+    def count(text):
+        return len(loaded.tokenizer(text, add_special_tokens=False).input_ids)
+
+    need = count(asked)
+    length = need + 20
+    assert need > length // 2
+    for truncate, kept in (("middle", words.startswith), ("left", words.endswith)):
+        cut = first_prompt(loaded.tokenizer, frame, sample, max_length=length, truncate=truncate)
+        assert cut.question == asked
+        assert count(cut.context) == 20
+        assert kept(cut.context)
+
+
 def test_an_answer_and_its_prompt_fit_the_model(loaded, monkeypatch):
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", 200)
     recorder = Recorder([])
