@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import PositiveInt
 
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.data import Data, documents
 from kvtool.evaluation.passages import recap_passage
 from kvtool.evaluation.task import (
@@ -73,11 +74,19 @@ class Perplexity(Task):
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         for length in self.lengths:
+            if self.skip >= length:
+                raise UsageError(
+                    f"{self.name}: skip {self.skip} leaves none of {length} tokens to score"
+                )
             for name, text in self.samples_of(length, tokens):
                 yield Sample(f"length={length}/{name}", text, cell={"length": length})
 
     def run(self, bench: Bench, sample: Sample) -> Json:
         ids = bench.encode(sample.context, special=True)
+        if self.skip >= ids.shape[1]:
+            raise KvtoolError(
+                f"the text has {ids.shape[1]} tokens, skip {self.skip} leaves none to score"
+            )
         chunk = self.chunk or bench.chunk
         logprobs, _ = bench.follow(bench.new_cache(), ids, chunk=chunk)
         scored = logprobs[0, self.skip - 1 :].double()

@@ -5,6 +5,7 @@ import math
 import pytest
 
 import kvtool
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.arms import make_arms
 from kvtool.evaluation.bench import Bench, Protocol, token_counter
 from kvtool.evaluation.tasks.perplexity import Perplexity
@@ -117,3 +118,12 @@ def test_texts_of_a_file_are_cut_to_length(loaded, counter, tmp_path):
     samples = list(task.draw(counter))
     assert len(samples) == 2
     assert all(len(loaded.tokenizer(sample.context).input_ids) == 9 for sample in samples)
+
+
+def test_what_leaves_nothing_to_score_is_refused(loaded, counter, tmp_path):
+    with pytest.raises(UsageError, match="ppl: skip 256 leaves none of 256 tokens to score"):
+        list(Perplexity(name="ppl", lengths="256", skip=256).draw(counter))
+    short = tmp_path / "short.txt"
+    short.write_text("The old")
+    with pytest.raises(KvtoolError, match="the text has 5 tokens, skip 9 leaves none to score"):
+        measure(loaded, counter, ARMS[0], data=str(short), skip=9)
