@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,7 +25,11 @@ from kvtool.cache.eviction import cut_stored
 from kvtool.cache.kernels import Call
 from kvtool.cache.slots import HybridSlotLayer, SlotLayer
 from kvtool.cache.together import form_groups
+from kvtool.documents.plan import PlanDocument
+from kvtool.documents.source import Source, check_kind, read_source
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.identity import config_hash
+from kvtool.policies.allocate.planned import PlannedSplit
 from kvtool.policies.allocate.split import AllocatedSplit, Split, Spread
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
@@ -61,7 +67,7 @@ def build_cache(
     budget: Budget | str | int | float | None = None,
     *,
     prefill: str = "full",
-    split: Split | None = None,
+    plan: PlanDocument | dict | str | Path | None = None,
 ) -> KVCache:
     """Make an empty cache for a model that runs (or will run) kvtool's attention.
 
@@ -73,16 +79,23 @@ def build_cache(
         prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
             cutting after each. A policy whose allocator looks at the prompt first
             (`+d2o-alloc`) reads it at once and cuts at its end.
-        split: budgets of the layers, in place of the policy's own allocator.
+        plan: what `kvtool plan-budget` decided, or its file: budgets of the layers, in place of
+            `budget` and of the policy's own allocator.
 
     Raises:
         UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot
-            be read.
+            be read; a plan beside a budget, or one of another model.
         KvtoolError: a model whose layers cannot be compressed.
     """
     policy = parse_policy(policy)
     config = model.config.get_text_config(decoder=True)
     check_layers(config)
+    plan = None if plan is None else read_plan(plan)
+    if plan is not None:
+        if budget is not None:
+            raise UsageError(f"a plan brings its own budget; leave out {budget}")
+        check_plan(plan, model.config)
+        budget = plan.target.budget
     request = None if budget is None else Budget.parse(budget)
     if policy.score.when == "never":
         request = None
@@ -91,9 +104,38 @@ def build_cache(
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
     block = parse_prefill(prefill)
-    cache = KVCache(config, policy, request, block, kernel_of(model), split)
+    cache = KVCache(config, policy, request, block, kernel_of(model), plan)
     cache.built_for = weakref.ref(model)
     return cache
+
+
+def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:
+    """Return a plan from a document, its data or its file.
+
+    Raises:
+        UsageError: it cannot be read, or is no plan.
+    """
+    if isinstance(plan, PlanDocument):
+        return plan
+    if isinstance(plan, dict):
+        source = Source.parse(json.dumps(plan), "plan")
+    else:
+        source = read_source(str(plan), option="plan")
+    check_kind(source, takes=("plan",), command="this")
+    return source.validate(PlanDocument)
+
+
+def check_plan(plan: PlanDocument, config: PreTrainedConfig) -> None:
+    """Refuse a plan that was made for another model.
+
+    Raises:
+        UsageError: another configuration.
+    """
+    if plan.model.config_hash != config_hash(config):
+        raise UsageError(
+            f"the plan was made for model `{plan.model.id}`, whose configuration is another one",
+            hint="make the plan anew: kvtool plan-budget -m MODEL ..",
+        )
 
 
 def kernel_of(model: PreTrainedModel) -> str:
@@ -141,7 +183,7 @@ class KVCache(Cache):
         budget: Budget | None,
         block: int | None = None,
         kernel: str = "sdpa",
-        split: Split | None = None,
+        plan: PlanDocument | None = None,
     ) -> None:
         self.config, self.policy, self.budget, self.block = config, policy, budget, block
         self.kernel = kernel
@@ -159,9 +201,12 @@ class KVCache(Cache):
         self._slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         self._grouped = False
         self._free = [layer for layer in self._slot_layers if layer.window is None]
-        if split is None and policy.allocator is not None and self._free:
-            split = AllocatedSplit(policy, len(self._free))
-        self._split = split
+        self.plan = plan
+        self._split: Split | None = None
+        if plan is not None:
+            self._split = PlannedSplit(plan)
+        elif policy.allocator is not None and self._free:
+            self._split = AllocatedSplit(policy, len(self._free))
         self.spreads: list[Spread] | None = None  # of each row, once it is known
         self._budgets: dict[tuple, list[int]] = {}
         if self._waits():
@@ -251,7 +296,7 @@ class KVCache(Cache):
     def copy(self) -> KVCache:
         """Return a cache with the same content that goes its own way from here."""
         self._ungroup()
-        shared = [self.config, self.policy, self.budget]
+        shared = [self.config, self.policy, self.budget, self.plan]
         return copy.deepcopy(self, {id(value): value for value in shared})
 
     # ---- prompts and budgets
@@ -269,6 +314,8 @@ class KVCache(Cache):
         """
         if lengths is not None:
             self._shares(lengths)
+            if self.plan is not None and self.budget is not None:
+                self._row_budgets(self._free[0], lengths)
         self._in_prompt, self._prompt_lengths = True, lengths
         try:
             yield
@@ -316,7 +363,10 @@ class KVCache(Cache):
             key = (mean, n, row if self.spreads else None)
             if key not in self._budgets:
                 spread = self.spreads[row] if self.spreads else None
-                self._budgets[key] = self._split.for_prompt(mean, n, spread)
+                budgets = self._split.for_prompt(mean, n, spread)
+                if min(budgets) < n:
+                    self.policy.check_budget(min(budgets))
+                self._budgets[key] = budgets
             rows.append(self._budgets[key][place])
         return rows
 

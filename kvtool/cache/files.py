@@ -79,6 +79,7 @@ def save_cache(
         "kind": _KIND,
         "schema_version": _VERSION,
         "policy": str(cache.policy),
+        "plan": "" if cache.plan is None else json.dumps(cache.plan.to_data()),
         "budget": "" if cache.budget is None else str(cache.budget),
         "prefill": "full" if cache.block is None else f"block:{cache.block}",
         "tokens_seen": str(max(cache.tokens_seen())),
@@ -117,9 +118,9 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
             f"`{path}` was made with other weights or another dtype than those loaded, "
             f"of `{metadata['model']}`"
         )
-    cache = build_cache(
-        model, metadata["policy"], metadata["budget"] or None, prefill=metadata["prefill"]
-    )
+    plan = json.loads(metadata["plan"]) if metadata.get("plan") else None
+    budget = metadata["budget"] if metadata["budget"] and plan is None else None
+    cache = build_cache(model, metadata["policy"], budget, prefill=metadata["prefill"], plan=plan)
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, SlotLayer):
             _fill_slots(layer, tensors, f"layer.{i}", int(metadata["seen"]), model)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from kvtool.documents.plan import PlanDocument
 from kvtool.maths.allocation import allocate
+from kvtool.policies.allocate.split import Spread
 from kvtool.sizes import fraction_of
 
 
@@ -44,3 +46,14 @@ def _total(plan: PlanDocument, n: int) -> int:
         return sum(plan.layers.tokens[i] for i in plan.free_layers)
     mean = budget.tokens if budget.ratio is None else fraction_of(budget.ratio, n)
     return mean * len(plan.free_layers)
+
+
+@dataclass(frozen=True)
+class PlannedSplit:
+    """The split of a plan, which knows the layers beforehand."""
+
+    plan: PlanDocument
+
+    def for_prompt(self, mean: int, n: int, spread: Spread | None = None) -> list[int]:
+        tokens = tokens_for_prompt(self.plan, n)
+        return [tokens[i] for i in self.plan.free_layers]
