@@ -60,7 +60,8 @@ class Speed(Task):
         for length, new, batch in _GRIDS.get(self.preset, grid):
             for i in range(self.samples):
                 size = {"length": length, "new_tokens": new, "batch": batch}
-                yield Sample(f"{length}+{new}x{batch}/{i}", "", cell=size)
+                seed = {"seed": self.seed}
+                yield Sample(f"{length}+{new}x{batch}/{i}", "", cell=size, facts=seed)
 
     def run(self, bench: Bench, sample: Sample) -> Json:
         size = tuple(sample.cell.values())

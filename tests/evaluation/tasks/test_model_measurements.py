@@ -8,6 +8,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.arms import make_arms
 from kvtool.evaluation.bench import Bench, Meter, Protocol, token_counter
 from kvtool.evaluation.memory import Peak
+from kvtool.evaluation.runner import draw_jobs
 from kvtool.evaluation.tasks.fidelity import FidelityTask
 from kvtool.evaluation.tasks.output_error import OutputError
 from kvtool.evaluation.tasks.reconstruct import Reconstruct
@@ -203,6 +204,19 @@ def test_speed_counts_what_it_times(loaded, counter):
         scores = task.score(record)
         assert scores["decode_tokens_per_s"] == pytest.approx(10 / record["decode_s"])
         assert scores["ttft_s"] == record["prefill_s"]
+
+
+def test_another_seed_times_other_tokens(counter):
+    keys = [
+        draw_jobs([Speed(name="speed", seed=seed)], counter, None)[0].fingerprint for seed in (0, 1)
+    ]
+    assert keys[0] != keys[1]
+
+
+def test_a_repetition_must_fit_the_model_beside_its_text(counter):
+    list(Reconstruct(name="reconstruct", lengths="3K", samples=1).draw(counter))
+    with pytest.raises(UsageError, match=r"reconstruct: length 4096 takes 82\d\d tokens with its"):
+        list(Reconstruct(name="reconstruct", lengths="4K", samples=1).draw(counter))
 
 
 def test_presets_are_the_papers_sizes(counter):
