@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import PositiveInt
 
+from kvtool.errors import UsageError
 from kvtool.evaluation.data import Data, documents
 from kvtool.evaluation.fit import generator
 from kvtool.evaluation.haystack import haystack
@@ -47,6 +48,13 @@ class Reconstruct(Task):
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         for length in self.lengths:
+            needed = tokens.special + 2 * length + tokens.count(self.instruction)
+            if tokens.limit is not None and needed > tokens.limit:
+                raise UsageError(
+                    f"{self.name}: length {length} takes {needed} tokens with its repetition, the "
+                    f"model was trained for {tokens.limit}",
+                    hint=f"lengths below {tokens.limit // 2}",
+                )
             texts = self._texts(length, tokens)
             for name, text in texts[: self.samples]:
                 text = tokens.decode(tokens.encode(text)[:length])
