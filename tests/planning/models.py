@@ -1,0 +1,39 @@
+"""Models and profiles to plan for, without any file."""
+
+from __future__ import annotations
+
+from kvtool.documents.profile import Metrics, ModelShape, OutputErrors, ProfileData, ProfileDocument
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+F = [2.0, 5.0, 300.0, 600.0]
+
+
+def shape(*kinds: str, **changes) -> ModelShape:
+    """A bfloat16 model whose attention layers store 256 bytes per token."""
+    kinds = kinds or (FULL,) * 4
+    stored = sum(kind != LINEAR for kind in kinds)
+    values = {
+        "id": "toy",
+        "config_hash": "0",
+        "dtype": "bfloat16",
+        "layers": len(kinds),
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "layer_types": list(kinds),
+        "sliding_window": 64 if SLIDING in kinds else None,
+        "kv_bytes_per_token": 256 * stored,
+        "trained_length": 4096,
+    }
+    return ModelShape(**(values | changes))
+
+
+def profile(tokens: int = 1000, *, errors=None, budgets=(64, 128, 256), **metrics):
+    """A profile of `shape()`, with F unless other metrics are given."""
+    if errors is not None:
+        metrics["output_error"] = OutputErrors(policy="h2o", budgets=list(budgets), errors=errors)
+    return ProfileDocument(
+        model=shape(),
+        data=ProfileData(source="builtin", samples=1, tokens=tokens, seed=0, fingerprint="0"),
+        metrics=Metrics(**(metrics or {"f_variance": F})),
+    )
