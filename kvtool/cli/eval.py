@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Exit, Option
 
@@ -151,6 +151,7 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     if options.rescore is not None:
         _rescore(options, terminal)
         return
+    from kvtool.cli.cache_estimate import Estimate, check_bytes
     from kvtool.cli.evaluation_plan import describe, read_plan
 
     plan = read_plan(options)
@@ -158,9 +159,12 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
         terminal.note(f"left out, they need --data: {', '.join(plan.left_out)}")
     folder = _folder(options, plan)
     check_folder(plan.recipe.model.id)
-    jobs = _draw(options, plan, terminal)
+    tokenizer, config, dtype = _read_model(options, plan, terminal)
+    check_bytes(config, dtype, plan.arms)
+    jobs = _draw(plan, tokenizer, config)
     if options.dry_run:
-        write_configuration(describe(plan, jobs, folder), options, terminal)
+        estimate = Estimate(tokenizer, config, dtype, plan.protocol)
+        write_configuration(describe(plan, jobs, folder, estimate), options, terminal)
         return
     from kvtool.evaluation.store import Store
 
@@ -187,18 +191,26 @@ def _folder(options: EvalOptions, plan: Plan) -> Path:
     return folder
 
 
-def _draw(options: EvalOptions, plan: Plan, terminal: Terminal) -> list[Job]:
-    """Draw all samples, for which the tokenizer is enough: bad data show before weights load."""
-    from kvtool.evaluation.bench import token_counter, trained_length
-    from kvtool.evaluation.runner import draw_jobs
-    from kvtool.models.load import load_tokenizer
+def _read_model(options: EvalOptions, plan: Plan, terminal: Terminal) -> tuple[Any, Any, str]:
+    """Return tokenizer, configuration and dtype, once it is known that the device is there."""
+    from kvtool.models.load import check_attention, load_tokenizer, resolve_device, resolve_dtype
 
     model = plan.recipe.model
+    device = resolve_device(model.device, model.device_map)
+    check_attention(model.attn_implementation, device)
     if model.id is None:
         terminal.note(f"model: {REFERENCE} (bundled; choose another with --model)")
     tokenizer, config = load_tokenizer(
         model.id, revision=model.revision, trust_remote_code=options.trust_remote_code
     )
+    return tokenizer, config, resolve_dtype(model.dtype, device)
+
+
+def _draw(plan: Plan, tokenizer: Any, config: Any) -> list[Job]:
+    """Draw all samples, for which the tokenizer is enough: bad data show before weights load."""
+    from kvtool.evaluation.bench import token_counter, trained_length
+    from kvtool.evaluation.runner import draw_jobs
+
     counter = token_counter(tokenizer, trained_length(config))
     return draw_jobs(plan.tasks, counter, plan.recipe.eval.limit)
 

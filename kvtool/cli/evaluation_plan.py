@@ -15,12 +15,13 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.arms import DEFAULT_BUDGET, Arm, make_arms
 from kvtool.evaluation.extras import require
 from kvtool.evaluation.gates import Gate, check_gates, parse_least
-from kvtool.evaluation.task import Task
+from kvtool.evaluation.task import Json, Task
 from kvtool.evaluation.tasks.table import expand, task_class
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvtool.cli.cache_estimate import Estimate
     from kvtool.cli.eval import EvalOptions
     from kvtool.evaluation.bench import Protocol
     from kvtool.evaluation.runner import Job
@@ -254,14 +255,25 @@ def _lock(recipe: Recipe, tasks: list[Task], policies: list[str], budgets: list[
     return Recipe(**{key: value for key, value in data.items() if value is not None})
 
 
-def describe(plan: Plan, jobs: list[Job], folder: Path) -> dict[str, Any]:
-    """Return what a dry run prints: the recipe and how much work it is."""
+def describe(plan: Plan, jobs: list[Job], folder: Path, estimate: Estimate) -> Json:
+    """Return what a dry run prints: the recipe, how much work it is, and bytes of K/V per arm.
+
+    Raises:
+        UsageError: a share of a prompt that the policy's protected tokens fill.
+    """
     return {
         **plan.recipe.to_data(),
         "work": {
             "folder": str(folder),
             "arms": [arm.name for arm in plan.arms],
-            "tasks": [{"task": job.task.name, "samples": len(job.samples)} for job in jobs],
+            "tasks": [
+                {
+                    "task": job.task.name,
+                    "samples": len(job.samples),
+                    **estimate.of(job.task, job.samples, plan.arms),
+                }
+                for job in jobs
+            ],
             "measurements": len(plan.arms) * sum(len(job.samples) for job in jobs),
         },
     }

@@ -237,8 +237,22 @@ def test_a_dry_run_tells_the_work_and_writes_nothing(kvtool):
     told = yaml.safe_load(done.out)
     assert told["kind"] == "recipe"
     assert told["work"]["measurements"] == 15
-    assert told["work"]["tasks"] == [{"task": "niah", "samples": 3}]
+    (task,) = told["work"]["tasks"]
+    assert (task["task"], task["samples"]) == ("niah", 3)
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("task", ["niah", "ruler/vt"])
+def test_a_dry_run_tells_the_bytes_that_the_run_then_holds(kvtool, task):
+    settings = ("-t", task, "--lengths", "512", "-L", "1", "--set", "generation.max_new_tokens=1")
+    arms = ("-p", "streaming", "-b", "32,50%,17KiB,4K")
+    told = yaml.safe_load(kvtool("eval", *settings, *arms, "--dry-run").out)
+    (estimate,) = told["work"]["tasks"]
+    results = evaluate(kvtool, *settings, *arms, "-o", "run")
+    held = {arm.name: results.of(arm.name, task).cost.kv_bytes for arm in results.arms}
+    assert estimate["kv_bytes"] == held
+    per_token = 4 * 2 * 32 * 2 * 4  # layers heads dim k+v float32
+    assert held["full"] == estimate["longest_prompt"] * per_token
 
 
 def test_a_recipe_with_flags_and_sets_over_it(kvtool):

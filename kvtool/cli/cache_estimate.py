@@ -1,0 +1,132 @@
+"""How many bytes of keys and values each arm will hold, from the configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtool.errors import UsageError
+from kvtool.evaluation.task import Asking, Json, Sample, Task
+from kvtool.sizes import Budget
+
+if TYPE_CHECKING:
+    from kvtool.evaluation.arms import Arm
+    from kvtool.evaluation.bench import Protocol
+
+
+def bytes_held(config: Any, dtype: str, arm: Arm, prompt: int) -> int:
+    """Return the bytes of one row's keys and values when its prompt has been read.
+
+    Layers with a sliding window hold at most their window. Answers are not counted.
+
+    Args:
+        config: a transformers configuration.
+        dtype: of the cache, by name; `auto` is the checkpoint's own.
+        prompt: tokens.
+
+    Raises:
+        UsageError: the policy's protected tokens alone fill what the budget means here.
+    """
+    from kvtool.profiling.memory import cache_bytes
+    from kvtool.profiling.shape import layer_bytes, layer_kinds, stored_dtype
+
+    text = config.get_text_config(decoder=True)
+    sizes = layer_bytes(text, stored_dtype(text, dtype))
+    widths = [None if width is None else width - 1 for width in layer_kinds(text)[1]]
+    kept = None
+    if arm.budget is not None:
+        kept = _tokens(arm.budget, sizes, widths, prompt)
+        _check(arm, kept, prompt)
+    return cache_bytes(sizes, [kept if width is None else width for width in widths], prompt)
+
+
+def check_bytes(config: Any, dtype: str, arms: Sequence[Arm]) -> None:
+    """Refuse budgets in bytes that hold no token, or only those that the policy always keeps.
+
+    Raises:
+        UsageError: the first such budget.
+    """
+    for arm in arms:
+        if arm.budget is not None and arm.budget.bytes is not None:
+            bytes_held(config, dtype, arm, prompt=0)
+
+
+def _tokens(budget: Budget, sizes: list[int], widths: list[int | None], prompt: int) -> int:
+    """Return the tokens of each layer without a window, as the cache fixes them."""
+    if budget.bytes is None:
+        return budget.for_prompt(prompt)
+    if None not in widths:
+        return prompt
+    layers = list(zip(sizes, widths, strict=True))
+    windows = sum(size * width for size, width in layers if width is not None)
+    free = sum(size for size, width in layers if width is None)
+    kept = (budget.bytes - windows) // free
+    if kept < 1:
+        raise UsageError(
+            f"budget {budget} is too small: one token in every layer takes {windows + free} bytes"
+        )
+    return kept
+
+
+def _check(arm: Arm, kept: int, prompt: int) -> None:
+    """Refuse what a budget means here, if the policy's protected tokens fill it."""
+    budget = arm.budget
+    if budget is None or budget.tokens is not None:
+        return  # checked already
+    try:
+        arm.policy.check_budget(kept)
+    except UsageError as error:
+        means = f"{budget} of {prompt} tokens" if budget.ratio else f"{budget} is {kept} tokens"
+        raise UsageError(f"{arm.name}: {means}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What prompts and caches will measure.
+
+    Attributes:
+        tokenizer, config: of the model, as transformers loads them.
+        dtype: of the cache, by name; `auto` is the checkpoint's own.
+        protocol: how prompts are put.
+    """
+
+    tokenizer: Any
+    config: Any
+    dtype: str
+    protocol: Protocol
+
+    def of(self, task: Task, samples: Sequence[Sample], arms: Sequence[Arm]) -> Json:
+        """Return the longest prompt in tokens, and what each arm holds of it in bytes.
+
+        Nothing is returned where only the task knows its prompts.
+
+        Raises:
+            UsageError: a budget that is too small for an arm.
+        """
+        lengths = [self.prompt_tokens(task, sample) for sample in samples]
+        if None in lengths:
+            return {}
+        longest = max(lengths)
+        held = {arm.name: bytes_held(self.config, self.dtype, arm, longest) for arm in arms}
+        return {"longest_prompt": longest, "kv_bytes": held}
+
+    def prompt_tokens(self, task: Task, sample: Sample) -> int | None:
+        """Return the tokens of a sample up to its first answer, cut where they are cut."""
+        from kvtool.evaluation.bench import trained_length
+        from kvtool.evaluation.prompts import Frame, first_prompt, make_frame
+
+        if not sample.turns:
+            if sample.context:
+                return self._count(sample.context, special=True)
+            return sample.cell.get("length")
+        frame, limit = Frame(), None
+        if isinstance(task, Asking):
+            frame = make_frame(self.tokenizer, self.protocol.chat_template, task.chat)
+            limit = self.protocol.max_length or trained_length(self.config)
+        whole = first_prompt(self.tokenizer, frame, sample, max_length=None, truncate="error")
+        count = self._count(whole.context + whole.question, special=whole.special)
+        return count if limit is None else min(count, limit)
+
+    def _count(self, text: str, *, special: bool) -> int:
+        return len(self.tokenizer(text, add_special_tokens=special)["input_ids"])

@@ -1,0 +1,55 @@
+"""The bytes that a dry run promises, against those of real caches."""
+
+import pytest
+import torch
+
+from kvtool.cache.attention import attach
+from kvtool.cache.cache import build_cache
+from kvtool.cli.cache_estimate import bytes_held, check_bytes
+from kvtool.errors import UsageError
+from kvtool.evaluation.arms import make_arms
+from kvtool.generation import compress
+from tests.families import FAMILIES, family_model
+
+PROMPT = 61  # tokens; the sliding windows of the tiny models are 24
+BUDGETS = ["13", "45%", "100", "17KiB"]
+SOUND = sorted(FAMILIES.keys() - {"gpt_neox"})  # whose tiny config has KV heads it does not use
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_bytes_are_those_of_the_cache_that_has_read_the_prompt(name):
+    model = family_model(name)
+    attach(model)
+    ids = torch.randint(3, 96, (1, PROMPT), generator=torch.Generator().manual_seed(5))
+    for arm in make_arms(["streaming", "snapkv(window=4)"], BUDGETS):
+        cache = build_cache(model, arm.policy, arm.budget)
+        compress(model, cache, ids)
+        held = cache.report().kv_bytes
+        assert bytes_held(model.config, "float32", arm, PROMPT) == held, arm.name
+
+
+def test_half_as_wide_numbers_take_half_the_bytes():
+    config = family_model("gemma2").config
+    (arm,) = make_arms(["streaming"], ["13"], baseline=False)
+    wide = bytes_held(config, "float32", arm, PROMPT)
+    assert 2 * bytes_held(config, "bfloat16", arm, PROMPT) == wide
+
+
+def test_bytes_that_hold_no_token_or_protected_ones_only_are_refused():
+    config = family_model("llama").config
+    token = 4 * 2 * 2 * 16 * 4  # layers, K and V, heads, dim, float32
+    (arm,) = make_arms(["streaming"], [f"{token - 1}B"], baseline=False)
+    with pytest.raises(UsageError, match=f"one token in every layer takes {token} bytes"):
+        check_bytes(config, "float32", [arm])
+    (arm,) = make_arms(["streaming(sinks=4)"], [f"{4 * token}B"], baseline=False)
+    with pytest.raises(UsageError, match="is 4 tokens: budget 4 is not above sinks 4"):
+        check_bytes(config, "float32", [arm])
+    (arm,) = make_arms(["streaming(sinks=4)"], [f"{5 * token}B"], baseline=False)
+    check_bytes(config, "float32", [arm])
+
+
+def test_a_share_that_protected_tokens_fill_is_refused():
+    config = family_model("llama").config
+    (arm,) = make_arms(["streaming(sinks=4)"], ["5%"], baseline=False)
+    with pytest.raises(UsageError, match="streaming@5%: 5% of 61 tokens: budget 3 is not above"):
+        bytes_held(config, "float32", arm, PROMPT)
