@@ -1,0 +1,82 @@
+import pytest
+from rich.console import Console
+
+from kvtool.documents.plan import Target
+from kvtool.planning.plan import make_plan
+from kvtool.policies.allocate.d2o import D2O
+from kvtool.policies.allocate.uniform import Uniform
+from kvtool.report.plans import bar, draw_plan, plan_figure, plan_table
+from kvtool.report.style import drawing
+from tests.planning.models import FULL, LINEAR, SLIDING, profile, shape
+
+
+def d2o_plan(**target):
+    target = Target(**({"context": 1000} | (target or {"ratio": 0.2})))
+    return make_plan(shape(), D2O(), target, profile=profile()).document
+
+
+def mixed_plan():
+    model = shape(FULL, SLIDING, LINEAR)
+    return make_plan(model, Uniform(), Target(bytes=10**6, context=4000, batch=4)).document
+
+
+def shown(plan, width=100):
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(plan_table(plan))
+    return capture.get()
+
+
+def test_every_layer_has_its_tokens_and_a_bar_in_proportion():
+    lines = shown(d2o_plan()).splitlines()
+    assert "d2o: 20% for prompts of 1000 tokens: 200.0 KiB, 20% of a full cache" in lines[0]
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    assert [row[:3] for row in rows] == [
+        ["0", "243", "24%"],
+        ["1", "243", "24%"],
+        ["2", "180", "18%"],
+        ["3", "134", "13%"],
+    ]
+    assert [row[3] for row in rows] == [bar(1), bar(1), bar(180 / 243), bar(134 / 243)]
+
+
+def test_rocketkv_is_told_in_words():
+    text = " ".join(shown(d2o_plan(tokens=64)).split())
+    assert "rocketkv at 64 of 1000 tokens per step: stage 1 keeps" in text
+    assert "attends to 32" in text
+    dense = " ".join(shown(d2o_plan(tokens=1000)).split())
+    assert "everything fits, nothing is selected" in dense
+
+
+def test_layers_that_are_not_planned_are_named():
+    text = shown(mixed_plan())
+    rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
+    assert rows[1][:3] == ["1", "63", "sliding"]
+    assert rows[2][:3] == ["2", "0", "linear"]
+    assert "uniform: 976.6 KiB for prompts of 4000 tokens x 4 rows" in text
+
+
+def test_bars_are_drawn_in_eighths():
+    assert [bar(share) for share in (0.0, 1 / 256, 1 / 32, 9 / 256)] == ["", "▏", "█", "█▏"]
+    lengths = [len(bar(i / 256)) for i in range(257)]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 32
+
+
+def test_the_picture_has_a_bar_per_layer_and_the_mean_of_the_planned_ones():
+    pytest.importorskip("matplotlib")
+    with drawing():
+        (axes,) = plan_figure(mixed_plan()).axes
+    plan = mixed_plan()
+    assert [patch.get_height() for patch in axes.patches] == plan.layers.tokens
+    assert set(axes.lines[0].get_ydata()) == {plan.layers.tokens[0]}
+    colours = [patch.get_facecolor() for patch in axes.patches]
+    assert colours[0] != colours[1] == colours[2]
+
+
+def test_the_same_plan_gives_the_same_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("a.svg", "b.svg", "a.png"):
+        draw_plan(d2o_plan(), tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
