@@ -22,6 +22,7 @@ from kvtool.evaluation.arms import Arm, make_arms
 from kvtool.evaluation.bench import Protocol, knows_query
 from kvtool.evaluation.collect import Measured, averages, task_result, with_deltas
 from kvtool.evaluation.environment import environment, git_commit, model_used, text_hash
+from kvtool.evaluation.extras import require
 from kvtool.evaluation.gates import Gate, judge
 from kvtool.evaluation.runner import Job, Place, Step, missing, run_jobs, sample_key
 from kvtool.evaluation.store import Store
@@ -110,12 +111,17 @@ class Run:
             gates: in place of those of the run.
 
         Raises:
-            UsageError: the folder holds no run, or one of another schema version.
+            UsageError: the folder holds no run, or one of another schema version; a task's scores
+                need a package that is not installed.
         """
         results = read_results(store)
         if results is None:
             raise UsageError(f"`{store.folder}` holds no run (no {RESULTS})")
         index = _read(store.folder / SAMPLES, SamplesDocument, "samples")
+        for entry in index.tasks:
+            extra = task_class(entry.task).extra
+            if extra is not None:
+                require(extra, needed_by=f"task `{entry.task}`")
         head = Head(
             name=results.name,
             argv=results.argv,

@@ -6,12 +6,14 @@ import dataclasses
 import pytest
 
 import kvtool
+from kvtool.errors import UsageError
 from kvtool.evaluation.arms import make_arms
 from kvtool.evaluation.bench import Protocol, token_counter
 from kvtool.evaluation.run import Run
 from kvtool.evaluation.runner import draw_jobs
 from kvtool.evaluation.store import Store
 from kvtool.evaluation.tasks.niah import Needle
+from kvtool.evaluation.tasks.reconstruct import Reconstruct
 from kvtool.models.load import load
 
 
@@ -72,3 +74,15 @@ def test_other_defaults_of_generation_are_another_measurement(
 ):
     monkeypatch.setattr(loaded.model.generation_config, name, value)
     assert begin(store, loaded, jobs).count(jobs) == (4, 4)
+
+
+def test_scoring_anew_needs_the_packages_that_scoring_needs(loaded, tmp_path, monkeypatch):
+    task = Reconstruct(name="reconstruct", lengths="16", samples=1)
+    jobs = draw_jobs([task], token_counter(loaded.tokenizer, 8192), None)
+    store = Store(tmp_path)
+    begin(store, loaded, jobs).measure(jobs, loaded, lambda step: None)
+    first = Run.open(store).results()
+    assert first.of("full", "reconstruct").value == pytest.approx(100)
+    monkeypatch.setattr("kvtool.evaluation.extras.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="task `reconstruct` needs"):
+        Run.open(store)
