@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import KvtoolError, UsageError
@@ -80,7 +81,7 @@ def draw_jobs(tasks: Sequence[Task], tokens: TokenCounter, limit: int | None) ->
                 "the model was trained for",
                 hint=f"--lengths {tokens.limit} or less",
             )
-        samples = list(task.draw(tokens))[:limit]
+        samples = list(islice(task.draw(tokens), limit))
         if not samples:
             raise UsageError(f"{task.name}: no samples")
         ids = [sample.id for sample in samples]

@@ -142,6 +142,15 @@ def test_a_damaged_line_is_named(loaded, counter, store):
         missing(jobs, ARMS, PLACE, store)
 
 
+def test_no_more_samples_are_drawn_than_are_wanted(counter):
+    class Long(Echo):
+        def draw(self, tokens):
+            yield from super().draw(tokens)
+            raise AssertionError("drew on")
+
+    assert len(draw_jobs([Long(name="echo")], counter, 3)[0].samples) == 3
+
+
 def test_what_gives_no_samples_or_twice_the_same_is_refused(counter):
     with pytest.raises(UsageError, match="echo: no samples"):
         draw_jobs([Echo(name="echo", texts=())], counter, None)
