@@ -234,14 +234,16 @@ class Bench:
         return done.next_logits
 
     def _answer(self, cache: KVCache, turn: Turn, task: Asking) -> Json:
+        stop, least = (*task.stop, *self.protocol.stop), task.min_new_tokens
         result = self.decode(
             cache,
             max_new_tokens=self.protocol.max_new_tokens or turn.max_new_tokens,
-            stop=(*task.stop, *self.protocol.stop),
-            min_new_tokens=task.min_new_tokens,
+            stop=stop,
+            min_new_tokens=least,
         )
+        begun = self.tokenizer.decode(result.token_ids[0][:least], skip_special_tokens=True)
         return {
-            "prediction": result.text[0],
+            "prediction": _before(stop, result.text[0], start=len(begun)),
             "references": list(turn.references),
             "new_tokens": result.new_tokens,
         }
@@ -310,9 +312,7 @@ class Bench:
         result = self.decode(
             cache, max_new_tokens=max_new_tokens, stop=stop, temperature=temperature
         )
-        text = result.text[0]
-        ends = [text.index(mark) for mark in stop if mark and mark in text]
-        return text[: min(ends)] if ends else text
+        return _before(stop, result.text[0])
 
     def loglikelihood(self, context: str, continuation: str) -> tuple[float, bool]:
         """Score a continuation, fed token by token to the cache that its context has filled.
@@ -392,6 +392,12 @@ class Bench:
         if token is None:
             raise KvtoolError("the tokenizer has neither a first nor a last token to begin with")
         return torch.tensor([[token]], device=self.model.device)
+
+
+def _before(stop: Sequence[str], text: str, *, start: int = 0) -> str:
+    """Return a text up to the first of some texts in it, from character `start` on."""
+    found = [text.find(mark, start) for mark in stop if mark]
+    return text[: min((at for at in found if at >= 0), default=len(text))]
 
 
 def knows_query(task: Task, protocol: Protocol) -> bool:

@@ -103,6 +103,21 @@ def test_a_question_is_asked_as_a_plain_generation_asks_it(loaded):
         assert bench.meter.bytes["full_bytes"] == plain.report.full_bytes
 
 
+def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(loaded):
+    asked = Sample("one", SAMPLE.context, SAMPLE.turns[1:])
+    bench = Bench(loaded, FULL, Protocol(stop=("1", "8")))
+    (answer,) = bench.ask(asked, Questions(name="q"))
+    assert answer["prediction"].strip() == "55"
+
+    class Patient(Questions):
+        @property
+        def min_new_tokens(self):
+            return 4
+
+    (answer,) = bench.ask(asked, Patient(name="q"))
+    assert answer["prediction"].strip().startswith("558")  # what must be there ends nothing
+
+
 def test_an_unknown_query_comes_after_the_context_is_compressed(loaded):
     recorder = Recorder([])
     bench = recorder.bench(loaded, H2O, Protocol(query_aware=False))
