@@ -1,0 +1,294 @@
+"""`kvtool plan-budget`: sessions as people type them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kvtool.documents.plan import PlanDocument
+from kvtool.documents.source import read_source
+from kvtool.models import reference
+from tests.families import FAMILIES
+from tests.planning.models import F, profile
+
+KVTOOL = str(Path(sys.executable).with_name("kvtool"))
+PROFILE = profile(f_variance=F).to_yaml()
+ERRORS = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.2], [0.1, 0.05, 0.01], [0.9, 0.8, 0.1]]
+
+
+@pytest.fixture(autouse=True)
+def files(kvtool, tmp_path):
+    """A profile, and a model without weights and tokenizer."""
+    Path("profile.yaml").write_text(PROFILE)
+    Path("both.yaml").write_text(profile(errors=ERRORS, f_variance=F).to_yaml())
+    Path("model").mkdir()
+    shutil.copy(Path(reference.path()) / "config.json", "model/config.json")
+
+
+def planned(kvtool, *arguments, **more):
+    done = kvtool("plan-budget", *arguments, **more)
+    assert done.code == 0, done.err
+    return yaml.safe_load(done.out)
+
+
+def test_tokens_for_a_model_without_weights(kvtool):
+    plan = planned(kvtool, "-m", "model", "-b", "512", "--context", "32K", "--dtype", "bfloat16")
+    assert list(plan) == [
+        "kind",
+        "schema_version",
+        "model",
+        "target",
+        "layers",
+        "rocketkv",
+        "totals",
+    ]
+    assert plan["target"] == {"tokens": 512, "context": 32768, "max_new_tokens": 0, "batch": 1}
+    assert plan["layers"]["tokens"] == [512] * 4
+    assert plan["layers"]["allocator"] == "uniform"
+    rocketkv = plan["rocketkv"]
+    assert (rocketkv["compression_ratio"], rocketkv["split_factor"]) == (64, 0.56)
+    assert (rocketkv["stage1_tokens"], rocketkv["prompt_tokens"]) == (3191, 3191)
+    assert (rocketkv["page_size"], rocketkv["top_k"]) == (3, 256)
+    assert rocketkv["head_dims"] == 15  # int(32 * 3 / 6.2324)
+    assert rocketkv["traffic"]["paper"] == 1 / 64
+    assert rocketkv["storage"]["paper"] == pytest.approx(0.175416, abs=5e-7)
+    assert plan["totals"] == {"tokens": 2048, "bytes": 2048 * 256, "share_of_full": 512 / 32768}
+
+
+def test_a_profile_by_file_and_by_pipe(kvtool):
+    plan = planned(kvtool, "profile.yaml", "--ratio", "20%", "--min-tokens", "16")
+    assert plan["layers"]["allocator"] == "d2o"
+    assert plan["layers"]["tokens"] == [243, 243, 180, 134]
+    assert plan["target"] == {"ratio": 0.2, "context": 1000, "max_new_tokens": 0, "batch": 1}
+    piped = planned(kvtool, "-", "--ratio", "0.2", "--min-tokens", "16", stdin=PROFILE.encode())
+    assert piped == plan
+
+
+def test_what_was_chosen_is_said(kvtool):
+    done = kvtool("plan-budget", "--ratio", "20%")
+    assert done.err.splitlines() == [
+        "model: reference (bundled; choose another with --model)",
+        "context: 8192 tokens, the model's longest (change: --context)",
+    ]
+    assert kvtool("plan-budget", "--ratio", "20%", "-q").err == ""
+    done = kvtool("plan-budget", "profile.yaml", "--ratio", "20%")
+    assert done.err == "context: 1000 tokens, as profiled (change: --context)\n"
+
+
+def test_a_plan_in_a_file_reads_back(kvtool):
+    for name in ("plan.yaml", "plan.json"):
+        done = kvtool("plan-budget", "both.yaml", "--ratio", "1/3", "-o", name)
+        assert (done.code, done.out) == (0, "")
+        assert done.err.splitlines()[-1] == f"wrote {name}"
+    plans = [
+        read_source(name, option="plan").validate(PlanDocument)
+        for name in ("plan.yaml", "plan.json")
+    ]
+    assert plans[0] == plans[1]
+    assert sum(plans[0].layers.tokens) == 333 * 4
+
+
+def test_the_same_request_gives_the_same_bytes(kvtool):
+    made = {kvtool("plan-budget", "both.yaml", "--bytes", "400KiB").out for _ in range(2)}
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("allocator", "tokens"),
+    [
+        ("uniform", [200] * 4),
+        ("d2o", [243, 243, 180, 134]),
+        ("d2o-exp", [243, 243, 180, 134]),
+        ("d2o-reciprocal", [560, 224, 8, 8]),
+        ("D2O(norm=minmax)", [269, 268, 164, 99]),
+        ("pyramid", [382, 261, 139, 18]),  # 8 each, and a line from 374.4 to 9.6
+        ("ada", [200] * 4),
+        ("optimal", [256, 160, 128, 256]),
+    ],
+)
+def test_allocators(kvtool, allocator, tokens):
+    plan = planned(kvtool, "both.yaml", "--ratio", "20%", "--allocator", allocator)
+    assert plan["layers"]["tokens"] == tokens
+    assert plan["layers"]["allocator"] == allocator.lower()
+
+
+def test_bytes_for_several_rows(kvtool):
+    plan = planned(
+        kvtool, "profile.yaml", "--bytes", "1MiB", "--batch", "4", "--allocator", "uniform"
+    )
+    assert plan["totals"]["bytes"] == 2**20
+    assert plan["layers"]["tokens"] == [256] * 4
+    halves = ("--bytes", "524288", "--dtype", "float32", "--allocator", "uniform")
+    assert planned(kvtool, "profile.yaml", *halves)["layers"]["tokens"] == [256] * 4
+
+
+def test_new_tokens_are_part_of_the_context(kvtool):
+    plan = planned(kvtool, "-m", "model", "-b", "512", "--context", "32K", "-n", "128")
+    assert plan["rocketkv"]["prompt_tokens"] == 3063
+    assert plan["totals"]["share_of_full"] == 512 / (32768 - 128)
+
+
+def test_the_policy_sets_the_least_of_a_layer(kvtool):
+    given = ("both.yaml", "-b", "64", "--allocator", "d2o(norm=raw)")
+    assert min(planned(kvtool, *given)["layers"]["tokens"]) == 8
+    plan = planned(kvtool, *given, "-p", "SnapKV(window=16)+caote")
+    assert plan["policy"] == "snapkv(window=16)+caote"
+    assert min(plan["layers"]["tokens"]) == plan["layers"]["min_tokens"] == 17
+
+
+def test_a_dry_run_prints_the_request(kvtool):
+    done = kvtool("plan-budget", "profile.yaml", "--ratio", "20%", "-p", "h2o", "--dry-run", "-q")
+    assert yaml.safe_load(done.out) == {
+        "model": "toy",
+        "revision": None,
+        "dtype": "bfloat16",
+        "profile": "profile.yaml",
+        "target": {"ratio": 0.2, "context": 1000, "max_new_tokens": 0, "batch": 1},
+        "allocator": "d2o",
+        "policy": "h2o",
+        "min_tokens": None,
+    }
+
+
+def test_text_and_pictures(kvtool):
+    pytest.importorskip("matplotlib")
+    done = kvtool("plan-budget", "profile.yaml", "--ratio", "20%", "-f", "text", "--plot", "a.svg")
+    assert "d2o: 20% for prompts of 1000 tokens" in done.out
+    assert "█" in done.out
+    assert "<svg" in Path("a.svg").read_text()
+    kvtool("plan-budget", "profile.yaml", "--ratio", "20%", "-o", "plan.txt")
+    assert Path("plan.txt").read_text() == done.out
+
+
+def test_a_terminal_shows_a_table_with_bars():
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"COLUMNS": "100", "TERM": "xterm"}
+    command = [KVTOOL, "plan-budget", "profile.yaml", "--ratio", "20%"]
+    subprocess.run(command, stdout=theirs, env=environment, check=True)
+    os.close(theirs)
+    text = os.read(ours, 100_000).decode()
+    assert "20% of a full cache" in text
+    assert "████" in text
+
+
+def test_a_piped_profile_needs_no_torch():
+    program = (
+        "import sys\nfrom kvtool.cli.main import main\n"
+        "code = main(['plan-budget', '-', '--ratio', '20%', '-q', '-o', 'plan.yaml'])\n"
+        "print(code, sorted({'torch', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, input=PROFILE, capture_output=True, text=True)
+    assert done.stdout == "0 []\n", done.stderr
+    assert Path("plan.yaml").is_file()
+
+
+def test_a_failed_stage_fails_the_pipe():
+    pipe = (
+        f"set -o pipefail; '{KVTOOL}' profile --data gone.txt"
+        f" | '{KVTOOL}' plan-budget - --ratio 20%"
+    )
+    done = subprocess.run(["bash", "-c", pipe], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors[-1] == "error: stdin is empty (did the previous command fail?)"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next", "falcon_h1"])
+def test_models_of_all_shapes(kvtool, family):
+    from transformers import AutoConfig
+
+    kind, changes = FAMILIES[family]
+    config = AutoConfig.for_model(kind, **({"num_hidden_layers": 4, "hidden_size": 64} | changes))
+    config.save_pretrained("odd")
+    plan = planned(kvtool, "-q", "-m", "odd", "-b", "100", "--context", "1000")
+    expected = {
+        "gemma3": [23, 100, 23, 100],
+        "deepseek_v3": [100] * 4,
+        "qwen3_next": [0, 100, 0, 100],
+        "falcon_h1": [100] * 4,
+    }[family]
+    assert plan["layers"]["tokens"] == expected
+    assert ("rocketkv" in plan) == (family != "deepseek_v3")
+    assert plan["totals"]["bytes"] == sum(expected) * plan["model"]["kv_bytes_per_token"] // sum(
+        tokens > 0 for tokens in expected
+    )
+
+
+REFUSED = {  # arguments, what the error says, what the hint says
+    "no target": ([], "no target", "-b 512, --ratio 20% or --bytes 64MiB"),
+    "two targets": (["-b", "9", "--ratio", "20%"], "--budget and --ratio exclude each", None),
+    "no share": (["--ratio", "512"], "--ratio must be a share of the prompt, got `512`", "20%"),
+    "above all": (["--ratio", "1.5"], "budget ratio 1.5 is above 1", None),
+    "no bytes": (["--bytes", "20%"], "--bytes must be a number of bytes, got `20%`", "64MiB"),
+    "few bytes": (["--bytes", "100"], "100B is too small: 1 token in every layer", "--bytes 1024B"),
+    "no context": (["-b", "9", "--context", "0"], "--context must be 1 or more, got 0", None),
+    "no prompt": (["-b", "9", "-n", "1K"], "1024 leaves no prompt in a context of 1000", None),
+    "unknown allocator": (["-b", "9", "--allocator", "d20"], "no allocator named `d20`", "`d2o`"),
+    "trained scores": (["-b", "9", "--allocator", "duo"], "`duo` is not offered here", None),
+    "unknown setting": (["-b", "9", "--allocator", "d2o(nrm=raw)"], "no parameter `nrm`", "`norm`"),
+    "no measurement": (
+        ["-b", "9", "--allocator", "optimal"],
+        "`optimal` needs `output_error`, which the profile lacks",
+        "kvtool profile --metrics output_error",
+    ),
+    "unknown policy": (["-b", "9", "-p", "snapvk"], "no policy named `snapvk`", "`snapkv`"),
+    "nothing to plan": (["-b", "9", "-p", "full"], "policy `full` keeps everything", None),
+    "no room": (["-b", "32", "-p", "snapkv"], "fewer than the 33 of policy `snapkv`", None),
+    "little room": (
+        ["-b", "64", "-p", "snapkv", "--min-tokens", "9"],
+        "a layer of 9 tokens is too small for policy `snapkv`",
+        "--min-tokens 33",
+    ),
+    "no folder": (["-b", "9", "-o", "gone/a.yaml"], "folder `gone` does not exist", "mkdir"),
+    "no picture": (["-b", "9", "--plot", "a.gif"], "--plot must end in .png, .svg, .pdf", None),
+    "another model": (["-b", "9", "-m", "model"], "the profile is of model `toy`, whose", "-m mod"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(kvtool, name):
+    arguments, message, hint = REFUSED[name]
+    before = set(os.listdir())
+    done = kvtool("plan-budget", "profile.yaml", "-q", *arguments)
+    lines = done.err.splitlines()
+    assert (done.code, done.out) == (2, "")
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+    assert not lines[0].endswith(".")
+    assert len(lines) == (1 if hint is None else 2), lines
+    if hint is not None:
+        assert hint in lines[1]
+    assert set(os.listdir()) == before
+
+
+def test_an_allocator_without_its_profile_is_refused(kvtool):
+    done = kvtool("plan-budget", "-m", "model", "-b", "99", "--allocator", "d2o")
+    assert done.code == 2
+    assert "error: allocator `d2o` needs a profile with `f_variance`" in done.err
+    assert "hint: kvtool profile --metrics f_variance | kvtool plan-budget - .." in done.err
+
+
+def test_what_is_no_profile_is_refused_with_its_place(kvtool):
+    Path("plan.yaml").write_text(kvtool("plan-budget", "profile.yaml", "-b", "9").out)
+    done = kvtool("plan-budget", "plan.yaml", "-b", "9")
+    assert done.code == 2
+    assert "plan.yaml:1:7: kind: kvtool plan-budget takes kind `profile`, got `plan`" in done.err
+    broken = PROFILE.replace("layers: 4", "layers: four")
+    done = kvtool("plan-budget", "-", "-b", "9", stdin=broken.encode())
+    assert done.code == 2
+    assert "<stdin>:" in done.err
+    assert "model.layers: must be a whole number, got `four`" in done.err
+
+
+def test_a_model_beside_its_own_profile_is_accepted(kvtool):
+    own = planned(kvtool, "-q", "-m", "model", "-b", "9")["model"]["config_hash"]
+    Path("own.yaml").write_text(PROFILE.replace("config_hash: '0'", f"config_hash: {own}"))
+    plan = planned(kvtool, "own.yaml", "-m", "model", "-b", "9", "--dtype", "float16")
+    assert (plan["model"]["id"], plan["model"]["dtype"]) == ("model", "float16")
