@@ -12,6 +12,7 @@ from typer import Argument, Option
 from kvtool.cli.options import ModelOptions
 from kvtool.documents.files import check_writable
 from kvtool.errors import UsageError
+from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.sizes import Budget, parse_count
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -61,7 +62,7 @@ class PlanOptions(ModelOptions):
         Option(
             "--allocator",
             metavar="NAME",
-            help="uniform, d2o, d2o-reciprocal, d2o-exp, pyramid, ada or optimal.  "
+            help="uniform, d2o, d2o-reciprocal, d2o-exp, pyramid or optimal.  "
             "[default: d2o with a profile, else uniform]",
         ),
     ] = None

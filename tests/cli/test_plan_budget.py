@@ -106,7 +106,6 @@ def test_the_same_request_gives_the_same_bytes(kvtool):
         ("d2o-reciprocal", [560, 224, 8, 8]),
         ("D2O(norm=minmax)", [269, 268, 164, 99]),
         ("pyramid", [382, 261, 139, 18]),  # 8 each, and a line from 374.4 to 9.6
-        ("ada", [200] * 4),
         ("optimal", [256, 160, 128, 256]),
     ],
 )
