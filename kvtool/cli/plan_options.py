@@ -62,8 +62,7 @@ class PlanOptions(ModelOptions):
         Option(
             "--allocator",
             metavar="NAME",
-            help="uniform, d2o, d2o-reciprocal, d2o-exp, pyramid or optimal.  "
-            "[default: d2o with a profile, else uniform]",
+            help=f"{', '.join(ALLOCATORS)}.  [default: d2o with a profile, else uniform]",
         ),
     ] = None
     min_tokens: Annotated[
