@@ -227,9 +227,7 @@ def _measure(
         terminal.note(f"note: {options.data} has only {len(texts)} texts of {tokens} tokens")
     loaded = load_model(options, terminal)
     with show_progress(terminal, len(texts)) as advance:
-        found = measure(
-            loaded.model, texts, plan, lambda number: advance(f"text {number + 1}/{len(texts)}")
-        )
+        found = measure(loaded.model, texts, plan, lambda done: advance(f"text {done}"))
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     memory = memory_table(loaded.model.config, dtype) if plan.memory else None
     metrics, curves = summarise(found, plan, memory)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvtool.profiling.seen import Seen
 
-_ROWS = 256  # rows of weights, over the query heads of a group, that are held at a time
+_ROWS = 128  # rows of weights, over the query heads of a group, that are held at a time
 
 
 def f_variance(sums: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ from kvtool.profiling.robustness import Robustness
 from kvtool.profiling.seen import Seen, Study
 from kvtool.profiling.topk_union import TopKUnion
 
+_BATCH = 8192  # tokens that are read together: decoding several texts costs little more than one
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,14 +54,14 @@ def measure(
     model: PreTrainedModel,
     samples: Sequence[Tensor],
     plan: Plan,
-    step: Callable[[int], None] = lambda sample: None,
+    step: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Tensor]:
     """Measure how a model uses its cache.
 
     Args:
         model: with kvtool's attention.
         samples: (1, n) int64 each, all of one length.
-        step: called after each sample with its number.
+        step: called after each sample with the number done so far.
 
     Returns:
         By name (layers, heads, ...) float64 on the CPU, means over samples; NaN for layers that a
@@ -75,19 +77,16 @@ def measure(
             f"`{model.config.model_type}` does not show its queries and keys, so it has no profile",
             hint="--metrics memory needs only its configuration",
         )
+    together = 1 if "output_error" in plan.metrics else max(1, _BATCH // samples[0].shape[1])
     found: list[dict[str, Tensor]] = []
-    for number, ids in enumerate(samples):
-        studies = make_studies(model, plan, ids.shape[1])
+    for start in range(0, len(samples), together):
+        ids = torch.cat(list(samples[start : start + together]))
+        studies = [make_studies(model, plan, ids.shape[1]) for _ in ids]
         layers = _read(model, ids, studies, plan.steps)
-        found.append(
-            {
-                name: _stack(values, layers)
-                for study in studies
-                for name, values in study.results().items()
-            }
-        )
-        step(number)
-    return {name: _mean([each[name] for each in found]) for name in found[0]}
+        for own in studies:
+            found.append(_numbers(own, layers))
+            step(len(found))
+    return {name: torch.stack([each[name] for each in found]).mean(0) for name in found[0]}
 
 
 def make_studies(model: PreTrainedModel, plan: Plan, tokens: int) -> list[Study]:
@@ -113,19 +112,36 @@ def make_studies(model: PreTrainedModel, plan: Plan, tokens: int) -> list[Study]
 
 
 @torch.inference_mode()
-def _read(model: PreTrainedModel, ids: Tensor, studies: Sequence[Study], steps: int) -> int:
-    """Read a text and generate; return how many layers the model has."""
+def _read(
+    model: PreTrainedModel, ids: Tensor, studies: Sequence[Sequence[Study]], steps: int
+) -> int:
+    """Read texts and generate; return how many layers the model has.
+
+    Args:
+        ids: (texts, n).
+        studies: those of each text.
+    """
     cache = build_cache(model, "full")
 
     def watch(taken, call, out) -> None:
-        for study in studies:
-            study.see(Seen(taken, call, out))
+        for row, own in enumerate(studies):
+            for study in own:
+                study.see(Seen(taken, call, out, row))
 
     cache.watch = watch
     logits = prefill(model, cache, ids)
     for _ in range(steps):
         logits = decode_step(model, cache, logits.argmax(-1))
     return len(cache.layers)
+
+
+def _numbers(studies: Sequence[Study], layers: int) -> dict[str, Tensor]:
+    """Return what was found in one text by name, (layers, heads, ...)."""
+    return {
+        name: _stack(values, layers)
+        for study in studies
+        for name, values in study.results().items()
+    }
 
 
 def _stack(values: dict[int, Tensor], layers: int) -> Tensor:
@@ -137,7 +153,3 @@ def _stack(values: dict[int, Tensor], layers: int) -> Tensor:
     for layer, found in values.items():
         stacked[layer] = found.double().cpu()
     return stacked
-
-
-def _mean(samples: list[Tensor]) -> Tensor:
-    return torch.stack(samples).mean(0)

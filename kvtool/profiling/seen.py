@@ -11,18 +11,21 @@ from torch import Tensor
 
 from kvtool.cache.handover import Taken
 from kvtool.cache.kernels import Call
-from kvtool.maths.attention import group_queries
 
 _ROWS = 128  # queries whose weights are held at a time
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A step of one layer of a full cache, over one text: the whole prompt, or a decoded token."""
+    """A step of one layer of a full cache, over one text: the whole prompt, or a decoded token.
+
+    `row` is the text's place among those that are read together.
+    """
 
     taken: Taken
     call: Call
     out: Tensor
+    row: int = 0
 
     @property
     def layer(self) -> int:
@@ -42,12 +45,12 @@ class Seen:
     @property
     def query(self) -> Tensor:
         """(heads, q_len, head_dim), after RoPE."""
-        return self.call.query[0]
+        return self.call.query[self.row]
 
     @property
     def key(self) -> Tensor:
         """(kv_heads, kv_len, head_dim), after RoPE."""
-        return self.call.key[0]
+        return self.call.key[self.row]
 
     def weights(self, start: int, stop: int, heads: slice = slice(None)) -> tuple[Tensor, int]:
         """Weights of a few queries: `row_weights` of these KV heads.
@@ -55,11 +58,11 @@ class Seen:
         Args:
             start, stop: among the new tokens.
         """
-        call, kept = self.call, self.key.shape[1] - self.query.shape[1]
-        sinks = None if call.sinks is None else call.sinks.view(self.key.shape[0], -1)[heads]
-        query = group_queries(call.query[:, :, start:stop], self.key.shape[0])[0, heads]
+        call, kv_heads = self.call, self.key.shape[0]
+        kept = self.key.shape[1] - self.query.shape[1]
+        sinks = None if call.sinks is None else call.sinks.view(kv_heads, -1)[heads]
         return row_weights(
-            query,
+            self.query[:, start:stop].unflatten(0, (kv_heads, -1))[heads],
             self.key[heads, : kept + stop],
             scale=call.scale,
             window=self.taken.layer.window,
@@ -117,8 +120,9 @@ def row_weights(
     first = key.shape[1] - rows
     low = 0 if window is None else max(0, first - window + 1)
     flat = query.reshape(kv_heads, group * rows, head_dim)
-    logits = torch.matmul(flat, key[:, low:].transpose(1, 2)).float().mul_(scale)
-    logits = logits.view(kv_heads, group, rows, -1)
+    nothing = flat.new_empty(1, 1, 1)  # the scale goes into the product, which saves a pass
+    logits = torch.baddbmm(nothing, flat, key[:, low:].transpose(1, 2), beta=0, alpha=scale)
+    logits = logits.float().view(kv_heads, group, rows, -1)
     if softcap is not None:
         logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
     square = torch.ones(rows, rows, dtype=torch.bool, device=key.device)

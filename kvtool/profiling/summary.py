@@ -55,7 +55,8 @@ def summarise(
         metrics["jaccard"] = Jaccard(rates=list(RATES), **overlap)
     if "robustness" in wanted:
         metrics["robustness"] = _layers(found["robustness"])
-        steps = _some(found["robustness_curve"].shape[-1])
+        # few tokens live for longer than half the text
+        steps = _some(max(1, found["robustness_curve"].shape[-1] // 2))
         values = _at(found["robustness_curve"], steps)
         curves["robustness"] = RobustnessCurve(steps=steps, values=values)
     if "output_error" in wanted:

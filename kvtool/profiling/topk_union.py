@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtool.maths.attention import group_queries
 from kvtool.profiling.seen import Seen
 
 TOP_K = 256
@@ -73,8 +72,8 @@ class TopKUnion:
         queries.append(seen.query.clone())
         if len(queries) < self._steps:
             return
-        query = torch.cat(self._queries.pop(seen.layer), 1)
-        first = first_steps(group_queries(query[None], seen.key.shape[0])[0], seen.key, TOP_K)
+        query = torch.cat(self._queries.pop(seen.layer), 1).unflatten(0, (seen.key.shape[0], -1))
+        first = first_steps(query, seen.key, TOP_K)
         self._found["topk_union"][seen.layer] = growth(first.flatten(0, 1), self._steps)
         self._found["topk_union_group"][seen.layer] = growth(first.amin(1), self._steps)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.profile import OutputErrors, ProfileDocument
 from kvtool.report import digits
-from kvtool.report.panels import log_y, new_panels
+from kvtool.report.panels import add_legend, log_y, new_panels
 from kvtool.report.style import drawing, save
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _BAR = "#0072B2"
 _MAP = "viridis"
+_LIGHTEST = 0.9  # of the colour map; its yellow end is lost on white
+_NAMED = 12  # lines that the legend names at most, and the last
 _SCORES = ("aas", "aqas", "ltas", "mas")
 _BARS = {
     "f_variance": ("density variance", "F of the column sums"),
@@ -51,11 +53,8 @@ def profile_figure(document: ProfileDocument, heads: Mapping[str, Any]) -> Figur
     figure, panels = new_panels(len(draw))
     for panel, fill in zip(panels, draw, strict=True):
         fill(panel)
-    layers = document.model.layers
-    if layers > 1 and any(panel.lines for panel in panels):
-        bar = figure.colorbar(_layer_colours(layers), ax=panels, shrink=0.6, aspect=30)
-        bar.set_label("layer (lines)")
-        bar.outline.set_visible(False)
+    if any(panel.lines for panel in panels):
+        add_legend(figure, panels)
     return figure
 
 
@@ -136,10 +135,11 @@ def _lines(
     *,
     log: bool = True,
 ) -> None:
-    colours = _layer_colours(len(rows))
     for layer, row in enumerate(rows):
         if row is not None:
-            panel.plot(x, row, color=colours.to_rgba(layer), linewidth=1.2)
+            named = layer % -(-len(rows) // _NAMED) == 0 or layer == len(rows) - 1
+            name = f"layer {layer}" if named else None
+            panel.plot(x, row, color=_colour(layer, len(rows)), linewidth=1.2, label=name)
     if log and len(x) > 2:
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter(lambda value, _: digits.tokens(value))
@@ -156,8 +156,7 @@ def _errors(panel: Axes, errors: OutputErrors) -> None:
         log_y(panel)
 
 
-def _layer_colours(layers: int) -> Any:
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
+def _colour(layer: int, layers: int) -> tuple:
+    from matplotlib import colormaps
 
-    return ScalarMappable(Normalize(0, max(1, layers - 1)), _MAP)
+    return colormaps[_MAP](_LIGHTEST * layer / max(1, layers - 1))

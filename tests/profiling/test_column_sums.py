@@ -1,0 +1,83 @@
+import math
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.maths.attention import attention_weights, visible_keys
+from kvtool.profiling.column_sums import Density, column_entropy, f_variance
+from kvtool.profiling.seen import row_weights
+from tests.families import family_model
+from tests.models_for_tests import peaky_model, random_ids
+from tests.profiling.watching import full_attention, watch
+
+WORKED = torch.tensor([2.5, 0.7, 0.6, 0.2])  # column sums of four rows
+
+
+def test_the_worked_variance():
+    assert f_variance(WORKED).item() == pytest.approx(0.785)
+    assert f_variance(WORKED).item() / 3 == pytest.approx(0.261667, abs=1e-6)
+
+
+def test_the_worked_entropy():
+    assert column_entropy(WORKED).item() == pytest.approx(0.745243, abs=1e-6)
+    assert column_entropy(WORKED).item() * math.log(4) == pytest.approx(1.033127, abs=1e-6)
+
+
+def test_the_extremes():
+    assert column_entropy(torch.ones(9)).item() == pytest.approx(1.0)
+    assert column_entropy(torch.tensor([9.0, 0.0, 0.0])).item() == 0.0
+    assert column_entropy(torch.ones(1)).item() == 1.0
+    assert f_variance(torch.ones(9)).item() == 0.0
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 30])
+@pytest.mark.parametrize(("rows", "keys"), [(5, 5), (5, 17), (1, 13), (17, 17)])
+@pytest.mark.parametrize("special", ["plain", "softcap", "sinks"])
+def test_rows_are_those_of_masked_attention(window, rows, keys, special):
+    torch.manual_seed(rows * keys)
+    query, key = torch.randn(2, 3, rows, 7), torch.randn(2, keys, 7)
+    extra = {"softcap": 2.0} if special == "softcap" else {}
+    if special == "sinks":
+        extra["sinks"] = torch.randn(2, 3)
+    positions = torch.arange(keys)[None]
+    visible = visible_keys(positions[:, keys - rows :], positions[:, None], window)
+    expected = attention_weights(query[None], key[None], scale=0.5, visible=visible, **extra)[0]
+    weights, low = row_weights(query, key, scale=0.5, window=window, **extra)
+    torch.testing.assert_close(weights, expected[..., low:])
+    assert not expected[..., :low].any()
+    assert low == (0 if window is None else max(0, keys - rows - window + 1))
+
+
+def column_sums_by_loops(rows):
+    sums = [0.0] * len(rows)
+    for row in rows:
+        for j, weight in enumerate(row.tolist()):
+            sums[j] += weight
+    return sums
+
+
+def test_every_head_of_a_model_equals_plain_loops():
+    model = kvtool.attach(peaky_model("llama"))
+    n, study = 300, Density()  # more than one chunk of rows
+    seen = watch(model, random_ids(n), 3, study)
+    found = study.results()
+    for layer in (0, 1):
+        for head, rows in enumerate(full_attention(seen, layer, 16**-0.5)):
+            sums = column_sums_by_loops(rows[:n])
+            assert sum(sums) == pytest.approx(n, rel=1e-5)
+            variance = sum(s * s for s in sums) / n - 1
+            entropy = -sum(s / n * math.log(s / n) for s in sums) / math.log(n)
+            assert found["f_variance"][layer][head].item() == pytest.approx(variance, rel=1e-4)
+            assert found["entropy"][layer][head].item() == pytest.approx(entropy, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_other_families_are_seen(name):
+    model, study = kvtool.attach(family_model(name)), Density()
+    watch(model, random_ids(60), 0, study)
+    found = study.results()["entropy"]
+    assert list(found) == ([1, 3] if name == "qwen3_next" else [0, 1, 2, 3])
+    for layer in found.values():
+        assert layer.shape == (4,)
+        assert ((layer > 0) & (layer <= 1)).all()
