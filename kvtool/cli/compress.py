@@ -25,6 +25,7 @@ from kvtool.models.load import Loaded
 
 if TYPE_CHECKING:
     from kvtool.documents.generation import CompressionDocument
+    from kvtool.documents.plan import PlanDocument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,9 @@ class CompressOptions(PromptOptions):
 
 def compress(options: CompressOptions, terminal: Terminal) -> None:
     """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
-    options = settle(options, "kvtool compress")
+    options, plan = settle(options, "kvtool compress")
     check_paths(options)
-    request = _resolve(options, terminal)
+    request = _resolve(options, plan, terminal)
     if options.dry_run:
         write_configuration(configuration(options, request), options, terminal)
         return
@@ -47,7 +48,7 @@ def compress(options: CompressOptions, terminal: Terminal) -> None:
     terminal.note(f"saved {options.save_path}")
 
 
-def _resolve(options: CompressOptions, terminal: Terminal) -> Request:
+def _resolve(options: CompressOptions, plan: PlanDocument | None, terminal: Terminal) -> Request:
     """Check everything that can be checked before the model is loaded."""
     if options.save_path is None:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")
@@ -57,20 +58,19 @@ def _resolve(options: CompressOptions, terminal: Terminal) -> Request:
     if prompt is None:
         raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
     prefill = read_prefill(options.prefill)
-    policy, budget = choose_policy(options.policy, options.budget, terminal)
-    return Request(prompt, source, policy, budget, prefill)
+    policy, budget = choose_policy(options.policy, options.budget, plan, terminal)
+    return Request(prompt, source, policy, budget, prefill, plan)
 
 
 def _run(options: CompressOptions, request: Request, loaded: Loaded) -> CompressionDocument:
     from kvtool import generation
-    from kvtool.cache.cache import build_cache
     from kvtool.cache.files import save_cache
     from kvtool.documents.generation import CacheSection, CompressionDocument, CompressionTiming
 
     model = loaded.model
     prompt_ids = encode(loaded, request.prompt, first=True, source=request.source)
     request.check_length(prompt_ids.shape[1])
-    cache = build_cache(model, request.policy, request.budget, prefill=request.prefill)
+    cache = request.new_cache(model)
     result = generation.compress(model, cache, prompt_ids)
     save_cache(
         cache,

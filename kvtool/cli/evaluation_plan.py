@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.recipes import Flags, resolve
+from kvtool.cli.recipes import Flags, resolve, with_allocator
+from kvtool.documents.plan import PlanDocument
 from kvtool.documents.problems import DocumentError, Problem
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import parse_policies
@@ -69,12 +70,14 @@ def read_plan(options: EvalOptions) -> Plan:
         DocumentError, UsageError: every mistake that shows without the model.
     """
     recipe, source = resolve(options, _flags(options), "kvtool eval")
-    policies = [str(policy) for policy in _policies(recipe, source)]
+    policies = _policies(recipe, source)
     budgets = recipe.budgets()
-    if recipe.plan is not None or recipe.allocator is not None:
-        raise UsageError("plans and allocators are not available yet in `kvtool eval`")
     arms = make_arms(
-        policies, budgets, prefill=recipe.prefill or "full", baseline=recipe.eval.baseline
+        policies,
+        budgets,
+        prefill=recipe.prefill or "full",
+        baseline=recipe.eval.baseline,
+        plan=None if recipe.plan is None else PlanDocument(**recipe.plan),
     )
     tasks, left_out = _tasks(options, recipe, source)
     gates = gates_of(options) + [
@@ -129,12 +132,19 @@ def _flags(options: EvalOptions) -> Flags:
     return flags
 
 
-def _policies(recipe: Recipe, source: Source) -> list[Any]:
+def _policies(recipe: Recipe, source: Source) -> list[str]:
+    """Return the policies, those that evict with the allocator, if there is one."""
     from kvtool.policies.grammar import parse_policy
 
     if recipe.policy is None and not recipe.eval.baseline:
         raise UsageError("no policy to evaluate", hint="--policy streaming,h2o,h2o+caote")
-    return parse_policies(recipe, source, parse_policy)
+    parsed = parse_policies(recipe, source, parse_policy)
+    return [
+        str(policy)
+        if policy.score.when == "never"
+        else with_allocator(str(policy), recipe.allocator)
+        for policy in parsed
+    ]
 
 
 def _tasks(options: EvalOptions, recipe: Recipe, source: Source) -> tuple[list[Task], list[str]]:
@@ -251,7 +261,8 @@ def _lock(recipe: Recipe, tasks: list[Task], policies: list[str], budgets: list[
     data["eval"]["tasks"] = entries
     data["policy"] = policies or None
     data["modifiers"] = []
-    data["budget"] = budgets or [str(DEFAULT_BUDGET)]
+    data["budget"] = {"plan": recipe.plan} if recipe.plan else budgets or [str(DEFAULT_BUDGET)]
+    data["allocator"] = None
     return Recipe(**{key: value for key, value in data.items() if value is not None})
 
 

@@ -32,6 +32,7 @@ from kvtool.sizes import Budget, parse_count, parse_prefill
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
     from kvtool.documents.generation import GenerationDocument
+    from kvtool.documents.plan import PlanDocument
     from kvtool.generation import Generation
     from kvtool.policies.policy import Policy
 
@@ -110,9 +111,9 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     Without a prompt, a built-in one plants a code in a long text and asks for it.
     """
     options.check()
-    options = settle(options, "kvtool generate")
+    options, plan = settle(options, "kvtool generate")
     check_paths(options)
-    request = _resolve(options, terminal)
+    request = _resolve(options, plan, terminal)
     if options.dry_run:
         more = {"max_new_tokens": options.new_tokens, "temperature": options.temperature}
         resolved = configuration(options, request) | more | {"cache": options.cache}
@@ -125,17 +126,17 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
         _save(options.save_path, cache, result, loaded, terminal)
 
 
-def _resolve(options: GenerateOptions, terminal: Terminal) -> Request:
+def _resolve(options: GenerateOptions, plan: PlanDocument | None, terminal: Terminal) -> Request:
     """Check everything that can be checked before the model is loaded."""
     prompt, source = typed_prompt(options)
     prefill = read_prefill(options.prefill)
     if options.cache_path is not None:
         policy, budget = _of_cache(options, options.cache_path)
         return Request(prompt, source, policy, budget, prefill)
-    policy, budget = choose_policy(options.policy, options.budget, terminal)
+    policy, budget = choose_policy(options.policy, options.budget, plan, terminal)
     if options.wants_needle:
         prompt, source = _needle_prompt(terminal)
-    return Request(prompt, source, policy, budget, prefill)
+    return Request(prompt, source, policy, budget, prefill, plan)
 
 
 def _needle_prompt(terminal: Terminal) -> tuple[str, str]:
@@ -174,7 +175,6 @@ def _run(
     terminal: Terminal,
 ) -> tuple[KVCache, Generation]:
     from kvtool import generation
-    from kvtool.cache.cache import build_cache
     from kvtool.cache.files import load_cache
 
     model = loaded.model
@@ -188,7 +188,7 @@ def _run(
             cache.block = parse_prefill(request.prefill)
     else:
         request.check_length(prompt_ids.shape[1])
-        cache = build_cache(model, request.policy, request.budget, prefill=request.prefill)
+        cache = request.new_cache(model)
     result = generation.generate(
         model,
         loaded.tokenizer,

@@ -116,10 +116,21 @@ class ModelOptions(OutputOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions(ModelOptions):
-    """A recipe, over which flags and then `--set` are laid."""
+    """A recipe or a plan, over which flags and then `--set` are laid."""
 
     recipe: Annotated[
-        str | None, Argument(metavar="[RECIPE|-]", help="A recipe file; - reads stdin.")
+        str | None,
+        Argument(
+            metavar="[RECIPE|PLAN|-]", help="A recipe, or a plan of kvtool plan-budget; - stdin."
+        ),
+    ] = None
+    allocator: Annotated[
+        str | None,
+        Option(
+            "--allocator",
+            metavar="NAME",
+            help="Split the budget over layers: uniform, d2o, d2o-reciprocal, d2o-exp, pyramid.",
+        ),
     ] = None
     set: Annotated[
         list[str],

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.options import RecipeOptions
+from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
     from kvtool.documents.recipe import Recipe
@@ -22,6 +26,7 @@ class Flags:
         for name in _MODEL:
             self.take(options, name, "model")
         self.take(options, "seed")
+        self.take(options, "allocator")
 
     def set(self, flag: str, value: Any, *keys: str) -> None:
         """Set a value, unless it is None or an empty list.
@@ -55,9 +60,67 @@ def resolve(options: RecipeOptions, flags: Flags, command: str) -> tuple[Recipe,
     from kvtool.documents.recipe_source import read_recipe
     from kvtool.documents.source import Source, check_kind, read_source
 
-    if options.recipe is None:
-        source = Source.empty()
+    given = flags.values
+    source = Source.empty()
+    if options.recipe is not None:
+        source = read_source(options.recipe, option="recipe or plan")
+        check_kind(source, takes=("recipe", "plan"), command=command)
+        if source.kind == "plan":
+            given = [(source.name, _values_of_plan(source)), *given]
+            source = Source.empty()
+    recipe, found = read_recipe(source, given, options.set, options.unset)
+    return _with_plan(recipe, source), found
+
+
+def _values_of_plan(source: Source) -> dict[str, Any]:
+    """Return what a plan says, in the form of a recipe.
+
+    Raises:
+        DocumentError: every mistake in the plan, with its place.
+    """
+    from kvtool.documents.plan import PlanDocument
+
+    plan = source.validate(PlanDocument)
+    values: dict[str, Any] = {
+        "model": {"id": plan.model.id, "revision": plan.model.revision},
+        "budget": {"plan": plan.to_data()},
+    }
+    return values if plan.policy is None else values | {"policy": plan.policy}
+
+
+def _with_plan(recipe: Recipe, source: Source) -> Recipe:
+    """Read the plan that a recipe names, relative to the recipe's file, into the recipe."""
+    from kvtool.documents.budget_choice import BudgetMapping
+    from kvtool.documents.plan import PlanDocument
+    from kvtool.documents.source import Source, check_kind, read_file
+
+    if recipe.plan is None:
+        return recipe
+    if isinstance(recipe.plan, str):
+        folder = Path() if source.path is None else source.path.parent
+        read = read_file(folder / Path(recipe.plan).expanduser(), option="budget.plan")
     else:
-        source = read_source(options.recipe, option="recipe")
-        check_kind(source, takes=("recipe",), command=command)
-    return read_recipe(source, flags.values, options.set, options.unset)
+        read = Source.parse(json.dumps(recipe.plan), "budget.plan")
+    check_kind(read, takes=("plan",), command="budget.plan")
+    plan = read.validate(PlanDocument)
+    return recipe.model_copy(update={"budget": BudgetMapping(plan=plan.to_data())})
+
+
+def with_allocator(policy: str, allocator: str | None) -> str:
+    """Return a policy string with an allocator as its modifier.
+
+    Raises:
+        UsageError: the policy has one already, or cannot carry one.
+    """
+    if allocator is None:
+        return policy
+    from kvtool.policies.allocate.table import parse_allocator
+    from kvtool.policies.grammar import parse_policy
+
+    parsed, chosen = parse_policy(policy), parse_allocator(allocator)
+    if parsed.allocate is not None:
+        raise UsageError(
+            f"policy `{policy}` has the allocator `{parsed.allocate.modifier}` already",
+            hint=f"leave out --allocator {allocator}",
+        )
+    return str(replace(parsed, allocate=chosen))

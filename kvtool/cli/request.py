@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from typer import Option
 
 from kvtool.cli.options import RecipeOptions
-from kvtool.cli.recipes import Flags, resolve
+from kvtool.cli.recipes import Flags, resolve, with_allocator
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable
 from kvtool.documents.prompts import check_prompt, read_prompt
@@ -20,6 +20,8 @@ from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_count, parse_prefill
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvtool.cache.cache import KVCache
+    from kvtool.documents.plan import PlanDocument
     from kvtool.documents.recipe import Recipe
     from kvtool.policies.policy import Policy
 
@@ -87,6 +89,7 @@ class Request:
         source: where the text came from, in words.
         policy, budget: None where a saved cache brings its own.
         prefill: `full` or `block:M`.
+        plan: brings the budget, if there is one.
     """
 
     prompt: str | None
@@ -94,6 +97,14 @@ class Request:
     policy: Policy | None
     budget: Budget | None
     prefill: str
+    plan: PlanDocument | None = None
+
+    def new_cache(self, model: Any) -> KVCache:
+        """Return an empty cache as it is asked for."""
+        from kvtool.cache.cache import build_cache
+
+        budget = self.budget if self.plan is None else None
+        return build_cache(model, self.policy, budget, prefill=self.prefill, plan=self.plan)
 
     def check_length(self, tokens: int) -> None:
         """Refuse a share of this prompt that its protected tokens alone would fill."""
@@ -103,11 +114,14 @@ class Request:
                 self.policy.check_budget(kept)
 
 
-def settle(options: Prompted, command: str) -> Prompted:
-    """Fill in what no flag says: from the recipe, else from the defaults of recipes.
+def settle(options: Prompted, command: str) -> tuple[Prompted, PlanDocument | None]:
+    """Fill in what no flag says: from the recipe or plan, else from the defaults of recipes.
 
     Args:
         command: as typed, such as `kvtool generate`.
+
+    Returns:
+        The options, and the plan that takes the place of a budget, if there is one.
 
     Raises:
         UsageError: the recipe cannot be read, or means more than one policy or budget.
@@ -117,9 +131,9 @@ def settle(options: Prompted, command: str) -> Prompted:
     if options.recipe is None and not options.set and not options.unset:
         values = _values(Recipe(), options)
         given = {name: getattr(options, name) for name in values}
-        return replace(
-            options, **{k: values[k] if v in (None, []) else v for k, v in given.items()}
-        )
+        given["policy"] = _split_by(options.policy, options.allocator)
+        filled = {k: values[k] if v in (None, []) else v for k, v in given.items()}
+        return replace(options, **filled), None
     flags = Flags(options)
     for name in ("policy", "budget", "prefill"):
         flags.take(options, name)
@@ -129,9 +143,14 @@ def settle(options: Prompted, command: str) -> Prompted:
             value = parse_count(value)
         flags.set(f"--{name.replace('_', '-')} {value}", value, "generation", name)
     recipe, _ = resolve(options, flags, command)
-    if recipe.plan is not None or recipe.allocator is not None:
-        raise UsageError(f"`{command}` cannot take plans and allocators yet")
-    return replace(options, **_values(recipe, options))
+    options = replace(options, **_values(recipe, options))
+    if recipe.plan is None:
+        return options, None
+    from kvtool.documents.plan import PlanDocument
+
+    if options.policy is None:
+        raise UsageError("the plan names no policy", hint="--policy h2o")
+    return options, PlanDocument(**recipe.plan)
 
 
 def _values(recipe: Recipe, options: PromptOptions) -> dict[str, Any]:
@@ -141,13 +160,19 @@ def _values(recipe: Recipe, options: PromptOptions) -> dict[str, Any]:
     values = {
         "model": model.id,
         **model.model_dump(exclude={"id"}),
-        "policy": _only(recipe.policies(), "policies", "--policy"),
+        "policy": _split_by(_only(recipe.policies(), "policies", "--policy"), recipe.allocator),
         "budget": _only(recipe.budgets(), "budgets", "--budget"),
         "prefill": recipe.prefill,
         "seed": recipe.seed,
     }
     drawing = dict(zip(_DRAWING, (tokens, drawn.temperature, drawn.stop), strict=True))
     return values | {name: value for name, value in drawing.items() if hasattr(options, name)}
+
+
+def _split_by(policy: str | None, allocator: str | None) -> str | None:
+    if allocator is not None and policy is None:
+        raise UsageError("--allocator needs a policy", hint=f"--policy h2o --allocator {allocator}")
+    return policy if policy is None else with_allocator(policy, allocator)
 
 
 def _only(values: list[str], what: str, flag: str) -> str | None:
@@ -182,10 +207,12 @@ def typed_prompt(options: PromptOptions) -> tuple[str | None, str]:
 
 
 def choose_policy(
-    policy: str | None, budget: str | None, terminal: Terminal
+    policy: str | None, budget: str | None, plan: PlanDocument | None, terminal: Terminal
 ) -> tuple[Policy, Budget | None]:
     """Read policy and budget, fill in what was not given, and refuse a budget that is too small."""
     size = None if budget is None else Budget.parse(budget)
+    if plan is not None:
+        size = plan.target.budget
     if policy is None and size is not None:
         raise UsageError("--budget needs a policy", hint=f"--policy h2o+caote --budget {size}")
     from kvtool.policies.grammar import parse_policy
@@ -202,7 +229,10 @@ def choose_policy(
     if size is None:
         size = DEFAULT_BUDGET
         terminal.note(f"budget: {size} tokens per layer and KV head")
-    if size.tokens is not None:
+    if plan is not None:
+        chosen.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
+        terminal.note(f"budget: as planned, {size} split by {plan.layers.allocator}")
+    elif size.tokens is not None:
         chosen.check_budget(size.tokens)
     return chosen, size
 

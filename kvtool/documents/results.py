@@ -25,12 +25,16 @@ class ModelUsed(Section):
 
 
 class ArmEntry(Section):
-    """One policy under one budget; `full` keeps everything and is what others are held against."""
+    """One policy under one budget; `full` keeps everything and is what others are held against.
+
+    `planned` says that a plan splits the budget over the layers.
+    """
 
     name: str
     policy: str
     budget: int | str | None
     prefill: str
+    planned: bool = False
 
 
 class MetricEntry(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from kvtool.documents.document import Document, Section
+from kvtool.documents.plan import PlanDocument
 from kvtool.documents.results import ArmEntry
 
 
@@ -25,4 +26,5 @@ class SamplesDocument(Document):
     model: dict[str, Any]
     protocol: dict[str, Any]
     arms: list[ArmEntry]
+    plan: PlanDocument | None = None
     tasks: list[TaskSamples]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from kvtool.errors import UsageError
 from kvtool.sizes import Budget, parse_prefill
 
 if TYPE_CHECKING:
+    from kvtool.documents.plan import PlanDocument
     from kvtool.policies.policy import Policy
 
 BASELINE = "full"
@@ -23,18 +25,21 @@ class Arm:
     Attributes:
         budget: None for policies that keep everything.
         prefill: `full` or `block:M`.
+        plan: budgets of the layers, as the JSON of a plan whose target is `budget`.
     """
 
     policy: Policy
     budget: Budget | None
     prefill: str = "full"
+    plan: str | None = None
 
     @property
     def name(self) -> str:
         """How files and tables call the arm, such as `h2o+caote@256`."""
         budget = "" if self.budget is None else f"@{self.budget}"
         block = "" if self.prefill == "full" or self.budget is None else f",{self.prefill}"
-        return f"{self.policy}{budget}{block}"
+        planned = "" if self.plan is None else ",plan"
+        return f"{self.policy}{budget}{planned}{block}"
 
     @property
     def folder(self) -> str:
@@ -43,9 +48,17 @@ class Arm:
 
 
 def make_arms(
-    policies: list[str], budgets: list[str], *, prefill: str = "full", baseline: bool = True
+    policies: list[str],
+    budgets: list[str],
+    *,
+    prefill: str = "full",
+    baseline: bool = True,
+    plan: PlanDocument | None = None,
 ) -> list[Arm]:
     """Return every policy under every budget, the full cache first.
+
+    Args:
+        plan: takes the place of the budgets.
 
     Raises:
         UsageError: a policy or budget that cannot be read, a budget that protected tokens fill.
@@ -60,6 +73,11 @@ def make_arms(
         policy = parse_policy(text)
         if policy.score.when == "never":
             arms.append(Arm(policy, None, prefill))
+            continue
+        if plan is not None:
+            policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
+            text = json.dumps(plan.to_data(), sort_keys=True)
+            arms.append(Arm(policy, plan.target.budget, prefill, text))
             continue
         for size in sizes:
             if size.tokens is not None:

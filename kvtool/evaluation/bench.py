@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -159,7 +160,10 @@ class Bench:
 
     def new_cache(self) -> KVCache:
         """Return an empty cache of this arm."""
-        return build_cache(self.model, self.arm.policy, self.arm.budget, prefill=self.arm.prefill)
+        arm = self.arm
+        plan = None if arm.plan is None else json.loads(arm.plan)
+        budget = arm.budget if plan is None else None
+        return build_cache(self.model, arm.policy, budget, prefill=arm.prefill, plan=plan)
 
     def full_cache(self) -> KVCache:
         """Return an empty cache that keeps everything."""

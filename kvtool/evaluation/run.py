@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 import kvtool
 from kvtool.documents.document import Document
+from kvtool.documents.plan import PlanDocument
 from kvtool.documents.results import ArmEntry, Environment, ModelUsed, ResultsDocument
 from kvtool.documents.samples import SamplesDocument, TaskSamples
 from kvtool.documents.source import SCHEMA_VERSION
@@ -63,7 +64,7 @@ class Run:
         self, store: Store, index: SamplesDocument, head: Head, gates: Sequence[Gate]
     ) -> None:
         self.store, self.index, self.head, self.gates = store, index, head, list(gates)
-        self._arms = [read_arm(entry) for entry in index.arms]
+        self._arms = [read_arm(entry, index.plan) for entry in index.arms]
         self._place = Place(index.model, Protocol(**_tuples(index.protocol)))
 
     @classmethod
@@ -86,6 +87,7 @@ class Run:
             model=_identity(loaded, used),
             protocol=asdict(protocol),
             arms=[_entry(arm) for arm in arms],
+            plan=next((json.loads(arm.plan) for arm in arms if arm.plan is not None), None),
             tasks=[_task_samples(job) for job in jobs],
         )
         head = Head(
@@ -213,16 +215,23 @@ class Run:
         )
 
 
-def read_arm(entry: ArmEntry) -> Arm:
+def read_arm(entry: ArmEntry, plan: PlanDocument | None) -> Arm:
     """Return the arm that a document tells of."""
     budgets = [] if entry.budget is None else [str(entry.budget)]
-    return make_arms([entry.policy], budgets, prefill=entry.prefill, baseline=False)[0]
+    plan = plan if entry.planned else None
+    return make_arms([entry.policy], budgets, prefill=entry.prefill, baseline=False, plan=plan)[0]
 
 
 def _entry(arm: Arm) -> ArmEntry:
     size = arm.budget
     budget = None if size is None else size.tokens if size.tokens is not None else str(size)
-    return ArmEntry(name=arm.name, policy=str(arm.policy), budget=budget, prefill=arm.prefill)
+    return ArmEntry(
+        name=arm.name,
+        policy=str(arm.policy),
+        budget=budget,
+        prefill=arm.prefill,
+        planned=arm.plan is not None,
+    )
 
 
 def _task_samples(job: Job) -> TaskSamples:

@@ -56,6 +56,7 @@ class Place:
                 "policy": str(arm.policy),
                 "budget": None if arm.budget is None else str(arm.budget),
                 "prefill": arm.prefill,
+                "plan": arm.plan,
                 "task": task.name,
                 "version": task.version,
                 "settings": task.model_dump(mode="json", exclude=set(WHICH_SAMPLES)),

@@ -14,10 +14,10 @@ ALLOCATORS: dict[str, str] = {
     "d2o-reciprocal": "d2o:D2OReciprocal",
     "d2o-exp": "d2o:D2OExp",
     "pyramid": "pyramid:Pyramid",
-    "ada": "ada:Ada",
     "optimal": "optimal:Optimal",
 }
 REFUSED: dict[str, str] = {
+    "ada": "it needs KV heads of unequal size, which the cache does not store yet",
     "duo": "it splits heads by trained scores, which no profile holds",
 }
 
