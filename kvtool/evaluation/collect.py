@@ -126,12 +126,16 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
 
 
 def with_deltas(results: Sequence[TaskResult]) -> list[TaskResult]:
-    """Fill in each result's difference to the full cache on the same task, where both exist."""
+    """Fill in each result's difference to the full cache on the same task.
+
+    It is None where either is missing, or one has samples that the other has not.
+    """
     full = {result.task: result for result in results if _is_baseline(result.arm)}
     compared = []
     for result in results:
         base = full.get(result.task)
         known = base is not None and base.value is not None and result.value is not None
+        known = known and base.n == result.n
         delta = result.value - base.value if known else None
         compared.append(result.model_copy(update={"delta": delta}))
     return compared

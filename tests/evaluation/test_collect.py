@@ -103,6 +103,15 @@ def test_deltas_and_averages():
     assert [got.arm for got in averages(unfinished)] == ["full"]
 
 
+def test_scores_over_other_samples_than_those_of_full_are_not_compared():
+    results = with_deltas(
+        [result("full", ["yes", "no", "no", "no"]), result("h2o@8", ["yes"], failed=3)]
+    )
+    assert [(got.value, got.delta) for got in results] == [(0.25, 0.0), (1.0, None)]
+    (verdict,) = judge([Gate("*", max_drop=10.0)], results)
+    assert not verdict.passed
+
+
 def test_gates_judge_the_compressed_arms_only():
     results = with_deltas(
         [
