@@ -32,20 +32,27 @@ def recap_passage(task: str, seed: int, length: int, index: int, tokens: TokenCo
     return _place(rng, codes, turn, length, tokens, task).context + turn.question
 
 
-def question_sample(task: str, seed: int, length: int, index: int, tokens: TokenCounter) -> Sample:
-    """Write a text and a question about four of the codes in it, of at most `length` tokens.
+def question_sample(
+    task: str, seed: int, length: int, index: int, tokens: TokenCounter, *, new_tokens: int
+) -> Sample:
+    """Write a text and a question about four of the codes in it.
+
+    Args:
+        length: tokens of the prompt and the longest answer together.
+        new_tokens: of the longest answer.
 
     Raises:
         UsageError: `length` is too short.
     """
-    rng = generator(seed, task, length, index)
-    codes = _codes(rng, max(_ASKED, length // _TOKENS_PER_CODE))
+    room = max(length - new_tokens, 0)
+    rng = generator(seed, task, room, index)
+    codes = _codes(rng, max(_ASKED, room // _TOKENS_PER_CODE))
     asked = [codes[i] for i in rng.permutation(len(codes))[:_ASKED]]
     keys = ", ".join(key for key, _ in asked)
     turn = Turn(
         f"\n Question: What are the secret codes for {keys}? Answer:",
         (f" {', '.join(f'{key}: {code}' for key, code in asked)}.",),
-        0,
+        new_tokens,
         f" The secret codes for {keys} are",
     )
     return _place(rng, codes, turn, length, tokens, task)

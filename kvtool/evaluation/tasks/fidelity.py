@@ -58,11 +58,12 @@ class FidelityTask(Task):
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         for length in self.lengths:
-            room = length - self.new_tokens
             cell = {"length": length}
             if self.data is None:
                 for i in range(self.samples):
-                    sample = question_sample(self.name, self.seed, room, i, tokens)
+                    sample = question_sample(
+                        self.name, self.seed, length, i, tokens, new_tokens=self.new_tokens
+                    )
                     yield Sample(f"length={length}/{i}", sample.context, sample.turns, cell)
                 continue
             texts, _ = documents(self.data, task=self.name)

@@ -47,8 +47,9 @@ class OutputError(Task):
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         for length in self.lengths:
             for i in range(self.samples):
-                room = length - self.new_tokens
-                sample = question_sample(self.name, self.seed, room, i, tokens)
+                sample = question_sample(
+                    self.name, self.seed, length, i, tokens, new_tokens=self.new_tokens
+                )
                 yield Sample(
                     f"length={length}/{i}", sample.context, sample.turns, {"length": length}
                 )

@@ -1,5 +1,7 @@
 """Fidelity, reconstruction, output error and speed on the reference model."""
 
+import re
+
 import pytest
 import torch
 
@@ -128,6 +130,15 @@ def test_texts_of_a_file_are_summarised(loaded, counter, tmp_path):
     assert len(samples) == 1
     assert records[TINY][0]["cost"]["prompt_tokens"] <= 200 - 8
     assert task.summarise(records[FULL]).metrics["agreement"].value == 1.0
+
+
+@pytest.mark.parametrize("kind", [FidelityTask, OutputError], ids=["fidelity", "output-error"])
+def test_the_length_that_is_said_to_be_enough_is(counter, kind):
+    with pytest.raises(UsageError, match="t: length 64 is too short") as refused:
+        list(kind(name="t", lengths="64", samples=1).draw(counter))
+    enough = re.search(r"use lengths of (\d+) or more", refused.value.hint)[1]
+    (sample,) = kind(name="t", lengths=enough, samples=1).draw(counter)
+    assert sample.turns[0].max_new_tokens == kind(name="t").new_tokens
 
 
 def test_texts_need_room_beside_the_instruction_and_the_answer(counter, tmp_path):
