@@ -25,6 +25,18 @@ SCORES = ("aas", "aqas", "ltas", "mas")
 RATES = (0.3, 0.4, 0.5, 0.6)
 
 
+def jaccard_index(one: Tensor, other: Tensor) -> Tensor:
+    """Share of the members of either set that are in both.
+
+    Args:
+        one, other: bool (..., members), not both empty.
+
+    Returns:
+        (...).
+    """
+    return (one & other).sum(-1) / (one | other).sum(-1)
+
+
 class _Score:
     """A score that follows the rows of one layer; the leading axes are whatever the rows have."""
 
@@ -95,9 +107,7 @@ class Overlap:
         self._stored[..., :keys] = torch.where(over[:, None, None], stay, stored)
         order = order_key(everything, positions[0]).argsort(-1, descending=True)
         rank = torch.empty_like(order).scatter_(-1, order, positions[0])
-        budgets = self._budgets[:, None, None]
-        shared = (self._stored[..., :keys] & (rank < budgets)).sum(-1)
-        index = shared / (2 * self._budgets[:, None] - shared)
+        index = jaccard_index(self._stored[..., :keys], rank < self._budgets[:, None, None])
         self._sum += torch.where(over[:, None], index.double(), 0.0)
 
     def mean(self) -> Tensor:

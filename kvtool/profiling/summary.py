@@ -83,7 +83,7 @@ def _grid(shares: Tensor, plan: Plan) -> RecomputeGrid:
 
 def _layers(values: Tensor) -> list[float | None]:
     """Return the mean over heads of each layer, None for NaN."""
-    return [_round(value) for value in values.mean(1).tolist()]
+    return [_round(value) for value in values.reshape(len(values), -1).mean(1).tolist()]
 
 
 def _rows(values: Tensor) -> list[list[float] | None]:

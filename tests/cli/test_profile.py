@@ -1,0 +1,183 @@
+"""`kvtool profile` as a user runs it."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from kvtool.documents.profile import ProfileDocument
+from kvtool.documents.source import Source
+from kvtool.models import reference
+from kvtool.profiling.names import METRICS
+
+QUICK = ("--samples", "2", "--tokens", "200", "--decode", "20")
+
+
+def profile(kvtool, *arguments) -> ProfileDocument:
+    done = kvtool("profile", "-q", *arguments)
+    assert (done.code, done.err) == (0, "")
+    return Source.parse(done.out, "stdout").validate(ProfileDocument)
+
+
+def test_a_piped_profile_is_yaml_with_a_number_per_layer(kvtool):
+    done = kvtool("profile", *QUICK)
+    assert done.code == 0
+    assert done.err == "model: reference (bundled; choose another with --model)\n"
+    data = yaml.safe_load(done.out)
+    assert (data["kind"], data["schema_version"]) == ("profile", 1)
+    assert data["model"]["id"] == "reference"
+    assert data["model"]["kv_bytes_per_token"] == 2 * 4 * 2 * 32 * 4
+    assert data["data"]["samples"] == 2
+    assert (data["data"]["tokens"], data["data"]["decode"]) == (200, 20)
+    assert list(data["metrics"]) == ["f_variance", "entropy", "query_cosine", "topk_union"]
+    for values in data["metrics"].values():
+        assert len(values) == data["model"]["layers"] == 4
+    assert "heads_file" not in data
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_other_texts(kvtool):
+    runs = [kvtool("profile", "-q", *QUICK, "--seed", seed).out for seed in ("0", "0", "1")]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_numbers_per_head_go_to_a_file_beside_it(kvtool, tmp_path):
+    done = kvtool("profile", *QUICK, "-o", "p.yaml")
+    assert (done.code, done.out) == (0, "")
+    document = Source.parse((tmp_path / "p.yaml").read_text(), "p").validate(ProfileDocument)
+    heads = tmp_path / document.heads_file.path
+    assert heads.name == "p.heads.safetensors"
+    assert hashlib.sha256(heads.read_bytes()).hexdigest() == document.heads_file.sha256
+    values = load_file(heads)["f_variance"]
+    assert values.shape == (4, 4)
+    assert values.mean(1).tolist() == pytest.approx(document.metrics.f_variance, rel=1e-5)
+    with safe_open(heads, "pt") as file:
+        assert file.metadata()["kind"] == "kvtool.heads"
+
+
+def test_every_metric_at_once(kvtool, tmp_path):
+    document = profile(
+        kvtool, *QUICK, "--metrics", ",".join(METRICS), "-p", "tova", "--budgets", "64,10%,50%"
+    )
+    for name in METRICS:
+        assert getattr(document.metrics, name) is not None
+    errors = document.metrics.output_error
+    assert (errors.policy, errors.budgets) == ("tova", [20, 64, 100])
+    assert all(len(row) == 3 for row in errors.errors)
+
+
+def test_default_budgets_are_shares_of_the_text(kvtool):
+    document = profile(kvtool, *QUICK, "--metrics", "output_error")
+    assert document.metrics.output_error.policy == "h2o"
+    assert document.metrics.output_error.budgets == [12, 25, 50, 100]
+
+
+def test_memory_needs_a_configuration_and_nothing_else(kvtool, tmp_path):
+    (tmp_path / "bare").mkdir()
+    shutil.copy(reference.path() / "config.json", tmp_path / "bare")
+    document = profile(kvtool, "-m", "bare", "--metrics", "memory", "--dtype", "bfloat16")
+    assert document.data is None
+    assert document.model.dtype == document.metrics.memory.dtype == "bfloat16"
+    assert document.metrics.memory.layer_bytes_per_token == [2 * 2 * 32 * 2] * 4
+
+
+def test_texts_of_a_file_are_cut_into_pieces(kvtool, tmp_path):
+    rows = [{"text": "The old lamp was near the school. " * 60}, {"text": "Short."}]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("--data", "texts.jsonl", "--tokens", "100", "--metrics", "entropy")
+    document = profile(kvtool, *arguments, "--samples", "3")
+    assert (document.data.source, document.data.samples) == ("texts.jsonl", 3)
+    assert document.data.decode is None
+    fingerprint = hashlib.sha256((tmp_path / "texts.jsonl").read_bytes()).hexdigest()
+    assert document.data.fingerprint == fingerprint
+    done = kvtool("profile", *arguments, "--samples", "50")
+    assert done.code == 0
+    assert "note: texts.jsonl has only" in done.err
+
+
+def test_a_table_for_people(kvtool):
+    done = kvtool("profile", "-q", *QUICK, "--metrics", "entropy,memory", "-f", "text")
+    assert done.code == 0
+    line = next(line for line in done.out.splitlines() if "column-sum entropy" in line)
+    assert "█" in line
+    assert "longest context that fits" in done.out
+    assert "2 texts of 200 tokens from builtin" in done.out
+
+
+def test_a_dry_run_says_what_would_be_measured(kvtool):
+    done = kvtool("profile", "--dry-run", *QUICK, "--metrics", "memory,output_error,entropy")
+    data = yaml.safe_load(done.out)
+    assert data["metrics"] == ["entropy", "output_error", "memory"]
+    assert data["output_error"] == {"policy": "h2o", "budgets": [12, 25, 50, 100]}
+    assert data["data"]["decode"] == 20
+
+
+def test_a_picture_is_drawn(kvtool, tmp_path):
+    pytest.importorskip("matplotlib")
+    done = kvtool("profile", "-q", *QUICK, "--plot", "p.svg")
+    assert done.code == 0
+    assert "cosine by distance" in (tmp_path / "p.svg").read_text()
+
+
+REFUSED = {
+    "unknown metric": (["--metrics", "entropie"], "no metric `entropie`", "`entropy`"),
+    "no metric": (["--metrics", ","], "--metrics names nothing", "f_variance"),
+    "no tokens": (["--tokens", "0"], "--tokens must be 1 or more, got 0", None),
+    "no decoding": (["--decode", "0"], "--decode must be 1 or more, got 0", None),
+    "lower-case k": (["--tokens", "4k"], "lower-case `k` in `4k`", "`4K`"),
+    "too long": (
+        ["--tokens", "16K"],
+        "16384 tokens and 128 decoded are more than the 8192",
+        "8064",
+    ),
+    "missing file": (["--data", "gone.txt"], "--data: no file `gone.txt`", None),
+    "short file": (
+        ["--data", "short.txt", "--tokens", "500"],
+        "--data: no text of `short.txt` has 500 tokens, the longest has",
+        "--tokens",
+    ),
+    "policy for nothing": (["-p", "h2o"], "--policy is that of output_error", "output_error"),
+    "budgets for nothing": (["--budgets", "9"], "--budgets is that of output_error", None),
+    "no picture": (["--plot", "p.doc"], "--plot: `p.doc` is no picture", ".png"),
+    "no folder": (["--plot", "gone/p.png"], "--plot: folder `gone` does not exist", "mkdir"),
+    "memory has no picture": (
+        ["--plot", "p.png", "--metrics", "memory"],
+        "--plot: memory alone has no picture",
+        None,
+    ),
+    "missing model": (["-m", "./gone"], "model folder `./gone` does not exist", None),
+}
+ERROR_REFUSED = {
+    "unknown policy": (["-p", "snapvk"], "no policy named `snapvk`", "`snapkv`"),
+    "full": (["-p", "full"], "policy `full` keeps everything", None),
+    "too small": (["-p", "streaming", "--budgets", "4"], "budget 4 is not above sinks 4", None),
+    "too large": (["--budgets", "4K"], "--budgets: 4096 is above the 1024 tokens", None),
+    "bytes": (["--budgets", "1MiB"], "--budgets: 1MiB is a size of the whole cache", "shares"),
+}
+
+
+@pytest.mark.parametrize("case", [*REFUSED, *ERROR_REFUSED])
+def test_mistakes_are_told_in_one_line_before_the_model_loads(kvtool, monkeypatch, tmp_path, case):
+    def fail(*args, **kwargs):
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr("kvtool.cli.profile.load_model", fail)
+    (tmp_path / "short.txt").write_text("The old lamp was near the school.")
+    arguments, message, hint = (REFUSED | ERROR_REFUSED)[case]
+    if case in ERROR_REFUSED:
+        arguments = ["--metrics", "output_error", *arguments]
+    done = kvtool("profile", *arguments)
+    assert (done.code, done.out) == (2, "")
+    error, *rest = done.err.splitlines()
+    assert error.startswith(f"error: {message}")
+    assert hint is None or hint in rest[0]
+
+
+def test_a_missing_plots_extra_is_told_before_the_model_loads(kvtool, monkeypatch):
+    monkeypatch.setattr("kvtool.evaluation.extras._absent", lambda extra: ["matplotlib"])
+    done = kvtool("profile", "--plot", "p.png")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines()[0] == "error: --plot needs matplotlib"

@@ -1,0 +1,62 @@
+import pytest
+
+from kvtool.documents.problems import DocumentError
+from kvtool.documents.profile import ProfileDocument
+from kvtool.documents.source import Source
+
+MODEL = {
+    "id": "reference",
+    "config_hash": "abc",
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "layer_types": ["full_attention"] * 2,
+    "kv_bytes_per_token": 256,
+}
+
+
+def profile(**metrics) -> ProfileDocument:
+    return ProfileDocument(model=MODEL, metrics=metrics)
+
+
+def read(text: str) -> ProfileDocument:
+    return Source.parse(text, "p.yaml").validate(ProfileDocument)
+
+
+def test_what_is_written_is_read_back():
+    document = profile(
+        f_variance=[1.5, None],
+        output_error={"policy": "h2o", "budgets": [8, 16], "errors": [[0.5, 0.25], None]},
+        jaccard={"rates": [0.3], "mas": [[0.9], None]},
+    )
+    assert read(document.to_yaml()) == document
+    assert read(document.to_json()) == document
+
+
+def test_what_was_not_measured_is_left_out():
+    data = profile(entropy=[0.5, 0.25]).to_data()
+    assert list(data) == ["kind", "schema_version", "model", "metrics"]
+    assert data["metrics"] == {"entropy": [0.5, 0.25]}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"entropy": [0.5]}, "`metrics.entropy` has 1 entries, but the model 2 layers"),
+        (
+            {"output_error": {"policy": "h2o", "budgets": [8], "errors": [[0.5]] * 3}},
+            "`metrics.output_error.errors` has 3 entries, but the model 2 layers",
+        ),
+        ({"entropi": [0.5, 0.5]}, "unknown key `entropi`; did you mean `entropy`"),
+        ({"entropy": [0.5, "high"]}, "must be a number, got `high`"),
+    ],
+)
+def test_what_does_not_fit_is_refused(metrics, message):
+    text = profile(entropy=[1.0, 1.0]).to_yaml()
+    import yaml
+
+    data = yaml.safe_load(text) | {"metrics": metrics}
+    with pytest.raises(DocumentError) as caught:
+        read(yaml.safe_dump(data))
+    assert message in str(caught.value)
