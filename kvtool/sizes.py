@@ -17,6 +17,7 @@ _QUANTITY = re.compile(
     r"([+-]?(?:\d+/\d+|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,2})?))\s*([A-Za-z%]*)"
 )
 _EXAMPLES = "use tokens (`512`, `4K`), a share of the prompt (`20%`, `0.2`) or bytes (`64MiB`)"
+_COUNT_EXAMPLES = "use `4096` or `4K` (= 4096)"
 
 
 def fraction_of(ratio: Fraction, n: int) -> int:
@@ -34,11 +35,13 @@ def parse_count(text: str | int) -> int:
     >>> parse_count("32K")
     32768
     """
+    if _QUANTITY.fullmatch(str(text).strip()) is None:
+        raise UsageError(f"`{text}` is not a number of tokens", hint=_COUNT_EXAMPLES)
     number, unit = _split(str(text))
     if unit == "k":
         raise UsageError(f"lower-case `k` in `{text}` is ambiguous", hint=_upper_case_k(str(text)))
     if unit not in _COUNT_UNITS:
-        raise UsageError(f"`{text}` is not a number of tokens", hint="use `4096` or `4K` (= 4096)")
+        raise UsageError(f"`{text}` is not a number of tokens", hint=_COUNT_EXAMPLES)
     count = number * _COUNT_UNITS[unit]
     if count.denominator != 1:
         raise UsageError(f"`{text}` is not a whole number of tokens")

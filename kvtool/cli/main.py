@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
 import typer
+from pydantic import ValidationError
 
 import kvtool
 from kvtool.cli.compress import compress
@@ -18,6 +19,7 @@ from kvtool.cli.options import command
 from kvtool.cli.plan_budget import plan_budget
 from kvtool.cli.policies import policies
 from kvtool.cli.profile import profile
+from kvtool.documents.validation import first_mistake
 from kvtool.errors import KvtoolError
 
 app = typer.Typer(
@@ -78,14 +80,7 @@ def _explain(error: Exception) -> KvtoolError | None:
     if isinstance(error, KvtoolError):
         return error
     if isinstance(error, typer.TyperException):
-        text = error.format_message().replace("Value error, ", "")
-        message, _, suggestion = text.partition(" Did you mean ")
-        told = KvtoolError(
-            message[:1].lower() + message[1:],
-            hint=f"did you mean {suggestion}".replace("'", "`") if suggestion else None,
-        )
-        told.exit_code = error.exit_code
-        return told
+        return _explain_usage(error)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return KvtoolError(
             "out of memory", hint="a smaller budget, --prefill block or --dtype bfloat16"
@@ -94,6 +89,20 @@ def _explain(error: Exception) -> KvtoolError | None:
         place = f"`{error.filename}`: " if error.filename else ""
         return KvtoolError(f"{place}{error.strerror or error}")
     return None
+
+
+def _explain_usage(error: typer.TyperException) -> KvtoolError:
+    """Tell in our words what typer and pydantic say of the command line."""
+    if isinstance(error.__cause__, ValidationError):
+        text = f"{error.param.opts[0]}: {first_mistake(error.__cause__)}"
+    else:
+        text = error.format_message()
+    message, _, suggestion = text.replace("'", "`").rstrip(".").partition(" Did you mean ")
+    told = KvtoolError(
+        message[:1].lower() + message[1:], hint=f"did you mean {suggestion}" if suggestion else None
+    )
+    told.exit_code = error.exit_code
+    return told
 
 
 def _tell(error: KvtoolError) -> None:

@@ -88,7 +88,10 @@ class Problem:
         return self.mark.excerpt
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.place, self.path, self.message) if part)
+        """Return place, path and message; a flag other than --set and --unset is its own path."""
+        by_key = not self.place.startswith("--") or self.place.startswith(("--set ", "--unset "))
+        path = self.path if by_key else ""
+        return ": ".join(part for part in (self.place, path, self.message) if part)
 
 
 class DocumentError(UsageError):

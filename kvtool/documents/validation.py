@@ -64,6 +64,11 @@ def find_problems(
     return sorted(problems, key=lambda problem: (problem.mark.name, problem.mark.index or 0))
 
 
+def first_mistake(error: ValidationError) -> str:
+    """Say what is wrong with a single value, such as that of a flag."""
+    return _message(error.errors(include_url=False)[:1])
+
+
 def _keys(details: ErrorDetails, node: Node) -> Keys:
     """Drop from pydantic's location what is not in the document: tags of unions, wrapped items."""
     keys: list[str | int] = []
@@ -118,6 +123,8 @@ def _told(details: ErrorDetails) -> str:
     if isinstance(cause, ValueError):
         hint = getattr(cause, "hint", None)
         return f"{cause}" + (f"; {hint}" if hint else "")
+    if kind == "string_too_short" and not details["input"]:
+        return "must not be empty"
     if kind in ("too_short", "too_long"):
         context = details["ctx"]
         bound = "at least" if kind == "too_short" else "at most"

@@ -55,8 +55,15 @@ REFUSED = {  # arguments after `generate`: exit code, the error line, what the h
     "folder as output": (["-o", "empty"], 2, "--output: `empty` is a folder", None),
     "one file for two": (["-o", "a", "--save", "a"], 2, "both write `a`", None),
     "unknown option": (["--temprature", "1"], 2, "no such option: --temprature", None),
-    "unknown dtype": (["--dtype", "float"], 2, "'float' is not one of 'auto', 'float32'", None),
-    "surplus word": (["text"], 2, "recipe: `text` does not exist", None),
+    "unknown dtype": (
+        ["--dtype", "float"],
+        2,
+        "--dtype: `float` is not one of `auto`, `float32`",
+        None,
+    ),
+    "number too small": (["--seed", "-1"], 2, "--seed: must be at least 0, got `-1`", None),
+    "word for a number": (["--seed", "x"], 2, "--seed: must be a whole number, got `x`", None),
+    "surplus word": (["text"], 2, "recipe or plan: `text` does not exist", None),
 }
 
 
@@ -116,7 +123,7 @@ def test_empty_stdin_is_refused(kvtool):
 def test_an_unknown_command_is_refused(kvtool):
     done = kvtool("compres")
     assert done.code == 2
-    assert done.err == "error: no such command 'compres'\nhint: did you mean `compress`?\n"
+    assert done.err == "error: no such command `compres`\nhint: did you mean `compress`?\n"
 
 
 def test_debug_shows_the_traceback(kvtool):

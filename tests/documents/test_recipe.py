@@ -527,3 +527,8 @@ def test_there_are_recipes():
 def test_a_usage_error_is_what_a_caller_may_catch():
     with pytest.raises(UsageError):
         recipe("kind: recipe\nseed: x\n")
+
+
+def test_a_flag_is_told_without_the_key_that_it_sets():
+    with pytest.raises(DocumentError, match=r"^--budget: budget 0 is not above 0"):
+        recipe("kind: recipe", flags=[("--budget", {"budget": ["64", "0"]})])

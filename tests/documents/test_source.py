@@ -360,7 +360,7 @@ def test_a_part_is_validated_where_it_stands():
     ]
     given = {"name": "niah", "window": "x"}
     error = mistakes(source, Named, ("tasks", 0), without=("task",), given=given)
-    assert str(error) == "--window x: tasks.0.window: must be a whole number, got `x`"
+    assert str(error) == "--window x: must be a whole number, got `x`"
     error = mistakes(source, Layer, ("task",))
     assert str(error) == "a.yaml:1:1: task: is required"
 
