@@ -16,7 +16,7 @@ from kvtool.cache.cache import KVCache, build_cache
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.arms import Arm
 from kvtool.evaluation.memory import Peak
-from kvtool.evaluation.prompts import Frame, first_prompt, make_frame
+from kvtool.evaluation.prompts import Frame, continued_ids, first_prompt, make_frame
 from kvtool.evaluation.task import Asking, Json, Sample, Task, TokenCounter, Turn
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
 
@@ -174,6 +174,11 @@ class Bench:
         ids = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"]
         return ids.long().to(self.model.device)
 
+    def encode_on(self, text: str) -> Tensor:
+        """Return (1, n) token ids of a text that goes on from what a cache holds."""
+        ids = continued_ids(self.tokenizer, text)
+        return torch.tensor([ids], dtype=torch.long, device=self.model.device)
+
     # ---- questions
 
     def ask(self, sample: Sample, task: Asking) -> list[Json]:
@@ -207,7 +212,7 @@ class Bench:
             text = lead + turn.question + frame.closing + turn.answer_prefix
             asked = cache.copy() if same_context else cache
             if read_so_far:
-                self.feed(asked, self.encode(text, special=False))
+                self.feed(asked, self.encode_on(text))
             else:
                 self.feed(asked, self.encode(prompt.context + text, special=prompt.special))
             read_so_far = True

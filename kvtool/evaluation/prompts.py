@@ -136,3 +136,18 @@ def _shorten(
         )
     head = min(max_length // 2, room) if truncate == "middle" else 0
     return decode(ids[:head]) + decode(ids[len(ids) - (room - head) :])
+
+
+def continued_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text that goes on from another.
+
+    Some tokenizers (Llama 2, Mistral, Phi-3) put a space in front of whatever they encode, which
+    has no place inside a text; what stands behind a line end gets none.
+    """
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    before, both = encode("\n"), encode("\n" + text)
+    apart = both[: len(before)] == before  # the line end is no part of the text's first token
+    return both[len(before) :] if apart else encode(text)

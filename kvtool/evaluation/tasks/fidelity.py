@@ -178,7 +178,7 @@ def _encode(bench: Bench, prompt: tuple[str, str], query_aware: bool) -> list[to
     """Return the token ids of what is fed at once."""
     if query_aware:
         return [bench.encode("".join(prompt), special=True)]
-    return [bench.encode(prompt[0], special=True), bench.encode(prompt[1], special=False)]
+    return [bench.encode(prompt[0], special=True), bench.encode_on(prompt[1])]
 
 
 def _full_answer(
