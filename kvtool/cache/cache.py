@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from kvtool.cache import handover
-from kvtool.cache.eviction import cut_stored
+from kvtool.cache.budgets import Budgets
 from kvtool.cache.kernels import Call
 from kvtool.cache.slots import HybridSlotLayer, SlotLayer
 from kvtool.cache.together import form_groups
@@ -29,12 +29,10 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
-from kvtool.policies.allocate.planned import PlannedSplit
-from kvtool.policies.allocate.split import AllocatedSplit, Split, Spread
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
-from kvtool.sizes import Budget, fraction_of, parse_prefill
+from kvtool.sizes import Budget, parse_prefill
 
 
 @dataclass(frozen=True)
@@ -196,20 +194,12 @@ class KVCache(Cache):
         self.next_logits: Tensor | None = None  # after the text, where all of it has been fed
         self._prompt_lengths: list[int] | None = None
         self._in_prompt = False
-        self._counted: tuple[int, list[int]] | None = None
         super().__init__(layers=_make_layers(config, policy))
         self._slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         self._grouped = False
-        self._free = [layer for layer in self._slot_layers if layer.window is None]
         self.plan = plan
-        self._split: Split | None = None
-        if plan is not None:
-            self._split = PlannedSplit(plan)
-        elif policy.allocator is not None and self._free:
-            self._split = AllocatedSplit(policy, len(self._free))
-        self.spreads: list[Spread] | None = None  # of each row, once it is known
-        self._budgets: dict[tuple, list[int]] = {}
-        if self._waits():
+        self.budgets = Budgets(self._slot_layers, policy, budget, plan)
+        if self.budgets.wait:
             self.block = None
 
     # ---- what transformers asks
@@ -261,37 +251,27 @@ class KVCache(Cache):
                 layer.group = None
             self._grouped = False
 
-    def _choose_rows(self, rows: list[int]) -> None:
-        """Let what is known of each row follow the rows."""
-        self._ungroup()
-        self._budgets = {}
-        if self.spreads is not None:
-            self.spreads = [self.spreads[row] for row in rows]
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._ungroup()
-        if self.spreads is not None:
-            self._choose_rows(beam_idx.tolist())
+        self.budgets.choose_rows(lambda rows: rows[beam_idx.to(rows.device)])
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._choose_rows([row for row in range(len(self.spreads or ())) for _ in range(repeats)])
+        self._ungroup()
+        self.budgets.choose_rows(lambda rows: rows.repeat_interleave(repeats))
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.spreads is not None:
-            chosen = torch.arange(len(self.spreads), device=indices.device)[indices]
-            self._choose_rows(chosen.tolist())
         self._ungroup()
+        self.budgets.choose_rows(lambda rows: rows[indices.to(rows.device)])
         super().batch_select_indices(indices)
 
     def reset(self) -> None:
         self._ungroup()
-        self.input_ids = self.next_logits = self.spreads = None
-        self._budgets = {}
+        self.input_ids = self.next_logits = None
+        self.budgets.reset()
         super().reset()
         self.peak_bytes = 0
-        self._counted = None
 
     def copy(self) -> KVCache:
         """Return a cache with the same content that goes its own way from here."""
@@ -313,125 +293,23 @@ class KVCache(Cache):
             UsageError: a row's share is not above the tokens that the policy always keeps.
         """
         if lengths is not None:
-            self._shares(lengths)
-            if self.plan is not None and self.budget is not None:
-                self._row_budgets(self._free[0], lengths)
+            self.budgets.check(lengths)
         self._in_prompt, self._prompt_lengths = True, lengths
         try:
             yield
-            if self._free and self._free[-1].held_back:
-                self._cut_held_back()
+            if self.budgets.held_back:
+                self.budgets.cut_held_back(self.tokens_seen())
         finally:
             self._in_prompt, self._prompt_lengths = False, None
 
     def set_budget(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> None:
         """Fix what the rows of a layer may keep, before a block of a prompt is cut."""
-        if layer.window is not None:
-            layer.budget = layer.least = layer.most = layer.window - 1
-            return
-        if self.budget is None:
-            return
-        if self._split is None and self.budget.ratio is None:
-            layer.budget = layer.least = layer.most = self._tokens(layer)
-            return
-        lengths = self._prompt_lengths or self._count(layer, positions, q_len)
-        if self._waits():
-            layer.held_back = True
-            layer.budget = layer.least = layer.most = max(lengths)
-            return
-        self._set_rows(layer, self._row_budgets(layer, lengths), q_len)
-
-    def _set_rows(self, layer: SlotLayer, rows: list[int], q_len: int) -> None:
-        """Set the budget of every row, before or (`q_len` 0) after a block is stored."""
-        layer.least, layer.most = min(rows), max(rows)
-        layer.budget = layer.most
-        if layer.least < layer.most:
-            layer.budget = torch.tensor(rows, device=layer.device)[:, None, None]
-            if not layer.ragged:  # no row is padded yet, but rows will keep different counts
-                before = layer.seen - q_len
-                layer.lengths = torch.full((len(rows),), before, device=layer.device)
-
-    def _row_budgets(self, layer: SlotLayer, lengths: list[int]) -> list[int]:
-        """What each row of a layer may keep."""
-        shares = self._shares(lengths)
-        if self._split is None:
-            return [max(share, layer.least) for share in shares]
-        place = self._free.index(layer)
-        rows = []
-        for row, n in enumerate(lengths):
-            mean = shares[row] if shares else self._tokens(layer)
-            key = (mean, n, row if self.spreads else None)
-            if key not in self._budgets:
-                spread = self.spreads[row] if self.spreads else None
-                budgets = self._split.for_prompt(mean, n, spread)
-                if min(budgets) < n:
-                    self.policy.check_budget(min(budgets))
-                self._budgets[key] = budgets
-            rows.append(self._budgets[key][place])
-        return rows
-
-    def _tokens(self, layer: SlotLayer) -> int:
-        """The budget in tokens per layer and KV head, where it does not depend on the prompt."""
-        if self.budget.tokens is not None:
-            return self.budget.tokens
-        return self._tokens_for_bytes(layer)
-
-    def _waits(self) -> bool:
-        """Whether nothing may be cut before all layers have been seen."""
-        allocator = self.policy.allocator
-        own = isinstance(self._split, AllocatedSplit)
-        return own and allocator.metric is not None and self.spreads is None
+        self.budgets.set(layer, positions, q_len, self._prompt_lengths)
 
     def layer_done(self, layer: SlotLayer) -> None:
         """Cut what was held back, if this was the last layer of a prompt that came at once."""
-        if layer.held_back and layer is self._free[-1] and not self._in_prompt:
-            self._cut_held_back()
-
-    def _cut_held_back(self) -> None:
-        """Split the budget by what all layers have shown, and cut them."""
-        variance = torch.stack([layer.variance for layer in self._free], 1)  # (batch, layers)
-        lengths = self.tokens_seen()
-        rows = zip(variance.tolist(), lengths, strict=True)
-        self.spreads = [Spread(row, n) for row, n in rows]
-        for layer in self._free:
-            layer.held_back = False
-            self._set_rows(layer, self._row_budgets(layer, lengths), 0)
-            cut_stored(layer)
-
-    def _shares(self, lengths: list[int]) -> list[int]:
-        """What each row may keep, for a budget that is a ratio; empty for other budgets."""
-        if self.budget is None or self.budget.ratio is None:
-            return []
-        rows = [fraction_of(self.budget.ratio, n) for n in lengths]
-        try:
-            self.policy.check_budget(min(rows))
-        except UsageError as error:
-            raise UsageError(f"{self.budget} of {min(lengths)} tokens: {error}") from None
-        return rows
-
-    def _count(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> list[int]:
-        """Tokens of each row at the end of the running block: a device sync if rows are padded."""
-        if positions is None and not layer.ragged:
-            return [layer.seen]
-        if self._counted is None or self._counted[0] != layer.seen:
-            before = layer.lengths if layer.ragged else layer.seen - q_len
-            new = q_len if positions is None else (positions >= 0).sum(1)
-            self._counted = (layer.seen, (before + new).tolist())
-        return self._counted[1]
-
-    def _tokens_for_bytes(self, layer: SlotLayer) -> int:
-        per_token = layer.token_bytes() * layer.positions.shape[0] * layer.positions.shape[1]
-        windows = sum(other.window - 1 for other in self._slot_layers if other.window is not None)
-        free = sum(other.window is None for other in self._slot_layers)
-        left = self.budget.bytes - windows * per_token
-        tokens = left // (free * per_token)
-        if tokens < 1:
-            raise UsageError(
-                f"budget {self.budget} is too small: one token in every layer takes "
-                f"{(windows + free) * per_token} bytes"
-            )
-        self.policy.check_budget(tokens)
-        return tokens
+        if layer.held_back and self.budgets.is_last(layer) and not self._in_prompt:
+            self.budgets.cut_held_back(self.tokens_seen())
 
     # ---- what is in it
 

@@ -63,9 +63,9 @@ def save_cache(
         tensors["input_ids"] = input_ids.cpu().long()
     if next_logits is not None:
         tensors["next_logits"] = next_logits.float().cpu()
-    if cache.spreads is not None:
-        tensors["spread.variance"] = torch.tensor([row.variance for row in cache.spreads])
-        tensors["spread.tokens"] = torch.tensor([row.tokens for row in cache.spreads])
+    if cache.budgets.spreads is not None:
+        tensors["spread.variance"] = torch.tensor([row.variance for row in cache.budgets.spreads])
+        tensors["spread.tokens"] = torch.tensor([row.tokens for row in cache.budgets.spreads])
     first = cache.first_layer
     if first.ragged:
         tensors["lengths"] = first.lengths.cpu()
@@ -128,7 +128,9 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
             _fill_recurrent(layer, tensors, f"layer.{i}", model)
     if "spread.variance" in tensors:
         rows = zip(tensors["spread.variance"], tensors["spread.tokens"], strict=True)
-        cache.spreads = [Spread(variance.tolist(), int(tokens)) for variance, tokens in rows]
+        cache.budgets.spreads = [
+            Spread(variance.tolist(), int(tokens)) for variance, tokens in rows
+        ]
     cache.input_ids = tensors.get("input_ids")
     cache.next_logits = tensors.get("next_logits")
     return cache

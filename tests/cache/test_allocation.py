@@ -173,6 +173,21 @@ def test_turns_copies_and_files_go_on_alike(model, allocator, tmp_path):
         assert torch.equal(other.kept_positions(2), cache.kept_positions(2))
 
 
+def test_rows_of_a_batch_keep_their_own_split_in_later_turns(model):
+    ids = torch.cat([random_ids(60, seed=1), random_ids(60, seed=2)])
+    more = torch.cat([random_ids(20, seed=3), random_ids(20, seed=4)])
+    both = kvtool.build_cache(model, "h2o+d2o-alloc(norm=minmax)", 16)
+    model(ids, past_key_values=both)  # as a user feeds it, without saying where prompts end
+    model(more, past_key_values=both)
+    for row in range(2):
+        alone = kvtool.build_cache(model, "h2o+d2o-alloc(norm=minmax)", 16)
+        model(ids[row : row + 1], past_key_values=alone)
+        model(more[row : row + 1], past_key_values=alone)
+        for layer in range(LAYERS):
+            kept = alone.kept_positions(layer)[0]
+            assert torch.equal(both.kept_positions(layer)[row][:, : kept.shape[1]], kept)
+
+
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"prefill_chunk_size": 16}])
 def test_transformers_own_generate_cuts_at_the_prompts_end(model, settings):
     for allocator in ALLOCATORS:

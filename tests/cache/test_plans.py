@@ -82,6 +82,14 @@ def test_a_plan_replaces_the_policys_own_allocator(model, plan):
     assert cache.report().kept_per_layer == [40] * 4
 
 
+def test_a_plan_in_bytes_holds_its_bytes(model, plan):
+    document = plan("--bytes", "100KiB", "--context", str(CONTEXT), "--allocator", "pyramid")
+    cache = kvtool.build_cache(model, "h2o", plan=document)
+    prefill(model, cache, ids(CONTEXT))
+    assert cache.report().kept_per_layer == document["layers"]["tokens"]
+    assert cache.report().kv_bytes == document["totals"]["bytes"] == 100 * 1024
+
+
 def test_a_short_prompt_fits_and_may_grow_to_the_plan(model, plan):
     document = plan("-b", "40", "--context", str(CONTEXT), "--allocator", "pyramid")
     cache = kvtool.build_cache(model, "h2o", plan=document)

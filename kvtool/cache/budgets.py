@@ -1,0 +1,194 @@
+"""What each layer and row may keep: fixed when a prompt begins, or once all layers have seen it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.eviction import cut_stored
+from kvtool.cache.slots import SlotLayer
+from kvtool.documents.plan import PlanDocument
+from kvtool.errors import UsageError
+from kvtool.policies.allocate.planned import PlannedSplit
+from kvtool.policies.allocate.split import AllocatedSplit, Split, Spread
+from kvtool.policies.policy import Policy
+from kvtool.sizes import Budget, fraction_of
+
+
+class Budgets:
+    """The budget of a cache, in tokens of its layers and rows.
+
+    Attributes:
+        spreads: how the attention of each row is spread, once an allocator has looked at it.
+    """
+
+    def __init__(
+        self,
+        layers: list[SlotLayer],
+        policy: Policy,
+        budget: Budget | None,
+        plan: PlanDocument | None,
+    ) -> None:
+        self.policy, self.budget = policy, budget
+        self.spreads: list[Spread] | None = None
+        self._windows = sum(layer.window - 1 for layer in layers if layer.window is not None)
+        self._free = [layer for layer in layers if layer.window is None]
+        self._split: Split | None = None
+        self._planned = plan is not None
+        if plan is not None:
+            self._split = PlannedSplit(plan)
+        elif policy.allocator is not None and self._free:
+            self._split = AllocatedSplit(policy, len(self._free))
+        self._known: dict[tuple, list[int]] = {}
+        self._counted: tuple[int, list[int]] | None = None
+
+    @property
+    def wait(self) -> bool:
+        """Whether nothing may be cut before all layers have seen the prompt."""
+        if self._split is None or self._planned or self.spreads is not None:
+            return False
+        return self.policy.allocator.metric is not None
+
+    @property
+    def held_back(self) -> bool:
+        """Whether a prompt is stored whole and waits to be cut."""
+        return bool(self._free) and self._free[-1].held_back
+
+    def is_last(self, layer: SlotLayer) -> bool:
+        """Whether a forward runs no other layer of free budget after this one."""
+        return layer is self._free[-1]
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self.spreads = self._counted = None
+        self._known = {}
+
+    def choose_rows(self, choose: Callable[[Tensor], Tensor]) -> None:
+        """Let what is known of each row follow the rows.
+
+        Args:
+            choose: what happens to the rows, done to their numbers.
+        """
+        self._known = {}
+        if self.spreads is not None:
+            rows = choose(torch.arange(len(self.spreads))).tolist()
+            self.spreads = [self.spreads[row] for row in rows]
+
+    def check(self, lengths: list[int]) -> None:
+        """Refuse a prompt of which a row or layer would keep no more than what always stays.
+
+        Raises:
+            UsageError: the first such row.
+        """
+        self._shares(lengths)
+        if self._planned and self.budget is not None:
+            self._of_rows(self._free[0], lengths)
+
+    def set(
+        self,
+        layer: SlotLayer,
+        positions: Tensor | None,
+        q_len: int,
+        lengths: list[int] | None,
+    ) -> None:
+        """Fix what the rows of a layer may keep, before a block of a prompt is cut.
+
+        Args:
+            positions: (batch, q_len) of the block, -1 = padding; None: no padding.
+            lengths: tokens that each row will have seen at the prompt's end; None: at the block's.
+        """
+        if layer.window is not None:
+            layer.budget = layer.least = layer.most = layer.window - 1
+            return
+        if self.budget is None:
+            return
+        if self._split is None and self.budget.ratio is None:
+            layer.budget = layer.least = layer.most = self._tokens(layer)
+            return
+        lengths = lengths or self._count(layer, positions, q_len)
+        if self.wait:
+            layer.held_back = True
+            layer.budget = layer.least = layer.most = max(lengths)
+            return
+        self._set_rows(layer, self._of_rows(layer, lengths), q_len)
+
+    def cut_held_back(self, lengths: list[int]) -> None:
+        """Split the budget by what all layers have shown of a prompt, and cut them.
+
+        Args:
+            lengths: tokens that each row has seen.
+        """
+        variance = torch.stack([layer.variance for layer in self._free], 1)  # (batch, layers)
+        rows = zip(variance.tolist(), lengths, strict=True)
+        self.spreads = [Spread(row, n) for row, n in rows]
+        for layer in self._free:
+            layer.held_back = False
+            self._set_rows(layer, self._of_rows(layer, lengths), 0)
+            cut_stored(layer)
+
+    def _set_rows(self, layer: SlotLayer, rows: list[int], q_len: int) -> None:
+        """Set the budget of every row, before or (`q_len` 0) after a block is stored."""
+        layer.least, layer.most = min(rows), max(rows)
+        layer.budget = layer.most
+        if layer.least < layer.most:
+            layer.budget = torch.tensor(rows, device=layer.device)[:, None, None]
+            if not layer.ragged:  # no row is padded yet, but rows will keep different counts
+                before = layer.seen - q_len
+                layer.lengths = torch.full((len(rows),), before, device=layer.device)
+
+    def _of_rows(self, layer: SlotLayer, lengths: list[int]) -> list[int]:
+        """What each row of a layer may keep."""
+        shares = self._shares(lengths)
+        if self._split is None:
+            return [max(share, layer.least) for share in shares]
+        place = self._free.index(layer)
+        rows = []
+        for row, n in enumerate(lengths):
+            mean = shares[row] if shares else 0 if self._planned else self._tokens(layer)
+            key = (mean, n, row if self.spreads else None)
+            if key not in self._known:
+                spread = self.spreads[row] if self.spreads else None
+                budgets = self._split.for_prompt(mean, n, spread)
+                if min(budgets) < n:
+                    self.policy.check_budget(min(budgets))
+                self._known[key] = budgets
+            rows.append(self._known[key][place])
+        return rows
+
+    def _shares(self, lengths: list[int]) -> list[int]:
+        """The mean over layers that each row may keep, for a ratio; empty for other budgets."""
+        if self.budget is None or self.budget.ratio is None:
+            return []
+        rows = [fraction_of(self.budget.ratio, n) for n in lengths]
+        try:
+            self.policy.check_budget(min(rows))
+        except UsageError as error:
+            raise UsageError(f"{self.budget} of {min(lengths)} tokens: {error}") from None
+        return rows
+
+    def _tokens(self, layer: SlotLayer) -> int:
+        """The budget in tokens per layer and KV head, where it does not depend on the prompt."""
+        if self.budget.tokens is not None:
+            return self.budget.tokens
+        per_token = layer.token_bytes() * layer.positions.shape[0] * layer.positions.shape[1]
+        free = len(self._free)
+        tokens = (self.budget.bytes - self._windows * per_token) // (free * per_token)
+        if tokens < 1:
+            raise UsageError(
+                f"budget {self.budget} is too small: one token in every layer takes "
+                f"{(self._windows + free) * per_token} bytes"
+            )
+        self.policy.check_budget(tokens)
+        return tokens
+
+    def _count(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> list[int]:
+        """Tokens of each row at the end of the running block: a device sync if rows are padded."""
+        if positions is None and not layer.ragged:
+            return [layer.seen] * layer.batch_size
+        if self._counted is None or self._counted[0] != layer.seen:
+            before = layer.lengths if layer.ragged else layer.seen - q_len
+            new = q_len if positions is None else (positions >= 0).sum(1)
+            self._counted = (layer.seen, (before + new).tolist())
+        return self._counted[1]
