@@ -9,24 +9,24 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Exit, Option
+from typer import Option
 
+from kvtool.cli.evaluation_end import exit_with, finish, rescore
 from kvtool.cli.options import RecipeOptions
 from kvtool.cli.output import write_configuration
 from kvtool.cli.progress import show_progress
+from kvtool.cli.request import note_model
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, check_folder
 
 if TYPE_CHECKING:
     from kvtool.cli.evaluation_plan import Plan
-    from kvtool.documents.results import ResultsDocument
     from kvtool.evaluation.run import Run
-    from kvtool.evaluation.runner import Job
+    from kvtool.evaluation.runner import Job, Step
     from kvtool.evaluation.store import Store
 
-_GATE_FAILED, _SAMPLES_FAILED = 3, 4
-_FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
+_FILES = (".json", ".yaml", ".yml", ".txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class EvalOptions(RecipeOptions):
 def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     """Compare policies under budgets on benchmarks, with the full cache beside them."""
     if options.rescore is not None:
-        _rescore(options, terminal)
+        rescore(options, terminal)
         return
     from kvtool.cli.cache_estimate import Estimate, check_bytes
     from kvtool.cli.evaluation_plan import describe, read_plan
@@ -172,12 +172,14 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     with store.locked():
         _make_room(options, store)
         run = _measure(options, plan, jobs, store, terminal)
-        results = _finish(options, plan.pictures, run, terminal)
-    _exit(results)
+        results = finish(options, plan.pictures, run, terminal)
+    exit_with(results)
 
 
 def _folder(options: EvalOptions, plan: Plan) -> Path:
-    """Return the folder of the run."""
+    """Return the folder of the run, once it is known that it can be one."""
+    if options.output is not None and not options.output.strip():
+        raise UsageError("--output is empty", hint="--output runs/NAME")
     given = plan.recipe.output.dir if options.output in (None, "-") else options.output
     if given is not None:
         folder = Path(given).expanduser()
@@ -188,6 +190,11 @@ def _folder(options: EvalOptions, plan: Plan) -> Path:
         folder = Path("runs") / re.sub(r"[^A-Za-z0-9.+_-]", "_", name)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--output: `{folder}` is a file, a run needs a folder")
+    if folder.suffix.lower() in _FILES and not folder.exists():
+        raise UsageError(
+            f"--output is the folder of a run, `{folder}` looks like a file",
+            hint=f"--output {folder.with_suffix('')}; to save what is printed, redirect it with >",
+        )
     return folder
 
 
@@ -198,8 +205,7 @@ def _read_model(options: EvalOptions, plan: Plan, terminal: Terminal) -> tuple[A
     model = plan.recipe.model
     device = resolve_device(model.device, model.device_map)
     check_attention(model.attn_implementation, device)
-    if model.id is None:
-        terminal.note(f"model: {REFERENCE} (bundled; choose another with --model)")
+    note_model(model.id, terminal)
     tokenizer, config = load_tokenizer(
         model.id, revision=model.revision, trust_remote_code=options.trust_remote_code
     )
@@ -263,74 +269,20 @@ def _measure(
     total, left = run.count(jobs)
     if left < total:
         terminal.note(f"resumed {total - left}/{total} in {store.folder}")
+    told: set[tuple[str, str, str]] = set()
     with show_progress(terminal, left) as advance:
 
-        def step(done) -> None:
-            if done.error is not None:
+        def step(done: Step) -> None:
+            if done.error is not None and (what := (done.task, done.arm, done.error)) not in told:
+                told.add(what)
                 terminal.note(f"failed: {done.task}, {done.arm}: {done.error}")
             advance(f"{done.task} {done.arm}")
 
-        run.measure(jobs, loaded, step, stop_on_error=not options.continue_on_error)
+        try:
+            run.measure(jobs, loaded, step, stop_on_error=not options.continue_on_error)
+        except KeyboardInterrupt:
+            terminal.note(
+                f"interrupted; {store.folder} keeps what is done, the same command goes on"
+            )
+            raise
     return run
-
-
-def _finish(
-    options: EvalOptions, pictures: tuple[str, ...] | None, run: Run, terminal: Terminal
-) -> ResultsDocument:
-    """Write results, pictures and page, and show the table."""
-    from kvtool.evaluation.extras import installed
-    from kvtool.report.page import write_page
-
-    results = run.write_results()
-    folder = run.store.folder
-    if pictures is None:
-        pictures = ("png", "svg") if installed("plots") else ()
-    if pictures:
-        from kvtool.report.pictures import draw
-
-        (folder / "plots").mkdir(exist_ok=True)
-        draw(results, folder / "plots", formats=pictures)
-    write_page(results, folder / "report.html")
-    form = options.choose_format("text" if terminal.interactive else "json")
-    if form == "text":
-        _print_tables(results, terminal)
-    else:
-        terminal.write(results.to_json() if form == "json" else results.to_yaml())
-    terminal.note(f"wrote {folder}/results.json and {folder}/report.html")
-    return results
-
-
-def _print_tables(results: ResultsDocument, terminal: Terminal) -> None:
-    from rich.console import Console
-
-    from kvtool.report.tables import needle_tables, summary_table
-
-    console = Console(file=terminal.data, highlight=False)
-    if len(results.arms) <= _FEW_ARMS:
-        console.print(needle_tables(results))
-    console.print(summary_table(results))
-
-
-def _exit(results: ResultsDocument) -> None:
-    """End with the code that says what went wrong, if something did."""
-    if any(not gate.passed for gate in results.gates):
-        raise Exit(_GATE_FAILED)
-    if any(result.failed for result in results.results):
-        raise Exit(_SAMPLES_FAILED)
-
-
-def _rescore(options: EvalOptions, terminal: Terminal) -> None:
-    from kvtool.cli.evaluation_plan import gates_of, pictures_of
-    from kvtool.evaluation.run import Run
-    from kvtool.evaluation.store import Store
-
-    if options.recipe is not None or options.tasks or options.policy or options.budget:
-        raise UsageError("--rescore takes a run as it is; leave out recipe, tasks and policies")
-    folder = Path(options.rescore).expanduser()
-    if not folder.is_dir():
-        raise UsageError(f"--rescore: no folder `{options.rescore}`")
-    store = Store(folder)
-    with store.locked():
-        run = Run.open(store, gates_of(options) or None)
-        results = _finish(options, pictures_of(options, None), run, terminal)
-    _exit(results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,15 +122,24 @@ def pictures_of(options: EvalOptions, wanted: list[str] | None) -> tuple[str, ..
 def _flags(options: EvalOptions) -> Flags:
     """Return what the flags set, in the form of a recipe."""
     flags = Flags(options)
-    flags.set("--tasks", [{"task": name} for name in _split(options.tasks)], "eval", "tasks")
-    flags.set("--policy", split_policies(options.policy), "policy")
-    flags.set("--budget", _split(options.budget), "budget")
+    names = _given("--tasks", options.tasks, _split)
+    flags.set("--tasks", [{"task": name} for name in names], "eval", "tasks")
+    flags.set("--policy", _given("--policy", options.policy, split_policies), "policy")
+    flags.set("--budget", _given("--budget", options.budget, _split), "budget")
     for name in ("baseline", "limit", "chat_template", "max_length", "truncate"):
         flags.take(options, name, "eval")
     if options.query_agnostic:
         flags.set("--query-agnostic", False, "eval", "query_aware")
     flags.take(options, "prefill")
     return flags
+
+
+def _given(flag: str, texts: list[str], split: Callable[[list[str]], list[str]]) -> list[str]:
+    """Return the parts of a flag's values, and refuse a flag without any."""
+    parts = split(texts)
+    if texts and not parts:
+        raise UsageError(f"{flag} is empty")
+    return parts
 
 
 def _policies(recipe: Recipe, source: Source) -> list[str]:

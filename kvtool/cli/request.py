@@ -251,7 +251,7 @@ def load_model(options: PromptOptions, terminal: Terminal) -> Loaded:
     """Load the model, make it run kvtool's attention, and say what its family limits."""
     from kvtool.cache.attention import attach, notes
 
-    _note_model(options, terminal)
+    note_model(options.model, terminal)
     loaded = load(
         options.model,
         revision=options.revision,
@@ -268,12 +268,12 @@ def load_model(options: PromptOptions, terminal: Terminal) -> Loaded:
     return loaded
 
 
-def _note_model(options: PromptOptions, terminal: Terminal) -> None:
+def note_model(model: str | None, terminal: Terminal) -> None:
     """Say that the bundled model is used where nobody asked for it, or that the hub is asked."""
-    if options.model is None:
+    if model is None:
         terminal.note(f"model: {REFERENCE} (bundled; choose another with --model)")
-    elif options.model != REFERENCE and not Path(options.model).expanduser().is_dir():
-        terminal.note(f"model: {options.model} (no such folder here, asking the hub)")
+    elif model != REFERENCE and not Path(model).expanduser().is_dir():
+        terminal.note(f"model: {model} (no such folder here, asking the hub)")
 
 
 def encode(loaded: Loaded, text: str, *, first: bool, source: str) -> Tensor:

@@ -197,6 +197,25 @@ def test_gates_decide_the_exit_code(kvtool):
     assert "`niah` is scored from 0 to 1" in done.err
 
 
+def test_a_failed_gate_is_told(kvtool):
+    run = (*QUICK, "-p", "streaming", "-b", "32", "-o", "run", "--no-plots")
+    done = kvtool("eval", *run, "--fail-under", "niah=0.9", "--max-drop", "60")
+    assert done.code == 3
+    assert "gate failed: niah, streaming@32: 0.3333, the limit is 0.9\n" in done.err
+    worse = "gate failed: niah, streaming@32: 66.67 % worse than full, the limit is 60 %\n"
+    assert worse in done.err
+
+
+def test_rescoring_refuses_what_a_run_has_settled(kvtool):
+    Path("run").mkdir()
+    done = kvtool("eval", "--rescore", "run", "--seed", "3", "--dry-run", "-t", "niah", "-b", "3")
+    assert done.code == 2
+    assert "takes a run as it is; leave out --seed, --dry-run, --tasks, --budget\n" in done.err
+    done = kvtool("eval", "again.yaml", "--rescore", "run", "-o", "copy")
+    assert done.code == 2
+    assert "leave out --output, the recipe\n" in done.err
+
+
 def test_a_failing_sample_is_recorded_and_the_rest_goes_on(kvtool):
     # a quarter of a short prompt is less than what streaming(sinks=60) always keeps
     run = ("-t", "niah", "--lengths", "128,1K", "--depths", "1", "-p", "streaming(sinks=60)")
@@ -204,6 +223,7 @@ def test_a_failing_sample_is_recorded_and_the_rest_goes_on(kvtool):
     done = kvtool("eval", *run, "-f", "json")
     assert done.code == 4
     assert "failed: niah, streaming(sinks=60)@25%: " in done.err
+    assert "1 samples failed; `error` in run/samples says why\n" in done.err
     results = ResultsDocument(**json.loads(done.out))
     result = results.of("streaming(sinks=60)@25%", "niah")
     assert (result.failed, result.n) == (1, 1)
@@ -287,6 +307,13 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
         (["-t", "niah", "--fail-under", "ppl=3"], "no such task in this run"),
         (["no.yaml"], "`no.yaml` does not exist"),
         (["--rescore", "nowhere"], "no folder `nowhere`"),
+        (["--rescore", "", "-o", "-"], "--rescore: no folder ``"),
+        (["-t", ",", "-p", "h2o"], "--tasks is empty"),
+        (["-t", "niah", "-p", ""], "--policy is empty"),
+        (["-t", "niah", "-p", "h2o", "-b", ""], "--budget is empty"),
+        (["-t", "niah", "-o", " "], "--output is empty"),
+        (["-t", "niah", "-o", "all.json"], "the folder of a run, `all.json` looks like a file"),
+        (["-t", "niah", "--device", "gpu"], "no device `gpu`"),
         (["-t", "niah", "-m", "./nowhere"], "`./nowhere` does not exist"),
         (["-t", "niah", "-s", "eval.tasks.0.lenths=3"], "did you mean `lengths`?"),
         (["-t", "niah,niah"], "given twice"),

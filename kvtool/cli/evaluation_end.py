@@ -1,0 +1,121 @@
+"""How `kvtool eval` ends: results, pictures, page and tables, and the exit code."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typer import Exit
+
+from kvtool.cli.terminal import Terminal
+from kvtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvtool.cli.eval import EvalOptions
+    from kvtool.documents.results import GateResult, ResultsDocument
+    from kvtool.evaluation.run import Run
+
+_GATE_FAILED, _SAMPLES_FAILED = 3, 4
+_FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
+_FOR_RESCORE = frozenset(
+    {"rescore", "fail_under", "max_drop", "plots", "format", "quiet", "progress", "debug"}
+)
+
+
+def finish(
+    options: EvalOptions, pictures: tuple[str, ...] | None, run: Run, terminal: Terminal
+) -> ResultsDocument:
+    """Write results, pictures and page, show the table, and say what went wrong."""
+    from kvtool.evaluation.extras import installed
+    from kvtool.report.page import write_page
+
+    results = run.write_results()
+    folder = run.store.folder
+    if pictures is None:
+        pictures = ("png", "svg") if installed("plots") else ()
+    if pictures:
+        from kvtool.report.pictures import draw
+
+        (folder / "plots").mkdir(exist_ok=True)
+        draw(results, folder / "plots", formats=pictures)
+    write_page(results, folder / "report.html")
+    form = options.choose_format("text" if terminal.interactive else "json")
+    if form == "text":
+        _print_tables(results, terminal)
+    else:
+        terminal.write(results.to_json() if form == "json" else results.to_yaml())
+    terminal.note(f"wrote {folder}/results.json and {folder}/report.html")
+    _tell_failures(results, folder, terminal)
+    return results
+
+
+def exit_with(results: ResultsDocument) -> None:
+    """End with the code that says what went wrong, if something did."""
+    if any(not gate.passed for gate in results.gates):
+        raise Exit(_GATE_FAILED)
+    if any(result.failed for result in results.results):
+        raise Exit(_SAMPLES_FAILED)
+
+
+def rescore(options: EvalOptions, terminal: Terminal) -> None:
+    """Score the stored answers of a run anew.
+
+    Raises:
+        UsageError: no run there, flags that say what to run.
+    """
+    folder = Path(options.rescore or "").expanduser()
+    if not options.rescore or not folder.is_dir():
+        raise UsageError(f"--rescore: no folder `{options.rescore}`")
+    _refuse_others(options)
+    from kvtool.cli.evaluation_plan import gates_of, pictures_of
+    from kvtool.evaluation.run import Run
+    from kvtool.evaluation.store import Store
+
+    store = Store(folder)
+    with store.locked():
+        run = Run.open(store, gates_of(options) or None)
+        results = finish(options, pictures_of(options, None), run, terminal)
+    exit_with(results)
+
+
+def _refuse_others(options: EvalOptions) -> None:
+    """Refuse flags that a run's own files answer already."""
+    plain = type(options)(rescore=options.rescore)
+    given = [
+        "the recipe" if name == "recipe" else f"--{name.replace('_', '-')}"
+        for name in (field.name for field in fields(options))
+        if name not in _FOR_RESCORE and getattr(options, name) != getattr(plain, name)
+    ]
+    if given:
+        raise UsageError(f"--rescore takes a run as it is; leave out {', '.join(given)}")
+
+
+def _print_tables(results: ResultsDocument, terminal: Terminal) -> None:
+    from rich.console import Console
+
+    from kvtool.report.tables import needle_tables, summary_table
+
+    console = Console(file=terminal.data, highlight=False)
+    if len(results.arms) <= _FEW_ARMS:
+        console.print(needle_tables(results))
+    console.print(summary_table(results))
+
+
+def _tell_failures(results: ResultsDocument, folder: Path, terminal: Terminal) -> None:
+    """Say why the exit code will not be 0."""
+    for gate in results.gates:
+        if not gate.passed:
+            terminal.note(f"gate failed: {_tell(gate)}")
+    failed = sum(result.failed for result in results.results)
+    if failed:
+        terminal.note(f"{failed} samples failed; `error` in {folder}/samples says why")
+
+
+def _tell(gate: GateResult) -> str:
+    value = "no score" if gate.value is None else f"{gate.value:.4g}"
+    if gate.gate == "least":
+        return f"{gate.task}, {gate.arm}: {value}, the limit is {gate.limit:g}"
+    if gate.value is None:
+        return f"{gate.task}, {gate.arm}: no score to compare with the full cache's"
+    return f"{gate.task}, {gate.arm}: {value} % worse than full, the limit is {gate.limit:g} %"
