@@ -34,7 +34,7 @@ def first_steps(query: Tensor, key: Tensor, k: int) -> Tensor:
         logits = (query[head].reshape(-1, head_dim) @ key[head].T).float()
         logits = logits.view(group, steps, kv_len)
         logits[..., kv_len - steps :].masked_fill_(later, float("-inf"))
-        top = logits.topk(min(k, kv_len), -1)
+        top = logits.topk(min(k, kv_len), -1, sorted=False)
         chosen = torch.where(top.values == float("-inf"), kv_len, top.indices)
         step = number.expand_as(chosen)
         first[head].scatter_reduce_(1, chosen.flatten(1), step.flatten(1), "amin")
