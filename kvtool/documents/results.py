@@ -92,7 +92,8 @@ class TaskResult(Section):
     """One task under one arm.
 
     `value` is the headline `metric`; `best` the value of a perfect score, None where there is none;
-    `delta` is `value` less that of the full cache; `failed` counts samples without a result.
+    `delta` is `value` less that of the full cache; `failed` counts samples without a result;
+    `droppable` says whether a loss in percent of the full cache's value means something.
     """
 
     arm: str
@@ -105,6 +106,7 @@ class TaskResult(Section):
     delta: float | None
     best: float | None
     lower_is_better: bool
+    droppable: bool = True
     query_aware: bool
     protocol: str
     settings: dict

@@ -296,7 +296,8 @@ class Bench:
             self.encode(turn.question + turn.answer_prefix, special=False).shape[1]
             for turn in sample.turns[1:]
         )
-        return limit - later - sum(turn.max_new_tokens for turn in sample.turns)
+        answers = [self.protocol.max_new_tokens or turn.max_new_tokens for turn in sample.turns]
+        return limit - later - sum(answers)
 
     # ---- plain text, as other harnesses ask for it
 

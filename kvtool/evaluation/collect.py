@@ -54,6 +54,7 @@ def task_result(measured: Measured) -> TaskResult:
         delta=None,
         best=task.best,
         lower_is_better=task.lower_is_better,
+        droppable=task.droppable,
         query_aware=measured.query_aware,
         protocol=_protocol(task, records),
         settings=task.model_dump(mode="json", exclude={"name"}),
@@ -146,7 +147,7 @@ def _is_baseline(arm: str) -> bool:
 
 
 def averages(results: Sequence[TaskResult]) -> list[Average]:
-    """Return, per arm and suite, the plain mean of the headlines of two or more finished tasks."""
+    """Return, per arm and suite, the mean headline of two or more tasks without failures."""
     groups: dict[tuple[str, str], list[TaskResult]] = defaultdict(list)
     for result in results:
         suite, slash, _ = result.task.partition("/")
@@ -155,7 +156,8 @@ def averages(results: Sequence[TaskResult]) -> list[Average]:
     found = []
     for (arm, suite), members in groups.items():
         same = len({(member.best, member.lower_is_better) for member in members}) == 1
-        if len(members) < 2 or not same or any(member.value is None for member in members):
+        lacking = any(member.value is None or member.failed for member in members)
+        if len(members) < 2 or not same or lacking:
             continue
         deltas = [member.delta for member in members]
         found.append(

@@ -247,12 +247,13 @@ def _task_samples(job: Job) -> TaskSamples:
 
 
 def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
-    """Tell these weights, run and spoken to in this way, from all others."""
+    """Tell these weights, run and spoken to in this way by this kvtool, from all others."""
     from kvtool.cache.files import weights_fingerprint
 
     names = ("id", "revision", "config_hash", "dtype", "device", "attn_implementation")
     hashes = {"weights": weights_fingerprint(loaded.model), "text": text_hash(loaded)}
-    return {name: getattr(used, name) for name in names} | hashes
+    known = {name: getattr(used, name) for name in names}
+    return known | hashes | {"kvtool": kvtool.__version__}
 
 
 def _tuples(protocol: dict[str, Any]) -> dict[str, Any]:

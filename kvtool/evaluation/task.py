@@ -143,6 +143,7 @@ class Task(BaseModel, ABC):
         metric: the headline score.
         best: the value of a perfect score; None where there is none (a perplexity).
         lower_is_better: whether a smaller headline is a better one.
+        droppable: whether a loss in percent of the full cache's headline means something.
         extra: the optional dependency group without which the task cannot run.
         chat: whether a chat template may go around the prompt.
     """
@@ -156,6 +157,7 @@ class Task(BaseModel, ABC):
     metric: ClassVar[str]
     best: ClassVar[float | None] = 100.0
     lower_is_better: ClassVar[bool] = False
+    droppable: ClassVar[bool] = True
     extra: ClassVar[str | None] = None
     query_aware: ClassVar[bool] = True
 

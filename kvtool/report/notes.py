@@ -15,6 +15,7 @@ def notes(document: ResultsDocument) -> list[str]:
         "score ± standard error; ↑ higher is better, ↓ lower is better" + _delta(document),
         f"samples: {_samples(document)}",
         *_queries(document),
+        *_chunks(document),
     ]
     failed = sum(result.failed for result in document.results)
     if failed:
@@ -58,4 +59,23 @@ def _queries(document: ResultsDocument) -> list[str]:
         if tasks:
             every = len(tasks) == len(task_names(document))
             lines.append(words + ("" if every else f": {', '.join(tasks)}"))
+    return lines
+
+
+def _chunks(document: ResultsDocument) -> list[str]:
+    """Say where arms were fed a text in unequal chunks, which hold unequal context."""
+    lines = []
+    for task in task_names(document):
+        chunks = {
+            metric.value
+            for result in document.results
+            if result.task == task and not result.arm.startswith("full")
+            for metric in result.metrics
+            if metric.name == "chunk"
+        }
+        if len(chunks) > 1:
+            lines.append(
+                f"{task}: policies that cut a prompt were fed blocks, the others one token at a"
+                " time; compare arms of the same `chunk` only"
+            )
     return lines

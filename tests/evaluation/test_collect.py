@@ -144,6 +144,13 @@ def test_smaller_is_better_where_the_task_says_so():
     assert not judge([Gate("*", least=11)], results)[0].passed
 
 
+def test_percent_of_nothing_is_no_drop():
+    full, ours = result("full", ["yes"]), result("h2o@8", ["no"])
+    timed = [each.model_copy(update={"droppable": False}) for each in (full, ours)]
+    assert judge([Gate("*", max_drop=1)], with_deltas(timed)) == []
+    assert len(judge([Gate("suite/a", max_drop=1)], with_deltas(timed))) == 1
+
+
 def test_gates_that_cannot_be_are_refused():
     tasks = [("niah", 1.0, False), ("ppl", None, True)]
     check_gates([Gate("niah", least=0.9), Gate("ppl", least=30), Gate("*", max_drop=2)], tasks)

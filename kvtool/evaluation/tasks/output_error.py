@@ -43,6 +43,7 @@ class OutputError(Task):
     metric: ClassVar[str] = "nmse"
     best: ClassVar[float | None] = 0.0
     lower_is_better: ClassVar[bool] = True
+    droppable: ClassVar[bool] = False
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         for length in self.lengths:

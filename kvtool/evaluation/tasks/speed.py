@@ -43,6 +43,7 @@ class Speed(Task):
 
     metric: ClassVar[str] = "decode_tokens_per_s"
     best: ClassVar[float | None] = None
+    droppable: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
