@@ -170,6 +170,13 @@ def _error_settings(options: ProfileOptions, tokens: int) -> tuple[str, tuple[in
     policy = parse_policy(options.policy or _POLICY)
     if policy.score.when == "never":
         raise UsageError(f"policy `{policy}` keeps everything, so it has no output error")
+    if policy.allocator is not None:
+        base = "snapkv" if policy.allocate is None else replace(policy, allocate=None)
+        raise UsageError(
+            f"policy `{policy}` splits a budget over the layers; "
+            "output errors are measured with the same in each",
+            hint=f"--policy {base}",
+        )
     sizes = options.budgets.split(",") if options.budgets else _SHARES
     budgets = set()
     for size in map(Budget.parse, filter(None, map(str.strip, sizes))):
@@ -256,7 +263,9 @@ def _check_length(config: Any, tokens: int, steps: int) -> None:
         told = f"{tokens} tokens" + (f" and {steps} decoded" if steps else "")
         raise UsageError(
             f"{told} are more than the {limit} positions of this model",
-            hint=f"--tokens {limit - steps}" if limit > steps else "--decode 1 .. and fewer tokens",
+            hint=f"--tokens {limit - steps}"
+            if limit > steps
+            else f"--decode {limit // 2} or fewer",
         )
 
 

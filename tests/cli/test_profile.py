@@ -153,6 +153,8 @@ REFUSED = {
 ERROR_REFUSED = {
     "unknown policy": (["-p", "snapvk"], "no policy named `snapvk`", "`snapkv`"),
     "full": (["-p", "full"], "policy `full` keeps everything", None),
+    "split": (["-p", "h2o+d2o-alloc"], "policy `h2o+d2o-alloc` splits a budget", "--policy h2o"),
+    "split by itself": (["-p", "pyramidkv"], "policy `pyramidkv` splits a budget", "snapkv"),
     "too small": (["-p", "streaming", "--budgets", "4"], "budget 4 is not above sinks 4", None),
     "too large": (["--budgets", "4K"], "--budgets: 4096 is above the 1024 tokens", None),
     "bytes": (["--budgets", "1MiB"], "--budgets: 1MiB is a size of the whole cache", "shares"),
