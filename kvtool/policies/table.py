@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Literal
 
+from kvtool.policies.allocate import table as allocators
 from kvtool.policies.allocate.room import Allocator
 from kvtool.policies.parts import Rescore, Score
 
@@ -23,13 +24,9 @@ MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",
     "fastcaote": "rescore.caote:FastCAOTE",
 }
-ALLOCATORS: dict[str, str] = {  # modifiers that split the budget over layers
-    "uniform": "allocate.uniform:Uniform",
-    "d2o-alloc": "allocate.d2o:D2O",
-    "d2o-exp": "allocate.d2o:D2OExp",
-    "d2o-reciprocal": "allocate.d2o:D2OReciprocal",
-    "pyramid": "allocate.pyramid:Pyramid",
-    "optimal": "allocate.optimal:Optimal",
+ALLOCATORS: dict[str, str] = {  # modifiers that split the budget; `d2o` itself is a base
+    "d2o-alloc" if name == "d2o" else name: f"allocate.{place}"
+    for name, place in allocators.ALLOCATORS.items()
 }
 MODIFIERS |= ALLOCATORS
 REFUSED: dict[str, str] = {
