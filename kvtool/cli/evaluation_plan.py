@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvtool.cli.evaluation_tasks import read_tasks
 from kvtool.cli.recipes import Flags, resolve, with_allocator
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.problems import DocumentError, Problem
@@ -18,7 +19,6 @@ from kvtool.evaluation.arms import DEFAULT_BUDGET, Arm, make_arms
 from kvtool.evaluation.extras import require
 from kvtool.evaluation.gates import Gate, check_gates, parse_least
 from kvtool.evaluation.task import Json, Task
-from kvtool.evaluation.tasks.table import expand, task_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from kvtool.cli.eval import EvalOptions
     from kvtool.evaluation.bench import Protocol
     from kvtool.evaluation.runner import Job
-
-_SETTINGS = ("lengths", "depths", "samples", "prompts")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,13 @@ def read_plan(options: EvalOptions) -> Plan:
     Raises:
         DocumentError, UsageError: every mistake that shows without the model.
     """
-    recipe, source = resolve(options, _flags(options), "kvtool eval")
+
+    def check(recipe: Recipe, source: Source) -> list[Problem]:
+        return _problems(
+            lambda: _policies(recipe, source), lambda: read_tasks(options, recipe, source)
+        )
+
+    recipe, source = resolve(options, _flags(options), "kvtool eval", check)
     policies = _policies(recipe, source)
     budgets = recipe.budgets()
     arms = make_arms(
@@ -80,7 +84,7 @@ def read_plan(options: EvalOptions) -> Plan:
         baseline=recipe.eval.baseline,
         plan=None if recipe.plan is None else PlanDocument(**recipe.plan),
     )
-    tasks, left_out = _tasks(options, recipe, source)
+    tasks, left_out = read_tasks(options, recipe, source)
     gates = gates_of(options) + [
         Gate(gate.task, least=gate.min, max_drop=gate.max_drop) for gate in recipe.gates
     ]
@@ -94,6 +98,19 @@ def read_plan(options: EvalOptions) -> Plan:
         pictures=pictures_of(options, recipe.output.plots),
         left_out=left_out,
     )
+
+
+def _problems(*steps: Callable[[], Any]) -> list[Problem]:
+    """Return what is wrong in a document; other mistakes wait until it is right."""
+    found: list[Problem] = []
+    for step in steps:
+        try:
+            step()
+        except DocumentError as error:
+            found += error.problems
+        except UsageError:
+            continue
+    return found
 
 
 def gates_of(options: EvalOptions) -> list[Gate]:
@@ -155,95 +172,6 @@ def _policies(recipe: Recipe, source: Source) -> list[str]:
         else with_allocator(str(policy), recipe.allocator)
         for policy in parsed
     ]
-
-
-def _tasks(options: EvalOptions, recipe: Recipe, source: Source) -> tuple[list[Task], list[str]]:
-    """Return the tasks of a recipe, their settings checked, and those left out for want of data."""
-    if not recipe.eval.tasks:
-        raise UsageError(
-            "no tasks", hint="--tasks niah; suites: ruler, longbench, fidelity, ppl .."
-        )
-    settings, data = _Settings(options), _data(options)
-    tasks: list[Task] = []
-    left_out: list[str] = []
-    problems: list[Problem] = []
-    for i, entry in enumerate(recipe.eval.tasks):
-        at = ("eval", "tasks", i)
-        try:
-            names = expand(entry.task)
-        except UsageError as error:
-            hint = f"; {error.hint}" if error.hint else ""
-            problems.append(source.problem((*at, "task"), f"{error}{hint}"))
-            continue
-        for name in names:
-            kind = task_class(name)
-            given = {"name": name} | settings.of(kind, name, data)
-            if "seed" not in entry.settings:
-                given["seed"] = recipe.seed
-            try:
-                task = source.validate(kind, at=at, without=("task",), given=given)
-            except DocumentError as error:
-                problems += error.problems
-                continue
-            if task.missing is None:
-                tasks.append(task)
-            elif len(names) == 1:
-                problems.append(source.problem((*at, "task"), f"`{name}` needs {task.missing}"))
-            else:
-                left_out.append(name)
-    if problems:
-        raise DocumentError(list(dict.fromkeys(problems)))
-    settings.check_used(data)
-    if not tasks:
-        raise UsageError("none of these tasks can run without --data TASK=FILE")
-    for task in tasks:
-        if task.extra is not None:
-            require(task.extra, needed_by=f"task `{task.name}`")
-    return tasks, left_out
-
-
-class _Settings:
-    """Flags that set something in every task that has it."""
-
-    def __init__(self, options: EvalOptions) -> None:
-        flags = {name: getattr(options, name) for name in _SETTINGS}
-        self._flags = {name: value for name, value in flags.items() if value is not None}
-        self._used: set[str] = set()
-
-    def of(self, kind: type[Task], name: str, data: dict[str, str]) -> dict[str, Any]:
-        """Return what the flags set in a task."""
-        fields = kind.model_fields
-        given = {key: value for key, value in self._flags.items() if key in fields}
-        self._used |= given.keys()
-        for pattern, place in data.items():
-            if Gate(pattern).covers(name) and "data" in fields:
-                given["data"] = place
-                self._used.add(f"data {pattern}")
-        return given
-
-    def check_used(self, data: dict[str, str]) -> None:
-        """Refuse flags that no task has taken."""
-        for key in self._flags:
-            if key not in self._used:
-                raise UsageError(f"none of these tasks takes --{key}")
-        for pattern in data:
-            if f"data {pattern}" not in self._used:
-                raise UsageError(
-                    f"--data {pattern}=..: no such task in this run, or it takes no data"
-                )
-
-
-def _data(options: EvalOptions) -> dict[str, str]:
-    found = {}
-    for text in options.data:
-        task, equals, place = text.partition("=")
-        if not equals or not task or not place:
-            raise UsageError(
-                f"--data must be TASK=FILE or TASK=HUB_ID, got `{text}`",
-                hint="--data longbench/qasper=qasper.jsonl",
-            )
-        found[task.strip()] = place
-    return found
 
 
 def _protocol(recipe: Recipe) -> Protocol:

@@ -12,6 +12,7 @@ from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
     from kvtool.documents.recipe import Recipe
+    from kvtool.documents.recipe_source import Check
     from kvtool.documents.source import Source
 
 _MODEL = ("revision", "dtype", "device", "device_map", "attn_implementation")
@@ -47,11 +48,14 @@ class Flags:
         self.set(f"--{name.replace('_', '-')} {value}", value, *keys, name)
 
 
-def resolve(options: RecipeOptions, flags: Flags, command: str) -> tuple[Recipe, Source]:
+def resolve(
+    options: RecipeOptions, flags: Flags, command: str, check: Check | None = None
+) -> tuple[Recipe, Source]:
     """Return the recipe that the options mean, and where each part of it stands.
 
     Args:
         command: as typed, such as `kvtool eval`.
+        check: finds further mistakes, as for `read_recipe`.
 
     Raises:
         DocumentError: every mistake, with its place or its flag.
@@ -68,7 +72,7 @@ def resolve(options: RecipeOptions, flags: Flags, command: str) -> tuple[Recipe,
         if source.kind == "plan":
             given = [(source.name, _values_of_plan(source)), *given]
             source = Source.empty()
-    recipe, found = read_recipe(source, given, options.set, options.unset)
+    recipe, found = read_recipe(source, given, options.set, options.unset, check)
     return _with_plan(recipe, source), found
 
 

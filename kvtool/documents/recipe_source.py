@@ -17,6 +17,7 @@ from kvtool.documents.validation import show
 from kvtool.errors import UsageError
 
 Policy = TypeVar("Policy")
+Check = Callable[[Recipe, Source], list[Problem]]
 
 
 def read_recipe(
@@ -24,6 +25,7 @@ def read_recipe(
     flags: Sequence[tuple[str, dict[str, Any]]] = (),
     sets: Sequence[str] = (),
     unsets: Sequence[str] = (),
+    check: Check | None = None,
 ) -> tuple[Recipe, Source]:
     """Return the recipe, and the document that all of it stands in.
 
@@ -32,6 +34,8 @@ def read_recipe(
         flags: what flags set, weakest first: the flag as typed, and values nested as in a recipe.
         sets: `--set` flags, stronger than the others.
         unsets: `--unset` flags.
+        check: finds mistakes that the shape of a recipe does not show. Of a recipe that has other
+            mistakes it is given the sound parts.
 
     Raises:
         DocumentError: every mistake, each with its file and position, or its flag.
@@ -41,7 +45,38 @@ def read_recipe(
         node = overlay(node, spell_out(Node.of(values, Mark(origin))))
     source = apply_sets(replace(source, node=node), sets, unsets)
     source = replace(source, node=spell_out(source.node))
-    return source.validate(Recipe), source
+    recipe, problems, sound = _validate(source)
+    if check is not None and sound is not None:
+        problems += check(recipe, sound)
+    if problems:
+        raise DocumentError(
+            sorted(problems, key=lambda problem: (problem.mark.name, problem.mark.index or 0))
+        )
+    return recipe, source
+
+
+def _validate(source: Source) -> tuple[Recipe, list[Problem], Source | None]:
+    """Return the recipe, or what is left of it without the keys that hold mistakes, and those."""
+    try:
+        return source.validate(Recipe), [], source
+    except DocumentError as error:
+        problems = error.problems
+    node = source.node
+    for keys in {problem.keys[: 2 if problem.keys[:1] == ("eval",) else 1] for problem in problems}:
+        node = _without(node, keys)
+    sound = replace(source, node=node)
+    try:
+        return sound.validate(Recipe), problems, sound
+    except DocumentError:
+        return Recipe(), problems, None
+
+
+def _without(node: Node, keys: Keys) -> Node:
+    """Return a mapping without a key, or without a key of one of its mappings."""
+    inner = node.child(keys[0]) if len(keys) > 1 else None
+    if inner is not None and inner.child(keys[1]) is not None:
+        return node.with_child(keys[0], inner.without_child(keys[1]))
+    return node.without_child(keys[0]) if keys and node.child(keys[0]) is not None else node
 
 
 def spell_out(node: Node) -> Node:

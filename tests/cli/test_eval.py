@@ -251,6 +251,21 @@ def test_results_of_another_schema_are_refused(kvtool):
         assert "schema_version 7, this one reads 1" in done.err
 
 
+def test_every_mistake_of_a_recipe_is_told_at_once(kvtool):
+    Path("bad.yaml").write_text(
+        "kind: recipe\npolicy: [h2o, snapvk]\nbudgt: 64\neval:\n  limit: 0\n  tasks:\n"
+        "  - {task: niah, lenghts: 256}\n  - nia\n  - ppl\n  - ppl\n"
+    )
+    done = kvtool("eval", "bad.yaml", "--lengths", "1k")
+    assert done.code == 2
+    told = [line for line in done.err.splitlines() if not line.startswith(" ")]
+    places = [line.removeprefix("error: ").partition(": ")[0] for line in told]
+    lines = ["2:15", "3:1", "5:10", "7:18", "8:5"]
+    assert places == ["--lengths 1k", *(f"bad.yaml:{place}" for place in lines)]
+    done = kvtool("eval", "bad.yaml", "--unset", "budgt", "-s", "eval.limit=1")
+    assert "bad.yaml:10:5: eval.tasks.3.task: task `ppl` is given twice" in done.err
+
+
 def test_a_dry_run_tells_the_work_and_writes_nothing(kvtool):
     done = kvtool("eval", *QUICK, *ARMS, "-o", "run", "--dry-run")
     assert done.code == 0

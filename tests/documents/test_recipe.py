@@ -532,3 +532,24 @@ def test_a_usage_error_is_what_a_caller_may_catch():
 def test_a_flag_is_told_without_the_key_that_it_sets():
     with pytest.raises(DocumentError, match=r"^--budget: budget 0 is not above 0"):
         recipe("kind: recipe", flags=[("--budget", {"budget": ["64", "0"]})])
+
+
+def test_the_sound_parts_of_a_wrong_recipe_are_checked_as_well():
+    text = "kind: recipe\npolicy: h2o\nbudgt: 3\neval: {limit: 0, tasks: [niah]}\n"
+    seen = []
+
+    def check(recipe, source):
+        seen.append((recipe.policies(), [task.task for task in recipe.eval.tasks]))
+        return [source.problem(("policy",), "no such policy")]
+
+    with pytest.raises(DocumentError) as caught:
+        recipe(text, check=check)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "a.yaml:2:9: policy: no such policy",
+        "a.yaml:3:1: budgt: unknown key `budgt`; did you mean `budget`?",
+        "a.yaml:4:15: eval.limit: must be above 0, got `0`",
+    ]
+    assert seen == [(["h2o"], ["niah"])]
+    with pytest.raises(DocumentError, match=r"^a.yaml:2:9: policy: no such policy$"):
+        recipe("kind: recipe\npolicy: h2o\n", check=check)
+    assert recipe("kind: recipe\npolicy: h2o\n", check=lambda *_: []).policies() == ["h2o"]

@@ -1,0 +1,118 @@
+"""Which tasks `kvtool eval` runs, and what recipe and flags set in each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvtool.documents.problems import DocumentError, Problem
+from kvtool.documents.recipe import Recipe
+from kvtool.documents.source import Source
+from kvtool.errors import UsageError
+from kvtool.evaluation.extras import require
+from kvtool.evaluation.gates import Gate
+from kvtool.evaluation.task import Task
+from kvtool.evaluation.tasks.table import expand, task_class
+
+if TYPE_CHECKING:
+    from kvtool.cli.eval import EvalOptions
+
+_SETTINGS = ("lengths", "depths", "samples", "prompts")
+
+
+def read_tasks(
+    options: EvalOptions, recipe: Recipe, source: Source
+) -> tuple[list[Task], list[str]]:
+    """Return the tasks of a recipe, their settings checked, and those left out for want of data.
+
+    Raises:
+        DocumentError: every task that is not known or given twice, every setting that is wrong.
+        UsageError: no task that can run, flags that no task takes, a missing package.
+    """
+    if not recipe.eval.tasks:
+        raise UsageError(
+            "no tasks", hint="--tasks niah; suites: ruler, longbench, fidelity, ppl .."
+        )
+    settings, data = _Settings(options), _data(options)
+    tasks: list[Task] = []
+    left_out: list[str] = []
+    problems: list[Problem] = []
+    for i, entry in enumerate(recipe.eval.tasks):
+        at = ("eval", "tasks", i)
+        try:
+            names = expand(entry.task)
+        except UsageError as error:
+            hint = f"; {error.hint}" if error.hint else ""
+            problems.append(source.problem((*at, "task"), f"{error}{hint}"))
+            continue
+        for name in names:
+            kind = task_class(name)
+            given = {"name": name} | settings.of(kind, name, data)
+            if "seed" not in entry.settings:
+                given["seed"] = recipe.seed
+            try:
+                task = source.validate(kind, at=at, without=("task",), given=given)
+            except DocumentError as error:
+                problems += error.problems
+                continue
+            if name in (other.name for other in tasks):
+                message = f"task `{name}` is given twice; one run holds each task once"
+                problems.append(source.problem((*at, "task"), message))
+            elif task.missing is None:
+                tasks.append(task)
+            elif len(names) == 1:
+                problems.append(source.problem((*at, "task"), f"`{name}` needs {task.missing}"))
+            else:
+                left_out.append(name)
+    if problems:
+        raise DocumentError(list({str(problem): problem for problem in problems}.values()))
+    settings.check_used(data)
+    if not tasks:
+        raise UsageError("none of these tasks can run without --data TASK=FILE")
+    for task in tasks:
+        if task.extra is not None:
+            require(task.extra, needed_by=f"task `{task.name}`")
+    return tasks, left_out
+
+
+class _Settings:
+    """Flags that set something in every task that has it."""
+
+    def __init__(self, options: EvalOptions) -> None:
+        flags = {name: getattr(options, name) for name in _SETTINGS}
+        self._flags = {name: value for name, value in flags.items() if value is not None}
+        self._used: set[str] = set()
+
+    def of(self, kind: type[Task], name: str, data: dict[str, str]) -> dict[str, Any]:
+        """Return what the flags set in a task."""
+        fields = kind.model_fields
+        given = {key: value for key, value in self._flags.items() if key in fields}
+        self._used |= given.keys()
+        for pattern, place in data.items():
+            if Gate(pattern).covers(name) and "data" in fields:
+                given["data"] = place
+                self._used.add(f"data {pattern}")
+        return given
+
+    def check_used(self, data: dict[str, str]) -> None:
+        """Refuse flags that no task has taken."""
+        for key in self._flags:
+            if key not in self._used:
+                raise UsageError(f"none of these tasks takes --{key}")
+        for pattern in data:
+            if f"data {pattern}" not in self._used:
+                raise UsageError(
+                    f"--data {pattern}=..: no such task in this run, or it takes no data"
+                )
+
+
+def _data(options: EvalOptions) -> dict[str, str]:
+    found = {}
+    for text in options.data:
+        task, equals, place = text.partition("=")
+        if not equals or not task or not place:
+            raise UsageError(
+                f"--data must be TASK=FILE or TASK=HUB_ID, got `{text}`",
+                hint="--data longbench/qasper=qasper.jsonl",
+            )
+        found[task.strip()] = place
+    return found
