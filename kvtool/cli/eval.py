@@ -199,7 +199,8 @@ def _folder(options: EvalOptions, plan: Plan) -> Path:
 
 
 def _read_model(options: EvalOptions, plan: Plan, terminal: Terminal) -> tuple[Any, Any, str]:
-    """Return tokenizer, configuration and dtype, once it is known that the device is there."""
+    """Return tokenizer, configuration and dtype, once it is known that they do what is wanted."""
+    from kvtool.evaluation.prompts import make_frame
     from kvtool.models.load import check_attention, load_tokenizer, resolve_device, resolve_dtype
 
     model = plan.recipe.model
@@ -209,6 +210,7 @@ def _read_model(options: EvalOptions, plan: Plan, terminal: Terminal) -> tuple[A
     tokenizer, config = load_tokenizer(
         model.id, revision=model.revision, trust_remote_code=options.trust_remote_code
     )
+    make_frame(tokenizer, plan.protocol.chat_template, chat=True)
     return tokenizer, config, resolve_dtype(model.dtype, device)
 
 

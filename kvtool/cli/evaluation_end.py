@@ -109,7 +109,7 @@ def _tell_failures(results: ResultsDocument, folder: Path, terminal: Terminal) -
             terminal.note(f"gate failed: {_tell(gate)}")
     failed = sum(result.failed for result in results.results)
     if failed:
-        terminal.note(f"{failed} samples failed; `error` in {folder}/samples says why")
+        terminal.note(f"failed samples: {failed}; `error` in {folder}/samples says why")
 
 
 def _tell(gate: GateResult) -> str:

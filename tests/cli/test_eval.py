@@ -223,7 +223,7 @@ def test_a_failing_sample_is_recorded_and_the_rest_goes_on(kvtool):
     done = kvtool("eval", *run, "-f", "json")
     assert done.code == 4
     assert "failed: niah, streaming(sinks=60)@25%: " in done.err
-    assert "1 samples failed; `error` in run/samples says why\n" in done.err
+    assert "failed samples: 1; `error` in run/samples says why\n" in done.err
     results = ResultsDocument(**json.loads(done.out))
     result = results.of("streaming(sinks=60)@25%", "niah")
     assert (result.failed, result.n) == (1, 1)
@@ -329,6 +329,7 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
         (["-t", "niah", "-o", " "], "--output is empty"),
         (["-t", "niah", "-o", "all.json"], "the folder of a run, `all.json` looks like a file"),
         (["-t", "niah", "--device", "gpu"], "no device `gpu`"),
+        (["-t", "niah", "--chat-template", "on"], "the tokenizer has no chat template"),
         (["-t", "niah", "-m", "./nowhere"], "`./nowhere` does not exist"),
         (["-t", "niah", "-s", "eval.tasks.0.lenths=3"], "did you mean `lengths`?"),
         (["-t", "niah,niah"], "given twice"),
