@@ -1,6 +1,9 @@
 """Plans in `generate`, `compress` and `eval`: pipes, files, allocators as flags."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,3 +131,44 @@ def test_plans_that_cannot_be(kvtool):
         "generate", "-", *PROMPT, "-p", "streaming(sinks=12)", stdin=yaml.safe_dump(plan).encode()
     )
     assert (done.code, "is not above sinks 12" in done.err) == (2, True)
+
+
+def pipeline(folder, *commands) -> subprocess.CompletedProcess:
+    """Run commands as a shell pipes them, where a failing one fails the whole."""
+    line = " | ".join(f"{sys.executable} -m kvtool.cli.main {command}" for command in commands)
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_profile_plan_and_eval_make_one_pipe(tmp_path):
+    done = pipeline(
+        tmp_path,
+        "profile -q --samples 1 --tokens 256 --decode 8",
+        "plan-budget - --ratio 20% -q",
+        "eval - -p h2o -t niah --lengths 256 --depths 2 -q -f json --no-plots",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    results = ResultsDocument(**json.loads(done.stdout))
+    cost = results.of("h2o@20%,plan", "niah").cost
+    assert cost.kv_bytes == pytest.approx(cost.full_bytes / 5, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("commands", "told"),
+    [
+        (("profile -q --metrics x", "plan-budget - --ratio 20% -q"), "no metric `x`"),
+        (("plan-budget --ratio 20% -q", "eval - -q -t nia -p h2o"), "did you mean `niah`?"),
+        (("plan-budget --ratio 2 -q", "eval - -q -t niah -p h2o"), "ratio"),
+    ],
+)
+def test_a_broken_stage_fails_the_pipe(tmp_path, commands, told):
+    done = pipeline(tmp_path, *commands)
+    assert done.returncode != 0
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
