@@ -155,7 +155,7 @@ def test_profile_plan_and_eval_make_one_pipe(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     results = ResultsDocument(**json.loads(done.stdout))
     cost = results.of("h2o@20%,plan", "niah").cost
-    assert cost.kv_bytes == pytest.approx(cost.full_bytes / 5, rel=0.06)
+    assert cost.kv_bytes == pytest.approx(cost.full_bytes / 5, rel=0.12)
 
 
 @pytest.mark.parametrize(
