@@ -15,7 +15,7 @@ from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import parse_policies
 from kvtool.documents.source import Source
 from kvtool.errors import UsageError
-from kvtool.evaluation.arms import DEFAULT_BUDGET, Arm, make_arms
+from kvtool.evaluation.arms import BASELINE, DEFAULT_BUDGET, Arm, make_arms
 from kvtool.evaluation.extras import require
 from kvtool.evaluation.gates import Gate, check_gates, parse_least
 from kvtool.evaluation.task import Json, Task
@@ -89,6 +89,11 @@ def read_plan(options: EvalOptions) -> Plan:
         Gate(gate.task, least=gate.min, max_drop=gate.max_drop) for gate in recipe.gates
     ]
     check_gates(gates, [(task.name, task.best, task.lower_is_better) for task in tasks])
+    if any(gate.max_drop is not None for gate in gates) and not _has_baseline(arms):
+        raise UsageError(
+            "a largest drop is one from the full cache, which this run leaves out",
+            hint="--baseline, or --fail-under TASK=V in place of --max-drop",
+        )
     return Plan(
         recipe=_lock(recipe, tasks, policies, budgets),
         tasks=tasks,
@@ -98,6 +103,10 @@ def read_plan(options: EvalOptions) -> Plan:
         pictures=pictures_of(options, recipe.output.plots),
         left_out=left_out,
     )
+
+
+def _has_baseline(arms: list[Arm]) -> bool:
+    return any(str(arm.policy) == BASELINE for arm in arms)
 
 
 def _problems(*steps: Callable[[], Any]) -> list[Problem]:

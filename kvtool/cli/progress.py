@@ -10,8 +10,11 @@ from kvtool.cli.terminal import Terminal
 
 @contextlib.contextmanager
 def show_progress(terminal: Terminal, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar with the time left; call what is given once for every step, with what it was."""
-    if not terminal.progress:
+    """Show a bar with the time left; call what is given once for every step, with what it was.
+
+    Nothing is shown where nothing is left to do.
+    """
+    if not terminal.progress or total == 0:
         yield lambda text: None
         return
     from rich.console import Console

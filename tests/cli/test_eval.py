@@ -85,6 +85,9 @@ def test_a_second_run_measures_only_what_is_new(kvtool):
     done = kvtool("eval", *QUICK, "-p", "streaming,tova", "-b", "32", "-o", "run", "--no-plots")
     assert done.code == 0
     assert "resumed 6/9 in run" in done.err
+    again = ("-t", "niah", "--lengths", "256", "--depths", "3", "-p", "tova", "-b", "32")
+    done = kvtool("eval", *again, "-o", "run", "--no-plots", "--progress")
+    assert "resumed 6/6 in run\nwrote run/results.json" in done.err
     assert Path("run/samples/full/niah.jsonl").read_bytes() == before
     results = evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run", "--samples", "2")
     assert results.of("tova@32", "niah").n == 6
@@ -329,6 +332,7 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
         (["-t", "niah", "-o", " "], "--output is empty"),
         (["-t", "niah", "-o", "all.json"], "the folder of a run, `all.json` looks like a file"),
         (["-t", "niah", "--device", "gpu"], "no device `gpu`"),
+        (["-t", "niah", "-p", "h2o", "--no-baseline", "--max-drop", "3"], "from the full cache"),
         (["-t", "niah", "--chat-template", "on"], "the tokenizer has no chat template"),
         (["-t", "niah", "-m", "./nowhere"], "`./nowhere` does not exist"),
         (["-t", "niah", "-s", "eval.tasks.0.lenths=3"], "did you mean `lengths`?"),
