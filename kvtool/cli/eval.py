@@ -153,6 +153,7 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
         return
     from kvtool.cli.cache_estimate import Estimate, check_bytes
     from kvtool.cli.evaluation_plan import describe, read_plan
+    from kvtool.cli.evaluation_tasks import hub_data
 
     plan = read_plan(options)
     if plan.left_out:
@@ -160,6 +161,8 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     folder = _folder(options, plan)
     check_folder(plan.recipe.model.id)
     tokenizer, config, dtype = _read_model(options, plan, terminal)
+    for name in hub_data(plan.tasks):
+        terminal.note(f"data: {name} (no such folder here, asking the hub)")
     check_bytes(config, dtype, plan.arms)
     jobs = _draw(plan, tokenizer, config)
     if options.dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.problems import DocumentError, Problem
@@ -116,3 +117,18 @@ def _data(options: EvalOptions) -> dict[str, str]:
             )
         found[task.strip()] = place
     return found
+
+
+def hub_data(tasks: list[Task]) -> list[str]:
+    """Return the datasets that the hub is asked for, which takes long where there is no network."""
+    from kvtool.evaluation.data import PRESETS
+
+    names = []
+    for task in tasks:
+        if "data" not in type(task).model_fields:
+            continue
+        preset = PRESETS.get(task.name.partition("/")[0].removesuffix("_e"), {})
+        name = task.data.hub if task.data else preset.get("hub")
+        if name is not None and not Path(name).is_dir():
+            names.append(name)
+    return list(dict.fromkeys(names))

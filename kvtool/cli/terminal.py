@@ -43,7 +43,8 @@ class Terminal:
 def open_terminal(*, quiet: bool, progress: bool | None) -> Iterator[Terminal]:
     """Keep stdout for data: what a library prints meanwhile, even from C, goes to stderr."""
     wanted = not quiet and (sys.stderr.isatty() if progress is None else progress)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for library in ("TRANSFORMERS", "HF_HUB"):  # the hub's client tells each of its attempts
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads leave busy cores alone
     with _real_stdout() as data:
         yield Terminal(data, data.isatty(), quiet, wanted)

@@ -382,3 +382,17 @@ def test_mistakes_in_a_recipe_are_all_told_with_their_places(kvtool):
     Path("bad.yaml").write_text(Path("bad.yaml").read_text().replace("budgte", "budget"))
     done = kvtool("eval", "bad.yaml")
     assert "bad.yaml:7:20: eval.tasks.0.lenths: unknown key `lenths`" in done.err
+
+
+def test_the_hub_is_asked_aloud_and_fails_in_one_line(kvtool, monkeypatch):
+    def fail(*arguments, **options):
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset_builder", fail)
+    done = kvtool("eval", "-t", "longbench_e/trec,longbench/qasper,niah", "-L", "1", "-o", "run")
+    assert (done.code, done.out) == (1, "")
+    asked = "data: Xnhyacinth/LongBench (no such folder here, asking the hub)\n"
+    assert done.err.count(asked) == 1
+    assert "error: longbench_e/trec: cannot load `Xnhyacinth/LongBench" in done.err
+    done = kvtool("eval", "-t", "ppl", "--data", "ppl=some/texts", "-o", "run")
+    assert "data: some/texts (no such folder here, asking the hub)\nerror: " in done.err
