@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ def open_terminal(*, quiet: bool, progress: bool | None) -> Iterator[Terminal]:
     wanted = not quiet and (sys.stderr.isatty() if progress is None else progress)
     for library in ("TRANSFORMERS", "HF_HUB"):  # the hub's client tells each of its attempts
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a home that is read-only works, too
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads leave busy cores alone
     with _real_stdout() as data:
         yield Terminal(data, data.isatty(), quiet, wanted)
