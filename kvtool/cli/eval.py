@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Option
 
 from kvtool.cli.evaluation_end import exit_with, finish, rescore
-from kvtool.cli.options import RecipeOptions
+from kvtool.cli.options import Format, RecipeOptions
 from kvtool.cli.output import write_configuration
 from kvtool.cli.progress import show_progress
 from kvtool.cli.request import note_model
@@ -66,7 +66,11 @@ class EvalOptions(RecipeOptions):
     ] = None
     depths: Annotated[
         str | None,
-        Option("--depths", metavar="N", help="Depths of a needle, from 0 to 100 %."),
+        Option(
+            "--depths",
+            metavar="N|PCT,..",
+            help="Needle depths: how many from 0 to 100 %, or which (0,25,90).",
+        ),
     ] = None
     samples: Annotated[
         int | None,
@@ -78,7 +82,11 @@ class EvalOptions(RecipeOptions):
     ] = None
     data: Annotated[
         list[str],
-        Option("--data", metavar="TASK=FILE|HUB_ID", help="Where a task's data are."),
+        Option(
+            "--data",
+            metavar="TASK=FILE|HUB_ID",
+            help="Data of a task, a suite or a glob; repeat it.",
+        ),
     ] = field(default_factory=list)
     prompts: Annotated[
         str | None,
@@ -105,7 +113,9 @@ class EvalOptions(RecipeOptions):
     ] = None
     fail_under: Annotated[
         list[str],
-        Option("--fail-under", metavar="TASK=V", help="Exit 3 if an arm scores less on a task."),
+        Option(
+            "--fail-under", metavar="TASK=V", help="Exit 3 if an arm scores worse than V on a task."
+        ),
     ] = field(default_factory=list)
     max_drop: Annotated[
         float | None,
@@ -138,6 +148,13 @@ class EvalOptions(RecipeOptions):
     output: Annotated[
         str | None,
         Option("--output", "-o", metavar="DIR", help="Folder of the run.  [default: under runs/]"),
+    ] = None
+
+    format: Annotated[
+        Format | None,
+        Option(
+            "--format", "-f", help="Form of the data.  [default: text on a terminal, else json]"
+        ),
     ] = None
 
     @property
