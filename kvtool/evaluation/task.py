@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, NonNegativeInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, NonNegativeInt, PositiveInt
 
 from kvtool.sizes import parse_count
 
@@ -29,18 +29,17 @@ def _count(value: Any) -> Any:
 
 
 def _counts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [parse_count(part) for part in value.split(",")]
-    return (
-        [_count(part) for part in value] if isinstance(value, (list, tuple)) else (_count(value),)
-    )
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        parts = [parts]
+    return list(dict.fromkeys(_count(part) for part in parts))
 
 
-Tokens = Annotated[int, BeforeValidator(_count)]
+Tokens = Annotated[PositiveInt, BeforeValidator(_count)]
 """A number of tokens: `4096` or `4K`."""
 
-Lengths = Annotated[tuple[int, ...], BeforeValidator(_counts)]
-"""Numbers of tokens: `[1K, 4K]`, `1K,4K` or one of them."""
+Lengths = Annotated[tuple[PositiveInt, ...], BeforeValidator(_counts)]
+"""Numbers of tokens: `[1K, 4K]`, `1K,4K` or one of them; each counts once."""
 
 
 @dataclass(frozen=True)

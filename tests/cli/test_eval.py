@@ -317,6 +317,9 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
         (["-t", "niah", "--no-baseline"], "error: no policy to evaluate"),
         (["-t", "niah", "--lengths", "16K"], "more than the 8192 positions"),
         (["-t", "niah", "--lengths", "40"], "too short"),
+        (["-t", "niah", "--lengths", "-5"], "must be above 0"),
+        (["-t", "niah", "--lengths", "0"], "must be above 0"),
+        (["-t", "lm-eval"], "lm-eval/gsm8k"),
         (["-t", "niah", "--depths", "x"], "depths must be"),
         (["-t", "fidelity", "--depths", "3"], "none of these tasks takes --depths"),
         (["-t", "ruler/qa_1"], "ruler/qa_1` needs"),
@@ -347,6 +350,11 @@ def test_bad_input_is_told_in_a_line_before_anything_runs(kvtool, arguments, tol
     assert "Traceback" not in done.err
     assert done.out == ""
     assert not Path("run").exists()
+
+
+def test_what_is_named_twice_counts_once(kvtool):
+    done = kvtool("eval", "-t", "niah", "--lengths", "256,256", "--depths", "0,50,50", "--dry-run")
+    assert yaml.safe_load(done.out)["work"]["tasks"][0]["samples"] == 2
 
 
 def test_a_missing_extra_is_told_before_the_model_loads(kvtool, monkeypatch):

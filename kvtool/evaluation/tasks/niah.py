@@ -41,7 +41,7 @@ def _percentages(value: Any) -> list[float]:
     for depth in depths:
         if not 0 <= depth <= 100:
             raise UsageError(f"depth {depth:g} is not from 0 to 100 percent")
-    return depths
+    return list(dict.fromkeys(depths))
 
 
 Depths = Annotated[tuple[float, ...], BeforeValidator(_percentages)]

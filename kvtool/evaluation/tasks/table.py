@@ -100,6 +100,8 @@ def expand(pattern: str) -> list[str]:
     name = ALIASES.get(name, name)
     if name in TASKS or (name.partition("/")[0] in OPEN and "/" in name):
         return [name]
+    if name.strip("/") in OPEN:
+        raise UsageError(f"`{name}` is not one task", hint=f"name one: {name.strip('/')}/gsm8k")
     found = [task for task in TASKS if task.startswith(f"{name}/") or fnmatch.fnmatch(task, name)]
     if not found:
         suites = {task.partition("/")[0] for task in TASKS} | set(OPEN)
