@@ -15,7 +15,7 @@ from kvtool.cli.evaluation_end import exit_with, finish, rescore
 from kvtool.cli.options import Format, RecipeOptions
 from kvtool.cli.output import write_configuration
 from kvtool.cli.progress import show_progress
-from kvtool.cli.request import note_model
+from kvtool.cli.request import load_attached, note_model
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, check_folder
@@ -262,22 +262,14 @@ def _make_room(options: EvalOptions, store: Store) -> None:
 def _measure(
     options: EvalOptions, plan: Plan, jobs: list[Job], store: Store, terminal: Terminal
 ) -> Run:
-    from kvtool.cache.attention import attach, notes
     from kvtool.evaluation.environment import without_home
     from kvtool.evaluation.run import RECIPE, Run
-    from kvtool.models.load import load
 
     store.write(RECIPE, plan.recipe.to_yaml())
     model = plan.recipe.model
-    loaded = load(
-        model.id,
-        **model.model_dump(exclude={"id"}),
-        trust_remote_code=options.trust_remote_code,
-        progress=terminal.progress,
+    loaded = load_attached(
+        model.id, model.model_dump(exclude={"id"}), options.trust_remote_code, terminal
     )
-    attach(loaded.model)
-    for line in notes(loaded.model.config):
-        terminal.note(line)
     run = Run.begin(
         store,
         name=plan.recipe.name or store.folder.name,

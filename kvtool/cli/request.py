@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
 
 DEFAULT_BUDGET = Budget(tokens=512)
+_MODEL_SETTINGS = ("revision", "dtype", "device", "device_map", "attn_implementation")
 _DRAWING = ("max_new_tokens", "temperature", "stop")  # options of generate alone
 
 Prompted = TypeVar("Prompted", bound="PromptOptions")
@@ -248,19 +249,24 @@ def read_prefill(text: str | None) -> str:
 
 
 def load_model(options: PromptOptions, terminal: Terminal) -> Loaded:
-    """Load the model, make it run kvtool's attention, and say what its family limits."""
+    """Load the model of a command, and say which one it is where nobody named one."""
+    note_model(options.model, terminal)
+    settings = {name: getattr(options, name) for name in _MODEL_SETTINGS}
+    return load_attached(options.model, settings, options.trust_remote_code, terminal)
+
+
+def load_attached(
+    model: str | None, settings: dict[str, Any], trust_remote_code: bool, terminal: Terminal
+) -> Loaded:
+    """Load a model, make it run kvtool's attention, and say what its family limits.
+
+    Args:
+        settings: further arguments of `kvtool.models.load.load`.
+    """
     from kvtool.cache.attention import attach, notes
 
-    note_model(options.model, terminal)
     loaded = load(
-        options.model,
-        revision=options.revision,
-        dtype=options.dtype,
-        device=options.device,
-        device_map=options.device_map,
-        attn_implementation=options.attn_implementation,
-        trust_remote_code=options.trust_remote_code,
-        progress=terminal.progress,
+        model, **settings, trust_remote_code=trust_remote_code, progress=terminal.progress
     )
     attach(loaded.model)
     for line in notes(loaded.model.config):

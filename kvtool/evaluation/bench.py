@@ -13,6 +13,7 @@ import torch
 
 from kvtool import generation
 from kvtool.cache.cache import KVCache, build_cache
+from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.arms import Arm
 from kvtool.evaluation.memory import Peak
@@ -106,6 +107,7 @@ class Bench:
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.arm, self.protocol = arm, protocol
+        self._plan = None if arm.plan is None else PlanDocument(**json.loads(arm.plan))
         self.shared: dict[str, Any] = {} if shared is None else shared
         self.warm: tuple | None = None
         self._contexts: dict[tuple[int, ...], tuple[KVCache, Tensor]] = {}
@@ -161,9 +163,8 @@ class Bench:
     def new_cache(self) -> KVCache:
         """Return an empty cache of this arm."""
         arm = self.arm
-        plan = None if arm.plan is None else json.loads(arm.plan)
-        budget = arm.budget if plan is None else None
-        return build_cache(self.model, arm.policy, budget, prefill=arm.prefill, plan=plan)
+        budget = arm.budget if self._plan is None else None
+        return build_cache(self.model, arm.policy, budget, prefill=arm.prefill, plan=self._plan)
 
     def full_cache(self) -> KVCache:
         """Return an empty cache that keeps everything."""

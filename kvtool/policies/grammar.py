@@ -73,12 +73,17 @@ def _name(part: Score | Rescore | Allocator) -> str:
 
 
 def _format(part: Score | Rescore | Allocator) -> str:
+    return _name(part) + spell_settings(part)
+
+
+def spell_settings(part: Score | Rescore | Allocator) -> str:
+    """Write the parameters that differ from their defaults, `(recent=8)`; nothing if none does."""
     given = [
         f"{field.name}={_spell(getattr(part, field.name))}"
         for field in fields(part)
         if getattr(part, field.name) != field.default
     ]
-    return _name(part) + (f"({','.join(given)})" if given else "")
+    return f"({','.join(given)})" if given else ""
 
 
 def _spell(value: Any) -> str:

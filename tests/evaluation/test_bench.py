@@ -17,7 +17,6 @@ from kvtool.evaluation.arms import Arm, make_arms
 from kvtool.evaluation.bench import Bench, Protocol
 from kvtool.evaluation.prompts import continued_ids, first_prompt, make_frame
 from kvtool.evaluation.task import Asking, Sample, Turn
-from kvtool.models.load import load
 
 CHAT = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -58,13 +57,6 @@ SAMPLE = Sample(
     ),
 )
 FULL, H2O, SNAPKV = make_arms(["h2o", "snapkv(window=8)"], ["60"])
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    loaded = load()
-    kvtool.attach(loaded.model)
-    return loaded
 
 
 @dataclass

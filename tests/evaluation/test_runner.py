@@ -4,29 +4,15 @@ import json
 
 import pytest
 
-import kvtool
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.arms import make_arms
 from kvtool.evaluation.bench import Protocol, token_counter
 from kvtool.evaluation.runner import Place, draw_jobs, missing, run_jobs
 from kvtool.evaluation.store import Store
-from kvtool.models.load import load
 from tests.evaluation.echo import Echo
 
 ARMS = make_arms(["streaming", "h2o"], ["8", "16"])
 PLACE = Place({"id": "reference"}, Protocol())
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    loaded = load()
-    kvtool.attach(loaded.model)
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def counter(loaded):
-    return token_counter(loaded.tokenizer, 8192)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from importlib import import_module
 
 from kvtool.errors import UsageError, did_you_mean
@@ -51,9 +50,6 @@ def parse_allocator(text: str) -> Allocator:
 
 def spell_allocator(allocator: Allocator) -> str:
     """Return the spelling of an allocator: its name and the settings that are not the default."""
-    given = [
-        f"{field.name}={getattr(allocator, field.name)}"
-        for field in fields(allocator)
-        if getattr(allocator, field.name) != field.default
-    ]
-    return allocator.name + (f"({','.join(given)})" if given else "")
+    from kvtool.policies.grammar import spell_settings
+
+    return allocator.name + spell_settings(allocator)

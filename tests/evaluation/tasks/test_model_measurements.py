@@ -8,28 +8,15 @@ import torch
 import kvtool
 from kvtool.errors import UsageError
 from kvtool.evaluation.arms import make_arms
-from kvtool.evaluation.bench import Bench, Meter, Protocol, token_counter
+from kvtool.evaluation.bench import Bench, Meter, Protocol
 from kvtool.evaluation.memory import Peak
 from kvtool.evaluation.runner import draw_jobs
 from kvtool.evaluation.tasks.fidelity import FidelityTask
 from kvtool.evaluation.tasks.output_error import OutputError
 from kvtool.evaluation.tasks.reconstruct import Reconstruct
 from kvtool.evaluation.tasks.speed import Speed
-from kvtool.models.load import load
 
 FULL, TINY, FITS = make_arms(["streaming"], ["24", "4K"])
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    loaded = load()
-    kvtool.attach(loaded.model)
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def counter(loaded):
-    return token_counter(loaded.tokenizer, 8192)
 
 
 def measure(loaded, counter, task, *arms, protocol=None):

@@ -4,26 +4,12 @@ import math
 
 import pytest
 
-import kvtool
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.arms import make_arms
-from kvtool.evaluation.bench import Bench, Protocol, token_counter
+from kvtool.evaluation.bench import Bench, Protocol
 from kvtool.evaluation.tasks.perplexity import Perplexity
-from kvtool.models.load import load
 
 ARMS = make_arms(["h2o", "streaming", "snapkv"], ["40", "4K"])
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    loaded = load()
-    kvtool.attach(loaded.model)
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def counter(loaded):
-    return token_counter(loaded.tokenizer, 8192)
 
 
 def measure(loaded, counter, arm, **settings):
