@@ -1,0 +1,187 @@
+"""Read a prompt into a compressed cache, and generate what follows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+
+from kvtool.cache.cache import CacheReport, KVCache
+from kvtool.errors import UsageError
+from kvtool.generation.decoding import (
+    Callback,
+    StopsAt,
+    decode_loop,
+    drawing_settings,
+    until_end,
+)
+from kvtool.generation.feeding import decode_step, prefill, wait
+from kvtool.generation.fidelity import Fidelity, compare_with_full
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated. Rows of `token_ids` and `text` hold new tokens only.
+
+    Attributes:
+        input_ids: (batch, all tokens) int64 on the CPU; the last generated token has not been fed
+            to the cache.
+        prompt_tokens: new tokens of the prompt, of the longest row.
+        new_tokens: generated tokens, of the longest row.
+    """
+
+    token_ids: list[list[int]]
+    text: list[str]
+    prompt_tokens: int
+    new_tokens: int
+    input_ids: Tensor
+    report: CacheReport
+    prefill_s: float
+    decode_s: float
+    fidelity: Fidelity | None = None
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A prompt whose cache has been compressed.
+
+    Attributes:
+        input_ids: (batch, all tokens) int64 on the CPU, all of them fed.
+        next_logits: (batch, vocab) float32.
+    """
+
+    input_ids: Tensor
+    next_logits: Tensor
+    prefill_s: float
+
+
+def compress(
+    model: PreTrainedModel,
+    cache: KVCache,
+    prompt_ids: Tensor,
+    attention_mask: Tensor | None = None,
+) -> Compressed:
+    """Feed a prompt and keep its compressed cache.
+
+    Args:
+        prompt_ids: (batch, n) int64.
+        attention_mask: (batch, n), 0 = padding; None: no padding.
+
+    Raises:
+        UsageError: the prompt is empty.
+    """
+    ids, logits, seconds = _run_prompt(model, cache, prompt_ids, attention_mask)
+    cache.input_ids, cache.next_logits = ids.cpu(), logits.cpu()
+    return Compressed(cache.input_ids, cache.next_logits, seconds)
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: KVCache,
+    prompt_ids: Tensor | None,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    attention_mask: Tensor | None = None,
+    on_text: Callable[[str], None] | None = None,
+    compare_full: bool = False,
+    stop: Sequence[str] = (),
+    min_new_tokens: int = 0,
+) -> Generation:
+    """Generate after a prompt, after a loaded cache, or after both.
+
+    Args:
+        cache: empty, or loaded (then it knows its tokens in `input_ids`).
+        prompt_ids: (batch, n) new tokens; None continues where a loaded cache ends.
+        temperature: 0 takes the most likely token; above 0 samples, with the other settings of the
+            model's own generation configuration.
+        attention_mask: (batch, n), 0 = padding; None: no padding.
+        on_text: called with pieces of text as they come; one row only.
+        compare_full: also run the full cache over the same tokens and measure the difference.
+        stop: texts that end a row where they come up; they stay in the text.
+        min_new_tokens: before so many tokens neither the end-of-text token nor `stop` ends a row.
+
+    Raises:
+        UsageError: nothing to start from, or a comparison of padded rows.
+    """
+    if max_new_tokens < 1:
+        raise UsageError(f"max-new-tokens must be 1 or more, got {max_new_tokens}")
+    if compare_full and attention_mask is not None and not bool(attention_mask.bool().all()):
+        raise UsageError("the comparison with the full cache needs rows of equal length")
+    ids, logits, prefill_s = _run_prompt(model, cache, prompt_ids, attention_mask)
+    kept: list[Tensor] | None = [] if compare_full else None
+    start = time.perf_counter()
+    everything = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=drawing_settings(model, max_new_tokens, temperature, min_new_tokens),
+        stopping_criteria=StoppingCriteriaList(
+            [StopsAt(tokenizer, stop, ids.shape[1] + min_new_tokens)] if stop else []
+        ),
+        custom_generate=decode_loop,
+        text_streamer=None if on_text is None else Callback(tokenizer, on_text),
+        next_logits=logits,
+        kv_cache=cache,
+        generator=torch.Generator(model.device).manual_seed(seed),
+        kept_logits=kept,
+    )
+    wait(model)
+    decode_s = time.perf_counter() - start
+    cache.input_ids, cache.next_logits = everything.cpu(), None
+    new = [until_end(row, model) for row in everything[:, ids.shape[1] :].tolist()]
+    return Generation(
+        token_ids=new,
+        text=tokenizer.batch_decode(new, skip_special_tokens=True),
+        prompt_tokens=0 if prompt_ids is None else prompt_ids.shape[1],
+        new_tokens=max(len(row) for row in new),
+        input_ids=cache.input_ids,
+        report=cache.report(),
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        fidelity=None
+        if kept is None
+        else compare_with_full(model, everything, torch.stack(kept, 1)),
+    )
+
+
+def _run_prompt(
+    model: PreTrainedModel,
+    cache: KVCache,
+    prompt_ids: Tensor | None,
+    attention_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, float]:
+    """Feed what has not been fed; all ids so far, the next logits and the seconds it took."""
+    known = cache.input_ids
+    if prompt_ids is not None and prompt_ids.shape[1] == 0:
+        raise UsageError("the prompt is empty")
+    if prompt_ids is None and known is None:
+        raise UsageError("there is nothing to continue: no prompt, and the cache is empty")
+    start = time.perf_counter()
+    if known is None:
+        ids = prompt_ids.to(model.device)
+        logits = prefill(model, cache, ids, attention_mask)
+    else:
+        known = known.to(model.device)
+        unfed = known[:, max(cache.tokens_seen()) :]
+        if prompt_ids is not None:
+            new = torch.cat([unfed, prompt_ids.to(model.device)], 1)
+            ids = torch.cat([known, prompt_ids.to(model.device)], 1)
+            logits = prefill(model, cache, new)
+        else:
+            ids = known
+            logits = cache.next_logits
+            for token in unfed.unbind(1):
+                logits = decode_step(model, cache, token)
+            if logits is None:
+                raise UsageError(
+                    "the saved cache has no next token to continue from; give a prompt"
+                )
+            logits = logits.to(model.device)
+    wait(model)
+    return ids, logits, time.perf_counter() - start

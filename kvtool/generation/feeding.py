@@ -1,0 +1,149 @@
+"""Feed a model over a compressed cache: a prompt, whole or in blocks, and single tokens."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from kvtool.cache.cache import KVCache
+from kvtool.errors import KvtoolError
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    cache: KVCache,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Feed a prompt, or a further turn, whole or in the blocks that the cache was built for.
+
+    In a padded batch blocks are counted from each row's own first token: the rows' padding is moved
+    behind their tokens.
+
+    Args:
+        input_ids: (batch, n) new tokens only.
+        attention_mask: (batch, n), 0 = padding, on any side; None: no padding.
+
+    Returns:
+        (batch, vocab) float32 logits after the last token of each row.
+
+    Raises:
+        KvtoolError: padded rows in blocks on a model with recurrent layers.
+    """
+    input_ids = input_ids.to(model.device)
+    batch, width = input_ids.shape
+    seen = [0] * batch if cache.get_seq_length() == 0 else cache.tokens_seen()
+    mask = None if attention_mask is None else attention_mask.to(model.device).bool()
+    if mask is not None and bool(mask.all()):
+        mask = None
+    counts = [width] * batch if mask is None else mask.sum(1).tolist()
+    size = width if cache.block is None else min(cache.block, width)
+    if mask is not None:
+        if size < width and any(
+            isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers
+        ):
+            raise KvtoolError(
+                "a padded batch cannot be fed in blocks to a model with recurrent layers",
+                hint="use prefill full, or rows of equal length",
+            )
+        if size < width:
+            order = (~mask).long().argsort(dim=1, stable=True)
+            input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
+    logits: Tensor | None = None
+    with cache.prompt([before + count for before, count in zip(seen, counts, strict=True)]):
+        for start in range(0, width, size):
+            part = slice(start, start + size)
+            valid = None if mask is None else mask[:, part]
+            last = _last_columns(valid, batch, min(size, width - start))
+            out = forward(model, cache, input_ids[:, part], valid, last)
+            if logits is None or valid is None:
+                logits = out
+            else:
+                ends_here = valid.any(1)[:, None]
+                logits = torch.where(ends_here, out, logits)
+    return logits
+
+
+def _last_columns(valid: Tensor | None, batch: int, width: int) -> list[int]:
+    if valid is None:
+        return [width - 1] * batch
+    columns = torch.arange(width, device=valid.device)
+    return torch.where(valid, columns, -1).amax(1).clamp(min=0).tolist()
+
+
+def forward(
+    model: PreTrainedModel,
+    cache: KVCache,
+    input_ids: Tensor,
+    valid: Tensor | None,
+    last: list[int] | None,
+) -> Tensor:
+    """One forward of new tokens.
+
+    Args:
+        last: the column of each row whose logits are wanted; None: all columns.
+
+    Returns:
+        (batch, vocab) float32 logits at one column of each row, or (batch, columns, vocab) at all.
+    """
+    batch, width = input_ids.shape
+    past = cache.get_seq_length()
+    starts = torch.tensor([0] * batch if past == 0 else cache.tokens_seen(), device=model.device)
+    if valid is None:
+        positions = starts[:, None] + torch.arange(width, device=model.device)
+        mask = None
+    else:
+        positions = (starts[:, None] + valid.long().cumsum(1) - 1).clamp(min=0)
+        mask = torch.cat([valid.new_ones(batch, past), valid], 1).long()
+    wanted = None if last is None else sorted(set(last))
+    options = {}
+    if wanted and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = torch.tensor(wanted, device=model.device)
+    out = model(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        **options,
+    ).logits
+    if last is None:
+        return out.float()
+    columns = [wanted.index(column) for column in last] if options else last
+    return out[torch.arange(batch, device=out.device), columns].float()
+
+
+@torch.no_grad()
+def decode_step(model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Tensor:
+    """Feed one token per row.
+
+    Args:
+        token_ids: (batch,) int64.
+
+    Returns:
+        (batch, vocab) float32 logits.
+    """
+    layer = cache.first_layer
+    start = layer.lengths if layer.ragged else layer.seen
+    positions = torch.zeros_like(token_ids)[:, None] + (start[:, None] if layer.ragged else start)
+    return (
+        model(
+            input_ids=token_ids[:, None],
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        .logits[:, -1]
+        .float()
+    )
+
+
+def wait(model: PreTrainedModel) -> None:
+    """Wait for what runs on the model's device, so that a clock read now tells the truth."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

@@ -1,0 +1,65 @@
+"""How close a compressed run stays to the full cache, both reading the same tokens."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How close the compressed run stays to the full cache, both reading the same tokens.
+
+    Attributes:
+        agreement: share of steps whose most likely token is the same.
+        kl: mean Kullback-Leibler divergence from the full cache's distribution, in nats.
+        first_divergence: first step whose most likely token differs, None if none does.
+    """
+
+    agreement: float
+    kl: float
+    first_divergence: int | None
+
+
+def compare_logits(full: Tensor, logits: Tensor) -> Fidelity:
+    """Compare two runs that read the same tokens.
+
+    Args:
+        full: (batch, steps, vocab) float32 of the full cache.
+        logits: the same of the compressed run.
+    """
+    same = full.argmax(-1) == logits.argmax(-1)
+    reference = full.log_softmax(-1)
+    kl = (reference.exp() * (reference - logits.log_softmax(-1))).sum(-1).mean()
+    differs = (~same.all(0)).nonzero()
+    return Fidelity(
+        agreement=same.float().mean().item(),
+        kl=max(kl.item(), 0.0),
+        first_divergence=int(differs[0]) if len(differs) else None,
+    )
+
+
+@torch.no_grad()
+def compare_with_full(model: PreTrainedModel, input_ids: Tensor, logits: Tensor) -> Fidelity:
+    """Compare the logits of a compressed run with the full cache's over the same tokens.
+
+    Args:
+        input_ids: (batch, n + new).
+        logits: (batch, new, vocab) float32 of the compressed run.
+    """
+    new = logits.shape[1]
+    options = {}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = new
+    full = model(
+        input_ids=input_ids[:, :-1],
+        past_key_values=DynamicCache(config=model.config),
+        use_cache=True,
+        **options,
+    ).logits[:, -new:]
+    return compare_logits(full.float().cpu(), logits)

@@ -1,0 +1,88 @@
+"""Feed a known text and see how likely it is after what the cache still holds (teacher forcing)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvtool.cache.cache import KVCache
+from kvtool.errors import UsageError
+from kvtool.generation.feeding import decode_step, forward
+
+
+@torch.no_grad()
+def token_logprobs(
+    model: PreTrainedModel,
+    cache: KVCache,
+    input_ids: Tensor,
+    *,
+    chunk: int,
+    first_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Score given tokens, each from what the cache still holds (teacher forcing).
+
+    The last token is scored and not fed.
+
+    Args:
+        cache: empty, or fed with what comes before.
+        input_ids: (1, n) int64, new tokens only.
+        chunk: tokens a forward. 1 feeds them as decoded tokens, the first token of an empty cache
+            as its prompt; more feeds them as blocks of one prompt, the cache cut after each.
+        first_logits: (1, vocab) logits that the cache's tokens gave; None leaves out the first
+            token, which nothing predicts.
+
+    Returns:
+        Log-probabilities, (1, n) float32, and whether each token was the most likely one, (1, n)
+        bool, both on the CPU; (1, n - 1) without `first_logits`.
+
+    Raises:
+        UsageError: `chunk` below 1.
+    """
+    if chunk < 1:
+        raise UsageError(f"chunk must be 1 or more, got {chunk}")
+    input_ids = input_ids.to(model.device)
+    scored = []
+    if first_logits is not None:
+        scored.append(_score_tokens(first_logits[:, None].to(model.device), input_ids[:, :1]))
+    fed, targets = input_ids[:, :-1], input_ids[:, 1:]
+    empty = cache.get_seq_length() == 0
+    total = input_ids.shape[1] + (0 if empty else cache.tokens_seen()[0])
+    for start in range(0, fed.shape[1], chunk):
+        part = slice(start, start + chunk)
+        if chunk == 1 and not (empty and start == 0):
+            logits = decode_step(model, cache, fed[:, start])[:, None]
+        else:
+            with cache.prompt([total]):
+                logits = forward(model, cache, fed[:, part], None, None)
+        scored.append(_score_tokens(logits, targets[:, part]))
+    if not scored:
+        return torch.zeros(1, 0), torch.zeros(1, 0, dtype=torch.bool)
+    logprobs, greedy = zip(*scored, strict=True)
+    return torch.cat(logprobs, 1), torch.cat(greedy, 1)
+
+
+def _score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and whether it is the most likely token, on the CPU."""
+    chosen = logits.gather(-1, targets[..., None])[..., 0]
+    logprobs = chosen.float() - logits.float().logsumexp(-1)
+    return logprobs.cpu(), (logits.argmax(-1) == targets).cpu()
+
+
+@torch.no_grad()
+def follow(
+    model: PreTrainedModel, cache: KVCache, next_logits: Tensor, token_ids: Tensor
+) -> Tensor:
+    """Feed known tokens one by one after a prompt, the last one excepted.
+
+    Args:
+        next_logits: (batch, vocab) that the prompt has left.
+        token_ids: (batch, steps) int64.
+
+    Returns:
+        (batch, steps, vocab) float32 on the CPU: the logits from which each token would come.
+    """
+    logits = [next_logits.float().cpu()]
+    for token in token_ids[:, :-1].unbind(1):
+        logits.append(decode_step(model, cache, token.to(model.device)).cpu())
+    return torch.stack(logits, 1)
