@@ -14,7 +14,7 @@ from kvtool.policies.parts import Rescore, Score
 from kvtool.policies.policy import Policy
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
 
-_PART = re.compile(r"\s*([a-z0-9_-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+_PART = re.compile(r"\s*([A-Za-z0-9_-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
 def parse_policy(text: str) -> Policy:
@@ -24,7 +24,7 @@ def parse_policy(text: str) -> Policy:
     'h2o(recent=8)+caote'
 
     Args:
-        text: as typed, in any case; a `Policy` is returned as it is.
+        text: as typed, in any case but for paths of files; a `Policy` is returned as it is.
 
     Raises:
         UsageError: a name, parameter, value or combination that does not exist or makes no sense.
@@ -33,14 +33,14 @@ def parse_policy(text: str) -> Policy:
         return text
     if not text.strip():
         raise UsageError(f"the policy is empty; choose one of: {', '.join(BASES)}")
-    base, *rest = _split(text.lower(), "+")
+    base, *rest = _split(text, "+")
     score = _build(base, BASES, "policy")
     modifiers: list[Rescore | Allocator] = []
     for part in rest:
         name = _PART.fullmatch(part)
-        if name and name[1] in BASES:
+        if name and name[1].lower() in BASES:
             raise UsageError(
-                f"`{name[1]}` is a base policy and cannot modify `{score.name}`",
+                f"`{name[1].lower()}` is a base policy and cannot modify `{score.name}`",
                 hint=f"modifiers: {', '.join(MODIFIERS)}",
             )
         modifiers.append(_build(part, MODIFIERS, "modifier"))
@@ -107,7 +107,7 @@ def _build(text: str, table: dict[str, str], kind: str) -> Any:
         raise UsageError(
             f"cannot read `{text.strip()}` in a policy", hint="the form is name(key=value,..)"
         )
-    name, arguments = match[1], match[2]
+    name, arguments = match[1].lower(), match[2]
     if name in REFUSED:
         raise UsageError(f"policy `{name}` is not offered: {REFUSED[name]}")
     if name not in table:
@@ -129,6 +129,7 @@ def _read_arguments(name: str, cls: type, text: str) -> dict[str, Any]:
             raise UsageError(
                 f"cannot read `{item.strip()}` in `{name}({text})`", hint="the form is key=value"
             )
+        key = key.lower()
         if key not in known:
             offered = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
             raise UsageError(
@@ -142,9 +143,12 @@ def _read_arguments(name: str, cls: type, text: str) -> dict[str, Any]:
 
 def _read_value(label: str, text: str, kind: Any) -> Any:
     if isinstance(kind, UnionType):
-        if text in ("none", "null", "default"):
+        if text.lower() in ("none", "null", "default"):
             return None
         kind = next(option for option in get_args(kind) if option is not type(None))
+    if kind is str:
+        return text  # a path, whose case matters
+    text = text.lower()
     if get_origin(kind) is Literal:
         if text not in get_args(kind):
             raise UsageError(
