@@ -274,10 +274,31 @@ class KVCache(Cache):
         self.peak_bytes = 0
 
     def copy(self) -> KVCache:
-        """Return a cache with the same content that goes its own way from here."""
+        """Return a cache with the same content that goes its own way from here; see `rollback`."""
+        return self._copy_but([])
+
+    @contextmanager
+    def rollback(self) -> Iterator[None]:
+        """Leave the cache as it was: what is fed or generated inside is forgotten at the end.
+
+        So that many questions can be asked of one context. Keys and values are not copied as long
+        as new ones only come behind them: `full` copies none, a policy that cuts a prompt none
+        while it appends; one that writes over a stored key copies its layer once. May be nested.
+        """
+        before = self._copy_but([each for layer in self._slot_layers for each in layer.buffers])
+        for layer in self._slot_layers:
+            layer.lent = True
+        try:
+            yield
+        finally:
+            self.__dict__ = before.__dict__
+
+    def _copy_but(self, shared: list) -> KVCache:
+        """Copy everything deeply except for some values, and for what never changes."""
         self._ungroup()
-        shared = [self.config, self.policy, self.budget, self.plan]
-        return copy.deepcopy(self, {id(value): value for value in shared})
+        shared = [*shared, self.config, self.policy, self.budget, self.plan]
+        with torch.inference_mode(False):  # what is made inside it could not be written outside
+            return copy.deepcopy(self, {id(value): value for value in shared})
 
     # ---- prompts and budgets
 

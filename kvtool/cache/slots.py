@@ -48,6 +48,10 @@ class SlotLayer(CacheLayerMixin):
         waiting: of what is held back, the scores (batch, kv_heads, slots) and the block's tokens.
         variance: (batch,) variance of the column sums of the prompt's attention (D2O's F).
         window: width of the layer's own sliding window, in tokens, or None.
+        lent: whether a cache that will be gone back to reads the `buffers`, too.
+
+    What a layer holds is copied deeply when its cache is; only its `buffers` are not, where the
+    copy is one to go back to. Whoever writes over a slot in use of theirs calls `_own` first.
     """
 
     is_compileable = False
@@ -71,6 +75,7 @@ class SlotLayer(CacheLayerMixin):
         self.written: Tensor | None = None
         self.ordered = True
         self.group: Group | None = None
+        self.lent = False
         self.budget: Count | None = None
         self.least = self.most = 0
         self.held_back = False
@@ -203,6 +208,20 @@ class SlotLayer(CacheLayerMixin):
             return 0
         return sum(t.numel() * t.element_size() for t in (self.positions, *self.state.values()))
 
+    # ---- going back
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The large tensors, which a cache to go back to shares: new slots come behind old ones."""
+        return [self.keys, self.values] if self.is_initialized else []
+
+    def _own(self) -> None:
+        """Have the key and value buffers alone, before a slot in use is written over."""
+        if self.lent:
+            with torch.inference_mode(False):
+                self.keys, self.values = self.keys.clone(), self.values.clone()
+            self.lent = False
+
     # ---- how tokens enter and leave
 
     def joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,6 +243,7 @@ class SlotLayer(CacheLayerMixin):
             self.written = None
             self.used += 1
         else:
+            self._own()
             slot = self.pending[..., None]
             self.keys.scatter_(2, slot[..., None].expand_as(key), key)
             self.values.scatter_(2, slot[..., None].expand_as(value), value)
@@ -283,6 +303,7 @@ class SlotLayer(CacheLayerMixin):
     def replace(self, keys: Tensor, values: Tensor, positions: Tensor, state: State) -> None:
         """Make these the only slots in use; they come in ascending position."""
         count = positions.shape[2]
+        self._own()
         self._reserve(count)
         self.keys[:, :, :count], self.values[:, :, :count] = keys, values
         self.positions[:, :, :count] = positions
@@ -321,6 +342,7 @@ class SlotLayer(CacheLayerMixin):
         self.values = _grown(self.values, roomy, 0)
         self.positions = _grown(self.positions, roomy, -1)
         self.state = {name: _grown(t, roomy, 0) for name, t in self.state.items()}
+        self.lent = False
 
 
 class HybridSlotLayer(LinearAttentionLayer, SlotLayer):

@@ -211,20 +211,20 @@ class Bench:
         lead = ""
         for i, turn in enumerate(sample.turns):
             text = lead + turn.question + frame.closing + turn.answer_prefix
-            asked = cache.copy() if same_context else cache
-            if read_so_far:
-                self.feed(asked, self.encode_on(text))
-            else:
-                self.feed(asked, self.encode(prompt.context + text, special=prompt.special))
-            read_so_far = True
             goes_on = i + 1 < len(sample.turns) and not same_context
-            cache = asked.copy() if goes_on and golden else cache
-            answers.append(self._answer(asked, turn, task))
+            with cache.rollback() if same_context else contextlib.nullcontext():
+                if read_so_far:
+                    self.feed(cache, self.encode_on(text))
+                else:
+                    self.feed(cache, self.encode(prompt.context + text, special=prompt.special))
+                with cache.rollback() if goes_on and golden else contextlib.nullcontext():
+                    answers.append(self._answer(cache, turn, task))
+            read_so_far = True
             if goes_on and golden:
                 space = " " if turn.answer_prefix else ""
                 lead = space + ", ".join(turn.references) + frame.next
             elif goes_on:  # an answer that ended itself has its end-of-turn token already
-                lead = frame.next.removeprefix(self.tokenizer.decode(asked.input_ids[0, -1:]))
+                lead = frame.next.removeprefix(self.tokenizer.decode(cache.input_ids[0, -1:]))
         return answers
 
     def knows_query(self, task: Task) -> bool:
@@ -344,7 +344,8 @@ class Bench:
             whole = whole[:, -limit:]
         given, wanted = whole[:, : whole.shape[1] - new], whole[:, whole.shape[1] - new :]
         cache, logits = self._read(given)
-        logprobs, likeliest = self.follow(cache.copy(), wanted, chunk=1, first_logits=logits)
+        with cache.rollback():
+            logprobs, likeliest = self.follow(cache, wanted, chunk=1, first_logits=logits)
         return logprobs.sum().item(), bool(likeliest.all())
 
     def _read(self, ids: Tensor) -> tuple[KVCache, Tensor]:

@@ -163,7 +163,8 @@ def compare_with_full(
     cache = bench.new_cache()
     for part in parts:
         logits = bench.feed(cache, part)
-    followed = follow(bench.model, cache.copy(), logits, token_ids)
+    with cache.rollback():
+        followed = follow(bench.model, cache, logits, token_ids)
     close = compare_logits(full_logits, followed)
     answer = bench.decode(cache, max_new_tokens=new_tokens, temperature=0.0)
     return {
@@ -189,9 +190,10 @@ def _full_answer(
 
     cache = bench.full_cache()
     read = generation.compress(bench.model, cache, prompt)
-    answer = generation.generate(
-        bench.model, bench.tokenizer, cache.copy(), None, max_new_tokens=new_tokens
-    )
+    with cache.rollback():
+        answer = generation.generate(
+            bench.model, bench.tokenizer, cache, None, max_new_tokens=new_tokens
+        )
     ids = answer.input_ids[:, read.input_ids.shape[1] :]
     logits = generation.follow(bench.model, cache, read.next_logits, ids)
     return ids, answer.text[0], logits

@@ -1,0 +1,192 @@
+"""Going back: after a question a cache is as if it had never been asked, whatever the policy."""
+
+import itertools
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.generation import compress, decode_step, generate, prefill
+from kvtool.models.load import load
+from kvtool.policies.grammar import parse_policy
+from kvtool.policies.table import BASES
+from tests.families import RECURRENT, family_model
+from tests.models_for_tests import peaky_model, random_ids
+
+BUDGET = 24
+SETTINGS = {"pyramidkv": "(window=4)", "snapkv": "(window=4)"}
+POLICIES = [base + SETTINGS.get(base, "") for base in BASES]
+POLICIES += ["h2o+caote", "snapkv(window=4)+fastcaote", "tova(head_reduce=kv_head)"]
+POLICIES += ["h2o+pyramid", "h2o+d2o-alloc", "streaming+d2o-alloc"]
+
+
+@pytest.fixture(scope="module", params=[2, 8], ids=["gqa", "mha"])
+def model(request):
+    model = peaky_model("llama", num_hidden_layers=3, num_key_value_heads=request.param)
+    return kvtool.attach(model)
+
+
+def new_cache(model, policy, prefill="full", budget=BUDGET):
+    keeps_all = parse_policy(policy).score.when == "never"
+    return kvtool.build_cache(model, policy, None if keeps_all else budget, prefill=prefill)
+
+
+def tokens(batch, *ids):
+    return [torch.full((batch,), token) for token in ids]
+
+
+def ask(model, cache, batch=1, seed=9, turn=13):
+    """A further turn and five tokens; every logit on the way."""
+    logits = [prefill(model, cache, random_ids(turn, seed=seed, batch=batch))]
+    logits += [decode_step(model, cache, token) for token in tokens(batch, 5, 9, 9, 4, 17)]
+    return torch.stack(logits)
+
+
+def steps(model, cache, batch=1):
+    """Twelve tokens without a further turn."""
+    return torch.stack([decode_step(model, cache, t) for t in tokens(batch, *range(20, 32))])
+
+
+def same_state(cache, other):
+    """Everything that a report and a file would tell of two caches."""
+    assert cache.tokens_seen() == other.tokens_seen()
+    assert cache.report() == other.report()
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        if hasattr(mine, "sorted_slots"):
+            for a, b in zip(mine.sorted_slots()[:3], theirs.sorted_slots()[:3], strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", ["full", "block:10"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_question_leaves_no_trace(model, policy, mode):
+    context = random_ids(50)
+    asked, never = (new_cache(model, policy, mode) for _ in range(2))
+    compress(model, asked, context)
+    compress(model, never, context)
+    with asked.rollback():
+        first = ask(model, asked)
+    with asked.rollback():
+        steps(model, asked)
+    with asked.rollback():
+        assert torch.equal(ask(model, asked), first)
+    same_state(asked, never)
+    assert torch.equal(asked.next_logits, never.next_logits)
+    assert torch.equal(steps(model, asked), steps(model, never))
+    assert torch.equal(ask(model, asked, seed=3), ask(model, never, seed=3))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_left_while_decoding_and_in_a_padded_batch(model, policy):
+    ids, mask = random_ids(50, batch=3), torch.ones(3, 50, dtype=torch.long)
+    mask[1, :21], mask[2, :40] = 0, 0
+    asked, never = (new_cache(model, policy) for _ in range(2))
+    for cache in (asked, never):
+        prefill(model, cache, ids, mask)
+        steps(model, cache, batch=3)
+    with asked.rollback():
+        ask(model, asked, batch=3)
+        asked.reorder_cache(torch.tensor([2, 0, 0]))
+        asked.batch_select_indices(torch.tensor([1]))
+    same_state(asked, never)
+    assert torch.equal(steps(model, asked, batch=3), steps(model, never, batch=3))
+    assert torch.equal(ask(model, asked, batch=3), ask(model, never, batch=3))
+
+
+@pytest.mark.parametrize("family", [*RECURRENT, "mistral-window", "deepseek_v3", "gptj", "gpt_oss"])
+@pytest.mark.parametrize("policy", ["h2o", "snapkv(window=4)", "full"])
+def test_every_kind_of_layer_goes_back(family, policy):
+    model = kvtool.attach(family_model(family))
+    asked, never = (new_cache(model, policy) for _ in range(2))
+    for cache in (asked, never):
+        prefill(model, cache, random_ids(40))
+    with asked.rollback():
+        ask(model, asked)
+    same_state(asked, never)
+    assert torch.equal(steps(model, asked), steps(model, never))
+    assert torch.equal(ask(model, asked), ask(model, never))
+
+
+@pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)", "full", "h2o+d2o-alloc"])
+def test_questions_inside_questions(model, policy):
+    asked, never = (new_cache(model, policy) for _ in range(2))
+    for cache in (asked, never):
+        prefill(model, cache, random_ids(50))
+    with asked.rollback():
+        steps(model, asked)
+        with asked.rollback():
+            inner = ask(model, asked)
+        assert torch.equal(ask(model, asked), inner)
+    same_state(asked, never)
+    assert torch.equal(ask(model, asked), ask(model, never))
+
+
+def test_an_empty_cache_is_empty_again_and_takes_another_batch(model):
+    cache = new_cache(model, "h2o")
+    with cache.rollback():
+        prefill(model, cache, random_ids(50, batch=2))
+    assert cache.get_seq_length() == 0
+    fresh = new_cache(model, "h2o")
+    prefill(model, cache, random_ids(50)), prefill(model, fresh, random_ids(50))
+    assert torch.equal(steps(model, cache), steps(model, fresh))
+
+
+def fail(model, cache):
+    with cache.rollback():
+        ask(model, cache, turn=7)
+        decode_step(model, cache, torch.tensor([10_000]))  # no such token
+
+
+def test_a_failure_inside_goes_back_as_well(model):
+    cache, never = new_cache(model, "h2o"), new_cache(model, "h2o")
+    for each in (cache, never):
+        prefill(model, each, random_ids(50))
+    with pytest.raises(IndexError):
+        fail(model, cache)
+    assert torch.equal(steps(model, cache), steps(model, never))
+
+
+def test_inference_mode_leaves_tensors_that_can_be_written_outside_it(model):
+    cache, never = new_cache(model, "h2o+caote"), new_cache(model, "h2o+caote")
+    for each in (cache, never):
+        prefill(model, each, random_ids(50))
+    with torch.inference_mode(), cache.rollback():
+        steps(model, cache)
+    assert torch.equal(steps(model, cache), steps(model, never))
+
+
+@pytest.mark.parametrize(
+    ("policy", "turn", "copied"),
+    [("full", True, False), ("snapkv(window=4)", False, False), ("h2o", False, True)],
+)
+def test_keys_are_copied_only_where_a_stored_one_is_written_over(model, policy, turn, copied):
+    cache = new_cache(model, policy)
+    prefill(model, cache, random_ids(50))
+    decode_step(model, cache, torch.tensor([3]))  # leaves room behind the slots in use
+    before = [layer.keys.data_ptr() for layer in cache.layers]
+    with cache.rollback():
+        (prefill if turn else decode_step)(model, cache, torch.tensor([[4]] if turn else [4]))
+        inside = [layer.keys.data_ptr() for layer in cache.layers]
+        assert all(a != b for a, b in zip(inside, before, strict=True)) is copied
+        assert (inside == before) is not copied
+    assert [layer.keys.data_ptr() for layer in cache.layers] == before
+    assert not any(layer.lent for layer in cache.layers)
+
+
+def test_answers_of_one_context_do_not_depend_on_the_questions_before():
+    loaded = load()
+    model, tokenizer = kvtool.attach(loaded.model), loaded.tokenizer
+    facts = {"falcon": "7429103", "lamp": "55210", "school": "90817"}
+    text = " ".join(f"The secret code for {name}: {code}." for name, code in facts.items())
+
+    def encode(text):
+        return tokenizer(text, return_tensors="pt").input_ids
+
+    cache = kvtool.build_cache(model, "h2o", 48)
+    compress(model, cache, encode(text))
+    for names in itertools.permutations(facts):
+        for name in names:
+            question = encode(f" The secret code for {name}:")
+            with cache.rollback():
+                told = generate(model, tokenizer, cache, question, max_new_tokens=8)
+            assert facts[name] in told.text[0]
