@@ -7,7 +7,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,8 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
+from kvtool.policies.allocate.room import HeadSplit
+from kvtool.policies.allocate.table import parse_allocator
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
@@ -75,8 +77,8 @@ def build_cache(
         budget: tokens per layer and KV head (int, `4K`), share of the prompt (float, `20%`) or
             bytes of the whole cache (`64MiB`). None only for policies that keep everything.
         prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
-            cutting after each. A policy whose allocator looks at the prompt first
-            (`+d2o-alloc`) reads it at once and cuts at its end.
+            cutting after each. A policy that looks at the prompt to split the budget
+            (`+d2o-alloc`, `+ada`) reads it at once and cuts at its end.
         plan: what `kvtool plan-budget` decided, or its file: budgets of the layers, in place of
             `budget` and of the policy's own allocator.
 
@@ -94,6 +96,7 @@ def build_cache(
             raise UsageError(f"a plan brings its own budget; leave out {budget}")
         check_plan(plan, model.config)
         budget = plan.target.budget
+        policy = planned_heads(policy, plan)
     request = None if budget is None else Budget.parse(budget)
     if policy.score.when == "never":
         request = None
@@ -134,6 +137,18 @@ def check_plan(plan: PlanDocument, config: PreTrainedConfig) -> None:
             f"the plan was made for model `{plan.model.id}`, whose configuration is another one",
             hint="make the plan anew: kvtool plan-budget -m MODEL ..",
         )
+
+
+def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
+    """Return the policy with the plan's split over heads, if it has one and the policy none.
+
+    Raises:
+        UsageError: the policy cannot split a budget over heads.
+    """
+    split = parse_allocator(plan.layers.allocator)
+    if not isinstance(split, HeadSplit) or policy.head_split is not None:
+        return policy
+    return policy if policy.score.when == "never" else replace(policy, heads=split)
 
 
 def kernel_of(model: PreTrainedModel) -> str:
@@ -199,7 +214,9 @@ class KVCache(Cache):
         self._grouped = False
         self.plan = plan
         self.budgets = Budgets(self._slot_layers, policy, budget, plan)
-        if self.budgets.wait:
+        split = policy.head_split
+        whole = split is not None and split.whole_prompt and plan is None
+        if self.budgets.wait or whole:
             self.block = None
 
     # ---- what transformers asks

@@ -67,6 +67,11 @@ def _before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] 
             f"a prompt of {q_len} tokens cannot be split inside eager attention",
             hint=f"feed it in blocks: generate(..., prefill_chunk_size={cache.block})",
         )
+    if layer.lanes is not None:
+        raise KvtoolError(
+            f"`{cache.policy}` keeps different counts in the heads of a layer, "
+            f"which the model's own eager attention cannot read"
+        )
     decoding = cache.decodes(layer, q_len)
     padded = _new_positions(layer, kwargs.get("attention_mask"), q_len, decoding)
     new = padded

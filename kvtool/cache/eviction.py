@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtool.cache.lanes import split_lanes
 from kvtool.cache.slots import SlotLayer, take
 from kvtool.maths.selection import keep_top, lowest
+from kvtool.policies.allocate.room import Heads
 from kvtool.policies.parts import Count, Evidence, Rows, SlotView, State, at_least_zero
 
 
@@ -36,7 +38,8 @@ def enter_block(
     """Count the block's tokens and lay out the kept slots and the block as a policy sees them."""
     batch, heads, total = layer.positions.shape[0], layer.positions.shape[1], raw_key.shape[2]
     device = raw_key.device
-    if positions is not None and not layer.ragged:
+    uneven = positions is not None or layer.head_budgets is not None
+    if uneven and not layer.ragged:
         layer.lengths = torch.full((batch,), layer.seen - q_len, device=device)
     count: Count = q_len
     if layer.ragged:
@@ -152,14 +155,12 @@ def leave_block(
     if not _over_budget(layer, block):
         new = slice(block.kept, None)
         layer.extend(raw_key[:, :, new], raw_value[:, :, new], view.positions, block.state)
+        if layer.head_budgets is not None:
+            layer.split_by_head()
         return None
     victims = at_least_zero(view.held - layer.budget)
     importance, protected = judge(layer, view, block.state, rows, victims)
-    slots = min(layer.most, view.positions.shape[2])
-    chosen, positions = keep_top(importance, view.positions, layer.budget, protected, slots)
-    state = {name: number.gather(2, chosen) for name, number in block.state.items()}
-    layer.replace(take(raw_key, chosen), take(raw_value, chosen), positions, state)
-    return chosen
+    return _cut(layer, view, block.state, raw_key, raw_value, importance, protected)
 
 
 def cut_stored(layer: SlotLayer) -> None:
@@ -171,11 +172,43 @@ def cut_stored(layer: SlotLayer) -> None:
     state = _used_state(layer)
     victims = at_least_zero(view.held - layer.budget)
     protected = layer.policy.ranking.protected(state, view, victims)
-    slots = min(layer.most, layer.used)
-    chosen, positions = keep_top(importance, view.positions, layer.budget, protected, slots)
-    state = {name: number.gather(2, chosen) for name, number in state.items()}
-    layer.replace(take(layer.keys, chosen), take(layer.values, chosen), positions, state)
+    keys, values = layer.keys[:, :, : layer.used], layer.values[:, :, : layer.used]
+    _cut(layer, view, state, keys, values, importance, protected)
     layer.shrink()
+
+
+def _cut(
+    layer: SlotLayer,
+    view: SlotView,
+    state: State,
+    keys: Tensor,
+    values: Tensor,
+    importance: Tensor,
+    protected: Tensor | None,
+) -> Tensor:
+    """Store what stays of (batch, kv_heads, slots), and return its indices."""
+    budget, slots = layer.budget, min(layer.most, view.positions.shape[2])
+    layer.head_budgets = None
+    split = layer.policy.head_split
+    if split is not None and view.positions.shape[1] > 1:
+        heads = Heads(
+            budget=budget,
+            importance=importance,
+            positions=view.positions,
+            protected=protected,
+            least=layer.policy.score.when == "always",
+            tokens_seen=view.tokens_seen,
+        )
+        layer.head_budgets = split.tokens(heads)
+        budget = layer.head_budgets[..., None]
+        slots = min(int(budget.max()), view.positions.shape[2])
+    chosen, positions = keep_top(importance, view.positions, budget, protected, slots)
+    state = {name: number.gather(2, chosen) for name, number in state.items()}
+    if layer.head_budgets is None:
+        layer.replace(take(keys, chosen), take(values, chosen), positions, state)
+    else:
+        split_lanes(layer, keys, values, chosen, positions, state)
+    return chosen
 
 
 def _over_budget(layer: SlotLayer, block: Block) -> bool:
@@ -194,14 +227,18 @@ def enter_decode(layer: SlotLayer, positions: Tensor | None) -> None:
     Args:
         positions: (batch, 1), -1 where a row has padding instead; None: no padding.
     """
+    layer.place(count_decoded(layer, positions))
+
+
+def count_decoded(layer: SlotLayer, positions: Tensor | None) -> int | Tensor:
+    """Count the token that the layer has just taken in, and return its position in each row."""
     if positions is not None and not layer.ragged:
         layer.lengths = torch.full_like(positions[:, 0], layer.seen - 1)
     if not layer.ragged:
-        layer.place(layer.seen - 1)
-        return
+        return layer.seen - 1
     new = layer.lengths if positions is None else positions[:, 0].to(layer.lengths.device)
-    layer.place(new)
     layer.lengths = layer.lengths + (new >= 0)
+    return new
 
 
 def decode_needs_rows(layer: SlotLayer) -> bool:
@@ -294,7 +331,9 @@ def tokens_seen(layer: SlotLayer) -> Count:
 
 
 def held_slots(layer: SlotLayer, positions: Tensor) -> Count:
-    """Stored slots of each row; heads of a row hold equally many."""
+    """Stored slots of each row, or of each head where heads hold different counts."""
+    if layer.head_budgets is not None:
+        return (positions >= 0).sum(-1, keepdim=True)
     if not layer.ragged:
         return positions.shape[2]
     return (positions[:, :1] >= 0).sum(-1, keepdim=True)

@@ -203,6 +203,8 @@ def _slot_tensors(layer: SlotLayer, name: str) -> dict[str, Tensor]:
         if not isinstance(layer.budget, Tensor)
         else layer.budget.reshape(-1),
     }
+    if layer.head_budgets is not None:
+        tensors[f"{name}.head_budgets"] = layer.head_budgets
     tensors |= {f"{name}.state.{key}": number for key, number in state.items()}
     return {key: tensor.cpu() for key, tensor in tensors.items()}
 
@@ -225,6 +227,9 @@ def _fill_slots(
     layer.seen = seen
     if "lengths" in tensors:
         layer.lengths = tensors["lengths"].to(device)
+    layer.head_budgets = own.get("head_budgets")
+    if layer.head_budgets is not None:
+        layer.split_by_head()
 
 
 def _recurrent_tensors(layer: LinearAttentionCacheLayerMixin, name: str) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ class Call:
         raw_key, raw_value: what `update` returned, as it is stored.
         positions: (batch, q_len) int64 true position of each new token, -1 = padding; None where no
             row is padded.
-        scale, softcap, sinks: as for `attention_weights`, the sinks as (heads,).
+        scale, softcap, sinks: as for `attention_weights`; the sinks of a whole layer as (heads,).
         kernel: what runs where nobody asks for weights: `sdpa`, `eager` (the weights after all) or
             `flash_attention_2`, for blocks without padding; anything else means `sdpa`.
         block: queries per block of a prompt; None: one block.
@@ -165,7 +165,9 @@ def _visible(layer: SlotLayer, block: Block, start: int, stop: int, low: int, hi
 def call_weights(call: Call, query: Tensor, key: Tensor, visible: Tensor | None) -> Tensor:
     """Weights by the heads of the attention: (batch, heads, group, rows, keys) float32."""
     heads = key.shape[1]
-    sinks = None if call.sinks is None else call.sinks.view(heads, -1)
+    sinks = call.sinks
+    if sinks is not None and sinks.dim() == 1:
+        sinks = sinks.view(heads, -1)
     return attention_weights(
         group_queries(query, heads),
         key,

@@ -19,6 +19,7 @@ from kvtool.policies.parts import Count, State
 from kvtool.policies.policy import Policy
 
 if TYPE_CHECKING:
+    from kvtool.cache.lanes import Lanes
     from kvtool.cache.together import Group
 
 _GROWTH = 1.25  # of buffers without a budget, so that appending copies O(1) per token
@@ -47,6 +48,9 @@ class SlotLayer(CacheLayerMixin):
         held_back: whether a prompt is stored whole until all layers have been seen.
         waiting: of what is held back, the scores (batch, kv_heads, slots) and the block's tokens.
         variance: (batch,) variance of the column sums of the prompt's attention (D2O's F).
+        lanes: where the tokens are while KV heads hold different counts; the layer's own buffers
+            are empty then.
+        head_budgets: (batch, kv_heads) int64, what each head may keep where heads differ.
         window: width of the layer's own sliding window, in tokens, or None.
         lent: whether a cache that will be gone back to reads the `buffers`, too.
 
@@ -81,6 +85,8 @@ class SlotLayer(CacheLayerMixin):
         self.held_back = False
         self.waiting: tuple[Tensor, Count] | None = None
         self.variance: Tensor | None = None
+        self.lanes: Lanes | None = None
+        self.head_budgets: Tensor | None = None
 
     # ---- what transformers asks
 
@@ -121,6 +127,8 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.seen += key_states.shape[2]
+        if self.lanes is not None and kwargs.get("decoding", False):
+            return key_states, value_states  # each store takes in its own part of them
         if kwargs.get("decoding", False):
             return self._write(key_states, value_states)
         self.settle()
@@ -152,13 +160,18 @@ class SlotLayer(CacheLayerMixin):
     def _map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return
+        apart = self.lanes is not None
+        if apart:
+            self.settle()
         self.keys, self.values = change(self.keys), change(self.values)
         self.positions = change(self.positions)
         self.state = {name: change(t) for name, t in self.state.items()}
-        for name in ("pending", "lengths", "budget"):
+        for name in ("pending", "lengths", "budget", "head_budgets"):
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 setattr(self, name, change(value))
+        if apart:
+            self.split_by_head()
 
     # ---- what is stored
 
@@ -179,6 +192,8 @@ class SlotLayer(CacheLayerMixin):
 
     def stored_positions(self) -> Tensor:
         """Positions of the used slots, pending ones as empty: (batch, kv_heads, used) int32."""
+        if self.lanes is not None:
+            return self.lanes.positions()
         positions = self.positions[:, :, : self.used]
         if self.pending is None:
             return positions
@@ -186,11 +201,13 @@ class SlotLayer(CacheLayerMixin):
 
     def allocated_bytes(self) -> int:
         """Bytes of the key and value buffers."""
+        if self.lanes is not None:
+            return sum(store.allocated_bytes() for store in self.lanes.stores)
         return _bytes(self.keys) + _bytes(self.values) if self.is_initialized else 0
 
     def filled_bytes(self) -> int:
         """Bytes of the keys and values of filled slots."""
-        if not self.is_initialized or self.used == 0:
+        if not self.is_initialized:
             return 0
         filled = int((self.stored_positions() >= 0).sum())
         return filled * self.token_bytes()
@@ -204,6 +221,8 @@ class SlotLayer(CacheLayerMixin):
 
     def state_bytes(self) -> int:
         """Bytes beside the keys and values: positions and the policy's numbers."""
+        if self.lanes is not None:
+            return sum(store.state_bytes() for store in self.lanes.stores)
         if not self.is_initialized:
             return 0
         return sum(t.numel() * t.element_size() for t in (self.positions, *self.state.values()))
@@ -273,19 +292,32 @@ class SlotLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Put the kept slots in ascending position at the front, and forget the pending victim."""
+        """Put the kept slots in ascending position at the front, and forget the pending victim.
+
+        Heads that keep different counts come side by side, with empty slots where one is shorter.
+        """
+        if self.lanes is not None:
+            whole, self.lanes = self.lanes.side_by_side(), None
+            self.replace(*whole)
+            return
         if self.ordered and self.pending is None:
             return
         self.replace(*self.sorted_slots())
 
     def sorted_slots(self) -> tuple[Tensor, Tensor, Tensor, State]:
         """Copies of what the kept slots hold, in ascending position, empty ones last."""
-        positions = self.stored_positions()
-        last = torch.iinfo(positions.dtype).max
-        order = positions.masked_fill(positions < 0, last).argsort(-1)[..., : self.kept]
+        if self.lanes is not None:
+            return self.lanes.side_by_side()
+        positions, order = self.stored_positions(), self._ascending()
         keys, values = self.keys[:, :, : self.used], self.values[:, :, : self.used]
         state = {name: t[:, :, : self.used].gather(2, order) for name, t in self.state.items()}
         return take(keys, order), take(values, order), positions.gather(2, order), state
+
+    def _ascending(self) -> Tensor:
+        """Indices of the kept slots in ascending position, empty ones last."""
+        positions = self.stored_positions()
+        last = torch.iinfo(positions.dtype).max
+        return positions.masked_fill(positions < 0, last).argsort(-1)[..., : self.kept]
 
     @torch.no_grad()
     def extend(self, keys: Tensor, values: Tensor, positions: Tensor, state: State) -> None:
@@ -313,6 +345,20 @@ class SlotLayer(CacheLayerMixin):
             self.state[name][:, :, count:] = 0
         self.used, self.pending, self.ordered = count, None, True
 
+    def split_by_head(self) -> None:
+        """Store heads of different counts apart, by their `head_budgets`."""
+        from kvtool.cache.lanes import split_lanes
+
+        order = self._ascending()
+        state = {name: t[:, :, : self.used].gather(2, order) for name, t in self.state.items()}
+        positions = self.stored_positions().gather(2, order)
+        split_lanes(self, self.keys, self.values, order, positions, state)
+
+    def clear_slots(self) -> None:
+        """Give back the memory of all slots."""
+        self.used, self.pending, self.ordered = 0, None, True
+        self.shrink()
+
     def shrink(self) -> None:
         """Give back the memory of slots that are not in use."""
         count = self.used
@@ -338,6 +384,7 @@ class SlotLayer(CacheLayerMixin):
             roomy = limit if slots >= self.most else min(roomy, limit)
         elif when == "prompt" and slots <= self.most:
             roomy = min(roomy, limit)
+        roomy = max(roomy, slots)  # heads of different counts, side by side, may exceed the mean
         self.keys = _grown(self.keys, roomy, 0)
         self.values = _grown(self.values, roomy, 0)
         self.positions = _grown(self.positions, roomy, -1)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvtool.cache.eviction import (
     block_needs_all_rows,
     block_needs_last_rows,
+    count_decoded,
     decode_needs_rows,
     decode_rows,
     enter_block,
@@ -29,7 +30,7 @@ from kvtool.cache.kernels import (
     packed_attention,
 )
 from kvtool.cache.slots import SlotLayer, take
-from kvtool.maths.attention import weighted_values
+from kvtool.maths.attention import group_queries, weighted_values
 
 
 def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
@@ -46,6 +47,8 @@ def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
 
 
 def _decode(layer: SlotLayer, call: Call) -> Tensor:
+    if layer.lanes is not None:
+        return _decode_lanes(layer, call)
     enter_decode(layer, call.positions)
     visible = (layer.positions[:, :, : layer.used] >= 0)[:, :, None, None] if layer.ragged else None
     rows = None
@@ -58,6 +61,36 @@ def _decode(layer: SlotLayer, call: Call) -> Tensor:
         out = packed_attention(call.query, call.key, call.value, mask, call.scale)
     leave_decode(layer, call.value, rows)
     return out
+
+
+def _decode_lanes(layer: SlotLayer, call: Call) -> Tensor:
+    """Decode where KV heads hold different counts: store by store, a lane as a row of one head."""
+    lanes, heads = layer.lanes, layer.lanes.kv_heads
+    count_decoded(layer, call.positions)
+    query = lanes.pick(group_queries(call.query, heads))
+    key, value = lanes.pick(call.raw_key)[:, None], lanes.pick(call.raw_value)[:, None]
+    positions, sinks = call.positions, call.sinks
+    if positions is not None:
+        positions = lanes.pick(positions[:, None].expand(-1, heads, -1))
+    if sinks is not None:
+        sinks = lanes.pick(sinks.view(1, heads, 1, -1).expand(len(call.query), -1, -1, -1))
+    out, start = [], 0
+    for store in lanes.stores:
+        own = slice(start, start + store.batch_size)
+        start = own.stop
+        all_keys, all_values = store.update(key[own], value[own], decoding=True)
+        step = replace(
+            call,
+            query=query[own],
+            key=all_keys,
+            value=all_values,
+            raw_key=all_keys,
+            raw_value=all_values,
+            positions=None if positions is None else positions[own],
+            sinks=None if sinks is None else sinks[own],
+        )
+        out.append(_decode(store, step))
+    return lanes.put_back(torch.cat(out)).flatten(1, 2)
 
 
 def _attend_blocks(layer: SlotLayer, call: Call) -> Tensor:

@@ -118,13 +118,16 @@ def with_allocator(policy: str, allocator: str | None) -> str:
     """
     if allocator is None:
         return policy
+    from kvtool.policies.allocate.room import HeadSplit
     from kvtool.policies.allocate.table import parse_allocator
     from kvtool.policies.grammar import parse_policy
 
     parsed, chosen = parse_policy(policy), parse_allocator(allocator)
-    if parsed.allocate is not None:
+    place = "heads" if isinstance(chosen, HeadSplit) else "allocate"
+    given = getattr(parsed, place)
+    if given is not None:
         raise UsageError(
-            f"policy `{policy}` has the allocator `{parsed.allocate.modifier}` already",
+            f"policy `{policy}` has the allocator `{given.modifier}` already",
             hint=f"leave out --allocator {allocator}",
         )
-    return str(replace(parsed, allocate=chosen))
+    return str(replace(parsed, **{place: chosen}))

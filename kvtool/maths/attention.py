@@ -38,8 +38,8 @@ def attention_weights(
         visible: bool, broadcastable to (batch, kv_heads, group, q_len, kv_len); None: every key.
             Each row needs a True.
         softcap: logits become softcap * tanh(logits / softcap) before the mask (Gemma 2).
-        sinks: (kv_heads, group) logits that take their share of each row without a value (GPT-OSS);
-            rows then sum to less than 1.
+        sinks: (kv_heads, group) or (batch, kv_heads, group) logits that take their share of each
+            row without a value (GPT-OSS); rows then sum to less than 1.
 
     Returns:
         (batch, kv_heads, group, q_len, kv_len) float32.
@@ -54,7 +54,7 @@ def attention_weights(
         logits = logits.masked_fill_(~visible, float("-inf"))
     if sinks is None:
         return logits.softmax(-1)
-    column = sinks.float()[None, :, :, None, None].expand(batch, -1, -1, q_len, 1)
+    column = sinks.float()[..., None, None].expand(batch, kv_heads, group, q_len, 1)
     return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
 
 

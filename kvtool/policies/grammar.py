@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvtool.errors import UsageError, did_you_mean
-from kvtool.policies.allocate.room import Allocator
+from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import Rescore, Score
 from kvtool.policies.policy import Policy
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
@@ -45,8 +45,9 @@ def parse_policy(text: str) -> Policy:
             )
         modifiers.append(_build(part, MODIFIERS, "modifier"))
     rescores = [part for part in modifiers if isinstance(part, Rescore)]
-    allocators = [part for part in modifiers if isinstance(part, Allocator)]
-    return Policy(score, _one(rescores), _one(allocators))
+    heads = [part for part in modifiers if isinstance(part, HeadSplit)]
+    layers = [part for part in modifiers if isinstance(part, Allocator) and part not in heads]
+    return Policy(score, _one(rescores), _one(layers), _one(heads))
 
 
 def _one(parts: list[Any]) -> Any:
@@ -64,7 +65,7 @@ def _one(parts: list[Any]) -> Any:
 
 def format_policy(policy: Policy) -> str:
     """The canonical spelling: lower case, only the parameters that differ from their defaults."""
-    parts = (policy.score, policy.rescore, policy.allocate)
+    parts = (policy.score, policy.rescore, policy.allocate, policy.heads)
     return "+".join(_format(part) for part in parts if part is not None)
 
 

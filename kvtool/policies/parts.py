@@ -13,10 +13,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvtool.policies.allocate.room import Allocator
+from kvtool.policies.allocate.room import Allocator, HeadSplit
 
 State = dict[str, Tensor]
-Count = int | Tensor  # one number, or one per batch row as (batch, 1, 1)
+Count = int | Tensor  # one number, or one per row (batch, 1, 1), or per head (batch, kv_heads, 1)
 
 
 class Evidence(enum.Enum):
@@ -70,8 +70,8 @@ class SlotView:
         positions: (batch, kv_heads, slots), the true position of the token in each slot; -1 =
             empty. In no order.
         tokens_seen: tokens of the row so far, the running block included.
-        budget: slots the row may keep.
-        held: slots of the row that are not empty.
+        budget: slots the row may keep in each head; the mean where heads differ.
+        held: slots of the row that are not empty; where heads differ, of each head.
         layer: index of the layer, one number or one per row.
         block: tokens of the row in the running block.
     """
@@ -152,8 +152,13 @@ class Score:
         """How the score splits the budget over layers by itself; None: equally."""
         return None
 
+    @property
+    def head_split(self) -> HeadSplit | None:
+        """How the score splits a layer's budget over its KV heads by itself; None: equally."""
+        return None
+
     def by_head(self) -> "Score":
-        """The same score with its own number per KV head, for a rescore that differs by head."""
+        """The same score with its own number per KV head, for parts that make heads differ."""
         return self
 
 

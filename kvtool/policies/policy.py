@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvtool.errors import UsageError
-from kvtool.policies.allocate.room import Allocator
+from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import Rescore, Score
+
+_SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv or adakv"
 
 
 @dataclass(frozen=True)
@@ -16,38 +18,53 @@ class Policy:
         score: what matters.
         rescore: a modifier of the score (CAOTE, FastCAOTE), or None.
         allocate: how the budget is split over the layers; None: as the score does it by itself.
+        heads: how a layer's budget is split over its KV heads; None: as the score does it.
 
     Raises:
-        UsageError: the rescore needs attention scores and the score has none; a split of a budget
-            that nobody holds.
+        UsageError: the rescore, or the split over heads, needs attention scores and the score has
+            none; a split of a budget that nobody holds.
     """
 
     score: Score
     rescore: Rescore | None = None
     allocate: Allocator | None = None
+    heads: HeadSplit | None = None
 
     def __post_init__(self) -> None:
-        if self.allocate is not None and self.score.when == "never":
+        for split, over in ((self.allocate, "layers"), (self.heads, "heads")):
+            if split is not None and self.score.when == "never":
+                raise UsageError(
+                    f"`{split.modifier}` splits a budget over {over}, "
+                    f"and `{self.score.name}` keeps everything"
+                )
+        if self.heads is not None and self.heads.by_score and not self.score.attention:
             raise UsageError(
-                f"`{self.allocate.modifier}` splits a budget over layers, "
-                f"and `{self.score.name}` keeps everything"
+                f"`{self.heads.modifier}` lets heads compete by attention scores, "
+                f"and `{self.score.name}` has none",
+                hint=_SCORED,
             )
         if self.rescore is not None and not self.score.attention:
             raise UsageError(
                 f"`{self.rescore.name}` weighs values by attention scores, "
                 f"and `{self.score.name}` has none",
-                hint="put it on scissorhands, h2o, tova, roco, snapkv or pyramidkv",
+                hint=_SCORED,
             )
 
     @cached_property
     def ranking(self) -> Score:
-        """The score as it is run: per KV head where a rescore makes heads differ."""
-        return self.score.by_head() if self.rescore is not None else self.score
+        """The score as it is run: per KV head where a rescore or a split makes heads differ."""
+        by_head = self.rescore is not None or self.head_split is not None
+        return self.score.by_head() if by_head else self.score
 
     @property
     def allocator(self) -> Allocator | None:
         """How the budget is split over the layers; None: every layer has the same."""
         return self.score.allocator if self.allocate is None else self.allocate
+
+    @property
+    def head_split(self) -> HeadSplit | None:
+        """How a layer's budget is split over its KV heads; None: equally."""
+        return self.score.head_split if self.heads is None else self.heads
 
     def check_budget(self, tokens: int) -> None:
         """Refuse a budget that the protected tokens alone would fill.

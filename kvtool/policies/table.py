@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from kvtool.policies.allocate import table as allocators
-from kvtool.policies.allocate.room import Allocator
+from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import Rescore, Score
 
 BASES: dict[str, str] = {
@@ -19,6 +19,7 @@ BASES: dict[str, str] = {
     "roco": "scores.roco:RoCo",
     "snapkv": "scores.snapkv:SnapKV",
     "pyramidkv": "scores.pyramidkv:PyramidKV",
+    "adakv": "scores.adakv:AdaKV",
 }
 MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",
@@ -68,6 +69,6 @@ def describe() -> list[Entry]:
         kind = "base" if name in BASES else "modifier"
         budget = _BUDGET_KINDS[cls.when] if kind == "base" else "that of its base"
         if name in ALLOCATORS:
-            budget = "the mean over layers"
+            budget = f"the mean over {'heads' if issubclass(cls, HeadSplit) else 'layers'}"
         entries.append(Entry(name, kind, summary, parameters, cls.paper, budget))
     return entries

@@ -27,6 +27,8 @@ POLICIES = [
     "roco",
     "roco+caote",
     "snapkv(window=4)",
+    "adakv(window=4)",
+    "h2o+caote+ada",
 ]
 
 

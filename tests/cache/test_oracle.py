@@ -60,7 +60,8 @@ class Run:
 
     def kept(self):
         layers = range(self.model.config.num_hidden_layers)
-        return {layer: self.cache.kept_positions(layer)[0].tolist() for layer in layers}
+        kept = {layer: self.cache.kept_positions(layer)[0].tolist() for layer in layers}
+        return {layer: [[p for p in head if p >= 0] for head in kept[layer]] for layer in kept}
 
 
 @pytest.fixture

@@ -27,6 +27,9 @@ POLICIES = [
     "roco(sinks=1,protect_recent=2)+caote",
     "snapkv(window=3,kernel=3)",
     "snapkv(window=3,kernel=3)+caote",
+    "adakv(window=3,kernel=3)",
+    "h2o+ada(share=0.1)",
+    "roco(sinks=1,protect_recent=2)+caote+ada(safeguard=force)",
 ]
 
 

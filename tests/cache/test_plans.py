@@ -55,6 +55,33 @@ def test_real_bytes_are_the_planned_ones(model, plan, allocator, policy):
     assert report.kv_bytes == document["totals"]["bytes"]
 
 
+@pytest.mark.parametrize(
+    ("allocator", "policy"),
+    [
+        ("uniform", "adakv(window=4)"),
+        ("ada", "snapkv(window=4)"),
+        ("ada(share=0.5)", "h2o+caote"),
+        ("pyramid", "adakv(window=4)"),
+    ],
+)
+def test_heads_that_compete_hold_the_planned_bytes_together(model, plan, allocator, policy):
+    document = plan("-b", "40", "--context", str(CONTEXT), "--allocator", allocator)
+    cache = kvtool.build_cache(model, policy, plan=document)
+    both = torch.cat([ids(CONTEXT), ids(CONTEXT, seed=1)])
+    mask = torch.ones_like(both)
+    mask[1, :30] = 0
+    prefill(model, cache, both, mask)
+    assert cache.report().kv_bytes == 2 * document["totals"]["bytes"]
+    for layer, tokens in enumerate(document["layers"]["tokens"]):
+        counts = (cache.kept_positions(layer) >= 0).sum(-1)
+        assert counts.sum(-1).tolist() == [tokens * counts.shape[1]] * 2
+    assert any(
+        len(set(row)) > 1
+        for layer in range(4)
+        for row in (cache.kept_positions(layer) >= 0).sum(-1).tolist()
+    )
+
+
 @pytest.mark.parametrize("allocator", ["uniform", "pyramid"])
 def test_padded_rows_hold_what_each_holds_alone(model, plan, allocator):
     document = plan("--ratio", "25%", "--context", str(CONTEXT), "--allocator", allocator)

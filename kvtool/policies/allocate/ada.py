@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.maths.allocation import Allocation
 from kvtool.maths.selection import order_key
-from kvtool.policies.allocate.room import Allocator, Room
+from kvtool.policies.allocate.room import Heads, HeadSplit
 
 _FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
 _ABSENT = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity included
@@ -30,6 +29,7 @@ def split_heads(
     safeguard: Literal["mix", "force"] = "mix",
     normalise: bool = False,
     among: Tensor | None = None,
+    least: int = 0,
 ) -> Tensor:
     """Count how many tokens each head of a layer keeps: kv_heads * base in every row.
 
@@ -38,12 +38,14 @@ def split_heads(
 
     Args:
         scores: (batch, kv_heads, n) float32 on one scale for all heads, higher = keep.
-        base: mean tokens per head, one number or (batch, 1, 1); at most what any head offers.
+        base: mean tokens per head, one number or (batch, 1, 1). Where the heads together offer
+            fewer than kv_heads * base, every head is given at least what it offers.
         share: part of the budget that every head has for sure, 0 to 1.
         safeguard: `mix` moves the counts towards the mean by this share; `force` lets every head
             keep the best `share * base` of its own before the heads compete for the rest.
         normalise: first weigh each head by how much of its score its own best `base` hold.
         among: bool (batch, kv_heads, n), the entries that compete; None: all.
+        least: tokens that each head has for sure before the shares are mixed; at most `base`.
 
     Returns:
         (batch, kv_heads) int64.
@@ -56,10 +58,9 @@ def split_heads(
     rank = _rank(scores, among)
     if normalise:
         scores = scores * _coverage(scores, among, rank < base)
-    competing = _keys(scores, among)
-    if safeguard == "force":
-        sure = (base.double() * share + _WHOLE).floor()
-        competing = torch.where(among & (rank < sure), _FORCED, competing)
+    sure = base.double() * (share if safeguard == "force" else 0.0)
+    sure = (sure + _WHOLE).floor().clamp(min=least)
+    competing = torch.where(among & (rank < sure), _FORCED, _keys(scores, among))
     # position by position, so that heads of equal scores share alike
     order = competing.transpose(1, 2).reshape(batch, n * heads).argsort(-1, descending=True)
     taken = torch.arange(n * heads, device=scores.device) < heads * base[:, 0]
@@ -91,7 +92,7 @@ def _coverage(scores: Tensor, among: Tensor, best: Tensor) -> Tensor:
     scores = scores.masked_fill(~among, 0.0)
     whole = scores.sum(-1, keepdim=True)
     part = scores.masked_fill(~best, 0.0).sum(-1, keepdim=True)
-    return torch.where(whole > 0, part / whole, torch.ones_like(whole))
+    return torch.where(whole > 0, part / whole, 1.0).nan_to_num(1.0)  # infinite scores: all of it
 
 
 def _round(shares: Tensor, total: Tensor) -> Tensor:
@@ -111,8 +112,8 @@ def _round(shares: Tensor, total: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Ada(Allocator):
-    """The same budget in every layer, for which its heads compete by their scores (AdaKV).
+class Ada(HeadSplit):
+    """Heads of a layer compete for its budget by their scores (AdaKV).
 
     Args:
         share: part of the budget that every head has for sure.
@@ -126,10 +127,30 @@ class Ada(Allocator):
 
     name: ClassVar = "ada"
     paper: ClassVar = "https://arxiv.org/abs/2407.11550"
+    by_score: ClassVar = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise UsageError(f"{self.name}: share must be between 0 and 1, got {self.share}")
 
-    def split(self, room: Room) -> Allocation:
-        return room.by_weight([0.0] * room.layers)
+    def tokens(self, heads: Heads) -> Tensor:
+        among = heads.positions >= 0
+        forced = torch.zeros_like(among[..., :1]).long()
+        if heads.protected is not None:
+            forced = (heads.protected & among).sum(-1, keepdim=True)
+            among = among & ~heads.protected
+        stored = (heads.positions >= 0).sum(-1)
+        mean = torch.as_tensor(heads.budget, device=among.device).expand(len(among), 1, 1)
+        # what protection leaves of the layer's budget, which every head has in equal numbers
+        base = (mean - forced.amax(1, keepdim=True)).clamp(min=0)
+        counts = split_heads(
+            heads.importance,
+            base,
+            share=self.share,
+            safeguard=self.safeguard,
+            normalise=self.normalise,
+            among=among,
+            least=heads.least,
+        )
+        spare = mean[:, 0] - stored.double().mean(1, keepdim=True).ceil().long()
+        return torch.where(spare >= 0, stored + spare, counts + forced[..., 0])

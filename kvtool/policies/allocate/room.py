@@ -1,4 +1,4 @@
-"""What there is to split, and what may be known about the layers: all that an allocator is shown.
+"""What there is to split, and what may be known about it: all that an allocator is shown.
 
 Only layers whose budget is free stand here: not those with a sliding window or without attention.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.maths.allocation import Allocation, allocate
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -77,4 +80,49 @@ class Allocator:
 
     def split(self, room: Room) -> Allocation:
         """Give every layer its tokens; they sum to the total wherever the limits allow it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A layer's budget to split over its KV heads, when the layer is cut.
+
+    Attributes:
+        budget: mean tokens per head, one number or (batch, 1, 1).
+        importance: (batch, kv_heads, slots) float32, higher = keep.
+        positions: (batch, kv_heads, slots), -1 = empty.
+        protected: bool (batch, kv_heads, slots), slots that stay in any case; None: none.
+        least: tokens that every head must have beside the protected ones.
+        tokens_seen: tokens of the text so far, one number or (batch, 1, 1).
+        rank: (kv_heads,) int64, place of each head among all heads of the model, 0 for the one that
+            most needs the whole text; None where nobody has ranked them.
+        of: how many heads were ranked.
+    """
+
+    budget: int | Tensor
+    importance: Tensor
+    positions: Tensor
+    protected: Tensor | None
+    least: int
+    tokens_seen: int | Tensor
+    rank: Tensor | None = None
+    of: int = 0
+
+
+class HeadSplit(Allocator):
+    """A way to split the budget of every layer over its KV heads; layers have equal budgets.
+
+    Attributes:
+        by_score: whether heads are compared by their slots' scores.
+        whole_prompt: whether a prompt must have been read as a whole.
+    """
+
+    by_score: ClassVar[bool] = False
+    whole_prompt: ClassVar[bool] = True
+
+    def split(self, room: Room) -> Allocation:
+        return room.by_weight([0.0] * room.layers)
+
+    def tokens(self, heads: Heads) -> Tensor:
+        """Tokens that each head may keep: (batch, kv_heads) int64. No device sync."""
         raise NotImplementedError

@@ -14,9 +14,9 @@ ALLOCATORS: dict[str, str] = {
     "d2o-exp": "d2o:D2OExp",
     "pyramid": "pyramid:Pyramid",
     "optimal": "optimal:Optimal",
+    "ada": "ada:Ada",
 }
 REFUSED: dict[str, str] = {
-    "ada": "it needs KV heads of unequal size, which the cache does not store yet",
     "duo": "it splits heads by trained scores, which no profile holds",
 }
 
@@ -45,7 +45,8 @@ def parse_allocator(text: str) -> Allocator:
     from kvtool.policies.grammar import parse_policy
 
     settings = text.strip().lower()[len(name) :]
-    return parse_policy(f"recency+{allocator.modifier}{settings}").allocate
+    policy = parse_policy(f"snapkv+{allocator.modifier}{settings}")
+    return policy.heads or policy.allocate
 
 
 def spell_allocator(allocator: Allocator) -> str:

@@ -1,0 +1,42 @@
+"""AdaKV: SnapKV whose KV heads compete for the budget of their layer.
+
+Feng et al., 2024, https://arxiv.org/abs/2407.11550. Heads of wide attention keep more tokens than
+heads that look at few; see `kvtool.policies.allocate.ada` for the split and for where its rounding
+differs from the authors' code.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvtool.policies.allocate.ada import Ada
+from kvtool.policies.scores.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class AdaKV(SnapKV):
+    """SnapKV whose heads compete for their layer's budget; the budget is the mean over heads.
+
+    Args:
+        window: last queries of the prompt, which vote and are kept themselves.
+        kernel: odd width of the pooling, in tokens; 1 = none.
+        pool: `max` or `avg`.
+        share: part of the budget that every head has for sure.
+        safeguard: `mix` moves the heads' counts towards the mean by the share, `force` lets every
+            head keep its own best tokens first.
+        normalise: weigh each head by how much of its score its best tokens hold.
+    """
+
+    share: float = 0.2
+    safeguard: Literal["mix", "force"] = "mix"
+    normalise: bool = False
+
+    name: ClassVar = "adakv"
+    paper: ClassVar = "https://arxiv.org/abs/2407.11550"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Ada(share=self.share)  # checks it
+
+    @property
+    def head_split(self) -> Ada:
+        return Ada(share=self.share, safeguard=self.safeguard, normalise=self.normalise)

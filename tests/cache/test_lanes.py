@@ -1,0 +1,206 @@
+"""KV heads of unequal counts: what each keeps, what is stored, what else befalls a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.cache.lanes import _bins
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.generation import decode_step, prefill
+from tests.cache.test_oracle import follow
+from tests.families import family_model
+from tests.models_for_tests import peaky_model, random_ids
+from tests.reference.ada import Competing
+from tests.reference.models import peaky, prompt
+from tests.reference.policies import build
+
+TOKEN_BYTES = 16 * 2 * 4  # of one head: dim, key and value, float32
+CASES = [
+    ("snapkv", None, {"window": 8}),
+    ("snapkv", "caote", {"window": 5, "kernel": 3}),
+    ("h2o", None, {}),
+    ("h2o", "caote", {"recent": 3}),
+    ("scissorhands", None, {}),
+    ("tova", None, {"head_reduce": "kv_head"}),
+    ("roco", "fastcaote", {"scope": 4, "protect_recent": 2, "sinks": 1}),
+]
+POLICIES = ["adakv(window=6)", "h2o+ada", "tova+ada(share=0)", "roco(sinks=2)+caote+ada"]
+
+
+def spell(base, modifier, options, ada):
+    inside = ",".join(f"{key}={value}" for key, value in options.items())
+    text = base + (f"({inside})" if inside else "")
+    return text + (f"+{modifier}" if modifier else "") + f"+ada({ada})"
+
+
+@pytest.fixture
+def model(family):
+    yield kvtool.detach(peaky(family))
+    kvtool.detach(peaky(family))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("share", [0.2, 0.0])
+@pytest.mark.parametrize(("base", "modifier", "options"), CASES)
+def test_kept_positions_and_logits_equal_the_oracle(model, base, modifier, options, share):
+    trace = follow(
+        model,
+        lambda: Competing(lambda tokens: build(base, tokens, modifier, **options), 20, share),
+        spell(base, modifier, options, f"share={share}"),
+        20,
+        "full",
+        prompt(61),
+        new=20,
+    )
+    counts = {len(head) for heads in trace.kept[0].values() for head in heads}
+    assert len(counts) > 1, "the heads of this model keep alike, so nothing was tried"
+
+
+def counts_of(cache, layers=3):
+    return [(cache.kept_positions(layer) >= 0).sum(-1).tolist() for layer in range(layers)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bytes_are_those_of_the_filled_slots_and_little_more_is_allocated(policy):
+    model = kvtool.attach(peaky_model("llama", num_hidden_layers=3, num_key_value_heads=8))
+    cache = kvtool.build_cache(model, policy, 64)
+    prefill(model, cache, random_ids(300, batch=2))
+    report = cache.report()
+    assert report.kv_bytes == 64 * 3 * 8 * 2 * TOKEN_BYTES
+    assert report.allocated_bytes <= report.kv_bytes * 1.15
+    widest = max(max(max(row) for row in layer) for layer in counts_of(cache))
+    assert widest * 3 * 8 * 2 * TOKEN_BYTES > report.allocated_bytes, "masked, not freed"
+    for token in range(2, 30):
+        decode_step(model, cache, torch.tensor([token, token]))
+    more = 28 * 3 * 8 * 2 * TOKEN_BYTES if policy.startswith("adakv") else 0
+    assert cache.report().kv_bytes == 64 * 3 * 8 * 2 * TOKEN_BYTES + more
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_budget_that_fits_is_the_full_cache(policy):
+    model = kvtool.attach(peaky_model("llama"))
+    full, ours = kvtool.build_cache(model, "full"), kvtool.build_cache(model, policy, 80)
+    ids = random_ids(60)
+    torch.testing.assert_close(prefill(model, ours, ids), prefill(model, full, ids))
+    for token in range(2, 20):
+        expected = decode_step(model, full, torch.tensor([token]))
+        torch.testing.assert_close(decode_step(model, ours, torch.tensor([token])), expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_later_turns_share_the_same_budget(policy):
+    model = kvtool.attach(peaky_model("llama", num_hidden_layers=3))
+    cache = kvtool.build_cache(model, policy, 20)
+    for turn in range(4):
+        prefill(model, cache, random_ids(30, seed=turn))
+        assert cache.report().kv_bytes == 20 * 3 * 2 * TOKEN_BYTES
+        for token in range(2, 6):
+            decode_step(model, cache, torch.tensor([token]))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_turn_that_fits_beside_what_is_kept_drops_nothing(policy):
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, policy, 20)
+    prefill(model, cache, random_ids(40))
+    before = [cache.kept_positions(layer) for layer in range(2)]
+    for layer in cache.layers:  # room for one turn more
+        layer.head_budgets += 30
+    cache.budgets.budget = type(cache.budget)(tokens=60)
+    prefill(model, cache, random_ids(9, seed=2))
+    for layer in range(2):
+        after = cache.kept_positions(layer)
+        for head in range(2):
+            kept = [p for p in before[layer][0, head].tolist() if p >= 0]
+            new = [p for p in after[0, head].tolist() if p >= 0]
+            assert new == kept + list(range(40, 49))
+
+
+@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_follow_beams(model, policy):
+    kvtool.attach(model)
+    texts, order = [prompt(61, seed=seed) for seed in (0, 1, 2)], [2, 0, 2]
+    batch = kvtool.build_cache(model, policy, 20)
+    prefill(model, batch, torch.tensor(texts))
+    alone = []
+    for row in order:
+        cache = kvtool.build_cache(model, policy, 20)
+        prefill(model, cache, torch.tensor([texts[row]]))
+        alone.append(cache)
+    for step, token in enumerate(prompt(10, seed=3)):
+        if step == 4:
+            batch.reorder_cache(torch.tensor(order))
+        logits = decode_step(model, batch, torch.tensor([token] * 3))
+        for row, cache in enumerate(alone):
+            single = decode_step(model, cache, torch.tensor([token]))
+            if step >= 4:
+                torch.testing.assert_close(logits[row], single[0], atol=1e-4, rtol=1e-4)
+                for layer in range(2):
+                    expected = cache.kept_positions(layer)[0]
+                    ours = batch.kept_positions(layer)[row]
+                    assert torch.equal(ours[:, : expected.shape[1]], expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "cached_heads"),
+    [("gemma2", None), ("gemma3", None), ("gpt_oss", None), ("deepseek_v3", 1)],
+)
+def test_soft_caps_sliding_layers_sinks_and_latent_heads(family, cached_heads):
+    follow(
+        kvtool.detach(family_model(family)),
+        lambda: Competing(lambda tokens: build("h2o", tokens, "caote"), 20),
+        "h2o+caote+ada",
+        20,
+        "full",
+        prompt(61),
+        new=16,
+        cached_heads=cached_heads,
+    )
+
+
+def test_kernels_give_the_same():
+    ids, token, results = random_ids(50), torch.tensor([5]), []
+    for kernel in ("sdpa", "eager"):
+        model = kvtool.attach(peaky_model("llama", kernel))
+        cache = kvtool.build_cache(model, "adakv(window=6)", 16)
+        logits = [prefill(model, cache, ids)] + [decode_step(model, cache, token) for _ in "abc"]
+        results.append(torch.stack(logits))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+def test_a_copy_goes_its_own_way():
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "h2o+ada", 20)
+    prefill(model, cache, random_ids(60))
+    other = cache.copy()
+    first = [decode_step(model, cache, torch.tensor([token])) for token in range(2, 8)]
+    again = [decode_step(model, other, torch.tensor([token])) for token in range(2, 8)]
+    assert torch.equal(torch.stack(first), torch.stack(again))
+
+
+def test_families_with_attention_of_their_own_refuse_it_in_one_line():
+    model = kvtool.attach(family_model("gptj"))
+    cache = kvtool.build_cache(model, "adakv(window=6)", 16)
+    prefill(model, cache, random_ids(50))
+    with pytest.raises(KvtoolError, match="different counts"):
+        decode_step(model, cache, torch.tensor([5]))
+
+
+def test_what_has_no_scores_cannot_compete():
+    for policy in ("streaming+ada", "recency+ada", "random+ada"):
+        with pytest.raises(UsageError, match="compete by attention scores"):
+            kvtool.parse_policy(policy)
+    with pytest.raises(UsageError, match="keeps everything"):
+        kvtool.parse_policy("full+ada")
+    with pytest.raises(UsageError, match="share must be between 0 and 1"):
+        kvtool.parse_policy("adakv(share=2)")
+    assert str(kvtool.parse_policy("snapkv+ada+pyramid")) == "snapkv+pyramid+ada"
+
+
+def test_lanes_of_like_size_share_a_store():
+    assert _bins([100, 99, 50, 98, 49]) == [[0, 1, 3], [2, 4]]
+    assert _bins([8, 1, 4]) == [[0, 1, 2]]
+    assert _bins([1000, 10]) == [[0], [1]]
