@@ -12,6 +12,7 @@ from kvtool.errors import UsageError, did_you_mean
 from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import Rescore, Score
 from kvtool.policies.policy import Policy
+from kvtool.policies.spelling import spell_settings
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
 
 _PART = re.compile(r"\s*([A-Za-z0-9_-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
@@ -75,20 +76,6 @@ def _name(part: Score | Rescore | Allocator) -> str:
 
 def _format(part: Score | Rescore | Allocator) -> str:
     return _name(part) + spell_settings(part)
-
-
-def spell_settings(part: Score | Rescore | Allocator) -> str:
-    """Write the parameters that differ from their defaults, `(recent=8)`; nothing if none does."""
-    given = [
-        f"{field.name}={_spell(getattr(part, field.name))}"
-        for field in fields(part)
-        if getattr(part, field.name) != field.default
-    ]
-    return f"({','.join(given)})" if given else ""
-
-
-def _spell(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def _split(text: str, separator: str) -> list[str]:

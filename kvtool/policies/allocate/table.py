@@ -6,6 +6,7 @@ from importlib import import_module
 
 from kvtool.errors import UsageError, did_you_mean
 from kvtool.policies.allocate.room import Allocator
+from kvtool.policies.spelling import spell_settings
 
 ALLOCATORS: dict[str, str] = {
     "uniform": "uniform:Uniform",
@@ -51,6 +52,4 @@ def parse_allocator(text: str) -> Allocator:
 
 def spell_allocator(allocator: Allocator) -> str:
     """Return the spelling of an allocator: its name and the settings that are not the default."""
-    from kvtool.policies.grammar import spell_settings
-
     return allocator.name + spell_settings(allocator)
