@@ -15,6 +15,7 @@ ROOMS = (  # a room imports itself and what stands before it
     "errors",
     "sizes",
     "identity",
+    "processes",
     "documents",
     "maths",
     "policies",
@@ -26,11 +27,13 @@ ROOMS = (  # a room imports itself and what stands before it
     "evaluation",
     "report",
     "cli",
+    "__main__",
 )
 ONLY = {  # third-party packages of the rooms at the bottom
     "errors": set(),
     "sizes": set(),
     "identity": set(),
+    "processes": {"torch"},
     "documents": {"pydantic", "yaml"},
     "maths": {"torch"},
     "policies": {"torch"},

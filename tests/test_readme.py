@@ -48,6 +48,23 @@ def test_sessions_run_as_printed(session, tmp_path):
         assert without_numbers(done.stdout) == without_numbers(printed)
 
 
+def launches() -> list[str]:
+    """The commands in several processes that need no model of the reader's."""
+    lines = [line for line in README.splitlines() if line.startswith("torchrun ")]
+    return [line for line in lines if not re.search(r"\b(MODEL|FOLDER)\b", line)]
+
+
+@pytest.mark.parametrize("command", launches())
+def test_commands_run_in_several_processes(command, tmp_path):
+    scripts = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        shlex.split(command), cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
 def evaluations() -> list[str]:
     """The `kvtool eval` commands outside sessions that need no files of the reader's."""
     lines = [line for line in README.splitlines() if line.startswith("kvtool eval ")]
@@ -64,6 +81,7 @@ def test_evaluations_are_understood(command, tmp_path, monkeypatch):
 
 def test_the_sessions_were_found():
     assert sum(len(steps) for steps in sessions()) >= 3
+    assert launches()
 
 
 def test_the_two_commands_are_there():

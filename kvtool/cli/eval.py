@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -19,12 +20,14 @@ from kvtool.cli.request import load_attached, note_model
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, check_folder
+from kvtool.processes import joined
 
 if TYPE_CHECKING:
     from kvtool.cli.evaluation_plan import Plan
     from kvtool.evaluation.run import Run
     from kvtool.evaluation.runner import Job, Step
     from kvtool.evaluation.store import Store
+    from kvtool.processes import Processes
 
 _FILES = (".json", ".yaml", ".yml", ".txt")
 
@@ -188,11 +191,13 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
         return
     from kvtool.evaluation.store import Store
 
-    store = Store(folder)
-    with store.locked():
-        _make_room(options, store)
-        run = _measure(options, plan, jobs, store, terminal)
-        results = finish(options, plan.pictures, run, terminal)
+    with joined() as processes, ExitStack() as held:
+        store = Store(folder, processes.rank)
+        processes.lead(lambda: _open(options, store, held))
+        with nullcontext() if processes.first else store.locked():
+            run = _measure(options, plan, jobs, store, processes, terminal)
+        processes.wait()
+        results = processes.lead(lambda: finish(options, plan.pictures, run, terminal))
     exit_with(results)
 
 
@@ -243,10 +248,11 @@ def _draw(plan: Plan, tokenizer: Any, config: Any) -> list[Job]:
     return draw_jobs(plan.tasks, counter, plan.recipe.eval.limit)
 
 
-def _make_room(options: EvalOptions, store: Store) -> None:
-    """Refuse a folder that is not a run's, and empty one that is to be overwritten."""
+def _open(options: EvalOptions, store: Store, held: ExitStack) -> None:
+    """Take hold of a run's folder, refuse another one, empty one that is to be overwritten."""
     from kvtool.evaluation.run import RECIPE, read_results
 
+    held.enter_context(store.locked())
     if store.is_empty():
         return
     if not (store.folder / RECIPE).is_file():
@@ -257,13 +263,20 @@ def _make_room(options: EvalOptions, store: Store) -> None:
     if options.overwrite:
         store.clear()
     read_results(store)
+    store.mend()
 
 
 def _measure(
-    options: EvalOptions, plan: Plan, jobs: list[Job], store: Store, terminal: Terminal
+    options: EvalOptions,
+    plan: Plan,
+    jobs: list[Job],
+    store: Store,
+    processes: Processes,
+    terminal: Terminal,
 ) -> Run:
     from kvtool.evaluation.environment import without_home
     from kvtool.evaluation.run import RECIPE, Run
+    from kvtool.evaluation.share import share_of
 
     store.write(RECIPE, plan.recipe.to_yaml())
     model = plan.recipe.model
@@ -280,11 +293,18 @@ def _measure(
         protocol=plan.protocol,
         gates=plan.gates,
     )
-    total, left = run.count(jobs)
-    if left < total:
-        terminal.note(f"resumed {total - left}/{total} in {store.folder}")
+    model_of_all, left = processes.lead(lambda: (run.index.model, run.unfinished(jobs)))
+    run.check_same(model_of_all)
+    total = len(plan.arms) * sum(len(job.samples) for job in jobs)
+    if len(left) < total:
+        terminal.note(f"resumed {total - len(left)}/{total} in {store.folder}")
+    share = share_of(left, processes.rank, processes.count)
+    if processes.count > 1:
+        terminal.note(
+            f"{processes.count} processes share {len(left)} measurements, {len(share)} of them here"
+        )
     told: set[tuple[str, str, str]] = set()
-    with show_progress(terminal, left) as advance:
+    with show_progress(terminal, len(share)) as advance:
 
         def step(done: Step) -> None:
             if done.error is not None and (what := (done.task, done.arm, done.error)) not in told:
@@ -293,7 +313,7 @@ def _measure(
             advance(f"{done.task} {done.arm}")
 
         try:
-            run.measure(jobs, loaded, step, stop_on_error=not options.continue_on_error)
+            run.measure(share, jobs, loaded, step, stop_on_error=not options.continue_on_error)
         except KeyboardInterrupt:
             terminal.note(
                 f"interrupted; {store.folder} keeps what is done, the same command goes on"

@@ -10,6 +10,7 @@ from typer import Exit
 
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
+from kvtool.processes import joined
 
 if TYPE_CHECKING:
     from kvtool.cli.eval import EvalOptions
@@ -30,6 +31,7 @@ def finish(
     from kvtool.evaluation.extras import installed
     from kvtool.report.page import write_page
 
+    run.store.mend()
     results = run.write_results()
     folder = run.store.folder
     if pictures is None:
@@ -72,10 +74,14 @@ def rescore(options: EvalOptions, terminal: Terminal) -> None:
     from kvtool.evaluation.run import Run
     from kvtool.evaluation.store import Store
 
-    store = Store(folder)
-    with store.locked():
-        run = Run.open(store, gates_of(options) or None)
-        results = finish(options, pictures_of(options, None), run, terminal)
+    def score() -> ResultsDocument:
+        store = Store(folder)
+        with store.locked():
+            run = Run.open(store, gates_of(options) or None)
+            return finish(options, pictures_of(options, None), run, terminal)
+
+    with joined() as processes:
+        results = processes.lead(score)
     exit_with(results)
 
 

@@ -106,7 +106,9 @@ def _explain_usage(error: typer.TyperException) -> KvtoolError:
 
 
 def _tell(error: KvtoolError) -> None:
-    lines = [f"error: {error.report()}"]
+    rank = os.environ.get("RANK", "0")
+    process = "" if rank == "0" else f"process {rank}: "
+    lines = [f"{process}error: {error.report()}"]
     if error.hint:
         lines.append(f"hint: {' '.join(error.hint.split())}")
     print(*lines, sep="\n", file=sys.stderr)  # noqa: T201

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
+from kvtool.processes import started
+
 
 @dataclass(frozen=True)
 class Terminal:
@@ -43,13 +45,22 @@ class Terminal:
 @contextlib.contextmanager
 def open_terminal(*, quiet: bool, progress: bool | None) -> Iterator[Terminal]:
     """Keep stdout for data: what a library prints meanwhile, even from C, goes to stderr."""
+    first = started().first
+    quiet = quiet or not first
     wanted = not quiet and (sys.stderr.isatty() if progress is None else progress)
     for library in ("TRANSFORMERS", "HF_HUB"):  # the hub's client tells each of its attempts
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a home that is read-only works, too
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads leave busy cores alone
-    with _real_stdout() as data:
+    with _real_stdout() if first else _nowhere() as data:
         yield Terminal(data, data.isatty(), quiet, wanted)
+
+
+@contextlib.contextmanager
+def _nowhere() -> Iterator[TextIO]:
+    """Print nothing as data: of several processes, the first one does."""
+    with _real_stdout(), open(os.devnull, "w", encoding="utf-8") as data:
+        yield data
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ from kvtool.evaluation.collect import Measured, averages, task_result, with_delt
 from kvtool.evaluation.environment import environment, git_commit, model_used, text_hash
 from kvtool.evaluation.extras import require
 from kvtool.evaluation.gates import Gate, judge
-from kvtool.evaluation.runner import Job, Place, Step, missing, run_jobs, sample_key
+from kvtool.evaluation.runner import Job, Measurement, Place, Step, run_measurements, sample_key
+from kvtool.evaluation.share import unfinished
 from kvtool.evaluation.store import Store
 from kvtool.evaluation.tasks.table import task_class
 
@@ -80,7 +81,10 @@ class Run:
         protocol: Protocol,
         gates: Sequence[Gate],
     ) -> Run:
-        """Write down what will be measured, and results that are still empty."""
+        """Write down what will be measured, and results that are still empty.
+
+        Where processes share a run, the first one writes.
+        """
         used = model_used(loaded)
         before = read_results(store)
         index = SamplesDocument(
@@ -100,9 +104,9 @@ class Run:
             git_commit=git_commit(),
         )
         run = cls(store, index, head, gates)
-        store.mend()
-        store.write(SAMPLES, index.to_json())
-        run.write_results()
+        if store.process == 0:
+            store.write(SAMPLES, index.to_json())
+            run.write_results()
         return run
 
     @classmethod
@@ -135,26 +139,50 @@ class Run:
         )
         return cls(store, index, head, gates or _gates_of(results))
 
-    def count(self, jobs: Sequence[Job]) -> tuple[int, int]:
-        """Return how many measurements there are, and how many are not done."""
-        return missing(jobs, self._arms, self._place, self.store)
+    def unfinished(self, jobs: Sequence[Job]) -> list[Measurement]:
+        """Return what is not done, in the order in which it will be."""
+        return unfinished(jobs, self._arms, self._place, self.store)
+
+    def check_same(self, model: dict[str, Any]) -> None:
+        """Refuse to share a run with a process that measures something else.
+
+        Args:
+            model: `index.model` of the first process.
+
+        Raises:
+            UsageError: other weights, another kernel, another kvtool ..
+        """
+        for name, value in model.items():
+            own = self.index.model.get(name)
+            if own != value:
+                raise UsageError(
+                    f"process {self.store.process} measures another model than process 0: {name} "
+                    f"is `{own}`, not `{value}`"
+                )
 
     def measure(
         self,
+        measurements: Sequence[Measurement],
         jobs: Sequence[Job],
         loaded: Loaded,
         on_step: Callable[[Step], None],
         *,
         stop_on_error: bool = False,
     ) -> None:
-        """Measure what is missing; the results are written at the end, however it comes.
+        """Measure; the results are written at the end, however it comes.
 
         Raises:
             KvtoolError: a sample failed and `stop_on_error` is set.
         """
         with self._results_at_the_end():
-            for step in run_jobs(
-                jobs, self._arms, loaded, self._place, self.store, stop_on_error=stop_on_error
+            for step in run_measurements(
+                measurements,
+                jobs,
+                self._arms,
+                loaded,
+                self._place,
+                self.store,
+                stop_on_error=stop_on_error,
             ):
                 on_step(step)
 
@@ -163,7 +191,8 @@ class Run:
         try:
             yield
         finally:
-            self.write_results()
+            if self.store.process == 0:
+                self.write_results()
 
     def write_results(self) -> ResultsDocument:
         """Put together what has been measured so far, and write it."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import KvtoolError, UsageError
@@ -108,6 +108,21 @@ def sample_key(configuration: str, content: str) -> str:
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """One sample under one arm.
+
+    Attributes:
+        job, sample, arm: its places in the lists of the run.
+        work: how long it takes beside the others, roughly.
+    """
+
+    job: int
+    sample: int
+    arm: int
+    work: int
+
+
+@dataclass(frozen=True)
 class Step:
     """One measurement that is done, for whoever shows progress."""
 
@@ -116,7 +131,8 @@ class Step:
     error: str | None
 
 
-def run_jobs(
+def run_measurements(
+    measurements: Sequence[Measurement],
     jobs: Sequence[Job],
     arms: Sequence[Arm],
     loaded: Loaded,
@@ -125,10 +141,7 @@ def run_jobs(
     *,
     stop_on_error: bool = False,
 ) -> Iterator[Step]:
-    """Measure what is missing, sample by sample and arm by arm, and write a line for each.
-
-    A sample runs under every arm before the next one begins, so that a run that is broken off has
-    compared all arms on the same samples.
+    """Measure one after the other, and write a line for each.
 
     Yields:
         A step for each measurement once its line is written.
@@ -139,34 +152,22 @@ def run_jobs(
     shared: dict[str, Any] = {}
     benches = {arm: Bench(loaded, arm, place.protocol, shared) for arm in arms}
     warm: set[Arm] = set()
-    for job in jobs:
-        task = job.task
-        done = {
-            arm: {
-                key
-                for key, record in store.records(arm.folder, task.name).items()
-                if "error" not in record
-            }
-            for arm in arms
-        }
-        configurations = {arm: place.configuration(arm, task) for arm in arms}
-        for sample, content in zip(job.samples, job.hashes, strict=True):
-            shared.clear()
-            for arm in arms:
-                key = sample_key(configurations[arm], content)
-                if key in done[arm]:
-                    continue
-                if arm not in warm:
-                    benches[arm].warm_up()
-                    warm.add(arm)
-                record = _measure(benches[arm], task, sample)
-                head = {"key": key, "configuration": configurations[arm], "id": sample.id}
-                head |= {"cell": dict(sample.cell)} if sample.cell else {}
-                store.append(arm.folder, task.name, head | record)
-                error = record.get("error")
-                if error is not None and stop_on_error:
-                    raise KvtoolError(f"{task.name}, sample {sample.id}, {arm.name}: {error}")
-                yield Step(arm.name, task.name, error)
+    for (j, s), of_sample in groupby(measurements, key=lambda each: (each.job, each.sample)):
+        task, sample, content = jobs[j].task, jobs[j].samples[s], jobs[j].hashes[s]
+        shared.clear()
+        for arm in (arms[each.arm] for each in of_sample):
+            if arm not in warm:
+                benches[arm].warm_up()
+                warm.add(arm)
+            record = _measure(benches[arm], task, sample)
+            configuration = place.configuration(arm, task)
+            head = {"key": sample_key(configuration, content), "configuration": configuration}
+            head |= {"id": sample.id} | ({"cell": dict(sample.cell)} if sample.cell else {})
+            store.append(arm.folder, task.name, head | record)
+            error = record.get("error")
+            if error is not None and stop_on_error:
+                raise KvtoolError(f"{task.name}, sample {sample.id}, {arm.name}: {error}")
+            yield Step(arm.name, task.name, error)
 
 
 def _measure(bench: Bench, task: Task, sample: Sample) -> Json:
@@ -191,19 +192,3 @@ def _check_finite(record: Json) -> None:
         json.dumps(record, allow_nan=False)
     except ValueError:
         raise KvtoolError("a score or measurement is not a finite number") from None
-
-
-def missing(
-    jobs: Sequence[Job], arms: Sequence[Arm], place: Place, store: Store
-) -> tuple[int, int]:
-    """Return how many measurements there are in all, and how many of them are not done."""
-    total = left = 0
-    for job in jobs:
-        for arm in arms:
-            configuration = place.configuration(arm, job.task)
-            records = store.records(arm.folder, job.task.name)
-            for content in job.hashes:
-                record = records.get(sample_key(configuration, content))
-                total += 1
-                left += record is None or "error" in record
-    return total, left

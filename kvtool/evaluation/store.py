@@ -1,10 +1,16 @@
-"""A run's folder: one line per finished sample, so that a killed run goes on where it stopped."""
+"""A run's folder: one line per finished sample, so that a killed run goes on where it stopped.
+
+Where several processes share a run, each of them appends to files of its own, `parts/RANK/..`. The
+first process moves their lines to where a single process writes, when all are done or, after a run
+that broke off, when the next one begins.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,14 +31,25 @@ class Store:
 
     Lines are appended and flushed one by one. A last line that a killed process left unfinished is
     dropped. A record with an `error` counts as not done.
+
+    Attributes:
+        folder: of the run, which all processes see.
+        process: rank of this one; only 0 writes documents.
+        silent: whether nothing is written here, since another process writes the same.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, process: int = 0, *, silent: bool = False) -> None:
+        self.folder, self.process, self.silent = folder, process, silent
+        self._parts = folder / "parts"
+
+    @property
+    def own(self) -> Path:
+        """The folder whose files this process alone appends to."""
+        return self.folder if self.process == 0 else self._parts / str(self.process)
 
     def path(self, arm: str, task: str) -> Path:
-        """Return the file of one arm and task."""
-        return self.folder / "samples" / arm / f"{task}.jsonl"
+        """Return the file of one arm and task that this process appends to."""
+        return self.own / "samples" / arm / f"{task}.jsonl"
 
     def records(self, arm: str, task: str) -> dict[str, Json]:
         """Return the records of one arm and task by key, the last of each key.
@@ -40,24 +57,17 @@ class Store:
         Raises:
             KvtoolError: a line that is no record, other than an unfinished last one.
         """
-        path = self.path(arm, task)
-        if not path.is_file():
-            return {}
-        found = {}
-        lines = path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines[:-1], start=1):
-            try:
-                record = json.loads(line)
-                found[record["key"]] = record
-            except (ValueError, KeyError, TypeError):
-                raise KvtoolError(
-                    f"{path}:{number} is not a record of a sample",
-                    hint="delete that line, or start anew with --overwrite",
-                ) from None
+        found: dict[str, Json] = {}
+        for folder in (self.folder, *self._part_folders()):
+            path = folder / "samples" / arm / f"{task}.jsonl"
+            if path.is_file():
+                found |= _read_records(path)
         return found
 
     def append(self, arm: str, task: str, record: Json) -> None:
         """Add a record."""
+        if self.silent:
+            return
         path = self.path(arm, task)
         path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(record, ensure_ascii=False, allow_nan=False)
@@ -65,30 +75,54 @@ class Store:
             file.write(line + "\n")
 
     def mend(self) -> None:
-        """Cut off last lines that were not finished, so that the next ones stand alone."""
+        """Put the lines of all processes into one place, and cut off those not finished.
+
+        Raises:
+            UsageError: one of those processes still runs.
+        """
         for path in (self.folder / "samples").rglob("*.jsonl"):
-            with path.open("r+b") as file:
-                content = file.read()
-                whole = content.rfind(b"\n") + 1
-                if whole < len(content):
-                    file.truncate(whole)
+            _cut_to_whole_lines(path)
+        for folder in self._part_folders():
+            with self._holding(folder / ".lock"):
+                for path in sorted((folder / "samples").rglob("*.jsonl")):
+                    _cut_to_whole_lines(path)
+                    whole = self.folder / path.relative_to(folder)
+                    whole.parent.mkdir(parents=True, exist_ok=True)
+                    with whole.open("ab") as file:
+                        file.write(path.read_bytes())
+                shutil.rmtree(folder)
+        with contextlib.suppress(OSError):  # there is none, or it holds what is not a run's
+            self._parts.rmdir()
+
+    def _part_folders(self) -> list[Path]:
+        return sorted(folder for folder in self._parts.glob("*") if folder.name.isdecimal())
 
     def write(self, name: str, text: str) -> None:
-        """Write a document into the folder, whole or not at all."""
+        """Write a document into the folder, whole or not at all; the first process does."""
+        if self.process > 0:
+            return
         write_text(self.folder / name, text)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for this process; the system lets go of it when the process ends.
+        """Hold what this process writes to; the system lets go of it when the process ends.
 
         Raises:
             UsageError: another run holds it, or it cannot be made.
         """
+        if self.silent:
+            yield
+            return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.own.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"cannot make folder `{self.folder}`: {error.strerror}") from None
-        with (self.folder / ".lock").open("a") as file:
+            raise UsageError(f"cannot make folder `{self.own}`: {error.strerror}") from None
+        with self._holding(self.own / ".lock"):
+            yield
+
+    @contextlib.contextmanager
+    def _holding(self, lock: Path) -> Iterator[None]:
+        with lock.open("a") as file:
             if fcntl is not None:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,6 +135,7 @@ class Store:
 
     def clear(self) -> None:
         """Delete what earlier runs left here, and nothing that is not a run's."""
+        self.mend()
         for path in sorted((self.folder / "samples").rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         for name in ("results.json", "recipe.lock.yaml", "samples.json", "report.html"):
@@ -111,3 +146,25 @@ class Store:
     def is_empty(self) -> bool:
         """Whether nothing is in the folder but perhaps a lock."""
         return not self.folder.is_dir() or all(name == ".lock" for name in os.listdir(self.folder))
+
+
+def _read_records(path: Path) -> dict[str, Json]:
+    found = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            found[record["key"]] = record
+        except (ValueError, KeyError, TypeError):
+            raise KvtoolError(
+                f"{path}:{number} is not a record of a sample",
+                hint="delete that line, or start anew with --overwrite",
+            ) from None
+    return found
+
+
+def _cut_to_whole_lines(path: Path) -> None:
+    with path.open("r+b") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)

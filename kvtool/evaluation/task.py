@@ -183,6 +183,10 @@ class Task(BaseModel, ABC):
             KvtoolError: settings that give no sample, data that lack a column.
         """
 
+    def work(self, sample: Sample) -> int:
+        """Return how long a sample takes beside those of other tasks, roughly: its characters."""
+        return 1 + len(sample.context) + sum(len(turn.question) for turn in sample.turns)
+
     @abstractmethod
     def run(self, bench: Bench, sample: Sample) -> Json:
         """Measure one sample; JSON values, whatever the score needs included."""

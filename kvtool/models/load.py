@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
+from kvtool.processes import started
 
 if TYPE_CHECKING:
     import torch
@@ -175,13 +176,20 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
 
 
 def resolve_device(device: str, device_map: str | None = None) -> str:
-    """Turn `auto` into a device of this machine, and refuse one that it does not have."""
+    """Turn `auto` into a device of this machine, and refuse one that it does not have.
+
+    Of several processes on a machine, each takes a GPU of its own for `auto`.
+    """
     import torch
 
     if device_map is not None and device != "auto":
         raise UsageError("--device and --device-map exclude each other; keep one")
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        if not torch.cuda.is_available():
+            return "cpu"
+        processes = started()
+        index = processes.local_rank % torch.cuda.device_count()
+        return "cuda" if processes.count == 1 else f"cuda:{index}"
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or device.endswith(":"):
         raise UsageError(f"no device `{device}`; choose auto, cpu, cuda or cuda:0, cuda:1 ..")

@@ -7,7 +7,8 @@ import pytest
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.arms import make_arms
 from kvtool.evaluation.bench import Protocol, token_counter
-from kvtool.evaluation.runner import Place, draw_jobs, missing, run_jobs
+from kvtool.evaluation.runner import Place, draw_jobs, run_measurements
+from kvtool.evaluation.share import unfinished
 from kvtool.evaluation.store import Store
 from tests.evaluation.echo import Echo
 
@@ -25,25 +26,34 @@ def lines(store, arm, task="echo"):
 
 
 def run(jobs, loaded, store, place=PLACE, **more):
-    return [step.task for step in run_jobs(jobs, ARMS, loaded, place, store, **more)]
+    return [step.task for step in steps(jobs, loaded, store, place, **more)]
+
+
+def steps(jobs, loaded, store, place=PLACE, **more):
+    left = unfinished(jobs, ARMS, place, store)
+    return run_measurements(left, jobs, ARMS, loaded, place, store, **more)
+
+
+def missing(jobs, place, store):
+    return len(unfinished(jobs, ARMS, place, store))
 
 
 def test_every_sample_runs_under_every_arm_once(loaded, counter, store):
     jobs = draw_jobs([Echo(name="echo")], counter, None)
-    assert missing(jobs, ARMS, PLACE, store) == (15, 15)
+    assert missing(jobs, PLACE, store) == 15
     assert len(run(jobs, loaded, store)) == 15
     for arm in ARMS:
         assert [record["id"] for record in lines(store, arm)] == ["one", "two", "three"]
     assert lines(store, ARMS[1])[0]["kept"] == 8
     assert lines(store, ARMS[0])[0]["kept"] > 16
-    assert missing(jobs, ARMS, PLACE, store) == (15, 0)
+    assert missing(jobs, PLACE, store) == 0
     assert run(jobs, loaded, store) == []
 
 
 def test_more_samples_and_other_lengths_keep_what_is_there(loaded, counter, store):
     run(draw_jobs([Echo(name="echo")], counter, 1), loaded, store)
     more = draw_jobs([Echo(name="echo", texts=("zero", "one", "two"))], counter, None)
-    assert missing(more, ARMS, PLACE, store) == (15, 15)  # `texts` is a setting like any other
+    assert missing(more, PLACE, store) == 15  # `texts` is a setting like any other
     run(draw_jobs([Echo(name="echo")], counter, None), loaded, store)
     assert [record["id"] for record in lines(store, ARMS[0])] == ["one", "two", "three"]
 
@@ -59,7 +69,7 @@ def test_more_samples_and_other_lengths_keep_what_is_there(loaded, counter, stor
 def test_another_model_or_protocol_is_another_measurement(loaded, counter, store, place):
     jobs = draw_jobs([Echo(name="echo")], counter, None)
     run(jobs, loaded, store)
-    assert missing(jobs, ARMS, place, store) == (15, 15)
+    assert missing(jobs, place, store) == 15
 
 
 def test_another_version_of_a_task_is_another_measurement(loaded, counter, store):
@@ -67,16 +77,16 @@ def test_another_version_of_a_task_is_another_measurement(loaded, counter, store
         version = 2
 
     run(draw_jobs([Echo(name="echo")], counter, None), loaded, store)
-    assert missing(draw_jobs([Newer(name="echo")], counter, None), ARMS, PLACE, store)[1] == 15
+    assert missing(draw_jobs([Newer(name="echo")], counter, None), PLACE, store) == 15
 
 
 def test_a_failing_sample_is_recorded_and_tried_again(loaded, counter, store):
     bad = draw_jobs([Echo(name="echo", bad="two")], counter, None)
-    steps = list(run_jobs(bad, ARMS, loaded, PLACE, store))
-    assert sum(step.error is not None for step in steps) == len(ARMS)
+    done = list(steps(bad, loaded, store))
+    assert sum(step.error is not None for step in done) == len(ARMS)
     failed = lines(store, ARMS[0])[1]
     assert (failed["id"], failed["error"]) == ("two", "ValueError: this one is bad")
-    assert missing(bad, ARMS, PLACE, store) == (15, 5)
+    assert missing(bad, PLACE, store) == 5
     with pytest.raises(KvtoolError, match="echo, sample two, full: ValueError"):
         run(bad, loaded, store, stop_on_error=True)
 
@@ -88,10 +98,10 @@ def test_a_number_that_json_cannot_hold_fails_its_sample_only(loaded, counter, s
             return {"kept": number if record["kept"] == 8 else 1.0}
 
     jobs = draw_jobs([Overflowing(name="echo")], counter, None)
-    errors = {step.arm: step.error for step in run_jobs(jobs, ARMS, loaded, PLACE, store)}
+    errors = {step.arm: step.error for step in steps(jobs, loaded, store)}
     assert errors["full"] is None
     assert errors["streaming@8"].startswith("a score or measurement is not a finite number")
-    assert missing(jobs, ARMS, PLACE, store) == (15, 6)
+    assert missing(jobs, PLACE, store) == 6
 
 
 def test_a_warm_up_that_fails_leaves_the_error_to_the_samples(loaded, counter, store, monkeypatch):
@@ -100,7 +110,7 @@ def test_a_warm_up_that_fails_leaves_the_error_to_the_samples(loaded, counter, s
 
     monkeypatch.setattr("kvtool.evaluation.bench.Bench.new_cache", no_room)
     jobs = draw_jobs([Echo(name="echo")], counter, 1)
-    errors = [step.error for step in run_jobs(jobs, ARMS, loaded, PLACE, store)]
+    errors = [step.error for step in steps(jobs, loaded, store)]
     assert errors == ["RuntimeError: out of memory"] * len(ARMS)
 
 
@@ -110,7 +120,7 @@ def test_an_unfinished_last_line_is_measured_again(loaded, counter, store):
     path = store.path(ARMS[0].folder, "echo")
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
-    assert missing(jobs, ARMS, PLACE, store) == (15, 1)
+    assert missing(jobs, PLACE, store) == 1
     store.mend()
     assert run(jobs, loaded, store) == ["echo"]
     before, after = whole.splitlines(), path.read_bytes().splitlines()
@@ -125,7 +135,7 @@ def test_a_damaged_line_is_named(loaded, counter, store):
     first, rest = path.read_text().split("\n", 1)
     path.write_text(f"{first[:30]}\n{rest}")
     with pytest.raises(KvtoolError, match=r"echo.jsonl:1 is not a record"):
-        missing(jobs, ARMS, PLACE, store)
+        missing(jobs, PLACE, store)
 
 
 def test_no_more_samples_are_drawn_than_are_wanted(counter):

@@ -64,6 +64,10 @@ class Speed(Task):
                 seed = {"seed": self.seed}
                 yield Sample(f"{length}+{new}x{batch}/{i}", "", cell=size, facts=seed)
 
+    def work(self, sample: Sample) -> int:
+        length, new, batch = sample.cell.values()
+        return 4 * (length + new) * batch  # a token is about 4 characters
+
     def run(self, bench: Bench, sample: Sample) -> Json:
         size = tuple(sample.cell.values())
         if bench.warm != (self.name, *size):
