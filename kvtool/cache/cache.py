@@ -68,6 +68,7 @@ def build_cache(
     *,
     prefill: str = "full",
     plan: PlanDocument | dict | str | Path | None = None,
+    head_ranks: Tensor | None = None,
 ) -> KVCache:
     """Make an empty cache for a model that runs (or will run) kvtool's attention.
 
@@ -81,10 +82,12 @@ def build_cache(
             (`+d2o-alloc`, `+ada`) reads it at once and cuts at its end.
         plan: what `kvtool plan-budget` decided, or its file: budgets of the layers, in place of
             `budget` and of the policy's own allocator.
+        head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
+            text, for a policy that ranks heads (duoattention); None: as the policy says.
 
     Raises:
         UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot
-            be read; a plan beside a budget, or one of another model.
+            be read; a plan beside a budget, or one of another model; head scores that do not fit.
         KvtoolError: a model whose layers cannot be compressed.
     """
     policy = parse_policy(policy)
@@ -107,6 +110,11 @@ def build_cache(
     block = parse_prefill(prefill)
     cache = KVCache(config, policy, request, block, kernel_of(model), plan)
     cache.built_for = weakref.ref(model)
+    split = policy.head_split
+    if split is not None and split.ranking:
+        from kvtool.cache.head_ranks import rank_model  # which runs a model on a cache of its own
+
+        cache.rank_heads(rank_model(model, split.scores) if head_ranks is None else head_ranks)
     return cache
 
 
@@ -203,6 +211,7 @@ class KVCache(Cache):
         self.built_for: Callable[[], PreTrainedModel | None] = lambda: None
         self.watch: Callable[[handover.Taken, Call, Tensor], None] | None = None  # sees each step
         self.hooked = False  # attention is stock eager code, seen through hooks
+        self.head_ranks: Tensor | None = None
         self.hook_note: tuple | None = None  # from the hook before a module to the one after it
         self.peak_bytes = 0
         self.input_ids: Tensor | None = None  # the text so far, where kvtool drove it or loaded it
@@ -210,10 +219,10 @@ class KVCache(Cache):
         self._prompt_lengths: list[int] | None = None
         self._in_prompt = False
         super().__init__(layers=_make_layers(config, policy))
-        self._slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         self._grouped = False
         self.plan = plan
-        self.budgets = Budgets(self._slot_layers, policy, budget, plan)
+        self.budgets = Budgets(self.slot_layers, policy, budget, plan)
         split = policy.head_split
         whole = split is not None and split.whole_prompt and plan is None
         if self.budgets.wait or whole:
@@ -232,7 +241,7 @@ class KVCache(Cache):
         if not decoding:
             self._ungroup()
         elif not self._grouped and layer is self.first_layer:
-            self._grouped = form_groups(self._slot_layers)
+            self._grouped = form_groups(self.slot_layers)
         raw_key, raw_value = layer.update(key_states, value_states, decoding=decoding)
         if not decoding:
             block = (raw_key.numel() * raw_key.element_size()) + (
@@ -264,7 +273,7 @@ class KVCache(Cache):
     def _ungroup(self) -> None:
         """Let every layer decide alone again: their buffers are about to change."""
         if self._grouped:
-            for layer in self._slot_layers:
+            for layer in self.slot_layers:
                 layer.group = None
             self._grouped = False
 
@@ -302,8 +311,8 @@ class KVCache(Cache):
         as new ones only come behind them: `full` copies none, a policy that cuts a prompt none
         while it appends; one that writes over a stored key copies its layer once. May be nested.
         """
-        before = self._copy_but([each for layer in self._slot_layers for each in layer.buffers])
-        for layer in self._slot_layers:
+        before = self._copy_but([each for layer in self.slot_layers for each in layer.buffers])
+        for layer in self.slot_layers:
             layer.lent = True
         try:
             yield
@@ -339,6 +348,18 @@ class KVCache(Cache):
                 self.budgets.cut_held_back(self.tokens_seen())
         finally:
             self._in_prompt, self._prompt_lengths = False, None
+
+    def rank_heads(self, ranks: Tensor) -> None:
+        """Tell every layer which of its heads most need the whole text.
+
+        Args:
+            ranks: (attention layers, kv_heads) integers, 0 for the head that most needs it.
+        """
+        free = [i for i, layer in enumerate(self.slot_layers) if layer.window is None]
+        self.head_ranks = ranks
+        among = ranks[free].flatten().argsort().argsort().view(len(free), -1)
+        for i, own in zip(free, among, strict=True):
+            self.slot_layers[i].head_rank, self.slot_layers[i].heads_ranked = own, among.numel()
 
     def set_budget(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> None:
         """Fix what the rows of a layer may keep, before a block of a prompt is cut."""
@@ -377,12 +398,12 @@ class KVCache(Cache):
     @property
     def first_layer(self) -> SlotLayer:
         """The first attention layer."""
-        return self._slot_layers[0]
+        return self.slot_layers[0]
 
     def report(self) -> CacheReport:
         """Count what is held, from the tensors."""
         seen = self.tokens_seen()
-        slots = self._slot_layers
+        slots = self.slot_layers
         kept = [
             self.kept_positions(i).shape[-1]
             if isinstance(layer, SlotLayer) and layer.is_initialized
@@ -406,7 +427,7 @@ class KVCache(Cache):
         )
 
     def _allocated_bytes(self) -> int:
-        return sum(layer.allocated_bytes() for layer in self._slot_layers)
+        return sum(layer.allocated_bytes() for layer in self.slot_layers)
 
     def _slot_layer(self, index: int) -> SlotLayer:
         layer = self.layers[index]

@@ -198,6 +198,8 @@ def _cut(
             protected=protected,
             least=layer.policy.score.when == "always",
             tokens_seen=view.tokens_seen,
+            rank=None if layer.head_rank is None else layer.head_rank.to(layer.device),
+            of=layer.heads_ranked,
         )
         layer.head_budgets = split.tokens(heads)
         budget = layer.head_budgets[..., None]

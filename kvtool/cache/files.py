@@ -66,6 +66,8 @@ def save_cache(
     if cache.budgets.spreads is not None:
         tensors["spread.variance"] = torch.tensor([row.variance for row in cache.budgets.spreads])
         tensors["spread.tokens"] = torch.tensor([row.tokens for row in cache.budgets.spreads])
+    if cache.head_ranks is not None:
+        tensors["head_ranks"] = cache.head_ranks
     first = cache.first_layer
     if first.ragged:
         tensors["lengths"] = first.lengths.cpu()
@@ -120,7 +122,14 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
         )
     plan = json.loads(metadata["plan"]) if metadata.get("plan") else None
     budget = metadata["budget"] if metadata["budget"] and plan is None else None
-    cache = build_cache(model, metadata["policy"], budget, prefill=metadata["prefill"], plan=plan)
+    cache = build_cache(
+        model,
+        metadata["policy"],
+        budget,
+        prefill=metadata["prefill"],
+        plan=plan,
+        head_ranks=tensors.get("head_ranks"),
+    )
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, SlotLayer):
             _fill_slots(layer, tensors, f"layer.{i}", int(metadata["seen"]), model)

@@ -45,10 +45,15 @@ class Taken:
 
 @dataclass
 class Attachment:
-    """What `attach` changed in a model, so that `detach` can undo it."""
+    """What `attach` changed in a model, so that `detach` can undo it, and what was learned of it.
+
+    Attributes:
+        head_ranks: (attention layers, kv_heads) int64, once somebody has ranked the heads.
+    """
 
     implementation: str
     hooks: list = field(default_factory=list)
+    head_ranks: Tensor | None = None
 
 
 def attachment(model: PreTrainedModel) -> Attachment | None:

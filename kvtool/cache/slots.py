@@ -51,6 +51,8 @@ class SlotLayer(CacheLayerMixin):
         lanes: where the tokens are while KV heads hold different counts; the layer's own buffers
             are empty then.
         head_budgets: (batch, kv_heads) int64, what each head may keep where heads differ.
+        head_rank: (kv_heads,) int64, place of each head among the `heads_ranked` of the model, 0
+            for the one that most needs the whole text; None where nobody has ranked them.
         window: width of the layer's own sliding window, in tokens, or None.
         lent: whether a cache that will be gone back to reads the `buffers`, too.
 
@@ -67,6 +69,8 @@ class SlotLayer(CacheLayerMixin):
         self.policy = policy
         self.window = window
         self.is_sliding = window is not None
+        self.head_rank: Tensor | None = None
+        self.heads_ranked = 0
         self._clear()
 
     def _clear(self) -> None:

@@ -20,6 +20,7 @@ BASES: dict[str, str] = {
     "snapkv": "scores.snapkv:SnapKV",
     "pyramidkv": "scores.pyramidkv:PyramidKV",
     "adakv": "scores.adakv:AdaKV",
+    "duoattention": "scores.duoattention:DuoAttention",
 }
 MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",

@@ -62,6 +62,7 @@ def test_real_bytes_are_the_planned_ones(model, plan, allocator, policy):
         ("ada", "snapkv(window=4)"),
         ("ada(share=0.5)", "h2o+caote"),
         ("pyramid", "adakv(window=4)"),
+        ("ada(safeguard=force)", "roco"),
     ],
 )
 def test_heads_that_compete_hold_the_planned_bytes_together(model, plan, allocator, policy):

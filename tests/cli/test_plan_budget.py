@@ -230,7 +230,6 @@ REFUSED = {  # arguments, what the error says, what the hint says
     "no context": (["-b", "9", "--context", "0"], "--context must be 1 or more, got 0", None),
     "no prompt": (["-b", "9", "-n", "1K"], "1024 leaves no prompt in a context of 1000", None),
     "unknown allocator": (["-b", "9", "--allocator", "d20"], "no allocator named `d20`", "`d2o`"),
-    "trained scores": (["-b", "9", "--allocator", "duo"], "`duo` is not offered here", None),
     "unknown setting": (["-b", "9", "--allocator", "d2o(nrm=raw)"], "no parameter `nrm`", "`norm`"),
     "no measurement": (
         ["-b", "9", "--allocator", "optimal"],

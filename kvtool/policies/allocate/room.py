@@ -115,10 +115,12 @@ class HeadSplit(Allocator):
     Attributes:
         by_score: whether heads are compared by their slots' scores.
         whole_prompt: whether a prompt must have been read as a whole.
+        ranking: whether the heads of the model must have been ranked, by what `scores` names.
     """
 
     by_score: ClassVar[bool] = False
     whole_prompt: ClassVar[bool] = True
+    ranking: ClassVar[bool] = False
 
     def split(self, room: Room) -> Allocation:
         return room.by_weight([0.0] * room.layers)

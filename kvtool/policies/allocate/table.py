@@ -16,9 +16,7 @@ ALLOCATORS: dict[str, str] = {
     "pyramid": "pyramid:Pyramid",
     "optimal": "optimal:Optimal",
     "ada": "ada:Ada",
-}
-REFUSED: dict[str, str] = {
-    "duo": "it splits heads by trained scores, which no profile holds",
+    "duo": "duo:Duo",
 }
 
 
@@ -31,9 +29,8 @@ def parse_allocator(text: str) -> Allocator:
     Raises:
         UsageError: a name or a setting that does not exist.
     """
-    name, opened, _ = text.strip().lower().partition("(")
-    if name in REFUSED:
-        raise UsageError(f"allocator `{name}` is not offered here: {REFUSED[name]}")
+    name, opened, _ = text.strip().partition("(")
+    name = name.strip().lower()
     if name not in ALLOCATORS:
         raise UsageError(
             f"no allocator named `{name}`; choose one of: {', '.join(ALLOCATORS)}",
@@ -45,7 +42,7 @@ def parse_allocator(text: str) -> Allocator:
         return allocator
     from kvtool.policies.grammar import parse_policy
 
-    settings = text.strip().lower()[len(name) :]
+    settings = text.strip()[text.strip().index("(") :]
     policy = parse_policy(f"snapkv+{allocator.modifier}{settings}")
     return policy.heads or policy.allocate
 

@@ -1,16 +1,34 @@
+"""DuoAttention's budget, its ranking of heads and the proxy, against loops and worked numbers."""
+
+import math
+
 import pytest
+import torch
 
-from kvtool.policies.allocate.duo import DuoSplit, retrieval_heads, split_budget
+from kvtool.errors import UsageError
+from kvtool.policies.allocate.duo import (
+    UNLIMITED,
+    Duo,
+    rank_heads,
+    reach_of_heads,
+    read_scores,
+    retrieval_share,
+    sink_tokens,
+)
+from kvtool.policies.allocate.room import Heads
 
-GATES = [[0.9, 0.1, 0.5], [0.5, 0.0, 0.7]]
+GATES = torch.tensor([[0.9, 0.1, 0.5], [0.5, 0.0, 0.7]])
 
 
-@pytest.mark.parametrize(("budget", "share"), [(4096, 0.107570), (1024, 0.011952)])
-def test_what_streaming_heads_leave_pays_for_retrieval_heads(budget, share):
-    split = split_budget(budget, 32768)
-    assert split == DuoSplit(pytest.approx(share, abs=5e-7), 128, 512)
-    mean = split.retrieval * 32768 + (1 - split.retrieval) * 640
-    assert mean == pytest.approx(budget)
+def share(budget, context):
+    return retrieval_share(torch.tensor(budget), torch.tensor(context)).item()
+
+
+@pytest.mark.parametrize(("budget", "expected"), [(4096, 0.107570), (1024, 0.011952)])
+def test_what_streaming_heads_leave_pays_for_retrieval_heads(budget, expected):
+    found = share(budget, 32768)
+    assert found == pytest.approx(expected, abs=5e-7)
+    assert found * 32768 + (1 - found) * 640 == pytest.approx(budget)
 
 
 @pytest.mark.parametrize(
@@ -18,27 +36,84 @@ def test_what_streaming_heads_leave_pays_for_retrieval_heads(budget, share):
     [(640, 128, 512), (512, 128, 384), (257, 128, 129), (256, 51, 205)],
 )
 def test_small_budgets_leave_only_streaming_heads(budget, sink, recent):
-    assert split_budget(budget, 32768) == DuoSplit(0.0, sink, recent)
-    assert sink + recent == budget
+    assert share(budget, 32768) == 0
+    assert sink_tokens(budget) == sink_tokens(torch.tensor(budget)) == sink
+    assert budget - sink == recent
 
 
 def test_a_budget_of_the_whole_context_streams_nowhere():
-    assert split_budget(4096, 4096).retrieval == 1.0
-    assert split_budget(600, 500).retrieval == 1.0
+    assert share(4096, 4096) == share(600, 500) == 1
 
 
-def test_the_highest_scores_of_all_layers_retrieve():
-    assert retrieval_heads(GATES, 0.5) == [[True, False, True], [False, False, True]]
-    assert retrieval_heads(GATES, 0.4) == [[True, False, False], [False, False, True]]
+def test_the_highest_scores_of_all_layers_come_first_and_ties_go_to_the_lower_layer():
+    assert rank_heads(GATES).tolist() == [[0, 4, 2], [3, 5, 1]]
+    assert rank_heads(torch.full((2, 2), 0.5)).tolist() == [[0, 1], [2, 3]]
 
 
-def test_the_share_is_rounded_down_and_ties_go_to_the_lower_layer():
-    assert retrieval_heads(GATES, 3 / 6) == retrieval_heads(GATES, 3.9 / 6)
-    equal = [[0.5, 0.5], [0.5, 0.5]]
-    assert retrieval_heads(equal, 0.25) == [[True, False], [False, False]]
-    assert retrieval_heads(equal, 0.75) == [[True, True], [True, False]]
+def test_heads_are_told_apart_row_by_row():
+    """Six heads; a mean of 2440 of 10640 tokens lets 0.18 of them, one head, keep everything."""
+    heads = Heads(
+        budget=torch.tensor([2440, 4000, 300]).view(3, 1, 1),
+        importance=torch.zeros(3, 3, 1),
+        positions=torch.zeros(3, 3, 1),
+        protected=None,
+        least=1,
+        tokens_seen=torch.tensor([10640, 10640, 10640]).view(3, 1, 1),
+        rank=rank_heads(GATES)[0],
+        of=6,
+    )
+    assert Duo().tokens(heads).tolist() == [
+        [UNLIMITED, 640, 640],
+        [UNLIMITED, 640, 640],
+        [300, 300, 300],
+    ]
+    more = Duo().tokens(Heads(**(vars(heads) | {"budget": 5640})))
+    assert more[0].tolist() == [UNLIMITED, 640, UNLIMITED]
 
 
-def test_all_or_none():
-    assert retrieval_heads(GATES, 1.0) == [[True] * 3] * 2
-    assert retrieval_heads(GATES, 0.0) == [[False] * 3] * 2
+def test_the_reach_of_heads_against_loops():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 30, 8, generator=generator)
+    key = torch.randn(2, 2, 30, 8, generator=generator)
+    expected = []
+    for head in range(4):
+        logits = []
+        for distance in range(9):
+            dots = [
+                float(query[row, head, t] @ key[row, head // 2, t - distance]) / math.sqrt(8)
+                for row in range(2)
+                for t in range(8, 30)
+            ]
+            logits.append(sum(dots) / len(dots))
+        total = sum(math.exp(x) for x in logits)
+        weights = [math.exp(x) / total for x in logits]
+        far_first = weights[::-1]
+        expected.append(sum(sum(far_first[: i + 1]) for i in range(9)) / 9)
+    found = reach_of_heads(query, key, 8**-0.5, 9)
+    pairs = [(expected[0] + expected[1]) / 2, (expected[2] + expected[3]) / 2]
+    assert found.tolist() == pytest.approx(pairs, rel=1e-4)
+
+
+def test_a_head_that_looks_far_scores_above_one_that_looks_near():
+    angles = torch.arange(64) * 0.02
+    turning = torch.stack([angles.cos(), angles.sin()], -1)[None, None] * 6
+    far = torch.stack([(angles + 1.0).cos(), (angles + 1.0).sin()], -1)[None, None] * 6
+    near = reach_of_heads(turning, turning, 1.0, 30)
+    assert reach_of_heads(turning, far, 1.0, 30) > near
+
+
+def test_scores_come_from_a_table(tmp_path):
+    path = tmp_path / "Gates.tsv"
+    path.write_text("0.9\t0.1\t0.5\n0.5\t0\t0.7\n")
+    assert torch.allclose(read_scores(str(path), (2, 3)), GATES.double())
+    for text, shape, message in [
+        ("0.9 0.1\n", (2, 3), "for 1 layers of 2 KV heads; this model has 2 of 3"),
+        ("0.9 high\n", (1, 2), "no table of head scores"),
+        ("1 nan\n", (1, 2), "not finite"),
+        ("1 2\n3\n", (2, 2), "head scores for 2 layers"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(UsageError, match=message):
+            read_scores(str(path), shape)
+    with pytest.raises(UsageError, match="cannot read head scores"):
+        read_scores(str(tmp_path / "none.tsv"), (1, 1))

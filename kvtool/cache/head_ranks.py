@@ -1,0 +1,69 @@
+"""Which heads of a model most need the whole text: from a file of scores, or by measurement."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvtool.cache import handover
+from kvtool.cache.cache import KVCache
+from kvtool.cache.kernels import Call
+from kvtool.errors import UsageError
+from kvtool.policies.allocate.duo import PROXY, rank_heads, reach_of_heads, read_scores
+from kvtool.policies.policy import Policy
+from kvtool.policies.scores.full import Full
+
+_TOKENS, _DISTANCES = 1024, 500  # of the random text, and how far back heads are watched
+
+
+def rank_model(model: PreTrainedModel, source: str) -> Tensor:
+    """Rank the KV heads of all attention layers.
+
+    Args:
+        source: a file of scores, or `proxy`, which runs the model once over a random text.
+
+    Returns:
+        (attention layers, kv_heads) int64, 0 for the head that most needs the whole text.
+
+    Raises:
+        UsageError: a file that does not fit the model; a model that is not attached yet.
+    """
+    if source != PROXY:
+        config = model.config.get_text_config(decoder=True)
+        layers = len(KVCache(config, Policy(Full()), None).slot_layers)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return rank_heads(read_scores(source, (layers, heads)))
+    attachment = handover.attachment(model)
+    if attachment is None:
+        raise UsageError(
+            "heads are ranked by running the model, which is not attached",
+            hint="call kvtool.attach(model) before build_cache",
+        )
+    if attachment.head_ranks is None:
+        attachment.head_ranks = rank_heads(measure_reach(model))
+    return attachment.head_ranks
+
+
+@torch.no_grad()
+def measure_reach(model: PreTrainedModel) -> Tensor:
+    """Score every KV head by how far back it looks in a random text, always the same one.
+
+    Returns:
+        (attention layers, kv_heads) float32 on the CPU.
+    """
+    config = model.config.get_text_config(decoder=True)
+    longest = getattr(config, "max_position_embeddings", None) or _TOKENS
+    n = min(_TOKENS, longest)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (1, n), generator=generator).to(model.device)
+    reaches: list[Tensor] = []
+
+    def watch(taken: handover.Taken, call: Call, out: Tensor) -> None:
+        distances = min(_DISTANCES, max(1, n // 2))
+        reaches.append(reach_of_heads(call.query, call.raw_key, call.scale, distances).cpu())
+
+    cache = KVCache(config, Policy(Full()), None)
+    cache.watch = watch
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return torch.stack(reaches)
