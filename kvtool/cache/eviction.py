@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtool.cache.departure import part_block, part_decoded
 from kvtool.cache.lanes import split_lanes
-from kvtool.cache.slots import SlotLayer, take
+from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import keep_top, lowest
 from kvtool.policies.allocate.room import Heads
 from kvtool.policies.parts import Count, Evidence, Rows, SlotView, State, at_least_zero
@@ -72,7 +73,7 @@ def enter_block(
 
 def block_needs_all_rows(layer: SlotLayer) -> bool:
     """Whether the policy, or what splits the budget, wants the weights of every query."""
-    return layer.held_back or layer.policy.ranking.evidence is Evidence.ALL_ROWS
+    return layer.held_back or layer.policy.needs_all_rows
 
 
 def block_needs_last_rows(layer: SlotLayer, block: Block) -> bool:
@@ -112,14 +113,14 @@ class WatchedBlock:
 
     def __init__(self, layer: SlotLayer, block: Block) -> None:
         self._layer, self._block = layer, block
-        self._scored = layer.policy.ranking.evidence is Evidence.ALL_ROWS
+        self._scored = layer.policy.needs_all_rows
         self._sums: Tensor | None = None
 
     def see(self, rows: Rows) -> None:
         """Take some of the block's rows."""
         view = self._block.view
         if self._scored:
-            self._layer.policy.ranking.observe(self._block.state, view, rows)
+            self._layer.policy.observe(self._block.state, view, rows)
         if self._layer.held_back:
             if self._sums is None:
                 slots = view.positions.shape[2]
@@ -205,11 +206,11 @@ def _cut(
         budget = layer.head_budgets[..., None]
         slots = min(int(budget.max()), view.positions.shape[2])
     chosen, positions = keep_top(importance, view.positions, budget, protected, slots)
-    state = {name: number.gather(2, chosen) for name, number in state.items()}
+    kept = part_block(layer, (keys, values), view, state, importance, chosen, positions)
     if layer.head_budgets is None:
-        layer.replace(take(keys, chosen), take(values, chosen), positions, state)
+        layer.replace(*kept)
     else:
-        split_lanes(layer, keys, values, chosen, positions, state)
+        split_lanes(layer, *kept)
     return chosen
 
 
@@ -245,10 +246,12 @@ def count_decoded(layer: SlotLayer, positions: Tensor | None) -> int | Tensor:
 
 def decode_needs_rows(layer: SlotLayer) -> bool:
     """Whether the policy wants the weights of the token being decoded."""
+    if layer.policy.needs_all_rows:
+        return True
     score = layer.policy.ranking
     if score.when != "always" or score.evidence is Evidence.NOTHING:
         return False
-    return score.evidence is Evidence.ALL_ROWS or layer.used > layer.least
+    return layer.used > layer.least
 
 
 def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> Rows:
@@ -264,13 +267,14 @@ def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
         layer.group.arrive(layer, values_by_kv_head(layer, value), rows)
         return
     score = layer.policy.ranking
-    observed = score.evidence is Evidence.ALL_ROWS
-    if score.when != "always" or not (observed or layer.used > layer.least):
+    observed = layer.policy.needs_all_rows
+    full = score.when == "always" and layer.used > layer.least
+    if not (observed or full):
         return
     view, state = _used_view(layer, value), _used_state(layer)
     if observed:
-        score.observe(state, view, rows)
-    if layer.used <= layer.least:
+        layer.policy.observe(state, view, rows)
+    if not full:
         return
     if layer.ragged and layer.used <= layer.most:
         more = layer.most + 1 - layer.used
@@ -289,6 +293,7 @@ def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
         protected = unused if protected is None else (protected & over) | unused
     distinct = score.distinct and layer.policy.rescore is None
     layer.pending = lowest(importance, view.positions, protected, distinct)
+    part_decoded(layer, view.tokens_seen)
 
 
 def _used_state(layer: SlotLayer) -> State:

@@ -215,6 +215,7 @@ def _slot_tensors(layer: SlotLayer, name: str) -> dict[str, Tensor]:
     if layer.head_budgets is not None:
         tensors[f"{name}.head_budgets"] = layer.head_budgets
     tensors |= {f"{name}.state.{key}": number for key, number in state.items()}
+    tensors |= {f"{name}.memory.{key}": number for key, number in layer.memory.items()}
     return {key: tensor.cpu() for key, tensor in tensors.items()}
 
 
@@ -232,6 +233,10 @@ def _fill_slots(
     layer.least, layer.most = min(rows), max(rows)
     layer.budget = layer.most if layer.least == layer.most else own["budget"][:, None, None]
     state = {key: own[f"state.{key}"] for key in layer.state}
+    prefix = "memory."
+    layer.memory |= {
+        key.removeprefix(prefix): t for key, t in own.items() if key.startswith(prefix)
+    }
     layer.replace(own["keys"], own["values"], own["positions"].to(torch.int32), state)
     layer.seen = seen
     if "lengths" in tensors:

@@ -72,17 +72,16 @@ class Lanes:
 
 
 def split_lanes(
-    layer: SlotLayer, keys: Tensor, values: Tensor, chosen: Tensor, positions: Tensor, state: State
+    layer: SlotLayer, keys: Tensor, values: Tensor, positions: Tensor, state: State
 ) -> None:
-    """Store the chosen slots of a layer by lanes, in place of what it has stored.
+    """Store the kept slots of a layer by lanes, in place of what it has stored.
 
     The layer's `head_budgets` say what each lane may keep. One device sync.
 
     Args:
-        keys, values: (batch, kv_heads, kv_len, dim).
-        chosen: (batch, kv_heads, slots) indices into kv_len, in ascending position.
-        positions: (batch, kv_heads, slots) of the chosen, -1 at the end where a head keeps fewer.
-        state: the policy's numbers for the chosen.
+        keys, values: (batch, kv_heads, slots, dim), in ascending position.
+        positions: (batch, kv_heads, slots), -1 at the end where a head keeps fewer.
+        state: the policy's numbers for them.
     """
     heads = positions.shape[1]
     budgets = layer.head_budgets.flatten().tolist()
@@ -93,11 +92,10 @@ def split_lanes(
         index = torch.tensor(lanes, device=positions.device)
         rows, own = index // heads, index % heads
         width = max(filled[lane] for lane in lanes)
-        slots = chosen[rows, own, :width]
         store = SlotLayer(layer.index, layer.policy)
-        at = rows[:, None], own[:, None], slots
-        picked = keys[at][:, None], values[at][:, None]
+        picked = keys[rows, own, :width][:, None], values[rows, own, :width][:, None]
         store.lazy_initialization(*picked)
+        store.memory = {}  # the layer remembers for all its heads
         own_budgets = [budgets[lane] for lane in lanes]
         store.seen, store.least, store.most = layer.seen, min(own_budgets), max(own_budgets)
         store.budget = store.most

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvtool.errors import KvtoolError
+from kvtool.maths.selection import take
 from kvtool.policies.parts import Count, State
 from kvtool.policies.policy import Policy
 
@@ -54,10 +55,12 @@ class SlotLayer(CacheLayerMixin):
         head_rank: (kv_heads,) int64, place of each head among the `heads_ranked` of the model, 0
             for the one that most needs the whole text; None where nobody has ranked them.
         window: width of the layer's own sliding window, in tokens, or None.
+        memory: what the policy remembers beside the slots (thresholds of merging), tensors whose
+            first axis is the batch.
         lent: whether a cache that will be gone back to reads the `buffers`, too.
 
     What a layer holds is copied deeply when its cache is; only its `buffers` are not, where the
-    copy is one to go back to. Whoever writes over a slot in use of theirs calls `_own` first.
+    copy is one to go back to. Whoever writes over a slot in use of theirs calls `own` first.
     """
 
     is_compileable = False
@@ -91,6 +94,7 @@ class SlotLayer(CacheLayerMixin):
         self.variance: Tensor | None = None
         self.lanes: Lanes | None = None
         self.head_budgets: Tensor | None = None
+        self.memory: State = {}
 
     # ---- what transformers asks
 
@@ -102,8 +106,10 @@ class SlotLayer(CacheLayerMixin):
         self.positions = _zeros(key_states, (batch, heads, 0), torch.int32)
         self.state = {
             name: _zeros(key_states, (batch, heads, 0), torch.float32)
-            for name in self.policy.score.statistics
+            for name in self.policy.statistics
         }
+        if self.policy.fate is not None:
+            self.memory = self.policy.fate.start(batch, heads, self.device)
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
@@ -170,6 +176,7 @@ class SlotLayer(CacheLayerMixin):
         self.keys, self.values = change(self.keys), change(self.values)
         self.positions = change(self.positions)
         self.state = {name: change(t) for name, t in self.state.items()}
+        self.memory = {name: change(t) for name, t in self.memory.items()}
         for name in ("pending", "lengths", "budget", "head_budgets"):
             value = getattr(self, name)
             if isinstance(value, Tensor):
@@ -226,10 +233,12 @@ class SlotLayer(CacheLayerMixin):
     def state_bytes(self) -> int:
         """Bytes beside the keys and values: positions and the policy's numbers."""
         if self.lanes is not None:
-            return sum(store.state_bytes() for store in self.lanes.stores)
+            apart = sum(store.state_bytes() for store in self.lanes.stores)
+            return apart + sum(t.numel() * t.element_size() for t in self.memory.values())
         if not self.is_initialized:
             return 0
-        return sum(t.numel() * t.element_size() for t in (self.positions, *self.state.values()))
+        tensors = (self.positions, *self.state.values(), *self.memory.values())
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     # ---- going back
 
@@ -238,7 +247,7 @@ class SlotLayer(CacheLayerMixin):
         """The large tensors, which a cache to go back to shares: new slots come behind old ones."""
         return [self.keys, self.values] if self.is_initialized else []
 
-    def _own(self) -> None:
+    def own(self) -> None:
         """Have the key and value buffers alone, before a slot in use is written over."""
         if self.lent:
             with torch.inference_mode(False):
@@ -266,7 +275,7 @@ class SlotLayer(CacheLayerMixin):
             self.written = None
             self.used += 1
         else:
-            self._own()
+            self.own()
             slot = self.pending[..., None]
             self.keys.scatter_(2, slot[..., None].expand_as(key), key)
             self.values.scatter_(2, slot[..., None].expand_as(value), value)
@@ -339,7 +348,7 @@ class SlotLayer(CacheLayerMixin):
     def replace(self, keys: Tensor, values: Tensor, positions: Tensor, state: State) -> None:
         """Make these the only slots in use; they come in ascending position."""
         count = positions.shape[2]
-        self._own()
+        self.own()
         self._reserve(count)
         self.keys[:, :, :count], self.values[:, :, :count] = keys, values
         self.positions[:, :, :count] = positions
@@ -353,10 +362,7 @@ class SlotLayer(CacheLayerMixin):
         """Store heads of different counts apart, by their `head_budgets`."""
         from kvtool.cache.lanes import split_lanes
 
-        order = self._ascending()
-        state = {name: t[:, :, : self.used].gather(2, order) for name, t in self.state.items()}
-        positions = self.stored_positions().gather(2, order)
-        split_lanes(self, self.keys, self.values, order, positions, state)
+        split_lanes(self, *self.sorted_slots())
 
     def clear_slots(self) -> None:
         """Give back the memory of all slots."""
@@ -427,12 +433,6 @@ class HybridSlotLayer(LinearAttentionLayer, SlotLayer):
 
     def get_max_length(self) -> int:
         return -1
-
-
-def take(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Copy the slots at `indices`: (batch, heads, slots, dim) by (batch, heads or 1, count)."""
-    heads, dim = tensor.shape[1], tensor.shape[-1]
-    return tensor.gather(2, indices[..., None].expand(-1, heads, -1, dim))
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:

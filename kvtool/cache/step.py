@@ -30,6 +30,7 @@ from kvtool.cache.kernels import (
     packed_attention,
 )
 from kvtool.cache.slots import SlotLayer, take
+from kvtool.errors import KvtoolError
 from kvtool.maths.attention import group_queries, weighted_values
 
 
@@ -38,7 +39,16 @@ def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
 
     Returns:
         (batch, heads, q_len, value_dim).
+
+    Raises:
+        KvtoolError: evicted tokens should be merged or kept aside, and the model stores latents.
     """
+    fate = layer.policy.fate
+    if fate is not None and call.key is not call.raw_key:
+        raise KvtoolError(
+            f"`{fate.name}` needs keys that are stored as they are attended, "
+            "and this model stores latents"
+        )
     if decoding:
         return _decode(layer, call)
     if call.block is None or call.q_len <= call.block:

@@ -13,9 +13,10 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from kvtool.cache.departure import part_decoded
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import lowest
-from kvtool.policies.parts import Evidence, Rows, SlotView
+from kvtool.policies.parts import Rows, SlotView
 
 
 class Group:
@@ -68,8 +69,8 @@ class Group:
             held=first.used,
             layer=self._index,
         )
-        if score.evidence is Evidence.ALL_ROWS:
-            score.observe(self._state, view, rows)
+        if first.policy.needs_all_rows:
+            first.policy.observe(self._state, view, rows)
         importance = score.importance(self._state, view, rows)
         if rescore is not None:
             importance = rescore.rescore(importance, view)
@@ -80,6 +81,7 @@ class Group:
         )
         for layer, victim in zip(self.layers, victims.split(self._batch), strict=True):
             layer.pending = victim
+            part_decoded(layer, first.seen)
         self._make_room(victims)
 
     def _make_room(self, victims: Tensor) -> None:

@@ -108,3 +108,9 @@ def lowest(
         positions = positions.masked_fill(protected, -3)
     worst = scores == scores.amin(-1, keepdim=True)
     return torch.where(worst, positions, -3).argmax(-1)
+
+
+def take(tensor: Tensor, indices: Tensor) -> Tensor:
+    """Copy the slots at `indices`: (batch, heads, slots, dim) by (batch, heads or 1, count)."""
+    heads, dim = tensor.shape[1], tensor.shape[-1]
+    return tensor.gather(2, indices[..., None].expand(-1, heads, -1, dim))

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvtool.errors import UsageError, did_you_mean
 from kvtool.policies.allocate.room import Allocator, HeadSplit
-from kvtool.policies.parts import Rescore, Score
+from kvtool.policies.parts import Evicted, Rescore, Score
 from kvtool.policies.policy import Policy
 from kvtool.policies.spelling import spell_settings
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
@@ -36,7 +36,7 @@ def parse_policy(text: str) -> Policy:
         raise UsageError(f"the policy is empty; choose one of: {', '.join(BASES)}")
     base, *rest = _split(text, "+")
     score = _build(base, BASES, "policy")
-    modifiers: list[Rescore | Allocator] = []
+    modifiers: list[Rescore | Allocator | Evicted] = []
     for part in rest:
         name = _PART.fullmatch(part)
         if name and name[1].lower() in BASES:
@@ -48,7 +48,8 @@ def parse_policy(text: str) -> Policy:
     rescores = [part for part in modifiers if isinstance(part, Rescore)]
     heads = [part for part in modifiers if isinstance(part, HeadSplit)]
     layers = [part for part in modifiers if isinstance(part, Allocator) and part not in heads]
-    return Policy(score, _one(rescores), _one(layers), _one(heads))
+    evicted = [part for part in modifiers if isinstance(part, Evicted)]
+    return Policy(score, _one(rescores), _one(layers), _one(heads), _one(evicted))
 
 
 def _one(parts: list[Any]) -> Any:
@@ -66,15 +67,15 @@ def _one(parts: list[Any]) -> Any:
 
 def format_policy(policy: Policy) -> str:
     """The canonical spelling: lower case, only the parameters that differ from their defaults."""
-    parts = (policy.score, policy.rescore, policy.allocate, policy.heads)
+    parts = (policy.score, policy.rescore, policy.evicted, policy.allocate, policy.heads)
     return "+".join(_format(part) for part in parts if part is not None)
 
 
-def _name(part: Score | Rescore | Allocator) -> str:
+def _name(part: Score | Rescore | Allocator | Evicted) -> str:
     return part.modifier if isinstance(part, Allocator) else part.name
 
 
-def _format(part: Score | Rescore | Allocator) -> str:
+def _format(part: Score | Rescore | Allocator | Evicted) -> str:
     return _name(part) + spell_settings(part)
 
 

@@ -113,6 +113,7 @@ class Score:
         attention: whether the scores are attention that each slot received (CAOTE needs such
             scores).
         distinct: whether no two tokens of a head ever have the same number.
+        least: smallest budget that an allocator should give to a layer, if the mean allows it.
     """
 
     name: ClassVar[str]
@@ -123,6 +124,7 @@ class Score:
     statistics: ClassVar[tuple[str, ...]] = ()
     attention: ClassVar[bool] = False
     distinct: ClassVar[bool] = False
+    least: int = 1
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
         """Add a chunk of rows to the statistics, in place."""
@@ -157,6 +159,11 @@ class Score:
         """How the score splits a layer's budget over its KV heads by itself; None: equally."""
         return None
 
+    @property
+    def evicted(self) -> "Evicted | None":
+        """What the score makes of evicted tokens by itself; None: they are gone."""
+        return None
+
     def by_head(self) -> "Score":
         """The same score with its own number per KV head, for parts that make heads differ."""
         return self
@@ -170,6 +177,72 @@ class Rescore:
 
     def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
         """New number for each slot, higher = keep: (batch, kv_heads, slots) float32."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Tokens that leave a layer, and those that stay.
+
+    Attributes:
+        keys, values: (batch, kv_heads, slots, dim) of both.
+        state: the numbers beside these slots.
+        gone: (batch, kv_heads, victims) int64, the slots of those that leave.
+        gone_positions: their true positions; -1 where a head loses fewer than `victims`.
+        kept_keys, kept_values: (batch, kv_heads, kept, dim) of those that stay, to be changed in
+            place; of one decoded token they are `keys` and `values` themselves.
+        kept_state: the numbers beside these.
+        kept_positions: their true positions, -1 = empty; ascending, unless one token was decoded.
+        tokens_seen: tokens of the row so far.
+        layer: index of the layer.
+        importance: (batch, kv_heads, slots) float32 by which a block was judged; None for a decoded
+            token.
+    """
+
+    keys: Tensor
+    values: Tensor
+    state: State
+    gone: Tensor
+    gone_positions: Tensor
+    kept_keys: Tensor
+    kept_values: Tensor
+    kept_state: State
+    kept_positions: Tensor
+    tokens_seen: Count
+    layer: int
+    importance: Tensor | None = None
+
+    @property
+    def decoded(self) -> bool:
+        """Whether one token leaves for one that was decoded: kept slots are in no order."""
+        return self.importance is None
+
+
+class Evicted:
+    """What becomes of the tokens that leave.
+
+    Attributes:
+        name: as typed in a policy string.
+        paper: where it comes from.
+        statistics: names of numbers that it needs beside each slot; one that the score keeps under
+            the same name is shared, and the score fills it.
+        corrects: whether it keeps what leaves, and corrects the attention output by it.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    statistics: ClassVar[tuple[str, ...]] = ()
+    corrects: ClassVar[bool] = False
+
+    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
+        """Add a chunk of rows to the statistics, in place."""
+
+    def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
+        """What a layer remembers beside its slots: tensors whose first axis is the batch."""
+        return {}
+
+    def absorb(self, memory: State, leaving: Departure) -> None:
+        """Make something of what leaves: change those that stay, or the memory, in place."""
         raise NotImplementedError
 
 

@@ -5,9 +5,9 @@ from functools import cached_property
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.room import Allocator, HeadSplit
-from kvtool.policies.parts import Rescore, Score
+from kvtool.policies.parts import Evicted, Evidence, Rescore, Rows, Score, SlotView, State
 
-_SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv or adakv"
+_SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv or d2o"
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,21 @@ class Policy:
         rescore: a modifier of the score (CAOTE, FastCAOTE), or None.
         allocate: how the budget is split over the layers; None: as the score does it by itself.
         heads: how a layer's budget is split over its KV heads; None: as the score does it.
+        evicted: what becomes of the tokens that leave; None: what the score makes of them by
+            itself.
 
     Raises:
         UsageError: the rescore, or the split over heads, needs attention scores and the score has
-            none; a split of a budget that nobody holds.
+            none; a split of a budget that nobody holds; something to be made of evicted tokens
+            where none are, where the score makes something else of them, or where they leave
+            heads of unequal counts while decoding.
     """
 
     score: Score
     rescore: Rescore | None = None
     allocate: Allocator | None = None
     heads: HeadSplit | None = None
+    evicted: Evicted | None = None
 
     def __post_init__(self) -> None:
         for split, over in ((self.allocate, "layers"), (self.heads, "heads")):
@@ -49,6 +54,25 @@ class Policy:
                 f"and `{self.score.name}` has none",
                 hint=_SCORED,
             )
+        if self.evicted is not None:
+            self._check_evicted(self.evicted.name)
+        if self.fate is not None and self.head_split is not None and self.score.when == "always":
+            raise UsageError(
+                f"`{self.fate.name}` cannot follow heads of unequal counts while they decode, as "
+                f"`{self.score.name}` with `{self.head_split.modifier}` has them",
+                hint=f"put it on a policy that cuts a prompt: adakv+{self.fate.name}",
+            )
+
+    def _check_evicted(self, name: str) -> None:
+        if self.score.when == "never":
+            raise UsageError(
+                f"`{name}` makes something of evicted tokens, and `{self.score.name}` evicts none"
+            )
+        if self.score.evicted is not None:
+            raise UsageError(
+                f"`{self.score.name}` merges what it evicts already, which excludes `{name}`",
+                hint=f"{self.score.name}(merge=none)+{name}",
+            )
 
     @cached_property
     def ranking(self) -> Score:
@@ -65,6 +89,33 @@ class Policy:
     def head_split(self) -> HeadSplit | None:
         """How a layer's budget is split over its KV heads; None: equally."""
         return self.score.head_split if self.heads is None else self.heads
+
+    @property
+    def fate(self) -> Evicted | None:
+        """What becomes of the tokens that leave; None: they are gone."""
+        return self.score.evicted if self.evicted is None else self.evicted
+
+    @cached_property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the float32 numbers beside each slot."""
+        own = () if self.fate is None else self.fate.statistics
+        return tuple(dict.fromkeys(self.score.statistics + own))
+
+    @cached_property
+    def needs_all_rows(self) -> bool:
+        """Whether the numbers beside the slots are made from every attention row."""
+        return self.ranking.evidence is Evidence.ALL_ROWS or self._fate_observes
+
+    @cached_property
+    def _fate_observes(self) -> bool:
+        return self.fate is not None and not set(self.fate.statistics) <= set(self.score.statistics)
+
+    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
+        """Add a chunk of rows to the numbers beside the slots, in place."""
+        if self.ranking.evidence is Evidence.ALL_ROWS:
+            self.ranking.observe(state, view, rows)
+        if self._fate_observes:
+            self.fate.observe(state, view, rows)
 
     def check_budget(self, tokens: int) -> None:
         """Refuse a budget that the protected tokens alone would fill.
@@ -83,8 +134,8 @@ class Policy:
 
     @property
     def least(self) -> int:
-        """The smallest budget that holds more than what is always kept."""
-        tokens = 1
+        """The smallest budget that an allocator may give to a layer of a longer prompt."""
+        tokens = self.score.least
         while sum(self.score.reserved(tokens).values()) >= tokens:
             tokens += 1
         return tokens

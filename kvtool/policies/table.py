@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from kvtool.policies.allocate import table as allocators
 from kvtool.policies.allocate.room import Allocator, HeadSplit
-from kvtool.policies.parts import Rescore, Score
+from kvtool.policies.parts import Evicted, Rescore, Score
 
 BASES: dict[str, str] = {
     "full": "scores.full:Full",
@@ -21,10 +21,13 @@ BASES: dict[str, str] = {
     "pyramidkv": "scores.pyramidkv:PyramidKV",
     "adakv": "scores.adakv:AdaKV",
     "duoattention": "scores.duoattention:DuoAttention",
+    "d2o": "scores.d2o:D2O",
 }
 MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",
     "fastcaote": "rescore.caote:FastCAOTE",
+    "d2o-merge": "evicted.d2o_merge:D2OMerge",
+    "cam": "evicted.cam:CaM",
 }
 ALLOCATORS: dict[str, str] = {  # modifiers that split the budget; `d2o` itself is a base
     "d2o-alloc" if name == "d2o" else name: f"allocate.{place}"
@@ -54,7 +57,7 @@ class Entry:
     budget_kind: str
 
 
-def policy_class(name: str) -> type[Score] | type[Rescore] | type[Allocator]:
+def policy_class(name: str) -> type[Score] | type[Rescore] | type[Allocator] | type[Evicted]:
     """The class behind a name of the table."""
     module, _, attribute = (BASES | MODIFIERS)[name].partition(":")
     return getattr(import_module(f"kvtool.policies.{module}"), attribute)

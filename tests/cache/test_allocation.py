@@ -15,7 +15,15 @@ from tests.families import family_model
 from tests.models_for_tests import peaky_model, random_ids
 
 LAYERS = 4
-BASES = ["streaming", "h2o", "h2o+caote", "tova", "roco(sinks=2)", "snapkv(window=6)"]
+BASES = [
+    "streaming",
+    "h2o",
+    "h2o+caote",
+    "tova",
+    "roco(sinks=2)",
+    "snapkv(window=6)",
+    "h2o+d2o-merge",
+]
 ALLOCATORS = ["pyramid", "d2o-alloc(norm=minmax)"]
 
 

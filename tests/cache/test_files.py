@@ -29,6 +29,11 @@ POLICIES = [
     "snapkv(window=4)",
     "adakv(window=4)",
     "h2o+caote+ada",
+    "d2o",
+    "h2o+caote+d2o-merge",
+    "streaming+cam",
+    "snapkv(window=4)+cam",
+    "adakv(window=4)+d2o-merge",
 ]
 
 

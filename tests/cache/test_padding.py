@@ -30,6 +30,12 @@ POLICIES = [
     "adakv(window=3,kernel=3)",
     "h2o+ada(share=0.1)",
     "roco(sinks=1,protect_recent=2)+caote+ada(safeguard=force)",
+    "d2o+uniform",
+    "streaming+d2o-merge",
+    "h2o+caote+cam",
+    "snapkv(window=3,kernel=3)+cam(m=5)",
+    "adakv(window=3,kernel=3)+cam",
+    "adakv(window=3,kernel=3)+d2o-merge",
 ]
 
 

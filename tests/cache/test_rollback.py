@@ -18,6 +18,7 @@ SETTINGS = {"pyramidkv": "(window=4)", "snapkv": "(window=4)"}
 POLICIES = [base + SETTINGS.get(base, "") for base in BASES]
 POLICIES += ["h2o+caote", "snapkv(window=4)+fastcaote", "tova(head_reduce=kv_head)"]
 POLICIES += ["h2o+pyramid", "h2o+d2o-alloc", "streaming+d2o-alloc"]
+POLICIES += ["h2o+d2o-merge", "streaming+cam", "snapkv(window=4)+cam"]
 
 
 @pytest.fixture(scope="module", params=[2, 8], ids=["gqa", "mha"])

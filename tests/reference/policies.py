@@ -111,6 +111,16 @@ class H2O(Counting):
         return weight
 
 
+class D2O(H2O):
+    def __init__(self, budget, sinks=4):
+        super().__init__(budget)
+        self.sinks = sinks
+        self.recent = budget - sinks - round((budget - sinks) * 3 / 4)
+
+    def forced(self, head, positions, victims):
+        return super().forced(head, positions, victims) | {p for p in positions if p < self.sinks}
+
+
 class Scissorhands(Counting):
     def worth(self, weight, visible):
         return 1.0 if weight * visible >= 1 - FLOAT32 else 0.0
@@ -246,6 +256,7 @@ BASES = {
     "streaming": Streaming,
     "scissorhands": Scissorhands,
     "h2o": H2O,
+    "d2o": D2O,
     "tova": Tova,
     "roco": Roco,
     "snapkv": SnapKV,

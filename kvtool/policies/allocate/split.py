@@ -57,7 +57,7 @@ class AllocatedSplit:
         score = self.policy.score
         room = Room(
             total=mean * self.layers,
-            lo=[min(self.policy.least, n)] * self.layers,
+            lo=[min(self.policy.least, mean, n)] * self.layers,
             hi=[n] * self.layers,
             window=score.window if score.when == "prompt" else None,
             variance=spread.variance if spread else None,

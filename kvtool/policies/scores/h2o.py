@@ -17,6 +17,16 @@ from kvtool.errors import UsageError
 from kvtool.policies.parts import Count, Evidence, Rows, Score, SlotView, State, half
 
 
+def add_attention(total: Tensor, rows: Rows) -> None:
+    """Add what each slot receives from these rows, mean over the group, in place.
+
+    Args:
+        total: (batch, kv_heads, slots) float32.
+    """
+    group = rows.weights.shape[2]
+    total[..., : rows.slots].add_(rows.weights.sum((2, 3)), alpha=1 / group)
+
+
 @dataclass(frozen=True)
 class H2O(Score):
     """Keep the tokens with the most accumulated attention, and a recent window.
@@ -38,9 +48,7 @@ class H2O(Score):
             raise UsageError(f"h2o: recent must be 0 or more, got {self.recent}")
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
-        group = rows.weights.shape[2]
-        total = state["attention_sum"][..., : rows.slots]
-        total.add_(rows.weights.sum((2, 3)), alpha=1 / group)
+        add_attention(state["attention_sum"], rows)
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         return state["attention_sum"]

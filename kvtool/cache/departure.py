@@ -1,0 +1,105 @@
+"""Part what leaves a layer from what stays, and let the policy make something of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.slots import SlotLayer, take
+from kvtool.policies.parts import Count, Departure, SlotView, State
+
+
+@torch.no_grad()
+def part_block(
+    layer: SlotLayer,
+    slots: tuple[Tensor, Tensor],
+    view: SlotView,
+    state: State,
+    importance: Tensor,
+    chosen: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, State]:
+    """Copy what stays of a block and of the slots before it, changed by what leaves.
+
+    Args:
+        slots: keys and values of all, (batch, kv_heads, slots, dim).
+        view, state: the same slots as the policy sees them.
+        importance: (batch, kv_heads, slots) float32 by which they were chosen.
+        chosen: (batch, kv_heads, kept) indices of those that stay, in ascending position.
+        positions: (batch, kv_heads, kept) their positions, -1 = empty.
+
+    Returns:
+        Keys, values, positions and state of those that stay.
+    """
+    keys, values = (take(tensor, chosen) for tensor in slots)
+    kept_state = {name: number.gather(2, chosen) for name, number in state.items()}
+    fate = layer.policy.fate
+    if fate is not None:
+        split = layer.head_budgets
+        least = layer.least if split is None else int(split.min())
+        gone, gone_positions = _leaving(view.positions, chosen, positions, least)
+        leaving = Departure(
+            keys=slots[0],
+            values=slots[1],
+            state=state,
+            gone=gone,
+            gone_positions=gone_positions,
+            kept_keys=keys,
+            kept_values=values,
+            kept_state=kept_state,
+            kept_positions=positions,
+            tokens_seen=view.tokens_seen,
+            layer=layer.index,
+            importance=importance,
+        )
+        fate.absorb(layer.memory, leaving)
+    return keys, values, positions, kept_state
+
+
+def _leaving(positions: Tensor, chosen: Tensor, kept: Tensor, least: int) -> tuple[Tensor, Tensor]:
+    """Slots that are stored and not chosen, in ascending position.
+
+    Args:
+        least: the fewest slots that a row or head keeps.
+
+    Returns:
+        (batch, kv_heads, victims) indices and positions, -1 where a head loses fewer.
+    """
+    stays = torch.zeros_like(positions, dtype=torch.bool).scatter_(2, chosen, kept >= 0)
+    last = torch.iinfo(positions.dtype).max
+    key = positions.masked_fill(stays | (positions < 0), last)
+    gone_positions, gone = key.sort(-1)
+    victims = positions.shape[2] - min(least, chosen.shape[2])
+    gone_positions = gone_positions[..., :victims]
+    return gone[..., :victims], gone_positions.masked_fill(gone_positions == last, -1)
+
+
+@torch.no_grad()
+def part_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
+    """Let the policy make something of the pending victim while its key and value are there.
+
+    Args:
+        tokens_seen: tokens of each row so far.
+    """
+    fate = layer.policy.fate
+    if fate is None:
+        return
+    layer.own()
+    used = slice(0, layer.used)
+    gone = layer.pending[..., None]
+    keys, values = layer.keys[:, :, used], layer.values[:, :, used]
+    state = {name: number[:, :, used] for name, number in layer.state.items()}
+    leaving = Departure(
+        keys=keys,
+        values=values,
+        state=state,
+        gone=gone,
+        gone_positions=layer.positions.gather(2, gone),
+        kept_keys=keys,
+        kept_values=values,
+        kept_state=state,
+        kept_positions=layer.stored_positions(),
+        tokens_seen=tokens_seen,
+        layer=layer.index,
+    )
+    fate.absorb(layer.memory, leaving)

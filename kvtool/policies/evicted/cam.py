@@ -1,0 +1,163 @@
+"""CaM: the value of an evicted token is spread over the kept tokens that follow it.
+
+Zhang et al., 2024, https://openreview.net/forum?id=LCTmppB165 (ICML). With the attention that each
+token has accumulated, an evicted token i is merged with probability
+min(1, sum_i / mean of the sums of the next m kept tokens), and then adds v_i / m to each of them.
+
+Differences: the authors' code has three other denominators (recent window, maximum over what is
+kept, the next 16) and tests for infinity where it means NaN; the accumulated mean over the next m
+is the paper's. Where fewer than m kept tokens follow, those are used; where none do, the token is
+dropped. Each draw is a hash of (seed, layer, KV head, tokens seen, position), so that a row of a
+batch draws what it would draw alone. Values grow in norm: that is the method.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtool.errors import UsageError
+from kvtool.maths.selection import take
+from kvtool.policies.parts import Departure, Evicted, Rows, SlotView, State
+from kvtool.policies.scores.h2o import add_attention
+from kvtool.policies.scores.random import uniform_draws
+
+_CHUNK = 1024  # victims whose values are held in float64 at a time
+
+
+def merge_probability(own: Tensor, following: Tensor, count: Tensor) -> Tensor:
+    """Probability with which evicted tokens are merged.
+
+    Args:
+        own: accumulated attention of the evicted tokens, at least 0.
+        following: sum of the accumulated attention of the kept tokens after each of them.
+        count: how many these are, at most m.
+
+    Returns:
+        float32 in [0, 1]; 0 where nothing follows, and for 0 / 0.
+    """
+    share = own * count / following
+    share = torch.where(following > 0, share, (own > 0).float()).clamp(0, 1)
+    return torch.where(count > 0, share, 0.0)
+
+
+def spans(gone: Tensor, kept: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Where the next m kept tokens of each evicted one begin and end.
+
+    >>> first, last = spans(torch.tensor([[[1, 5]]]), torch.tensor([[[0, 2, 4, 6, -1]]]), m=2)
+    >>> first.tolist(), last.tolist()
+    ([[[1, 3]]], [[[3, 4]]])
+
+    Args:
+        gone: (batch, kv_heads, victims) positions.
+        kept: (batch, kv_heads, kept) ascending positions, -1 = empty at the end.
+
+    Returns:
+        Indices into kept, the first one and the one behind the last.
+    """
+    held = (kept >= 0).sum(-1, keepdim=True)
+    ascending = kept.masked_fill(kept < 0, torch.iinfo(kept.dtype).max).contiguous()
+    first = torch.searchsorted(ascending, gone.contiguous(), right=True)
+    first = torch.minimum(first, held)
+    return first, torch.minimum(first + m, held)
+
+
+def spread(
+    values: Tensor, source: Tensor, gone: Tensor, amount: Tensor, first: Tensor, last: Tensor
+) -> Tensor:
+    """Values with those of evicted tokens added to their spans.
+
+    What overlapping spans add up to is the running sum, in float64, of what begins less what ends.
+
+    Args:
+        values: (batch, kv_heads, kept, dim).
+        source: (batch, kv_heads, slots, dim), which holds the evicted values.
+        gone: (batch, kv_heads, victims) their indices in it.
+        amount: (batch, kv_heads, victims), what to multiply each by.
+        first, last: (batch, kv_heads, victims) from `spans`.
+
+    Returns:
+        (batch, kv_heads, kept, dim) in the dtype of `values`.
+    """
+    flow = functional.pad(torch.zeros_like(values, dtype=torch.float64), (0, 0, 0, 1))
+    parts = (tensor.split(_CHUNK, -1) for tensor in (gone, amount, first, last))
+    for place, much, begin, end in zip(*parts, strict=True):
+        token = take(source, place).double() * much[..., None]
+        flow.scatter_add_(2, begin[..., None].expand_as(token), token)
+        flow.scatter_add_(2, end[..., None].expand_as(token), -token)
+    return (values.double() + flow.cumsum(2)[:, :, :-1]).to(values.dtype)
+
+
+@dataclass(frozen=True)
+class CaM(Evicted):
+    """Spread the value of each evicted token over the kept ones that follow it (CaM).
+
+    Args:
+        m: kept tokens that share a value.
+        deterministic: add the share times its probability, instead of drawing.
+        seed: selects the draws.
+    """
+
+    m: int = 32
+    deterministic: bool = False
+    seed: int = 0
+
+    name: ClassVar = "cam"
+    paper: ClassVar = "https://openreview.net/forum?id=LCTmppB165"
+    statistics: ClassVar = ("attention_sum",)
+
+    def __post_init__(self) -> None:
+        if self.m < 1:
+            raise UsageError(f"cam: m must be 1 or more, got {self.m}")
+        if self.seed < 0:
+            raise UsageError(f"cam: seed must be 0 or more, got {self.seed}")
+
+    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
+        add_attention(state["attention_sum"], rows)
+
+    def absorb(self, memory: State, leaving: Departure) -> None:
+        if leaving.decoded:
+            self._absorb_one(leaving)
+            return
+        own = leaving.state["attention_sum"].gather(2, leaving.gone)
+        first, last = spans(leaving.gone_positions, leaving.kept_positions, self.m)
+        sums = functional.pad(leaving.kept_state["attention_sum"].double().cumsum(-1), (1, 0))
+        following = (sums.gather(2, last) - sums.gather(2, first)).float()
+        amount = self._amount(leaving, own, following, last - first)
+        kept = leaving.kept_values
+        kept.copy_(spread(kept, leaving.values, leaving.gone, amount, first, last))
+
+    def _absorb_one(self, leaving: Departure) -> None:
+        """Absorb one token of each head, whose kept ones are in no order."""
+        positions, kept = leaving.kept_positions, leaving.kept_values
+        last = torch.iinfo(positions.dtype).max
+        later = positions.masked_fill(positions <= leaving.gone_positions, last)
+        nearest = later.topk(min(self.m, later.shape[-1]), -1, largest=False, sorted=False)
+        follows = nearest.values < last
+        sums = leaving.kept_state["attention_sum"].gather(2, nearest.indices)
+        own = leaving.state["attention_sum"].gather(2, leaving.gone)
+        following = sums.masked_fill(~follows, 0).sum(-1, keepdim=True)
+        count = follows.sum(-1, keepdim=True)
+        amount = self._amount(leaving, own, following, count)
+        amount = torch.where(follows, amount, 0.0)[..., None]
+        value = take(leaving.values, leaving.gone)
+        old = take(kept, nearest.indices)
+        new = (old.float() + amount * value.float()).to(kept.dtype)
+        kept.scatter_(2, nearest.indices[..., None].expand_as(new), new)
+
+    def _amount(self, leaving: Departure, own: Tensor, following: Tensor, count: Tensor) -> Tensor:
+        """How much of each evicted value every token of its span gets."""
+        chance = merge_probability(own, following, count)
+        if not self.deterministic:
+            chance = (self._draws(leaving) < chance).float()
+        chance = chance.masked_fill(leaving.gone_positions < 0, 0)
+        return chance / count.clamp(min=1)
+
+    def _draws(self, leaving: Departure) -> Tensor:
+        positions = leaving.gone_positions
+        heads = torch.arange(positions.shape[1], device=positions.device)
+        stream = torch.as_tensor(leaving.tokens_seen, device=positions.device) * 1_000_003
+        stream = stream + leaving.layer + (self.seed << 40) + (heads[:, None] << 50)
+        return uniform_draws(positions, stream)

@@ -1,0 +1,164 @@
+"""D2O's merging: an evicted token joins the kept one of most similar key, if similar enough.
+
+Wan et al., 2024, https://arxiv.org/abs/2406.13035, section 4.3, equations 6 to 12. The threshold
+tau is a moving average of the highest similarities: their mean at the first eviction, then
+beta * mean + (1 - beta) * tau. A kept token and those that go into it are averaged with weights
+exp of their similarity to it, its own similarity being 1.
+
+Differences from the paper: equation 12 as printed gives every merged token the sum of all weights,
+so that they exceed 1 when two go into one; each has its own weight here, as the text says.
+Threshold and decision are per KV head (the paper leaves heads out). The authors' code is another
+method: it weighs by raw similarity, has one threshold per layer and averages its mask over heads.
+Merged keys mix the rotations of different positions, as in the paper; `merge=v` leaves keys alone.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtool.errors import UsageError
+from kvtool.maths.selection import take
+from kvtool.policies.parts import Departure, Evicted, State
+
+_SELF = math.e  # exp of a token's similarity to itself
+_CHUNK = 128  # victims whose similarity to every kept token is held at a time
+_EPSILON = 1e-8
+
+
+def nearest_kept(gone: Tensor, kept: Tensor, kept_positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each evicted key the most similar kept one, ties to the lower position.
+
+    Args:
+        gone: (batch, kv_heads, victims, head_dim).
+        kept: (batch, kv_heads, kept, head_dim).
+        kept_positions: (batch, kv_heads, kept), -1 = empty, never the nearest.
+
+    Returns:
+        Cosine similarity, (batch, kv_heads, victims) float32, and index of the kept key, int64.
+    """
+    unit = functional.normalize(kept.float(), dim=-1, eps=_EPSILON)
+    return _nearest(gone, unit, kept_positions)
+
+
+def _nearest(gone: Tensor, unit: Tensor, kept_positions: Tensor) -> tuple[Tensor, Tensor]:
+    gone = functional.normalize(gone.float(), dim=-1, eps=_EPSILON)
+    cosine = gone @ unit.transpose(-1, -2)
+    positions = kept_positions[:, :, None]
+    cosine = cosine.masked_fill_(positions < 0, float("-inf"))
+    best = cosine.amax(-1, keepdim=True)
+    last = torch.iinfo(positions.dtype).max
+    return best[..., 0], torch.where(cosine == best, positions, last).argmin(-1)
+
+
+def next_threshold(tau: Tensor, similarity: Tensor, valid: Tensor, beta: float) -> Tensor:
+    """Move the threshold by the similarities of some victims.
+
+    Args:
+        tau: (batch, kv_heads) float32, NaN before the first eviction.
+        similarity: (batch, kv_heads, victims) float32.
+        valid: bool (batch, kv_heads, victims), False where no token leaves; a head that loses none
+            keeps its threshold.
+    """
+    count = valid.sum(-1)
+    mean = similarity.masked_fill(~valid, 0).sum(-1) / count
+    moved = torch.where(tau.isnan(), mean, tau + beta * (mean - tau))
+    return torch.where(count > 0, moved, tau)
+
+
+def blend(kept: Tensor, share: Tensor, total: Tensor) -> Tensor:
+    """Average of kept tokens and what goes into them.
+
+    Args:
+        kept: (..., dim) keys or values.
+        share: (..., dim) float32, sum of the merged ones times exp of their similarity.
+        total: (...) float32, sum of these exp.
+
+    Returns:
+        (..., dim) in the dtype of `kept`.
+    """
+    mixed = (_SELF * kept.float() + share) / (_SELF + total)[..., None]
+    return mixed.to(kept.dtype)
+
+
+def merge_one(kept: Tensor, gone: Tensor, target: Tensor, weight: Tensor) -> None:
+    """Merge one token of each head into its target, in place.
+
+    Args:
+        kept: (batch, kv_heads, kept, dim).
+        gone: (batch, kv_heads, 1, dim).
+        target: (batch, kv_heads, 1) index into kept.
+        weight: (batch, kv_heads, 1) float32, exp of the similarity; 0 = do not merge.
+    """
+    index = target[..., None].expand(-1, -1, -1, kept.shape[-1])
+    old = kept.gather(2, index)
+    new = blend(old, weight[..., None] * gone.float(), weight)
+    kept.scatter_(2, index, torch.where(weight[..., None] > 0, new, old))
+
+
+def merge_many(kept: Tensor, source: Tensor, gone: Tensor, target: Tensor, weight: Tensor) -> None:
+    """Merge any number of tokens of each head into their targets, in place.
+
+    Args:
+        kept: (batch, kv_heads, kept, dim).
+        source: (batch, kv_heads, slots, dim), which holds the evicted tokens.
+        gone: (batch, kv_heads, victims) their indices in it.
+        target, weight: as for `merge_one`, (batch, kv_heads, victims).
+    """
+    share = torch.zeros(kept.shape, device=kept.device)
+    total = torch.zeros(kept.shape[:3], device=kept.device).scatter_add_(2, target, weight)
+    for place, to, amount in _chunks(gone, target, weight):
+        token = take(source, place).float()
+        share.scatter_add_(2, to[..., None].expand_as(token), token.mul_(amount[..., None]))
+    kept.copy_(torch.where(total[..., None] > 0, blend(kept, share, total), kept))
+
+
+def _chunks(*tensors: Tensor):
+    return zip(*(tensor.split(_CHUNK, -1) for tensor in tensors), strict=True)
+
+
+@dataclass(frozen=True)
+class D2OMerge(Evicted):
+    """Merge each evicted token into the kept one of most similar key, if similar enough (D2O).
+
+    Args:
+        beta: weight of the newest similarity in the moving threshold.
+        merge: `kv` merges keys and values, `v` values alone.
+    """
+
+    beta: float = 0.7
+    merge: Literal["kv", "v"] = "kv"
+
+    name: ClassVar = "d2o-merge"
+    paper: ClassVar = "https://arxiv.org/abs/2406.13035"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta <= 1:
+            raise UsageError(f"{self.name}: beta must be above 0 and at most 1, got {self.beta}")
+
+    def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
+        return {"tau": torch.full((batch, kv_heads), float("nan"), device=device)}
+
+    def absorb(self, memory: State, leaving: Departure) -> None:
+        keys, gone = leaving.keys, leaving.gone
+        unit = functional.normalize(leaving.kept_keys.float(), dim=-1, eps=_EPSILON)
+        parts = [
+            _nearest(take(keys, place), unit, leaving.kept_positions)
+            for place in gone.split(_CHUNK, -1)
+        ]
+        similarity, target = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+        valid = leaving.gone_positions >= 0
+        tau = next_threshold(memory["tau"], similarity, valid, self.beta)
+        memory["tau"] = tau
+        merged = valid & (similarity >= tau[..., None])
+        weight = torch.where(merged, similarity.exp(), 0.0)
+        both = [(leaving.values, leaving.kept_values)]
+        both += [(keys, leaving.kept_keys)] if self.merge == "kv" else []
+        for source, kept in both:
+            if leaving.decoded:
+                merge_one(kept, take(source, gone), target, weight)
+            else:
+                merge_many(kept, source, gone, target, weight)
