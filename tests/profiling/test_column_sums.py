@@ -24,6 +24,26 @@ def test_the_worked_entropy():
     assert column_entropy(WORKED).item() * math.log(4) == pytest.approx(1.033127, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.0, [0.987, 0.996, 0.999]),
+        (0.1, [6.956, 22.573, 84.265]),
+        (0.5, [130.905, 515.6, 2052.294]),
+        (0.8, [328.941, 1312.424, 5245.028]),
+    ],
+)
+def test_a_sink_makes_the_variance_grow_with_the_length(share, expected):
+    """Every row gives a share to the first token and the rest evenly to all that it sees."""
+    found = []
+    for n in (512, 2048, 8192):
+        evenly = 1 / torch.arange(1, n + 1, dtype=torch.float64)
+        sums = (1 - share) * evenly.flip(0).cumsum(0).flip(0)
+        sums[0] += share * n
+        found.append(f_variance(sums.float()).item())
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_extremes():
     assert column_entropy(torch.ones(9)).item() == pytest.approx(1.0)
     assert column_entropy(torch.tensor([9.0, 0.0, 0.0])).item() == 0.0
