@@ -114,6 +114,33 @@ class Budgets:
             return
         self._set_rows(layer, self._of_rows(layer, lengths), q_len)
 
+    def foresee(self, q_len: int, valid: Tensor | None, lengths: list[int] | None) -> None:
+        """Fix what the rows may keep before a block is read, where something is stored already.
+
+        Args:
+            valid: (batch, q_len), False = padding; None: no padding.
+            lengths: tokens that each row will have seen at the prompt's end; None: at the block's.
+        """
+        if not self._free or not self._free[0].is_initialized:
+            return
+        first = self._free[0]
+        if lengths is None and (self._split is not None or self.budget.ratio is not None):
+            before = first.lengths if first.ragged else first.seen
+            new = q_len if valid is None else valid.sum(1)
+            lengths = torch.as_tensor(before + new).expand(first.batch_size).tolist()
+        for layer in self._free:
+            self.set(layer, None, 0, lengths)
+
+    def of_prompt(self, lengths: list[int]) -> list[int] | None:
+        """Tokens that each row may keep, where layers have equal budgets.
+
+        None for a budget in bytes before anything is stored.
+        """
+        first = self._free[0]
+        if self.budget.bytes is not None and not first.is_initialized:
+            return None
+        return self._shares(lengths) or [self._tokens(first)] * len(lengths)
+
     def cut_held_back(self, lengths: list[int]) -> None:
         """Split the budget by what all layers have shown of a prompt, and cut them.
 

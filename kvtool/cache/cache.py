@@ -24,6 +24,7 @@ from kvtool.cache import handover
 from kvtool.cache.budgets import Budgets
 from kvtool.cache.kernels import Call
 from kvtool.cache.slots import HybridSlotLayer, SlotLayer
+from kvtool.cache.surprisals import Surprisals
 from kvtool.cache.together import form_groups
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
@@ -32,9 +33,10 @@ from kvtool.identity import config_hash
 from kvtool.policies.allocate.room import HeadSplit
 from kvtool.policies.allocate.table import parse_allocator
 from kvtool.policies.grammar import parse_policy
+from kvtool.policies.parts import Evidence
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
-from kvtool.sizes import Budget, parse_prefill
+from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_prefill
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def build_cache(
             bytes of the whole cache (`64MiB`). None only for policies that keep everything.
         prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
             cutting after each. A policy that looks at the prompt to split the budget
-            (`+d2o-alloc`, `+ada`) reads it at once and cuts at its end.
+            (`+d2o-alloc`, `+ada`) reads it at once and cuts at its end; one that goes by the
+            model's logits (`sirllm`) reads it in blocks in any case.
         plan: what `kvtool plan-budget` decided, or its file: budgets of the layers, in place of
             `budget` and of the policy's own allocator.
         head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
@@ -98,6 +101,7 @@ def build_cache(
         if budget is not None:
             raise UsageError(f"a plan brings its own budget; leave out {budget}")
         check_plan(plan, model.config)
+        check_layers_alike(plan, policy)
         budget = plan.target.budget
         policy = planned_heads(policy, plan)
     request = None if budget is None else Budget.parse(budget)
@@ -157,6 +161,21 @@ def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
     if not isinstance(split, HeadSplit) or policy.head_split is not None:
         return policy
     return policy if policy.score.when == "never" else replace(policy, heads=split)
+
+
+def check_layers_alike(plan: PlanDocument, policy: Policy) -> None:
+    """Refuse layers of unequal budgets for a policy that keeps the same tokens in all of them.
+
+    Raises:
+        UsageError: such a plan.
+    """
+    tokens = {plan.layers.tokens[i] for i in plan.free_layers}
+    if policy.score.evidence is Evidence.LOGITS and len(tokens) > 1:
+        raise UsageError(
+            f"policy `{policy.score.name}` keeps the same tokens in all layers, "
+            f"and the plan gives them {min(tokens)} to {max(tokens)}",
+            hint="plan with --allocator uniform, or give a budget",
+        )
 
 
 def kernel_of(model: PreTrainedModel) -> str:
@@ -221,6 +240,11 @@ class KVCache(Cache):
         super().__init__(layers=_make_layers(config, policy))
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         self._grouped = False
+        self.surprisals: Surprisals | None = None  # of a policy that goes by the model's logits
+        free = any(layer.window is None for layer in self.slot_layers)
+        if policy.score.evidence is Evidence.LOGITS and free:
+            self.surprisals = Surprisals(self.slot_layers, policy.score)
+        self.logits_asked: int | Tensor = 0  # `logits_to_keep` of the running forward
         self.plan = plan
         self.budgets = Budgets(self.slot_layers, policy, budget, plan)
         split = policy.head_split
@@ -237,6 +261,12 @@ class KVCache(Cache):
         if not isinstance(layer, SlotLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         handover.check_attended(layer)
+        if self.surprisals is not None and self.surprisals.arriving is None:
+            raise KvtoolError(
+                f"policy `{self.policy.score.name}` goes by the logits of the model, "
+                "and this forward runs a part of it only",
+                hint="call kvtool.attach(model) and then the model itself",
+            )
         decoding = self.decodes(layer, key_states.shape[2])
         if not decoding:
             self._ungroup()
@@ -279,21 +309,28 @@ class KVCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._ungroup()
-        self.budgets.choose_rows(lambda rows: rows[beam_idx.to(rows.device)])
+        self._choose_rows(lambda rows: rows[beam_idx.to(rows.device)])
         super().reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._ungroup()
-        self.budgets.choose_rows(lambda rows: rows.repeat_interleave(repeats))
+        self._choose_rows(lambda rows: rows.repeat_interleave(repeats, 0))
         super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._ungroup()
-        self.budgets.choose_rows(lambda rows: rows[indices.to(rows.device)])
+        self._choose_rows(lambda rows: rows[indices.to(rows.device)])
         super().batch_select_indices(indices)
+
+    def _choose_rows(self, choose: Callable[[Tensor], Tensor]) -> None:
+        self.budgets.choose_rows(choose)
+        if self.surprisals is not None:
+            self.surprisals.choose_rows(choose)
 
     def reset(self) -> None:
         self._ungroup()
+        if self.surprisals is not None:
+            self.surprisals.reset()
         self.input_ids = self.next_logits = None
         self.budgets.reset()
         super().reset()
@@ -342,6 +379,8 @@ class KVCache(Cache):
         if lengths is not None:
             self.budgets.check(lengths)
         self._in_prompt, self._prompt_lengths = True, lengths
+        if self.surprisals is not None:
+            self.surprisals.begin_turn()
         try:
             yield
             if self.budgets.held_back:
@@ -360,6 +399,43 @@ class KVCache(Cache):
         among = ranks[free].flatten().argsort().argsort().view(len(free), -1)
         for i, own in zip(free, among, strict=True):
             self.slot_layers[i].head_rank, self.slot_layers[i].heads_ranked = own, among.numel()
+
+    def expect(self, tokens: Tensor, mask: Tensor | None) -> None:
+        """Make room for the tokens of the coming forward, for a policy that goes by logits.
+
+        Args:
+            tokens: (batch, q_len) int64.
+            mask: (batch, past + q_len), 0 = padding; None: no padding.
+        """
+        first, q_len = self.first_layer, tokens.shape[1]
+        decoding = self.decodes(first, q_len)
+        valid = None
+        if mask is not None and (first.ragged or not decoding):
+            valid = mask[:, first.seen : first.seen + q_len].bool()
+            if not first.ragged and bool(valid.all()):  # the one device sync of a prompt block
+                valid = None
+        if not decoding:
+            if not self._in_prompt:
+                self.surprisals.begin_turn()
+            self.budgets.foresee(q_len, valid, self._prompt_lengths)
+        self.surprisals.make_room(tokens, valid, decoding)
+
+    def block_sizes(self, lengths: list[int]) -> list[int] | None:
+        """How many tokens of each row the next forward of a prompt should take; None: all.
+
+        Args:
+            lengths: tokens that each row will have seen at the prompt's end.
+        """
+        if self.surprisals is None:
+            return None if self.block is None else [self.block] * len(lengths)
+        block = self.block or DEFAULT_BLOCK
+        budgets = self.budgets.of_prompt(lengths) or [2 * block] * len(lengths)
+        return [min(block, budget // 2 or 1) for budget in budgets]
+
+    @property
+    def layer_block(self) -> int | None:
+        """How many tokens of a forward a layer takes before it cuts; None: all of them."""
+        return self.block if self.surprisals is None else None
 
     def set_budget(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> None:
         """Fix what the rows of a layer may keep, before a block of a prompt is cut."""
@@ -421,7 +497,8 @@ class KVCache(Cache):
             kept_per_layer=kept,
             kv_bytes=sum(layer.filled_bytes() for layer in slots),
             allocated_bytes=allocated,
-            state_bytes=sum(layer.state_bytes() for layer in slots),
+            state_bytes=sum(layer.state_bytes() for layer in slots)
+            + (0 if self.surprisals is None else self.surprisals.bytes),
             full_bytes=full,
             peak_bytes=max(self.peak_bytes, allocated),
         )

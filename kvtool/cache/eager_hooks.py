@@ -62,7 +62,7 @@ def _before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] 
     layer: SlotLayer = cache.layers[module.layer_idx]
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     batch, q_len = hidden.shape[:2]
-    if cache.block is not None and q_len > cache.block:
+    if cache.layer_block is not None and q_len > cache.layer_block:
         raise KvtoolError(
             f"a prompt of {q_len} tokens cannot be split inside eager attention",
             hint=f"feed it in blocks: generate(..., prefill_chunk_size={cache.block})",

@@ -215,7 +215,8 @@ def _cut(
 
 
 def _over_budget(layer: SlotLayer, block: Block) -> bool:
-    if layer.policy.ranking.when == "never":
+    score = layer.policy.ranking
+    if score.when == "never" or score.evidence is Evidence.LOGITS:
         return False
     return block.view.positions.shape[2] > layer.least
 
@@ -249,7 +250,7 @@ def decode_needs_rows(layer: SlotLayer) -> bool:
     if layer.policy.needs_all_rows:
         return True
     score = layer.policy.ranking
-    if score.when != "always" or score.evidence is Evidence.NOTHING:
+    if not layer.cuts_itself or score.evidence is Evidence.NOTHING:
         return False
     return layer.used > layer.least
 
@@ -268,7 +269,7 @@ def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
         return
     score = layer.policy.ranking
     observed = layer.policy.needs_all_rows
-    full = score.when == "always" and layer.used > layer.least
+    full = layer.cuts_itself and layer.used > layer.least
     if not (observed or full):
         return
     view, state = _used_view(layer, value), _used_state(layer)

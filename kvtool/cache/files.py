@@ -68,6 +68,10 @@ def save_cache(
         tensors["spread.tokens"] = torch.tensor([row.tokens for row in cache.budgets.spreads])
     if cache.head_ranks is not None:
         tensors["head_ranks"] = cache.head_ranks
+    if cache.surprisals is not None:
+        scores, next_of_text = cache.surprisals.by_position()
+        tensors["state.surprisal"] = scores.cpu()
+        tensors["state.next_logits"] = next_of_text.cpu()
     first = cache.first_layer
     if first.ragged:
         tensors["lengths"] = first.lengths.cpu()
@@ -140,6 +144,9 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
         cache.budgets.spreads = [
             Spread(variance.tolist(), int(tokens)) for variance, tokens in rows
         ]
+    if cache.surprisals is not None:
+        own = [tensors[f"state.{name}"].to(model.device) for name in ("surprisal", "next_logits")]
+        cache.surprisals.fill(*own)
     cache.input_ids = tensors.get("input_ids")
     cache.next_logits = tensors.get("next_logits")
     return cache

@@ -52,7 +52,8 @@ class Attachment:
     """
 
     implementation: str
-    hooks: list = field(default_factory=list)
+    hooks: list = field(default_factory=list)  # on eager attention modules
+    logit_hooks: list = field(default_factory=list)  # on the model itself
     head_ranks: Tensor | None = None
 
 

@@ -24,8 +24,15 @@ def replay(cache: KVCache, taken: Taken, call: Call) -> Tensor:
         (batch, heads, q_len, value_dim).
 
     Raises:
-        KvtoolError: keys that are stored in another form than they are attended in.
+        KvtoolError: keys that are stored in another form than they are attended in; a policy that
+            goes by the model's logits.
     """
+    if cache.surprisals is not None:
+        raise KvtoolError(
+            f"policy `{cache.policy.score.name}` goes by the model's logits, "
+            "so it cannot be replayed layer by layer",
+            hint="measure it end to end",
+        )
     if call.key is not call.raw_key:
         raise KvtoolError("a model with latent attention cannot be replayed layer by layer")
     layer = cache.layers[taken.layer.index]

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvtool.errors import KvtoolError
 from kvtool.maths.selection import take
-from kvtool.policies.parts import Count, State
+from kvtool.policies.parts import Count, Evidence, State
 from kvtool.policies.policy import Policy
 
 if TYPE_CHECKING:
@@ -195,6 +195,12 @@ class SlotLayer(CacheLayerMixin):
     def kept(self) -> int:
         """Slots in use that are not waiting to be overwritten."""
         return self.used - (self.pending is not None)
+
+    @property
+    def cuts_itself(self) -> bool:
+        """Whether the layer holds its budget after every token by its own choice of victims."""
+        score = self.policy.ranking
+        return score.when == "always" and score.evidence is not Evidence.LOGITS
 
     @property
     def ragged(self) -> bool:
@@ -391,7 +397,7 @@ class SlotLayer(CacheLayerMixin):
         if self.held_back:
             roomy = slots
         elif when == "always":
-            roomy = limit if slots >= self.most else min(roomy, limit)
+            roomy = max(limit, slots) if slots >= self.most else min(roomy, limit)
         elif when == "prompt" and slots <= self.most:
             roomy = min(roomy, limit)
         roomy = max(roomy, slots)  # heads of different counts, side by side, may exceed the mean

@@ -98,7 +98,7 @@ def form_groups(layers: list[SlotLayer]) -> bool:
     Returns:
         Whether they are.
     """
-    steady = [layer for layer in layers if layer.policy.score.when == "always"]
+    steady = [layer for layer in layers if layer.cuts_itself]
     if any(layer.pending is None or layer.ragged for layer in steady):
         return False
     alike = defaultdict(list)

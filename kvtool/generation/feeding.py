@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -42,31 +43,58 @@ def prefill(
     if mask is not None and bool(mask.all()):
         mask = None
     counts = [width] * batch if mask is None else mask.sum(1).tolist()
-    size = width if cache.block is None else min(cache.block, width)
-    if mask is not None:
-        if size < width and any(
-            isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers
-        ):
+    lengths = [before + count for before, count in zip(seen, counts, strict=True)]
+    sizes = cache.block_sizes(lengths)
+    if mask is not None and sizes is not None and min(sizes) < width:
+        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
             raise KvtoolError(
                 "a padded batch cannot be fed in blocks to a model with recurrent layers",
                 hint="use prefill full, or rows of equal length",
             )
-        if size < width:
-            order = (~mask).long().argsort(dim=1, stable=True)
-            input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
+        order = (~mask).long().argsort(dim=1, stable=True)
+        input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
     logits: Tensor | None = None
-    with cache.prompt([before + count for before, count in zip(seen, counts, strict=True)]):
-        for start in range(0, width, size):
-            part = slice(start, start + size)
-            valid = None if mask is None else mask[:, part]
-            last = _last_columns(valid, batch, min(size, width - start))
-            out = forward(model, cache, input_ids[:, part], valid, last)
+    with cache.prompt(lengths):
+        for ids, valid in _blocks(cache, input_ids, mask, counts, lengths):
+            last = _last_columns(valid, batch, ids.shape[1])
+            out = forward(model, cache, ids, valid, last)
             if logits is None or valid is None:
                 logits = out
             else:
                 ends_here = valid.any(1)[:, None]
                 logits = torch.where(ends_here, out, logits)
     return logits
+
+
+def _blocks(
+    cache: KVCache, input_ids: Tensor, mask: Tensor | None, counts: list[int], lengths: list[int]
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Cut a prompt into blocks, whose sizes are asked for once the block before has run.
+
+    Args:
+        mask: (batch, n) bool, False = padding, behind the tokens where there are several blocks.
+        counts: tokens of each row.
+        lengths: tokens that each row will have seen at the prompt's end.
+
+    Yields:
+        (batch, columns) token ids, and which of them are tokens; None: all.
+    """
+    batch, width = input_ids.shape
+    fed = [0] * batch
+    while fed != counts:
+        sizes = cache.block_sizes(lengths)
+        if sizes is None or min(sizes) >= width:
+            yield input_ids, mask
+            return
+        taken = [min(size, n - done) for size, n, done in zip(sizes, counts, fed, strict=True)]
+        columns = torch.arange(max(taken), device=input_ids.device)
+        if mask is None:
+            yield input_ids[:, fed[0] + columns], None
+        else:
+            starts, ends = torch.tensor([fed, taken], device=input_ids.device)[..., None]
+            places = (starts + columns).clamp(max=width - 1)
+            yield input_ids.gather(1, places), columns < ends
+        fed = [done + more for done, more in zip(fed, taken, strict=True)]
 
 
 def _last_columns(valid: Tensor | None, batch: int, width: int) -> list[int]:

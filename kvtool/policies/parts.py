@@ -20,11 +20,12 @@ Count = int | Tensor  # one number, or one per row (batch, 1, 1), or per head (b
 
 
 class Evidence(enum.Enum):
-    """Which attention rows a score wants to see of every block."""
+    """What a score wants to see of every block: attention rows, or the model's logits."""
 
     NOTHING = "nothing"
     LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
     ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
+    LOGITS = "logits"  # each token's surprisal, as `state["surprisal"]`; one cut for all layers
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ class Policy:
 
     Raises:
         UsageError: the rescore, or the split over heads, needs attention scores and the score has
-            none; a split of a budget that nobody holds; something to be made of evicted tokens
-            where none are, where the score makes something else of them, or where they leave
-            heads of unequal counts while decoding.
+            none; a split of a budget that nobody holds, or of one that all layers share; something
+            to be made of evicted tokens where none are, where all layers are cut at once, where the
+            score makes something else of them, or where they leave heads of unequal counts while
+            decoding.
     """
 
     score: Score
@@ -41,6 +42,11 @@ class Policy:
                 raise UsageError(
                     f"`{split.modifier}` splits a budget over {over}, "
                     f"and `{self.score.name}` keeps everything"
+                )
+            if split is not None and self.score.evidence is Evidence.LOGITS:
+                raise UsageError(
+                    f"`{split.modifier}` lets {over} keep different tokens, "
+                    f"and `{self.score.name}` keeps the same in all of them"
                 )
         if self.heads is not None and self.heads.by_score and not self.score.attention:
             raise UsageError(
@@ -67,6 +73,11 @@ class Policy:
         if self.score.when == "never":
             raise UsageError(
                 f"`{name}` makes something of evicted tokens, and `{self.score.name}` evicts none"
+            )
+        if self.score.evidence is Evidence.LOGITS:
+            raise UsageError(
+                f"`{name}` makes something of tokens that a layer evicts by itself, "
+                f"and `{self.score.name}` cuts all layers at once"
             )
         if self.score.evicted is not None:
             raise UsageError(

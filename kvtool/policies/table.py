@@ -22,6 +22,7 @@ BASES: dict[str, str] = {
     "adakv": "scores.adakv:AdaKV",
     "duoattention": "scores.duoattention:DuoAttention",
     "d2o": "scores.d2o:D2O",
+    "sirllm": "scores.sirllm:SirLLM",
 }
 MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",

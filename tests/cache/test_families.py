@@ -12,7 +12,7 @@ from kvtool.generation import decode_step, prefill
 from tests.families import FAMILIES, HOOKED, RECURRENT, family_model
 from tests.models_for_tests import random_ids
 
-POLICIES = ["streaming", "h2o+caote", "tova", "snapkv(window=8)"]
+POLICIES = ["streaming", "h2o+caote", "tova", "snapkv(window=8)", "sirllm"]
 LENGTH, NEW = 60, 6
 
 
@@ -64,7 +64,7 @@ def test_padded_rows_are_the_rows_alone(family, mode):
     rows = [random_ids(length, seed=length) for length in lengths]
     for i, row in enumerate(rows):
         ids[i, 41 - lengths[i] :], mask[i, 41 - lengths[i] :] = row[0], 1
-    for policy in ("h2o+caote", "snapkv(window=3)"):
+    for policy in ("h2o+caote", "snapkv(window=3)", "sirllm"):
         both = kvtool.build_cache(model, policy, 12, prefill=mode)
         together = [prefill(model, both, ids, mask)]
         together += [decode_step(model, both, token) for token in new.T]

@@ -26,6 +26,7 @@ POLICIES = [
     "tova+fastcaote",
     "roco",
     "roco+caote",
+    "sirllm(sinks=2)",
     "snapkv(window=4)",
     "adakv(window=4)",
     "h2o+caote+ada",

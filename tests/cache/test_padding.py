@@ -26,6 +26,7 @@ POLICIES = [
     "roco(sinks=1,protect_recent=2)",
     "roco(sinks=1,protect_recent=2)+caote",
     "snapkv(window=3,kernel=3)",
+    "sirllm(sinks=2)",
     "snapkv(window=3,kernel=3)+caote",
     "adakv(window=3,kernel=3)",
     "h2o+ada(share=0.1)",
@@ -124,7 +125,9 @@ def test_a_second_turn_of_padded_rows(mode):
         ((58, 30), 5, 0.35),
     ],
 )
-@pytest.mark.parametrize("policy", ["recency", "h2o+caote", "tova", "snapkv(window=1)"])
+@pytest.mark.parametrize(
+    "policy", ["recency", "h2o+caote", "tova", "snapkv(window=1)", "sirllm(sinks=1)"]
+)
 def test_padding_that_only_the_last_blocks_show(policy, lengths, block, budget):
     model = kvtool.attach(peaky_model("llama"))
     rows = [random_ids(length, seed=length) for length in lengths]

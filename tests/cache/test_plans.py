@@ -83,6 +83,16 @@ def test_heads_that_compete_hold_the_planned_bytes_together(model, plan, allocat
     )
 
 
+def test_one_keep_set_for_all_layers_takes_only_a_plan_of_equal_layers(model, plan):
+    document = plan("--ratio", "20%", "--context", str(CONTEXT), "--allocator", "uniform")
+    cache = kvtool.build_cache(model, "sirllm", plan=document)
+    prefill(model, cache, ids(CONTEXT))
+    assert cache.report().kept_per_layer == [40] * 4
+    steep = plan("-b", "40", "--context", str(CONTEXT), "--allocator", "pyramid")
+    with pytest.raises(UsageError, match="keeps the same tokens in all layers, and the plan gives"):
+        kvtool.build_cache(model, "sirllm", plan=steep)
+
+
 @pytest.mark.parametrize("allocator", ["uniform", "pyramid"])
 def test_padded_rows_hold_what_each_holds_alone(model, plan, allocator):
     document = plan("--ratio", "25%", "--context", str(CONTEXT), "--allocator", allocator)
