@@ -14,7 +14,7 @@ from tests.families import RECURRENT, family_model
 from tests.models_for_tests import peaky_model, random_ids
 
 BUDGET = 24
-SETTINGS = {"pyramidkv": "(window=4)", "snapkv": "(window=4)"}
+SETTINGS = {"adakv": "(window=4)", "pyramidkv": "(window=4)", "snapkv": "(window=4)"}
 POLICIES = [base + SETTINGS.get(base, "") for base in BASES]
 POLICIES += ["h2o+caote", "snapkv(window=4)+fastcaote", "tova(head_reduce=kv_head)"]
 POLICIES += ["h2o+pyramid", "h2o+d2o-alloc", "streaming+d2o-alloc"]
