@@ -113,8 +113,9 @@ class Estimate:
 
     def prompt_tokens(self, task: Task, sample: Sample) -> int | None:
         """Return the tokens of a sample up to its first answer, cut where they are cut."""
-        from kvtool.evaluation.bench import trained_length
-        from kvtool.evaluation.prompts import Frame, first_prompt, make_frame
+        from kvtool.evaluation.prompts import first_prompt
+        from kvtool.models.chat import Frame, make_frame
+        from kvtool.models.length import trained_length
 
         if not sample.turns:
             if sample.context:

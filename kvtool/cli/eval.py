@@ -225,7 +225,7 @@ def _folder(options: EvalOptions, plan: Plan) -> Path:
 
 def _read_model(options: EvalOptions, plan: Plan, terminal: Terminal) -> tuple[Any, Any, str]:
     """Return tokenizer, configuration and dtype, once it is known that they do what is wanted."""
-    from kvtool.evaluation.prompts import make_frame
+    from kvtool.models.chat import make_frame
     from kvtool.models.load import check_attention, load_tokenizer, resolve_device, resolve_dtype
 
     model = plan.recipe.model
@@ -241,8 +241,9 @@ def _read_model(options: EvalOptions, plan: Plan, terminal: Terminal) -> tuple[A
 
 def _draw(plan: Plan, tokenizer: Any, config: Any) -> list[Job]:
     """Draw all samples, for which the tokenizer is enough: bad data show before weights load."""
-    from kvtool.evaluation.bench import token_counter, trained_length
+    from kvtool.evaluation.bench import token_counter
     from kvtool.evaluation.runner import draw_jobs
+    from kvtool.models.length import trained_length
 
     counter = token_counter(tokenizer, trained_length(config))
     return draw_jobs(plan.tasks, counter, plan.recipe.eval.limit)

@@ -262,7 +262,7 @@ def _measure(
 
 
 def _check_length(config: Any, tokens: int, steps: int) -> None:
-    from kvtool.evaluation.bench import trained_length
+    from kvtool.models.length import trained_length
 
     limit = trained_length(config)
     if limit is not None and tokens + steps > limit:

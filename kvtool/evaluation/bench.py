@@ -17,13 +17,15 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.arms import Arm
 from kvtool.evaluation.memory import Peak
-from kvtool.evaluation.prompts import Frame, continued_ids, first_prompt, make_frame
+from kvtool.evaluation.prompts import first_prompt
 from kvtool.evaluation.task import Asking, Json, Sample, Task, TokenCounter, Turn
+from kvtool.models.chat import Frame, continued_ids, make_frame
+from kvtool.models.length import trained_length
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvtool.models.load import Loaded
 
@@ -417,12 +419,6 @@ def knows_query(task: Task, protocol: Protocol) -> bool:
     if getattr(task, "mode", None) == "scdq":
         return False
     return task.query_aware if protocol.query_aware is None else protocol.query_aware
-
-
-def trained_length(config: PreTrainedConfig) -> int | None:
-    """Return how many positions a model was trained for, None if it does not say."""
-    text = config.get_text_config(decoder=True)
-    return getattr(text, "max_position_embeddings", None)
 
 
 def token_counter(tokenizer: PreTrainedTokenizerBase, limit: int | None) -> TokenCounter:

@@ -86,7 +86,7 @@ def without_home(text: str) -> str:
 def model_used(loaded: Loaded) -> ModelUsed:
     """Describe a loaded model."""
     from kvtool.cache.cache import kernel_of
-    from kvtool.evaluation.bench import trained_length
+    from kvtool.models.length import trained_length
 
     config = loaded.model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads

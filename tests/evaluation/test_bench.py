@@ -5,18 +5,15 @@ from typing import ClassVar
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import Metaspace
-from transformers import PreTrainedTokenizerFast
 
 import kvtool
 from kvtool import generation
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import KvtoolError
 from kvtool.evaluation.arms import Arm, make_arms
 from kvtool.evaluation.bench import Bench, Protocol
-from kvtool.evaluation.prompts import continued_ids, first_prompt, make_frame
+from kvtool.evaluation.prompts import first_prompt
 from kvtool.evaluation.task import Asking, Sample, Turn
+from kvtool.models.chat import make_frame
 
 CHAT = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -199,17 +196,6 @@ def test_a_task_can_do_without_the_template_and_so_can_a_run(chatty):
         assert recorder.fed == [SAMPLE.context + question("falcon") + cue("falcon")]
 
 
-def test_a_template_that_is_not_there_or_does_not_work_is_refused(loaded):
-    with pytest.raises(UsageError, match="no chat template"):
-        make_frame(loaded.tokenizer, "on", True)
-    loaded.tokenizer.chat_template = "{{ raise_exception('only tools') }}"
-    try:
-        with pytest.raises(UsageError, match="cannot be used"):
-            make_frame(loaded.tokenizer, "auto", True)
-    finally:
-        loaded.tokenizer.chat_template = None
-
-
 @pytest.mark.parametrize("truncate", ["middle", "left"])
 def test_long_prompts_lose_their_middle_or_their_beginning(loaded, truncate):
     words = "".join(f" {number}" for number in range(10, 99))
@@ -262,27 +248,6 @@ def test_an_answer_and_its_prompt_fit_the_model(loaded, monkeypatch):
     fed = loaded.tokenizer(recorder.fed[0]).input_ids
     assert 180 < len(fed) <= 200 - 9 + 1
     assert recorder.fed[0].endswith(question("falcon") + cue("falcon"))
-
-
-@pytest.mark.parametrize("scheme", ["always", "first", "never"])
-def test_a_text_that_goes_on_gets_no_space_in_front_of_it(scheme):
-    vocabulary = ["<unk>", "\n", "▁", *map(chr, range(33, 127))]
-    model = BPE({token: i for i, token in enumerate(vocabulary)}, [], unk_token="<unk>")
-    letters = Tokenizer(model)
-    letters.pre_tokenizer = Metaspace(prepend_scheme=scheme, split=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="<unk>")
-
-    def encode(text):
-        return tokenizer(text, add_special_tokens=False).input_ids
-
-    for text in (" 7429\n Question: Why?", "\n Question: Why?", "It", ""):
-        assert encode("Some text.") + continued_ids(tokenizer, text) == encode("Some text." + text)
-
-
-def test_other_tokenizers_encode_a_text_that_goes_on_as_any_other(loaded):
-    for text in (" 7429103\n Question: Why?", "\n Question: Why?", "\n\nWhy", "It", "  a", ""):
-        plain = loaded.tokenizer(text, add_special_tokens=False).input_ids
-        assert continued_ids(loaded.tokenizer, text) == plain
 
 
 # ---- likelihoods

@@ -1,0 +1,66 @@
+"""What stands around messages, and how a text goes on from another."""
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import PreTrainedTokenizerFast
+
+from kvtool.errors import UsageError
+from kvtool.models.chat import Frame, continued_ids, make_frame
+from kvtool.models.load import load
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.fixture
+def loaded():
+    return load()
+
+
+def test_a_frame_is_what_the_template_sets_around_messages(loaded):
+    assert make_frame(loaded.tokenizer, "auto", True) == Frame()
+    loaded.tokenizer.chat_template = CHAT
+    frame = make_frame(loaded.tokenizer, "auto", True)
+    talk = [("user", "How?"), ("assistant", "So."), ("user", "Why?")]
+    messages = [{"role": role, "content": text} for role, text in talk]
+    whole = loaded.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    parts = [frame.opening, "How?", frame.closing, "So.", frame.next, "Why?", frame.closing]
+    assert "".join(parts) == whole
+    assert not frame.special
+    assert make_frame(loaded.tokenizer, "auto", False) == Frame()
+    assert make_frame(loaded.tokenizer, "off", True) == Frame()
+
+
+def test_a_template_that_is_not_there_or_does_not_work_is_refused(loaded):
+    with pytest.raises(UsageError, match="no chat template"):
+        make_frame(loaded.tokenizer, "on", True)
+    loaded.tokenizer.chat_template = "{{ raise_exception('only tools') }}"
+    with pytest.raises(UsageError, match="cannot be used"):
+        make_frame(loaded.tokenizer, "auto", True)
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_text_that_goes_on_gets_no_space_in_front_of_it(scheme):
+    vocabulary = ["<unk>", "\n", "▁", *map(chr, range(33, 127))]
+    model = BPE({token: i for i, token in enumerate(vocabulary)}, [], unk_token="<unk>")
+    letters = Tokenizer(model)
+    letters.pre_tokenizer = Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="<unk>")
+
+    def encode(text):
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    for text in (" 7429\n Question: Why?", "\n Question: Why?", "It", ""):
+        assert encode("Some text.") + continued_ids(tokenizer, text) == encode("Some text." + text)
+
+
+def test_other_tokenizers_encode_a_text_that_goes_on_as_any_other(loaded):
+    for text in (" 7429103\n Question: Why?", "\n Question: Why?", "\n\nWhy", "It", "  a", ""):
+        plain = loaded.tokenizer(text, add_special_tokens=False).input_ids
+        assert continued_ids(loaded.tokenizer, text) == plain
