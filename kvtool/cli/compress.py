@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.cli.output import render, write_configuration, write_data
+from kvtool.cli.prompt import encode, note_length, typed_prompt
 from kvtool.cli.request import (
     PromptOptions,
     Request,
     check_paths,
     choose_policy,
     configuration,
-    encode,
     load_model,
     read_prefill,
     settle,
     spell_budget,
-    typed_prompt,
 )
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
@@ -42,7 +41,7 @@ def compress(options: CompressOptions, terminal: Terminal) -> None:
         write_configuration(configuration(options, request), options, terminal)
         return
     loaded = load_model(options, terminal)
-    document = _run(options, request, loaded)
+    document = _run(options, request, loaded, terminal)
     form = options.choose_format("text" if terminal.interactive else "json")
     write_data(render(document, form, _as_text(document)), options, terminal)
     terminal.note(f"saved {options.save_path}")
@@ -62,7 +61,9 @@ def _resolve(options: CompressOptions, plan: PlanDocument | None, terminal: Term
     return Request(prompt, source, policy, budget, prefill, plan)
 
 
-def _run(options: CompressOptions, request: Request, loaded: Loaded) -> CompressionDocument:
+def _run(
+    options: CompressOptions, request: Request, loaded: Loaded, terminal: Terminal
+) -> CompressionDocument:
     from kvtool import generation
     from kvtool.cache.files import save_cache
     from kvtool.documents.generation import CacheSection, CompressionDocument, CompressionTiming
@@ -70,6 +71,7 @@ def _run(options: CompressOptions, request: Request, loaded: Loaded) -> Compress
     model = loaded.model
     prompt_ids = encode(loaded, request.prompt, first=True, source=request.source)
     request.check_length(prompt_ids.shape[1])
+    note_length(loaded.model.config, prompt_ids.shape[1], 0, terminal)
     cache = request.new_cache(model)
     result = generation.compress(model, cache, prompt_ids)
     save_cache(

@@ -16,6 +16,7 @@ from kvtool.cli.evaluation_end import exit_with, finish, rescore
 from kvtool.cli.options import Format, RecipeOptions
 from kvtool.cli.output import write_configuration
 from kvtool.cli.progress import show_progress
+from kvtool.cli.prompt import note_length
 from kvtool.cli.request import load_attached, note_model
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
@@ -236,6 +237,7 @@ def _read_model(options: EvalOptions, plan: Plan, terminal: Terminal) -> tuple[A
         model.id, revision=model.revision, trust_remote_code=options.trust_remote_code
     )
     make_frame(tokenizer, plan.protocol.chat_template, chat=True)
+    note_length(config, plan.protocol.max_length or 0, 0, terminal)
     return tokenizer, config, resolve_dtype(model.dtype, device)
 
 

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
 
+from kvtool.cli.conversation import converse
+from kvtool.cli.generated import choose_stream, document_of, summary, text_on_stdout
 from kvtool.cli.output import render, write_configuration, write_data
+from kvtool.cli.prompt import encode, note_length, typed_prompt
 from kvtool.cli.request import (
     PromptOptions,
     Request,
     check_paths,
     choose_policy,
     configuration,
-    encode,
     load_model,
     read_prefill,
     settle,
-    spell_budget,
-    typed_prompt,
 )
 from kvtool.cli.terminal import Terminal
+from kvtool.documents.turns import read_turns
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
 from kvtool.sizes import Budget, parse_count, parse_prefill
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
     from kvtool.documents.generation import GenerationDocument
     from kvtool.documents.plan import PlanDocument
-    from kvtool.generation import Generation
     from kvtool.policies.policy import Policy
 
 _NEW_TOKENS = 128
@@ -45,6 +44,18 @@ _NEEDLE_ANSWER_TOKENS = 8  # at most seven digits and a full stop
 class GenerateOptions(PromptOptions):
     """Options of `kvtool generate`."""
 
+    turns: Annotated[
+        str | None,
+        Option(
+            "--turns",
+            metavar="FILE|-",
+            help="Answer the user's turns, one a line (text or JSON Lines), after the prompt.",
+        ),
+    ] = None
+    chat_template: Annotated[
+        Literal["auto", "on", "off"],
+        Option("--chat-template", help="Put turns into the model's chat template."),
+    ] = "auto"
     cache: Annotated[
         str | None,
         Option("--cache", metavar="CACHE.safetensors", help="Go on from this saved cache."),
@@ -86,7 +97,8 @@ class GenerateOptions(PromptOptions):
     @property
     def wants_needle(self) -> bool:
         """Whether the built-in prompt is asked for, by giving none."""
-        return self.prompt is None and self.prompt_file is None and self.cache is None
+        given = (self.prompt, self.prompt_file, self.turns, self.cache)
+        return all(each is None for each in given)
 
     @property
     def new_tokens(self) -> int:
@@ -95,8 +107,20 @@ class GenerateOptions(PromptOptions):
             return _NEEDLE_ANSWER_TOKENS if self.wants_needle else _NEW_TOKENS
         return parse_count(self.max_new_tokens)
 
+    def drawing(self, turn: int = 0) -> dict[str, Any]:
+        """Return how answers are drawn, each turn from a seed of its own."""
+        return {
+            "max_new_tokens": self.new_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed + turn,
+            "stop": self.stop,
+            "compare_full": self.compare_full,
+        }
+
     def check(self) -> None:
         """Refuse options that are wrong by themselves."""
+        if self.turns is None and self.chat_template != "auto":
+            raise UsageError("--chat-template is for --turns; a prompt goes in as it stands")
         if self.new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
         if self.temperature is not None and not 0 <= self.temperature < math.inf:
@@ -113,17 +137,27 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     options.check()
     options, plan = settle(options, "kvtool generate")
     check_paths(options)
+    turns = None if options.turns is None else read_turns(options.turns)
     request = _resolve(options, plan, terminal)
     if options.dry_run:
         more = {"max_new_tokens": options.new_tokens, "temperature": options.temperature}
+        if turns is not None:
+            more |= {"turns": [turn.text for turn in turns], "chat_template": options.chat_template}
         resolved = configuration(options, request) | more | {"cache": options.cache}
         write_configuration(resolved, options, terminal)
         return
     loaded = load_model(options, terminal)
-    cache, result = _run(options, request, loaded, terminal)
-    _write(options, request, loaded, result, terminal)
+    cache = _open_cache(options, request, loaded)
+    if turns is None:
+        document = _answer(options, request, loaded, cache, terminal)
+    else:
+        document = converse(options, request, turns, loaded, cache, terminal)
+    if not text_on_stdout(options):
+        text = render(document, options.choose_format("text"), f"{document.text}\n")
+        write_data(text, options, terminal)
+    terminal.note(summary(document))
     if options.save_path is not None:
-        _save(options.save_path, cache, result, loaded, terminal)
+        _save(options.save_path, cache, loaded, terminal)
 
 
 def _resolve(options: GenerateOptions, plan: PlanDocument | None, terminal: Terminal) -> Request:
@@ -168,114 +202,56 @@ def _of_cache(options: GenerateOptions, path: Path) -> tuple[Policy, Budget | No
     return policy, budget
 
 
-def _run(
+def _open_cache(options: GenerateOptions, request: Request, loaded: Loaded) -> KVCache:
+    """Return the saved cache to go on from, or an empty one."""
+    from kvtool.cache.files import load_cache
+
+    if options.cache_path is None:
+        return request.new_cache(loaded.model)
+    cache = load_cache(options.cache_path, loaded.model)
+    if options.prefill is not None:
+        cache.block = parse_prefill(request.prefill)
+    return cache
+
+
+def _answer(
     options: GenerateOptions,
     request: Request,
     loaded: Loaded,
+    cache: KVCache,
     terminal: Terminal,
-) -> tuple[KVCache, Generation]:
+) -> GenerationDocument:
+    """Answer the prompt, or go on from the saved cache without one."""
     from kvtool import generation
-    from kvtool.cache.files import load_cache
 
-    model = loaded.model
-    going_on = options.cache_path is not None
+    going_on, tokens = options.cache_path is not None, 0
     prompt_ids = None
     if request.prompt is not None:
         prompt_ids = encode(loaded, request.prompt, first=not going_on, source=request.source)
-    if going_on:
-        cache = load_cache(options.cache_path, model)
-        if options.prefill is not None:
-            cache.block = parse_prefill(request.prefill)
-    else:
-        request.check_length(prompt_ids.shape[1])
-        cache = request.new_cache(model)
+        tokens = prompt_ids.shape[1]
+    if not going_on:
+        request.check_length(tokens)
+    note_length(
+        loaded.model.config, max(cache.tokens_seen()) + tokens, options.new_tokens, terminal
+    )
+    stream = choose_stream(options, options.stream, terminal)
     result = generation.generate(
-        model,
+        loaded.model,
         loaded.tokenizer,
         cache,
         prompt_ids,
-        max_new_tokens=options.new_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        stop=options.stop,
-        on_text=_stream(options, terminal),
-        compare_full=options.compare_full,
+        **options.drawing(),
+        on_text=stream,
     )
-    return cache, result
+    if stream is not None:
+        stream("\n")
+    elif text_on_stdout(options):
+        terminal.write(f"{result.text[0]}\n")
+    return document_of(request, loaded, result)
 
 
-def _stream(options: GenerateOptions, terminal: Terminal) -> Any:
-    """Return what takes the text as it comes: stdout if text is the data there, else stderr."""
-    on_stdout = options.choose_format("text") == "text" and options.output_path is None
-    if on_stdout and (terminal.interactive if options.stream is None else options.stream):
-        return terminal.write
-    if options.stream and not options.quiet:
-        return lambda text: print(text, end="", file=sys.stderr, flush=True)  # noqa: T201
-    return None
-
-
-def _write(
-    options: GenerateOptions,
-    request: Request,
-    loaded: Loaded,
-    result: Generation,
-    terminal: Terminal,
-) -> None:
-    document = _document(request, loaded, result)
-    streaming = _stream(options, terminal)
-    if streaming is not None:
-        streaming("\n")
-    if streaming != terminal.write:
-        text = render(document, options.choose_format("text"), f"{document.text}\n")
-        write_data(text, options, terminal)
-    terminal.note(_summary(document))
-
-
-def _document(request: Request, loaded: Loaded, result: Generation) -> GenerationDocument:
-    from kvtool.documents.generation import (
-        CacheSection,
-        Fidelity,
-        GenerationDocument,
-        GenerationTiming,
-    )
-
-    steps = result.new_tokens - 1  # the first new token comes from the prompt's own forward
-    rate = steps / result.decode_s if steps > 0 and result.decode_s > 0 else None
-    return GenerationDocument(
-        model=loaded.name,
-        policy=str(request.policy),
-        budget=spell_budget(request.budget),
-        prompt_tokens=result.prompt_tokens,
-        new_tokens=result.new_tokens,
-        text=result.text[0],
-        token_ids=result.token_ids[0],
-        cache=CacheSection.of(result.report),
-        timing=GenerationTiming(
-            prefill_s=result.prefill_s, decode_s=result.decode_s, decode_tokens_per_s=rate
-        ),
-        fidelity=None if result.fidelity is None else Fidelity.of(result.fidelity),
-    )
-
-
-def _summary(document: GenerationDocument) -> str:
-    """Say in words what was held and how fast it went."""
-    timing = document.timing
-    rate = timing.decode_tokens_per_s
-    parts = [
-        f"{document.new_tokens} tokens"
-        + (f" at {rate:.1f} tokens/s" if rate is not None else "")
-        + f" after {timing.prefill_s:.2f} s of prefill",
-        document.cache.in_words(),
-    ]
-    if document.fidelity is not None:
-        parts.append(document.fidelity.in_words())
-    return "; ".join(parts)
-
-
-def _save(
-    path: Path, cache: KVCache, result: Generation, loaded: Loaded, terminal: Terminal
-) -> None:
+def _save(path: Path, cache: KVCache, loaded: Loaded, terminal: Terminal) -> None:
     from kvtool.cache.files import save_cache
 
-    save_cache(cache, path, model=loaded.model, input_ids=result.input_ids, model_name=loaded.name)
+    save_cache(cache, path, model=loaded.model, model_name=loaded.name)
     terminal.note(f"saved {path}")

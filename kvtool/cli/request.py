@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from typer import Option
 
 from kvtool.cli.options import RecipeOptions
+from kvtool.cli.prompt import check_stdin
 from kvtool.cli.recipes import Flags, resolve, with_allocator
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable
-from kvtool.documents.prompts import check_prompt, read_prompt
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, Loaded, check_folder, load
 from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_count, parse_prefill
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvtool.cache.cache import KVCache
     from kvtool.documents.plan import PlanDocument
     from kvtool.documents.recipe import Recipe
@@ -129,6 +127,7 @@ def settle(options: Prompted, command: str) -> tuple[Prompted, PlanDocument | No
     """
     from kvtool.documents.recipe import Recipe
 
+    check_stdin(options)
     if options.recipe is None and not options.set and not options.unset:
         values = _values(Recipe(), options)
         given = {name: getattr(options, name) for name in values}
@@ -193,18 +192,6 @@ def check_paths(options: PromptOptions) -> None:
         if options.output_path is not None and options.save_path == options.output_path:
             raise UsageError(f"--save and --output both write `{options.save_path}`")
     check_folder(options.model)
-
-
-def typed_prompt(options: PromptOptions) -> tuple[str | None, str]:
-    """Return the prompt given, if one is, and where it came from."""
-    if options.prompt is not None and options.prompt_file is not None:
-        raise UsageError("--prompt and --prompt-file exclude each other; keep one")
-    if options.prompt_file is not None:
-        name = "stdin" if options.prompt_file == "-" else options.prompt_file
-        return read_prompt(options.prompt_file), name
-    if options.prompt is not None:
-        return check_prompt(options.prompt, "--prompt"), "--prompt"
-    return None, "none"
 
 
 def choose_policy(
@@ -280,14 +267,6 @@ def note_model(model: str | None, terminal: Terminal) -> None:
         terminal.note(f"model: {REFERENCE} (bundled; choose another with --model)")
     elif model != REFERENCE and not Path(model).expanduser().is_dir():
         terminal.note(f"model: {model} (no such folder here, asking the hub)")
-
-
-def encode(loaded: Loaded, text: str, *, first: bool, source: str) -> Tensor:
-    """Return the (1, n) token ids of a prompt; special tokens come with a first prompt only."""
-    ids = loaded.tokenizer(text, return_tensors="pt", add_special_tokens=first)["input_ids"]
-    if ids.shape[1] == 0:
-        raise UsageError(f"the prompt from {source} is empty for this tokenizer")
-    return ids.to(loaded.model.device)
 
 
 def configuration(options: PromptOptions, request: Request) -> dict[str, Any]:

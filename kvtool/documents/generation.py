@@ -70,8 +70,25 @@ class Fidelity(Section):
         return f"full cache: {self.agreement:.1%} of tokens agree, KL {self.kl:.3g}, {differs}"
 
 
+class TurnSection(Section):
+    """A turn of a conversation; `cache` is what was held at its end."""
+
+    user: str
+    prompt_tokens: NonNegativeInt
+    new_tokens: NonNegativeInt
+    text: str
+    token_ids: list[NonNegativeInt]
+    cache: CacheSection
+    timing: GenerationTiming
+    fidelity: Fidelity | None
+
+
 class GenerationDocument(Document):
-    """`kvtool generate`: `text` and `token_ids` hold generated tokens only."""
+    """`kvtool generate`: `text` and `token_ids` hold generated tokens only.
+
+    With `turns` the tokens and times are those of all turns and of what was read before them, the
+    texts stand on lines of their own, and `cache` is that of the last turn.
+    """
 
     kind: Literal["generation"] = "generation"
     model: str
@@ -84,6 +101,7 @@ class GenerationDocument(Document):
     cache: CacheSection
     timing: GenerationTiming
     fidelity: Fidelity | None = None
+    turns: list[TurnSection] | None = None
 
 
 class CompressionTiming(Section):

@@ -32,7 +32,23 @@ def read_prompt(path: str) -> str:
     Raises:
         UsageError: missing, unreadable, not UTF-8, or empty.
     """
-    name = "stdin" if path == "-" else f"prompt file `{path}`"
+    name, text = read_utf8(path, "prompt file")
+    return check_prompt(text.removesuffix("\n").removesuffix("\r"), name)
+
+
+def read_utf8(path: str, what: str) -> tuple[str, str]:
+    """Read a text file, `-` for stdin.
+
+    Args:
+        what: the file in words, such as `prompt file`.
+
+    Returns:
+        What it is called in messages, and its text.
+
+    Raises:
+        UsageError: missing, unreadable or not UTF-8.
+    """
+    name = "stdin" if path == "-" else f"{what} `{path}`"
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except FileNotFoundError:
@@ -42,11 +58,9 @@ def read_prompt(path: str) -> str:
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror or error}") from None
     try:
-        text = data.decode("utf-8-sig")
+        return name, data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}",
             hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
         ) from None
-    text = text.removesuffix("\n").removesuffix("\r")
-    return check_prompt(text, name)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from kvtool.generation.continuation import Compressed, Generation, compress, generate
+from kvtool.generation.conversation import Conversation
 from kvtool.generation.feeding import decode_step, prefill
 from kvtool.generation.fidelity import Fidelity, compare_logits
 from kvtool.generation.scoring import follow, token_logprobs
 
 __all__ = [
     "Compressed",
+    "Conversation",
     "Fidelity",
     "Generation",
     "compare_logits",

@@ -50,10 +50,12 @@ class Compressed:
     """A prompt whose cache has been compressed.
 
     Attributes:
+        prompt_tokens: new tokens of the prompt, of the longest row.
         input_ids: (batch, all tokens) int64 on the CPU, all of them fed.
         next_logits: (batch, vocab) float32.
     """
 
+    prompt_tokens: int
     input_ids: Tensor
     next_logits: Tensor
     prefill_s: float
@@ -76,7 +78,7 @@ def compress(
     """
     ids, logits, seconds = _run_prompt(model, cache, prompt_ids, attention_mask)
     cache.input_ids, cache.next_logits = ids.cpu(), logits.cpu()
-    return Compressed(cache.input_ids, cache.next_logits, seconds)
+    return Compressed(prompt_ids.shape[1], cache.input_ids, cache.next_logits, seconds)
 
 
 def generate(

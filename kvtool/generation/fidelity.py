@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,23 @@ def compare_logits(full: Tensor, logits: Tensor) -> Fidelity:
         agreement=same.float().mean().item(),
         kl=max(kl.item(), 0.0),
         first_divergence=int(differs[0]) if len(differs) else None,
+    )
+
+
+def join_fidelities(parts: Sequence[tuple[Fidelity | None, int]]) -> Fidelity | None:
+    """Put together what parts of a run, each of so many steps, have shown; None if one has not."""
+    measured = [(part, steps) for part, steps in parts if part is not None]
+    if len(measured) < len(parts):
+        return None
+    total, before, first = sum(steps for _, steps in measured), 0, None
+    for part, steps in measured:
+        if first is None and part.first_divergence is not None:
+            first = before + part.first_divergence
+        before += steps
+    return Fidelity(
+        agreement=sum(part.agreement * steps for part, steps in measured) / total,
+        kl=sum(part.kl * steps for part, steps in measured) / total,
+        first_divergence=first,
     )
 
 

@@ -1,0 +1,129 @@
+"""What `generate` has generated: as it comes, as a document, in words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtool.cli.options import OutputOptions
+from kvtool.cli.request import Request, spell_budget
+from kvtool.cli.terminal import Terminal
+from kvtool.models.load import Loaded
+
+if TYPE_CHECKING:
+    from kvtool.documents.generation import GenerationDocument, GenerationTiming, TurnSection
+    from kvtool.documents.turns import UserTurn
+    from kvtool.generation import Compressed, Generation
+
+
+def text_on_stdout(options: OutputOptions) -> bool:
+    """Whether the data on stdout is the text itself."""
+    return options.choose_format("text") == "text" and options.output_path is None
+
+
+def choose_stream(
+    options: OutputOptions, wanted: bool | None, terminal: Terminal
+) -> Callable[[str], Any] | None:
+    """Return what takes the text as it comes: stdout if text is the data there, else stderr.
+
+    Args:
+        wanted: None streams to a person who reads stdout.
+    """
+    if text_on_stdout(options) and (terminal.interactive if wanted is None else wanted):
+        return terminal.write
+    if wanted and not options.quiet:
+        return lambda text: print(text, end="", file=sys.stderr, flush=True)  # noqa: T201
+    return None
+
+
+def document_of(request: Request, loaded: Loaded, result: Generation) -> GenerationDocument:
+    """Put an answer into a document."""
+    from kvtool.documents.generation import CacheSection, Fidelity, GenerationDocument
+
+    return GenerationDocument(
+        model=loaded.name,
+        policy=str(request.policy),
+        budget=spell_budget(request.budget),
+        prompt_tokens=result.prompt_tokens,
+        new_tokens=result.new_tokens,
+        text=result.text[0],
+        token_ids=result.token_ids[0],
+        cache=CacheSection.of(result.report),
+        timing=_timing([result]),
+        fidelity=None if result.fidelity is None else Fidelity.of(result.fidelity),
+    )
+
+
+def document_of_turns(
+    request: Request,
+    loaded: Loaded,
+    turns: Sequence[UserTurn],
+    answers: Sequence[Generation],
+    context: Compressed | None,
+) -> GenerationDocument:
+    """Put a conversation into a document.
+
+    Args:
+        context: what was read before the first turn.
+    """
+    from kvtool.documents.generation import CacheSection, Fidelity, GenerationDocument
+    from kvtool.generation.fidelity import join_fidelities
+
+    fidelity = join_fidelities([(each.fidelity, each.new_tokens) for each in answers])
+    return GenerationDocument(
+        model=loaded.name,
+        policy=str(request.policy),
+        budget=spell_budget(request.budget),
+        prompt_tokens=sum(each.prompt_tokens for each in [*answers, *filter(None, [context])]),
+        new_tokens=sum(each.new_tokens for each in answers),
+        text="\n".join(each.text[0] for each in answers),
+        token_ids=[token for each in answers for token in each.token_ids[0]],
+        cache=CacheSection.of(answers[-1].report),
+        timing=_timing(answers, 0.0 if context is None else context.prefill_s),
+        fidelity=None if fidelity is None else Fidelity.of(fidelity),
+        turns=[_turn(*pair) for pair in zip(turns, answers, strict=True)],
+    )
+
+
+def _turn(turn: UserTurn, answer: Generation) -> TurnSection:
+    from kvtool.documents.generation import CacheSection, Fidelity, TurnSection
+
+    return TurnSection(
+        user=turn.text,
+        prompt_tokens=answer.prompt_tokens,
+        new_tokens=answer.new_tokens,
+        text=answer.text[0],
+        token_ids=answer.token_ids[0],
+        cache=CacheSection.of(answer.report),
+        timing=_timing([answer]),
+        fidelity=None if answer.fidelity is None else Fidelity.of(answer.fidelity),
+    )
+
+
+def _timing(answers: Sequence[Generation], before: float = 0.0) -> GenerationTiming:
+    from kvtool.documents.generation import GenerationTiming
+
+    # the first new token of an answer comes from its prompt's own forward
+    steps = sum(answer.new_tokens - 1 for answer in answers)
+    decode_s = sum(answer.decode_s for answer in answers)
+    return GenerationTiming(
+        prefill_s=before + sum(answer.prefill_s for answer in answers),
+        decode_s=decode_s,
+        decode_tokens_per_s=steps / decode_s if steps > 0 and decode_s > 0 else None,
+    )
+
+
+def summary(document: GenerationDocument) -> str:
+    """Say in words what was held and how fast it went."""
+    timing = document.timing
+    rate = timing.decode_tokens_per_s
+    parts = [
+        f"{document.new_tokens} tokens"
+        + (f" at {rate:.1f} tokens/s" if rate is not None else "")
+        + f" after {timing.prefill_s:.2f} s of prefill",
+        document.cache.in_words(),
+    ]
+    if document.fidelity is not None:
+        parts.append(document.fidelity.in_words())
+    return "; ".join(parts)
