@@ -350,7 +350,7 @@ class KVCache(Cache):
         """
         before = self._copy_but([each for layer in self.slot_layers for each in layer.buffers])
         for layer in self.slot_layers:
-            layer.lent = True
+            layer.lend()
         try:
             yield
         finally:

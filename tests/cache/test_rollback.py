@@ -17,7 +17,7 @@ BUDGET = 24
 SETTINGS = {"adakv": "(window=4)", "pyramidkv": "(window=4)", "snapkv": "(window=4)"}
 POLICIES = [base + SETTINGS.get(base, "") for base in BASES]
 POLICIES += ["h2o+caote", "snapkv(window=4)+fastcaote", "tova(head_reduce=kv_head)"]
-POLICIES += ["h2o+pyramid", "h2o+d2o-alloc", "streaming+d2o-alloc"]
+POLICIES += ["h2o+pyramid", "h2o+d2o-alloc", "streaming+d2o-alloc", "h2o+ada", "h2o+duo"]
 POLICIES += ["h2o+d2o-merge", "streaming+cam", "snapkv(window=4)+cam"]
 
 
@@ -158,19 +158,25 @@ def test_inference_mode_leaves_tensors_that_can_be_written_outside_it(model):
 
 @pytest.mark.parametrize(
     ("policy", "turn", "copied"),
-    [("full", True, False), ("snapkv(window=4)", False, False), ("h2o", False, True)],
+    [
+        ("full", True, False),
+        ("snapkv(window=4)", False, False),
+        ("adakv(window=4)", False, False),
+        ("h2o", False, True),
+        ("h2o+ada", False, True),
+    ],
 )
 def test_keys_are_copied_only_where_a_stored_one_is_written_over(model, policy, turn, copied):
     cache = new_cache(model, policy)
     prefill(model, cache, random_ids(50))
     decode_step(model, cache, torch.tensor([3]))  # leaves room behind the slots in use
-    before = [layer.keys.data_ptr() for layer in cache.layers]
+    before = [each.data_ptr() for layer in cache.layers for each in layer.buffers]
     with cache.rollback():
         (prefill if turn else decode_step)(model, cache, torch.tensor([[4]] if turn else [4]))
-        inside = [layer.keys.data_ptr() for layer in cache.layers]
+        inside = [each.data_ptr() for layer in cache.layers for each in layer.buffers]
         assert all(a != b for a, b in zip(inside, before, strict=True)) is copied
         assert (inside == before) is not copied
-    assert [layer.keys.data_ptr() for layer in cache.layers] == before
+    assert [each.data_ptr() for layer in cache.layers for each in layer.buffers] == before
     assert not any(layer.lent for layer in cache.layers)
 
 
