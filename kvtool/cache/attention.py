@@ -211,6 +211,7 @@ def kvtool_attention(
     positions = None if attention_mask is None else attention_mask[:, 0, :, 0].to(query.device)
     cache, layer = taken.cache, taken.layer
     if not taken.decoding:
+        cache.set_heads(layer, query.shape[1])
         cache.set_budget(layer, positions, query.shape[2])
     call = Call(
         query=query,

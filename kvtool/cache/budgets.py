@@ -199,7 +199,8 @@ class Budgets:
         """The budget in tokens per layer and KV head, where it does not depend on the prompt."""
         if self.budget.tokens is not None:
             return self.budget.tokens
-        per_token = layer.token_bytes() * layer.positions.shape[0] * layer.positions.shape[1]
+        heads = layer.positions.shape[1] * layer.heads.processes
+        per_token = layer.token_bytes() * layer.positions.shape[0] * heads
         free = len(self._free)
         tokens = (self.budget.bytes - self._windows * per_token) // (free * per_token)
         if tokens < 1:

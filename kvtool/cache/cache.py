@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 from kvtool.cache import handover
 from kvtool.cache.budgets import Budgets
 from kvtool.cache.kernels import Call
+from kvtool.cache.shards import heads_of_layer, shards_of
 from kvtool.cache.slots import HybridSlotLayer, SlotLayer
 from kvtool.cache.surprisals import Surprisals
 from kvtool.cache.together import form_groups
@@ -33,6 +34,7 @@ from kvtool.identity import config_hash
 from kvtool.policies.allocate.room import HeadSplit
 from kvtool.policies.allocate.table import parse_allocator
 from kvtool.policies.grammar import parse_policy
+from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.parts import Evidence
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
@@ -113,6 +115,7 @@ def build_cache(
         policy.check_budget(request.tokens)
     block = parse_prefill(prefill)
     cache = KVCache(config, policy, request, block, kernel_of(model), plan)
+    cache.shards = shards_of(model)
     cache.built_for = weakref.ref(model)
     split = policy.head_split
     if split is not None and split.ranking:
@@ -227,6 +230,7 @@ class KVCache(Cache):
     ) -> None:
         self.config, self.policy, self.budget, self.block = config, policy, budget, block
         self.kernel = kernel
+        self.shards: KVHeads = ALL_HERE  # how the model's heads are split over processes
         self.built_for: Callable[[], PreTrainedModel | None] = lambda: None
         self.watch: Callable[[handover.Taken, Call, Tensor], None] | None = None  # sees each step
         self.hooked = False  # attention is stock eager code, seen through hooks
@@ -437,6 +441,16 @@ class KVCache(Cache):
         """How many tokens of a forward a layer takes before it cuts; None: all of them."""
         return self.block if self.surprisals is None else None
 
+    def set_heads(self, layer: SlotLayer, query_heads: int) -> None:
+        """Tell a layer which part of its heads it holds, before a block of a prompt is cut.
+
+        Raises:
+            KvtoolError: what is cached is not split like the query heads.
+        """
+        if self.shards.processes > 1:
+            kv_heads = layer.positions.shape[1]
+            layer.heads = heads_of_layer(self.shards, self.config, query_heads, kv_heads)
+
     def set_budget(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> None:
         """Fix what the rows of a layer may keep, before a block of a prompt is cut."""
         self.budgets.set(layer, positions, q_len, self._prompt_lengths)
@@ -476,8 +490,14 @@ class KVCache(Cache):
         """The first attention layer."""
         return self.slot_layers[0]
 
-    def report(self) -> CacheReport:
-        """Count what is held, from the tensors."""
+    def report(self, *, of_all_processes: bool = False) -> CacheReport:
+        """Count what is held, from the tensors.
+
+        Args:
+            of_all_processes: under tensor parallelism, add up what each process holds; all of them
+                must then ask. Where a family leaves attention whole in each process, every copy
+                counts.
+        """
         seen = self.tokens_seen()
         slots = self.slot_layers
         kept = [
@@ -492,16 +512,19 @@ class KVCache(Cache):
                 tokens = sum(n if layer.window is None else min(n, layer.window - 1) for n in seen)
                 full += tokens * layer.positions.shape[1] * layer.token_bytes()
         allocated = self._allocated_bytes()
-        return CacheReport(
-            tokens_seen=max(seen),
-            kept_per_layer=kept,
-            kv_bytes=sum(layer.filled_bytes() for layer in slots),
-            allocated_bytes=allocated,
-            state_bytes=sum(layer.state_bytes() for layer in slots)
+        sizes = [
+            sum(layer.filled_bytes() for layer in slots),
+            allocated,
+            sum(layer.state_bytes() for layer in slots)
             + (0 if self.surprisals is None else self.surprisals.bytes),
-            full_bytes=full,
-            peak_bytes=max(self.peak_bytes, allocated),
-        )
+            full,
+            max(self.peak_bytes, allocated),
+        ]
+        if of_all_processes and self.shards.processes > 1:
+            device = self.first_layer.device
+            sizes = self.shards.total(torch.tensor(sizes, device=device)).tolist()
+            kept = self.shards.most(torch.tensor(kept, device=device)).tolist()
+        return CacheReport(max(seen), kept, *sizes)
 
     def _allocated_bytes(self) -> int:
         return sum(layer.allocated_bytes() for layer in self.slot_layers)

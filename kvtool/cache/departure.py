@@ -50,6 +50,7 @@ def part_block(
             kept_positions=positions,
             tokens_seen=view.tokens_seen,
             layer=layer.index,
+            heads=layer.heads,
             importance=importance,
         )
         fate.absorb(layer.memory, leaving)
@@ -101,5 +102,6 @@ def part_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
         kept_positions=layer.stored_positions(),
         tokens_seen=tokens_seen,
         layer=layer.index,
+        heads=layer.heads,
     )
     fate.absorb(layer.memory, leaving)

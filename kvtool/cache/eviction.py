@@ -13,6 +13,7 @@ from kvtool.cache.lanes import split_lanes
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import keep_top, lowest
 from kvtool.policies.allocate.room import Heads
+from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.parts import Count, Evidence, Rows, SlotView, State, at_least_zero
 
 
@@ -66,6 +67,7 @@ def enter_block(
         budget=layer.budget,
         held=held_slots(layer, stored),
         layer=layer.index,
+        heads=layer.heads,
         block=count,
     )
     return Block(new, view, state, kept)
@@ -92,7 +94,7 @@ def last_queries(layer: SlotLayer, block: Block, q_len: int) -> Tensor:
     return place[:, -count:]
 
 
-def column_variance(sums: Tensor, tokens: Count) -> Tensor:
+def column_variance(sums: Tensor, tokens: Count, heads: KVHeads = ALL_HERE) -> Tensor:
     """Population variance of the column sums of attention over a prompt, mean over query heads.
 
     D2O (https://arxiv.org/abs/2406.13035), equation 4: the sums have mean 1.
@@ -105,7 +107,7 @@ def column_variance(sums: Tensor, tokens: Count) -> Tensor:
         (batch,) float32.
     """
     count = tokens.view(-1, 1, 1) if isinstance(tokens, Tensor) else tokens
-    return (sums.square().sum(-1) / count - 1).mean((1, 2))
+    return heads.mean((sums.square().sum(-1) / count - 1).mean(2))
 
 
 class WatchedBlock:
@@ -131,7 +133,7 @@ class WatchedBlock:
         """Say that all rows have come."""
         if self._sums is not None:
             view = self._block.view
-            self._layer.variance = column_variance(self._sums, view.tokens_seen)
+            self._layer.variance = column_variance(self._sums, view.tokens_seen, view.heads)
 
 
 def leave_block(
@@ -191,18 +193,18 @@ def _cut(
     budget, slots = layer.budget, min(layer.most, view.positions.shape[2])
     layer.head_budgets = None
     split = layer.policy.head_split
-    if split is not None and view.positions.shape[1] > 1:
+    if split is not None and view.positions.shape[1] * layer.heads.processes > 1:
         heads = Heads(
             budget=budget,
-            importance=importance,
-            positions=view.positions,
-            protected=protected,
+            importance=layer.heads.all(importance, 0),
+            positions=layer.heads.all(view.positions, -1),
+            protected=None if protected is None else layer.heads.all(protected, False),
             least=layer.policy.score.when == "always",
             tokens_seen=view.tokens_seen,
             rank=None if layer.head_rank is None else layer.head_rank.to(layer.device),
             of=layer.heads_ranked,
         )
-        layer.head_budgets = split.tokens(heads)
+        layer.head_budgets = layer.heads.own(split.tokens(heads))
         budget = layer.head_budgets[..., None]
         slots = min(int(budget.max()), view.positions.shape[2])
     chosen, positions = keep_top(importance, view.positions, budget, protected, slots)
@@ -310,6 +312,7 @@ def _used_view(layer: SlotLayer, value: Tensor) -> SlotView:
         budget=layer.budget,
         held=held_slots(layer, positions),
         layer=layer.index,
+        heads=layer.heads,
     )
 
 

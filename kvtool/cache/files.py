@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -21,7 +22,7 @@ import kvtool
 from kvtool.cache.cache import KVCache, build_cache
 from kvtool.cache.slots import SlotLayer
 from kvtool.documents.files import write_with
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.policies.allocate.split import Spread
 
@@ -52,6 +53,7 @@ def save_cache(
     """
     if cache.get_seq_length() == 0:
         raise KvtoolError("the cache is empty: nothing has been fed to it yet")
+    _check_whole(cache)
     model = model if model is not None else cache.built_for()
     if model is None:
         raise KvtoolError("the model that this cache was built for is gone; pass it as `model`")
@@ -134,6 +136,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
         plan=plan,
         head_ranks=tensors.get("head_ranks"),
     )
+    _check_whole(cache)
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, SlotLayer):
             _fill_slots(layer, tensors, f"layer.{i}", int(metadata["seen"]), model)
@@ -198,15 +201,30 @@ def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     return digest.hexdigest()
 
 
+def _check_whole(cache: KVCache) -> None:
+    """Refuse a cache of which each process holds a part of the heads."""
+    if cache.shards.processes > 1:
+        raise UsageError(
+            "a cache file holds all KV heads, and each of the "
+            f"{cache.shards.processes} processes has its own",
+            hint="save and load caches in one process",
+        )
+
+
 def weights_fingerprint(model: PreTrainedModel) -> str:
     """Hash of the dtype and a few numbers of every weight, which fine-tuned siblings differ in."""
     sample = [
         weight.detach().flatten()[:8].float().to(model.device)
-        for weight in model.parameters()
+        for weight in (_local(weight) for weight in model.parameters())
         if not weight.is_meta
     ]
     numbers = torch.cat(sample).cpu().numpy().tobytes() if sample else b""
     return hashlib.sha256(str(model.dtype).encode() + numbers).hexdigest()
+
+
+def _local(weight: Tensor) -> Tensor:
+    """The part of a weight that this process holds, if it is split over processes."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _slot_tensors(layer: SlotLayer, name: str) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from kvtool.cache import handover
 from kvtool.cache.cache import KVCache
 from kvtool.cache.kernels import Call
+from kvtool.cache.shards import heads_of_layer, shards_of
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.duo import PROXY, rank_heads, reach_of_heads, read_scores
 from kvtool.policies.policy import Policy
@@ -57,11 +58,14 @@ def measure_reach(model: PreTrainedModel) -> Tensor:
     n = min(_TOKENS, longest)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, n), generator=generator).to(model.device)
+    shards = shards_of(model)
     reaches: list[Tensor] = []
 
     def watch(taken: handover.Taken, call: Call, out: Tensor) -> None:
         distances = min(_DISTANCES, max(1, n // 2))
-        reaches.append(reach_of_heads(call.query, call.raw_key, call.scale, distances).cpu())
+        reach = reach_of_heads(call.query, call.raw_key, call.scale, distances)
+        heads = heads_of_layer(shards, config, call.query.shape[1], call.raw_key.shape[1])
+        reaches.append(heads.all(reach[None, :, None], 0).flatten().cpu())
 
     cache = KVCache(config, Policy(Full()), None)
     cache.watch = watch

@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvtool.errors import KvtoolError
 from kvtool.maths.selection import take
+from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.parts import Count, Evidence, State
 from kvtool.policies.policy import Policy
 
@@ -54,6 +55,7 @@ class SlotLayer(CacheLayerMixin):
         head_budgets: (batch, kv_heads) int64, what each head may keep where heads differ.
         head_rank: (kv_heads,) int64, place of each head among the `heads_ranked` of the model, 0
             for the one that most needs the whole text; None where nobody has ranked them.
+        heads: all KV heads of the layer, of which this process may hold a part.
         window: width of the layer's own sliding window, in tokens, or None.
         memory: what the policy remembers beside the slots (thresholds of merging), tensors whose
             first axis is the batch.
@@ -74,6 +76,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         self.head_rank: Tensor | None = None
         self.heads_ranked = 0
+        self.heads: KVHeads = ALL_HERE
         self._clear()
 
     def _clear(self) -> None:

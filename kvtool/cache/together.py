@@ -68,6 +68,7 @@ class Group:
             budget=first.budget,
             held=first.used,
             layer=self._index,
+            heads=first.heads,
         )
         if first.policy.needs_all_rows:
             first.policy.observe(self._state, view, rows)

@@ -10,6 +10,7 @@ from kvtool.cli.prompt import encode, note_length, typed_prompt
 from kvtool.cli.request import (
     PromptOptions,
     Request,
+    check_alone,
     check_paths,
     choose_policy,
     configuration,
@@ -35,6 +36,7 @@ class CompressOptions(PromptOptions):
 def compress(options: CompressOptions, terminal: Terminal) -> None:
     """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
     options, plan = settle(options, "kvtool compress")
+    check_alone("compress")
     check_paths(options)
     request = _resolve(options, plan, terminal)
     if options.dry_run:

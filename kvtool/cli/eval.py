@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import date
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Option
 
 from kvtool.cli.evaluation_end import exit_with, finish, rescore
+from kvtool.cli.evaluation_measure import measure
 from kvtool.cli.options import Format, RecipeOptions
 from kvtool.cli.output import write_configuration
-from kvtool.cli.progress import show_progress
 from kvtool.cli.prompt import note_length
-from kvtool.cli.request import load_attached, note_model
+from kvtool.cli.request import note_model
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, check_folder
@@ -25,10 +24,8 @@ from kvtool.processes import joined
 
 if TYPE_CHECKING:
     from kvtool.cli.evaluation_plan import Plan
-    from kvtool.evaluation.run import Run
-    from kvtool.evaluation.runner import Job, Step
+    from kvtool.evaluation.runner import Job
     from kvtool.evaluation.store import Store
-    from kvtool.processes import Processes
 
 _FILES = (".json", ".yaml", ".yml", ".txt")
 
@@ -193,10 +190,11 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     from kvtool.evaluation.store import Store
 
     with joined() as processes, ExitStack() as held:
-        store = Store(folder, processes.rank)
+        together = plan.recipe.model.tensor_parallel
+        store = Store(folder, processes.rank, silent=together and not processes.first)
         processes.lead(lambda: _open(options, store, held))
         with nullcontext() if processes.first else store.locked():
-            run = _measure(options, plan, jobs, store, processes, terminal)
+            run = measure(options, plan, jobs, store, processes, terminal)
         processes.wait()
         results = processes.lead(lambda: finish(options, plan.pictures, run, terminal))
     exit_with(results)
@@ -267,59 +265,3 @@ def _open(options: EvalOptions, store: Store, held: ExitStack) -> None:
         store.clear()
     read_results(store)
     store.mend()
-
-
-def _measure(
-    options: EvalOptions,
-    plan: Plan,
-    jobs: list[Job],
-    store: Store,
-    processes: Processes,
-    terminal: Terminal,
-) -> Run:
-    from kvtool.evaluation.environment import without_home
-    from kvtool.evaluation.run import RECIPE, Run
-    from kvtool.evaluation.share import share_of
-
-    store.write(RECIPE, plan.recipe.to_yaml())
-    model = plan.recipe.model
-    loaded = load_attached(
-        model.id, model.model_dump(exclude={"id"}), options.trust_remote_code, terminal
-    )
-    run = Run.begin(
-        store,
-        name=plan.recipe.name or store.folder.name,
-        argv=[without_home(argument) for argument in ["kvtool", *sys.argv[1:]]],
-        loaded=loaded,
-        arms=plan.arms,
-        jobs=jobs,
-        protocol=plan.protocol,
-        gates=plan.gates,
-    )
-    model_of_all, left = processes.lead(lambda: (run.index.model, run.unfinished(jobs)))
-    run.check_same(model_of_all)
-    total = len(plan.arms) * sum(len(job.samples) for job in jobs)
-    if len(left) < total:
-        terminal.note(f"resumed {total - len(left)}/{total} in {store.folder}")
-    share = share_of(left, processes.rank, processes.count)
-    if processes.count > 1:
-        terminal.note(
-            f"{processes.count} processes share {len(left)} measurements, {len(share)} of them here"
-        )
-    told: set[tuple[str, str, str]] = set()
-    with show_progress(terminal, len(share)) as advance:
-
-        def step(done: Step) -> None:
-            if done.error is not None and (what := (done.task, done.arm, done.error)) not in told:
-                told.add(what)
-                terminal.note(f"failed: {done.task}, {done.arm}: {done.error}")
-            advance(f"{done.task} {done.arm}")
-
-        try:
-            run.measure(share, jobs, loaded, step, stop_on_error=not options.continue_on_error)
-        except KeyboardInterrupt:
-            terminal.note(
-                f"interrupted; {store.folder} keeps what is done, the same command goes on"
-            )
-            raise
-    return run

@@ -16,6 +16,7 @@ from kvtool.cli.prompt import encode, note_length, typed_prompt
 from kvtool.cli.request import (
     PromptOptions,
     Request,
+    check_alone,
     check_paths,
     choose_policy,
     configuration,
@@ -27,6 +28,7 @@ from kvtool.cli.terminal import Terminal
 from kvtool.documents.turns import read_turns
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
+from kvtool.processes import joined
 from kvtool.sizes import Budget, parse_count, parse_prefill
 
 if TYPE_CHECKING:
@@ -136,6 +138,7 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     """
     options.check()
     options, plan = settle(options, "kvtool generate")
+    _check_processes(options)
     check_paths(options)
     turns = None if options.turns is None else read_turns(options.turns)
     request = _resolve(options, plan, terminal)
@@ -146,18 +149,31 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
         resolved = configuration(options, request) | more | {"cache": options.cache}
         write_configuration(resolved, options, terminal)
         return
-    loaded = load_model(options, terminal)
-    cache = _open_cache(options, request, loaded)
-    if turns is None:
-        document = _answer(options, request, loaded, cache, terminal)
-    else:
-        document = converse(options, request, turns, loaded, cache, terminal)
+    with joined():
+        loaded = load_model(options, terminal)
+        cache = _open_cache(options, request, loaded)
+        if turns is None:
+            document = _answer(options, request, loaded, cache, terminal)
+        else:
+            document = converse(options, request, turns, loaded, cache, terminal)
     if not text_on_stdout(options):
         text = render(document, options.choose_format("text"), f"{document.text}\n")
         write_data(text, options, terminal)
     terminal.note(summary(document))
     if options.save_path is not None:
         _save(options.save_path, cache, loaded, terminal)
+
+
+def _check_processes(options: GenerateOptions) -> None:
+    """Refuse several processes that would do the same, or would share a file."""
+    if not options.tensor_parallel:
+        check_alone("generate")
+    elif options.save is not None or options.cache is not None:
+        flag = "--save" if options.save is not None else "--cache"
+        raise UsageError(
+            f"--tensor-parallel excludes {flag}: a cache file holds all KV heads, and each process "
+            "has its own"
+        )
 
 
 def _resolve(options: GenerateOptions, plan: PlanDocument | None, terminal: Terminal) -> Request:

@@ -132,6 +132,13 @@ class RecipeOptions(ModelOptions):
             help="Split the budget over layers: uniform, d2o, d2o-reciprocal, d2o-exp, pyramid.",
         ),
     ] = None
+    tensor_parallel: Annotated[
+        bool | None,
+        Option(
+            "--tensor-parallel",
+            help="Split every layer over the processes that torchrun started.",
+        ),
+    ] = None
     set: Annotated[
         list[str],
         Option("--set", "-s", metavar="KEY=VALUE", help="Set a key of the recipe, last of all."),

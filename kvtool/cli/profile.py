@@ -13,7 +13,7 @@ from typer import Option
 from kvtool.cli.options import ModelOptions
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.progress import show_progress
-from kvtool.cli.request import load_model
+from kvtool.cli.request import check_alone, load_model
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable, write_with
 from kvtool.errors import UsageError
@@ -93,6 +93,7 @@ def profile(options: ProfileOptions, terminal: Terminal) -> None:
         attn_implementation=options.attn_implementation or "auto",
         seed=options.seed or 0,
     )
+    check_alone("profile")
     metrics = parse_metrics(options.metrics)
     _check_paths(options, metrics)
     plan, tokens = _resolve(options, metrics)

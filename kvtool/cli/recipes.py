@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvtool.documents.recipe_source import Check
     from kvtool.documents.source import Source
 
-_MODEL = ("revision", "dtype", "device", "device_map", "attn_implementation")
+_MODEL = ("revision", "dtype", "device", "device_map", "tensor_parallel", "attn_implementation")
 
 
 class Flags:

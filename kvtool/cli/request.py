@@ -15,6 +15,7 @@ from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, Loaded, check_folder, load
+from kvtool.processes import started
 from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_count, parse_prefill
 
 if TYPE_CHECKING:
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
 
 DEFAULT_BUDGET = Budget(tokens=512)
-_MODEL_SETTINGS = ("revision", "dtype", "device", "device_map", "attn_implementation")
+_MODEL_SETTINGS = (
+    "revision",
+    "dtype",
+    "device",
+    "device_map",
+    "tensor_parallel",
+    "attn_implementation",
+)
 _DRAWING = ("max_new_tokens", "temperature", "stop")  # options of generate alone
 
 Prompted = TypeVar("Prompted", bound="PromptOptions")
@@ -235,10 +243,24 @@ def read_prefill(text: str | None) -> str:
     return "full" if block is None else f"block:{block}"
 
 
+def check_alone(command: str) -> None:
+    """Refuse to do the same work in each of several processes.
+
+    Raises:
+        UsageError: this is one of several.
+    """
+    count = started().count
+    if count > 1:
+        raise UsageError(
+            f"{count} processes were started, and kvtool {command} runs in one",
+            hint="generate --tensor-parallel splits the model over them, eval shares its samples",
+        )
+
+
 def load_model(options: PromptOptions, terminal: Terminal) -> Loaded:
     """Load the model of a command, and say which one it is where nobody named one."""
     note_model(options.model, terminal)
-    settings = {name: getattr(options, name) for name in _MODEL_SETTINGS}
+    settings = {name: getattr(options, name, None) for name in _MODEL_SETTINGS}
     return load_attached(options.model, settings, options.trust_remote_code, terminal)
 
 

@@ -36,6 +36,7 @@ class ModelChoice(RecipeSection):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Name = "auto"
     device_map: Name | None = None
+    tensor_parallel: bool = False
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
 
     refused_keys: ClassVar[dict[str, str]] = {

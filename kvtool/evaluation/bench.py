@@ -67,7 +67,7 @@ class Meter:
 
     def read(self, cache: KVCache) -> None:
         """Take the bytes of a cache as it stands now, from its tensors."""
-        report = cache.report()
+        report = cache.report(of_all_processes=True)
         attended = [kept for kept in report.kept_per_layer if kept] or [0]
         now = {
             "kept_tokens": sum(attended) / len(attended),

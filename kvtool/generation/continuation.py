@@ -143,7 +143,7 @@ def generate(
         prompt_tokens=0 if prompt_ids is None else prompt_ids.shape[1],
         new_tokens=max(len(row) for row in new),
         input_ids=cache.input_ids,
-        report=cache.report(),
+        report=cache.report(of_all_processes=True),
         prefill_s=prefill_s,
         decode_s=decode_s,
         fidelity=None

@@ -50,6 +50,7 @@ def load(
     dtype: str = "auto",
     device: str = "auto",
     device_map: str | None = None,
+    tensor_parallel: bool = False,
     attn_implementation: str = "auto",
     trust_remote_code: bool = False,
     progress: bool = False,
@@ -62,6 +63,7 @@ def load(
         dtype: a torch dtype by name; `auto` is the checkpoint's on a GPU and float32 on a CPU.
         device: `cpu`, `cuda`, `cuda:1` ...; `auto` is the first GPU if there is one.
         device_map: spread the layers, as in transformers (`auto`, `balanced` ...); replaces device.
+        tensor_parallel: split every layer over the processes that torchrun has started.
         attn_implementation: `eager`, `sdpa` or `flash_attention_2`; `auto` leaves it to the model.
         trust_remote_code: allow code that comes with the checkpoint to run.
         progress: show progress bars on stderr.
@@ -73,6 +75,8 @@ def load(
     """
     check_folder(model)
     place = resolve_device(device, device_map)
+    if tensor_parallel:
+        _check_processes(device, device_map)
     check_attention(attn_implementation, place)
     name, source = _source(model)
     where = {"revision": revision} if revision else {}
@@ -80,6 +84,7 @@ def load(
     with _library_output_on_stderr(progress):
         with _in_one_line("configuration", name, trust_remote_code):
             config = _load_config(name, source, where)
+            split = _split_over_processes(config) if tensor_parallel else {}
         with _in_one_line("tokenizer", name, trust_remote_code):
             tokenizer = _load_tokenizer(source, where)
         with _in_one_line("weights", name, trust_remote_code):
@@ -90,9 +95,10 @@ def load(
                 dtype=_dtype(dtype, place, device_map),
                 device_map=device_map,
                 attn_implementation=None if attn_implementation == "auto" else attn_implementation,
+                **split,
                 **where,
             )
-            if device_map is None:
+            if device_map is None and not tensor_parallel:
                 loaded.to(place)
     loaded.eval().requires_grad_(False)
     loaded.name_or_path = loaded.config._name_or_path = name
@@ -200,6 +206,44 @@ def resolve_device(device: str, device_map: str | None = None) -> str:
                 f"no device `{device}`: {count} CUDA devices here", hint="--device cpu"
             )
     return device
+
+
+def _check_processes(device: str, device_map: str | None) -> None:
+    """Refuse tensor parallelism without processes, or where something else chooses devices."""
+    if device_map is not None:
+        raise UsageError("--tensor-parallel and --device-map exclude each other; keep one")
+    if device != "auto":
+        raise UsageError(
+            f"--tensor-parallel takes a device for each process, not --device {device}",
+            hint="leave out --device; CUDA_VISIBLE_DEVICES chooses the GPUs",
+        )
+    if started().count == 1:
+        raise UsageError(
+            "--tensor-parallel splits a model over processes, and there is one",
+            hint="start with torchrun --nproc-per-node N -m kvtool ..",
+        )
+
+
+def _split_over_processes(config: Any) -> dict[str, Any]:
+    """Return how transformers is told to split a model over all processes.
+
+    Raises:
+        UsageError: heads that cannot be split into equal parts.
+        KvtoolError: a family whose split transformers does not know.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    count = started().count
+    text = config.get_text_config(decoder=True)
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if kv_heads % count:
+        raise UsageError(
+            f"{kv_heads} KV heads cannot be split over {count} processes",
+            hint=f"as many processes as divide {kv_heads}",
+        )
+    if not getattr(text, "base_model_tp_plan", None):
+        raise KvtoolError(f"transformers has no tensor-parallel plan for `{config.model_type}`")
+    return {"distributed_config": DistributedConfig(tp_size=count, tp_plan="auto")}
 
 
 def resolve_dtype(dtype: str, device: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvtool.policies.allocate.room import Allocator, HeadSplit
+from kvtool.policies.heads import ALL_HERE, KVHeads
 
 State = dict[str, Tensor]
 Count = int | Tensor  # one number, or one per row (batch, 1, 1), or per head (batch, kv_heads, 1)
@@ -75,6 +76,8 @@ class SlotView:
         held: slots of the row that are not empty; where heads differ, of each head.
         layer: index of the layer, one number or one per row.
         block: tokens of the row in the running block.
+        heads: all KV heads of the layer, for what is decided across heads; a process may hold a
+            part of them.
     """
 
     values: tuple[Tensor, ...]
@@ -84,6 +87,7 @@ class SlotView:
     held: Count
     layer: Count = 0
     block: Count = 1
+    heads: KVHeads = ALL_HERE
 
     @property
     def stored(self) -> Tensor | None:
@@ -196,6 +200,7 @@ class Departure:
         kept_positions: their true positions, -1 = empty; ascending, unless one token was decoded.
         tokens_seen: tokens of the row so far.
         layer: index of the layer.
+        heads: all KV heads of the layer, of which these may be a part.
         importance: (batch, kv_heads, slots) float32 by which a block was judged; None for a decoded
             token.
     """
@@ -211,6 +216,7 @@ class Departure:
     kept_positions: Tensor
     tokens_seen: Count
     layer: int
+    heads: KVHeads = ALL_HERE
     importance: Tensor | None = None
 
     @property

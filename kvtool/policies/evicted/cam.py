@@ -157,7 +157,8 @@ class CaM(Evicted):
 
     def _draws(self, leaving: Departure) -> Tensor:
         positions = leaving.gone_positions
-        heads = torch.arange(positions.shape[1], device=positions.device)
+        held = positions.shape[1]
+        heads = torch.arange(held, device=positions.device) + leaving.heads.first(held)
         stream = torch.as_tensor(leaving.tokens_seen, device=positions.device) * 1_000_003
         stream = stream + leaving.layer + (self.seed << 40) + (heads[:, None] << 50)
         return uniform_draws(positions, stream)

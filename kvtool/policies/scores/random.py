@@ -68,7 +68,8 @@ class Random(Score):
         stream = torch.as_tensor(view.tokens_seen, device=view.positions.device)
         stream = stream * 1_000_003 + view.layer + (self.seed << 40)
         if self.per_head:
-            heads = torch.arange(view.positions.shape[1], device=view.positions.device)
+            held = view.positions.shape[1]
+            heads = torch.arange(held, device=view.positions.device) + view.heads.first(held)
             stream = stream + (heads[:, None] << 50)
         return uniform_draws(view.positions, stream)
 

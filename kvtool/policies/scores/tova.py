@@ -33,7 +33,7 @@ class TOVA(Score):
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         last = rows.weights[..., -1, :]
         if self.head_reduce == "layer":
-            return last.mean((1, 2)).unsqueeze(1)
+            return view.heads.mean(last.mean(2)).unsqueeze(1)
         return last.mean(2)
 
     def by_head(self) -> "TOVA":
