@@ -147,7 +147,8 @@ class Budgets:
         Args:
             lengths: tokens that each row has seen.
         """
-        variance = torch.stack([layer.variance for layer in self._free], 1)  # (batch, layers)
+        device = self._free[0].device  # layers may be on several
+        variance = torch.stack([layer.variance.to(device) for layer in self._free], 1)
         rows = zip(variance.tolist(), lengths, strict=True)
         self.spreads = [Spread(row, n) for row, n in rows]
         for layer in self._free:

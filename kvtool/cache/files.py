@@ -300,8 +300,10 @@ def _fill_recurrent(
 
 
 def _layer_device(model: PreTrainedModel, index: int) -> torch.device:
-    placed = getattr(model, "hf_device_map", None) or {}
-    for name, device in placed.items():
+    """Where a layer runs, which is not where its weights rest if they are offloaded."""
+    for name in getattr(model, "hf_device_map", None) or {}:
         if name.endswith(f".{index}"):
-            return torch.device(device)
+            hook = getattr(model.get_submodule(name), "_hf_hook", None)
+            device = getattr(hook, "execution_device", None)
+            return model.device if device is None else torch.device(device)
     return model.device

@@ -16,7 +16,7 @@ from kvtool.cache.cache import KVCache, build_cache
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.arms import Arm
-from kvtool.evaluation.memory import Peak
+from kvtool.evaluation.memory import Peak, watched_devices
 from kvtool.evaluation.prompts import first_prompt
 from kvtool.evaluation.task import Asking, Json, Sample, Task, TokenCounter, Turn
 from kvtool.models.chat import Frame, continued_ids, make_frame
@@ -118,7 +118,7 @@ class Bench:
     def restart_meter(self) -> None:
         """Forget what has been counted so far."""
         self.meter = Meter()
-        self._peak = Peak(self.model.device)
+        self._peak = Peak(watched_devices(self.model))
 
     def warm_up(self) -> None:
         """Run a short prompt once, so that the first sample does not pay for first times.

@@ -157,7 +157,7 @@ def decode_step(model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Te
         (batch, vocab) float32 logits.
     """
     layer = cache.first_layer
-    start = layer.lengths if layer.ragged else layer.seen
+    start = layer.lengths.to(token_ids.device) if layer.ragged else layer.seen
     positions = torch.zeros_like(token_ids)[:, None] + (start[:, None] if layer.ragged else start)
     return (
         model(

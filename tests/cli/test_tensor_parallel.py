@@ -89,3 +89,10 @@ def test_a_family_without_a_plan_is_refused(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     with pytest.raises(KvtoolError, match="no tensor-parallel plan for `stablelm`"):
         load(str(tmp_path), tensor_parallel=True)
+
+
+def test_a_device_map_changes_nothing_that_is_said(kvtool):
+    alone, spread = (
+        json.loads(kvtool(*GENERATE, *more).out) for more in ((), ("--device-map", "auto"))
+    )
+    assert (spread["token_ids"], spread["cache"]) == (alone["token_ids"], alone["cache"])

@@ -166,7 +166,7 @@ def test_no_arm_pays_for_the_answer_that_all_compare_with(loaded, counter, task,
     monkeypatch.setattr(Bench, "once", spy)
     monkeypatch.setattr(Bench, "restart_meter", lambda self: events.append("restart"))
     monkeypatch.setattr(Bench, "meter", Meter(), raising=False)
-    monkeypatch.setattr(Bench, "_peak", Peak(torch.device("cpu")), raising=False)
+    monkeypatch.setattr(Bench, "_peak", Peak([torch.device("cpu")]), raising=False)
     measure(loaded, counter, task, TINY)
     assert events[-2:] == ["answer", "restart"]
 
