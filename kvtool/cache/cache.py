@@ -460,6 +460,26 @@ class KVCache(Cache):
         if layer.held_back and self.budgets.is_last(layer) and not self._in_prompt:
             self.budgets.cut_held_back(self.tokens_seen())
 
+    # ---- fixed shapes
+
+    def fix_shapes(self, tokens: int) -> bool:
+        """Make it so that no shape changes with the next decoded token, if that is possible yet.
+
+        Layers that hold their budget must have filled it. Layers that append take room for `tokens`
+        tokens at once, and again when it is used up.
+
+        Returns:
+            Whether shapes are fixed.
+        """
+        if any(store.grows for layer in self.slot_layers for store in layer.stores):
+            return False
+        if not self._grouped:
+            self._grouped = form_groups(self.slot_layers)
+        for layer in self.slot_layers:
+            if layer.appends and layer.room_until <= layer.seen:
+                layer.hold_room(tokens)
+        return True
+
     # ---- what is in it
 
     def kept_positions(self, layer: int) -> Tensor:

@@ -259,7 +259,7 @@ def decode_needs_rows(layer: SlotLayer) -> bool:
 
 def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> Rows:
     """The weights of a decoded token as evidence."""
-    visible = (layer.positions[:, :, None, : layer.used] >= 0) if layer.ragged else None
+    visible = (layer.positions[:, :, None, : layer.used] >= 0) if layer.masked else None
     valid = None if positions is None else positions >= 0
     return make_rows(layer, weights, visible, valid)
 

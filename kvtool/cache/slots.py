@@ -43,6 +43,8 @@ class SlotLayer(CacheLayerMixin):
             `seen`).
         pending: (batch, kv_heads) slot that the next token overwrites; counts as empty for
             everybody but the writer.
+        next: (batch, kv_heads) int64, the slot of the next token where room for `room_until` tokens
+            seen is held, so that shapes stay as they are; empty slots count as used then.
         group: the layers that this one decides with, None while it decides alone.
         budget: tokens that a row may keep, one number or (batch, 1, 1); set when a prompt begins.
             None: no limit.
@@ -87,6 +89,8 @@ class SlotLayer(CacheLayerMixin):
         self.lengths: Tensor | None = None
         self.pending: Tensor | None = None
         self.written: Tensor | None = None
+        self.next: Tensor | None = None
+        self.room_until = 0
         self.ordered = True
         self.group: Group | None = None
         self.lent = False
@@ -139,13 +143,14 @@ class SlotLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.seen += key_states.shape[2]
-        if self.lanes is not None and kwargs.get("decoding", False):
+        if not kwargs.get("decoding", False):
+            self.settle()
+            self.seen += key_states.shape[2]
+            return self.joined(key_states, value_states)
+        self.seen += 1
+        if self.lanes is not None:
             return key_states, value_states  # each store takes in its own part of them
-        if kwargs.get("decoding", False):
-            return self._write(key_states, value_states)
-        self.settle()
-        return self.joined(key_states, value_states)
+        return self._write(key_states, value_states)
 
     def reset(self) -> None:
         self._clear()
@@ -180,7 +185,7 @@ class SlotLayer(CacheLayerMixin):
         self.positions = change(self.positions)
         self.state = {name: change(t) for name, t in self.state.items()}
         self.memory = {name: change(t) for name, t in self.memory.items()}
-        for name in ("pending", "lengths", "budget", "head_budgets"):
+        for name in ("pending", "next", "lengths", "budget", "head_budgets"):
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 setattr(self, name, change(value))
@@ -196,8 +201,9 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def kept(self) -> int:
-        """Slots in use that are not waiting to be overwritten."""
-        return self.used - (self.pending is not None)
+        """Slots in use that are not waiting to be overwritten, nor for the first time written."""
+        empty = 0 if self.next is None else self.room_until - self.seen
+        return self.used - empty - (self.pending is not None)
 
     @property
     def cuts_itself(self) -> bool:
@@ -209,6 +215,11 @@ class SlotLayer(CacheLayerMixin):
     def ragged(self) -> bool:
         """Whether rows differ in length: short rows have empty slots among the used ones."""
         return self.lengths is not None
+
+    @property
+    def masked(self) -> bool:
+        """Whether some of the used slots may be empty."""
+        return self.lengths is not None or self.next is not None
 
     def stored_positions(self) -> Tensor:
         """Positions of the used slots, pending ones as empty: (batch, kv_heads, used) int32."""
@@ -285,7 +296,10 @@ class SlotLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def _write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if self.pending is None:
+        if self.next is not None:
+            slot, self.next = self.next[..., None], self.next + 1
+            self._write_at(slot, key, value)
+        elif self.pending is None:
             self._reserve(self.used + 1)
             self.keys[:, :, self.used] = key[:, :, 0]
             self.values[:, :, self.used] = value[:, :, 0]
@@ -294,13 +308,47 @@ class SlotLayer(CacheLayerMixin):
         else:
             self.own()
             slot = self.pending[..., None]
-            self.keys.scatter_(2, slot[..., None].expand_as(key), key)
-            self.values.scatter_(2, slot[..., None].expand_as(value), value)
+            self._write_at(slot, key, value)
             if self.group is None:
                 for number in self.state.values():
                     number.scatter_(2, slot, 0)
-            self.written, self.pending, self.ordered = slot, None, False
+            self.pending, self.ordered = None, False
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+
+    def _write_at(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
+        self.keys.scatter_(2, slot[..., None].expand_as(key), key)
+        self.values.scatter_(2, slot[..., None].expand_as(value), value)
+        self.written = slot
+
+    @property
+    def stores(self) -> list[SlotLayer]:
+        """The layers that hold the slots: itself, or those of its lanes."""
+        return [self] if self.lanes is None else self.lanes.stores
+
+    @property
+    def appends(self) -> bool:
+        """Whether decoded tokens are added and never take another's place."""
+        return self.policy.score.when != "always"
+
+    @property
+    def grows(self) -> bool:
+        """Whether the layer holds a budget that the next token does not fill yet."""
+        return not self.appends and self.pending is None
+
+    @torch.no_grad()
+    def hold_room(self, tokens: int) -> None:
+        """Take slots for so many decoded tokens at once, so that no shape changes while they come.
+
+        Only for layers that append and hold no room already. The next block, and `settle`, give
+        the empty slots up.
+        """
+        self.room_until = self.seen + tokens
+        if self.lanes is not None:
+            for store in self.lanes.stores:
+                store.hold_room(tokens)
+            return
+        self.next = torch.full(self.positions.shape[:2], self.used, device=self.device)
+        self.fill_to(self.used + tokens)
 
     @torch.no_grad()
     def place(self, position: int | Tensor) -> None:
@@ -330,6 +378,8 @@ class SlotLayer(CacheLayerMixin):
             whole, self.lanes = self.lanes.side_by_side(), None
             self.replace(*whole)
             return
+        if self.next is not None:
+            self.used, self.next = self.kept, None
         if self.ordered and self.pending is None:
             return
         self.replace(*self.sorted_slots())
@@ -373,7 +423,7 @@ class SlotLayer(CacheLayerMixin):
         for name, number in state.items():
             self.state[name][:, :, :count] = number
             self.state[name][:, :, count:] = 0
-        self.used, self.pending, self.ordered = count, None, True
+        self.used, self.pending, self.next, self.ordered = count, None, None, True
 
     def split_by_head(self) -> None:
         """Store heads of different counts apart, by their `head_budgets`."""

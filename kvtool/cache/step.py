@@ -60,7 +60,7 @@ def _decode(layer: SlotLayer, call: Call) -> Tensor:
     if layer.lanes is not None:
         return _decode_lanes(layer, call)
     enter_decode(layer, call.positions)
-    visible = (layer.positions[:, :, : layer.used] >= 0)[:, :, None, None] if layer.ragged else None
+    visible = (layer.positions[:, :, : layer.used] >= 0)[:, :, None, None] if layer.masked else None
     rows = None
     if decode_needs_rows(layer) or call.needs_weights:
         weights = call_weights(call, call.query, call.key, visible)

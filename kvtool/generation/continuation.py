@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 
 from kvtool.cache.cache import CacheReport, KVCache
 from kvtool.errors import UsageError
+from kvtool.generation.compiled import CompiledDecoding, CompileReport
 from kvtool.generation.decoding import (
     Callback,
     StopsAt,
@@ -43,6 +44,7 @@ class Generation:
     prefill_s: float
     decode_s: float
     fidelity: Fidelity | None = None
+    compiled: CompileReport | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ def generate(
     compare_full: bool = False,
     stop: Sequence[str] = (),
     min_new_tokens: int = 0,
+    compiled: bool = False,
 ) -> Generation:
     """Generate after a prompt, after a loaded cache, or after both.
 
@@ -108,9 +111,12 @@ def generate(
         compare_full: also run the full cache over the same tokens and measure the difference.
         stop: texts that end a row where they come up; they stay in the text.
         min_new_tokens: before so many tokens neither the end-of-text token nor `stop` ends a row.
+        compiled: run the steps through torch.compile once the cache's shapes no longer change; the
+            first such steps take the seconds that compiling takes.
 
     Raises:
         UsageError: nothing to start from, or a comparison of padded rows.
+        KvtoolError: a policy or model that cannot be compiled.
     """
     if max_new_tokens < 1:
         raise UsageError(f"max-new-tokens must be 1 or more, got {max_new_tokens}")
@@ -118,6 +124,7 @@ def generate(
         raise UsageError("the comparison with the full cache needs rows of equal length")
     ids, logits, prefill_s = _run_prompt(model, cache, prompt_ids, attention_mask)
     kept: list[Tensor] | None = [] if compare_full else None
+    step = CompiledDecoding(model, max_new_tokens) if compiled else decode_step
     start = time.perf_counter()
     everything = model.generate(
         ids,
@@ -132,6 +139,7 @@ def generate(
         kv_cache=cache,
         generator=torch.Generator(model.device).manual_seed(seed),
         kept_logits=kept,
+        step=step,
     )
     wait(model)
     decode_s = time.perf_counter() - start
@@ -149,6 +157,7 @@ def generate(
         fidelity=None
         if kept is None
         else compare_with_full(model, everything, torch.stack(kept, 1)),
+        compiled=step.report() if compiled else None,
     )
 
 

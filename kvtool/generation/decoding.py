@@ -30,6 +30,7 @@ def decode_loop(
     kv_cache: KVCache | None = None,
     generator: torch.Generator | None = None,
     kept_logits: list[Tensor] | None = None,
+    step: Callable[[PreTrainedModel, KVCache, Tensor], Tensor] = decode_step,
     **unused,
 ) -> Tensor:
     """Sample from the logits that a prompt has left; runs inside transformers' generate."""
@@ -54,7 +55,7 @@ def decode_loop(
             if text_streamer is not None:
                 text_streamer.end()
             return input_ids
-        logits = decode_step(model, kv_cache, token)
+        logits = step(model, kv_cache, token)
 
 
 class StopsAt(StoppingCriteria):

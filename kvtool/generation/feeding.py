@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -147,11 +147,17 @@ def forward(
 
 
 @torch.no_grad()
-def decode_step(model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Tensor:
+def decode_step(
+    model: PreTrainedModel,
+    cache: KVCache,
+    token_ids: Tensor,
+    forward: Callable | None = None,
+) -> Tensor:
     """Feed one token per row.
 
     Args:
         token_ids: (batch,) int64.
+        forward: what runs in place of the model, such as its compiled forward.
 
     Returns:
         (batch, vocab) float32 logits.
@@ -160,7 +166,7 @@ def decode_step(model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Te
     start = layer.lengths.to(token_ids.device) if layer.ragged else layer.seen
     positions = torch.zeros_like(token_ids)[:, None] + (start[:, None] if layer.ragged else start)
     return (
-        model(
+        (forward or model)(
             input_ids=token_ids[:, None],
             position_ids=positions,
             past_key_values=cache,
