@@ -90,6 +90,10 @@ class GenerateOptions(PromptOptions):
     compare_full: Annotated[
         bool, Option("--compare-full", help="Measure how close the run stays to a full cache.")
     ] = False
+    compile: Annotated[
+        bool,
+        Option("--compile", help="Decode through torch.compile; pays off for many new tokens."),
+    ] = False
 
     @property
     def cache_path(self) -> Path | None:
@@ -117,6 +121,7 @@ class GenerateOptions(PromptOptions):
             "seed": self.seed + turn,
             "stop": self.stop,
             "compare_full": self.compare_full,
+            "compiled": self.compile,
         }
 
     def check(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.options import OutputOptions
@@ -12,7 +13,12 @@ from kvtool.cli.terminal import Terminal
 from kvtool.models.load import Loaded
 
 if TYPE_CHECKING:
-    from kvtool.documents.generation import GenerationDocument, GenerationTiming, TurnSection
+    from kvtool.documents.generation import (
+        CompileSection,
+        GenerationDocument,
+        GenerationTiming,
+        TurnSection,
+    )
     from kvtool.documents.turns import UserTurn
     from kvtool.generation import Compressed, Generation
 
@@ -52,6 +58,7 @@ def document_of(request: Request, loaded: Loaded, result: Generation) -> Generat
         cache=CacheSection.of(result.report),
         timing=_timing([result]),
         fidelity=None if result.fidelity is None else Fidelity.of(result.fidelity),
+        compiled=_compiled([result]),
     )
 
 
@@ -82,8 +89,17 @@ def document_of_turns(
         cache=CacheSection.of(answers[-1].report),
         timing=_timing(answers, 0.0 if context is None else context.prefill_s),
         fidelity=None if fidelity is None else Fidelity.of(fidelity),
+        compiled=_compiled(answers),
         turns=[_turn(*pair) for pair in zip(turns, answers, strict=True)],
     )
+
+
+def _compiled(answers: Sequence[Generation]) -> CompileSection | None:
+    from kvtool.documents.generation import CompileSection
+    from kvtool.generation.compiled import CompileReport
+
+    reports = [answer.compiled for answer in answers if answer.compiled is not None]
+    return CompileSection(**asdict(CompileReport.join(reports))) if reports else None
 
 
 def _turn(turn: UserTurn, answer: Generation) -> TurnSection:
@@ -126,4 +142,6 @@ def summary(document: GenerationDocument) -> str:
     ]
     if document.fidelity is not None:
         parts.append(document.fidelity.in_words())
+    if document.compiled is not None:
+        parts.append(document.compiled.in_words())
     return "; ".join(parts)

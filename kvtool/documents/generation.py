@@ -70,6 +70,23 @@ class Fidelity(Section):
         return f"full cache: {self.agreement:.1%} of tokens agree, KL {self.kl:.3g}, {differs}"
 
 
+class CompileSection(Section):
+    """What `--compile` made of the decode steps; `compile_s` is part of the decode time."""
+
+    graphs: NonNegativeInt
+    eager_steps: NonNegativeInt
+    compiled_steps: NonNegativeInt
+    compile_s: NonNegativeFloat
+
+    def in_words(self) -> str:
+        """Say what was compiled."""
+        steps = self.eager_steps + self.compiled_steps
+        return (
+            f"{self.compiled_steps} of {steps} steps ran compiled "
+            f"({self.graphs} graphs, {self.compile_s:.1f} s of the decode time)"
+        )
+
+
 class TurnSection(Section):
     """A turn of a conversation; `cache` is what was held at its end."""
 
@@ -101,6 +118,7 @@ class GenerationDocument(Document):
     cache: CacheSection
     timing: GenerationTiming
     fidelity: Fidelity | None = None
+    compiled: CompileSection | None = None
     turns: list[TurnSection] | None = None
 
 

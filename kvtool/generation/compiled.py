@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -32,6 +33,11 @@ class CompileReport:
     compiled_steps: int
     compile_s: float
 
+    @classmethod
+    def join(cls, reports: Iterable[CompileReport]) -> CompileReport:
+        """Sum the reports of one run after another."""
+        return cls(*map(sum, zip(*map(astuple, reports), strict=True)))
+
 
 class CompiledDecoding:
     """Decode steps of one model; those that find fixed shapes run compiled.
@@ -43,7 +49,6 @@ class CompiledDecoding:
 
     def __init__(self, model: PreTrainedModel, tokens: int, backend: str = "inductor") -> None:
         self._model, self._tokens = model, tokens
-        # a graph of its own for every object, so that runs do not fill each other's limit of graphs
         self._forward = torch.compile(model.forward, fullgraph=True, backend=backend)
         self._graphs = self._eager = self._compiled = 0
         self._seconds = 0.0
@@ -65,7 +70,7 @@ class CompiledDecoding:
             raise KvtoolError(
                 f"policy `{cache.policy}` on `{model.config.model_type}` cannot be compiled: "
                 f"{reason[:1].lower()}{reason[1:]}",
-                hint="decode without compiling",
+                hint="leave out --compile (`compiled` in Python)",
             ) from error
         made = counters["stats"]["unique_graphs"] - before
         if made:

@@ -4,16 +4,17 @@ The graphs are run as they are traced (backend `eager`): what is tested is that 
 models make whole graphs that hold from step to step, not the compiler behind them.
 """
 
+import json
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 import kvtool
+from kvtool.cli.main import main
 from kvtool.errors import KvtoolError
-from kvtool.generation import decode_step, generate, prefill
+from kvtool.generation import decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding
-from kvtool.models.load import load
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
 from tests.models_for_tests import peaky_model, random_ids
@@ -115,23 +116,21 @@ def test_what_cannot_be_compiled_says_so():
         step(model, cache, torch.tensor([2, 3]))
 
 
-def test_generate_compiles_and_says_what():
-    loaded = load()
-    model = kvtool.attach(loaded.model)
-    ids = random_ids(80)
-    texts = []
-    for compiled in (False, True):
-        cache = kvtool.build_cache(model, "h2o", 40)
-        result = generate(
-            model,
-            loaded.tokenizer,
-            cache,
-            ids,
-            max_new_tokens=12,
-            min_new_tokens=12,
-            compiled=compiled,
-        )
-        texts.append(result.token_ids)
-    assert texts[0] == texts[1]
-    assert result.compiled.compiled_steps == 10
-    assert result.compiled.eager_steps == 1
+def test_the_command_compiles_and_says_what(capsys):
+    """With the real compiler, which takes a while."""
+    command = ["generate", "-p", "h2o", "-b", "100", "-n", "12", "-f", "json"]
+    documents = []
+    for flags in ([], ["--compile"]):
+        capsys.readouterr()
+        assert main([*command, *flags]) == 0
+        captured = capsys.readouterr()
+        documents.append(json.loads(captured.out))
+    eager, compiled = documents
+    assert compiled["token_ids"] == eager["token_ids"]
+    assert compiled["cache"] == eager["cache"]
+    assert "compiled" not in eager
+    steps = compiled["new_tokens"] - 1
+    assert compiled["compiled"]["eager_steps"] == 1
+    assert compiled["compiled"]["compiled_steps"] == steps - 1
+    assert compiled["compiled"]["graphs"] in (1, 2)
+    assert f"{steps - 1} of {steps} steps ran compiled" in captured.err
