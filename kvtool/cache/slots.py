@@ -265,15 +265,13 @@ class SlotLayer(CacheLayerMixin):
     @property
     def buffers(self) -> list[Tensor]:
         """The large tensors, which a cache to go back to shares: new slots come behind old ones."""
-        if self.lanes is not None:
-            return [each for store in self.lanes.stores for each in store.buffers]
-        return [self.keys, self.values] if self.is_initialized else []
+        stores = [store for store in self.stores if store.is_initialized]
+        return [each for store in stores for each in (store.keys, store.values)]
 
     def lend(self) -> None:
         """Let a cache to go back to read the buffers as they are now."""
-        self.lent = True
-        for store in self.lanes.stores if self.lanes is not None else ():
-            store.lend()
+        for store in self.stores:
+            store.lent = True
 
     def own(self) -> None:
         """Have the key and value buffers alone, before a slot in use is written over."""

@@ -108,6 +108,22 @@ def test_every_kind_of_layer_goes_back(family, policy):
     assert torch.equal(ask(model, asked), ask(model, never))
 
 
+@pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)", "full", "adakv(window=4)"])
+def test_room_that_is_held_for_tokens_to_come_is_as_it_was(model, policy):
+    asked, never = (new_cache(model, policy) for _ in range(2))
+    for cache in (asked, never):
+        prefill(model, cache, random_ids(50))
+        decode_step(model, cache, torch.tensor([3]))
+        assert cache.fix_shapes(9)
+    with asked.rollback():
+        steps(model, asked)
+    with asked.rollback():
+        assert asked.fix_shapes(9)
+        ask(model, asked)
+    assert torch.equal(steps(model, asked), steps(model, never))
+    assert torch.equal(ask(model, asked), ask(model, never))
+
+
 @pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)", "full", "h2o+d2o-alloc"])
 def test_questions_inside_questions(model, policy):
     asked, never = (new_cache(model, policy) for _ in range(2))
