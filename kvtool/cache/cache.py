@@ -51,9 +51,13 @@ class CacheReport:
             attention.
         kv_bytes: keys and values in filled slots.
         allocated_bytes: the key and value buffers.
-        state_bytes: positions and the policy's numbers.
+        state_bytes: positions and the policy's numbers; with CaliDrop, too, what is held of each
+            query head and what waits on the device to be set aside.
         full_bytes: keys and values that a full cache would hold now.
         peak_bytes: most key and value bytes that existed at a time, running blocks included.
+        host_bytes: evicted keys and values in host memory (CaliDrop).
+        recompute_frequency: of each layer, the share of decoded tokens and query heads that
+            attended to these anew, None before the first; None without CaliDrop.
     """
 
     tokens_seen: int
@@ -63,6 +67,8 @@ class CacheReport:
     state_bytes: int
     full_bytes: int
     peak_bytes: int
+    host_bytes: int = 0
+    recompute_frequency: list[float | None] | None = None
 
 
 def build_cache(
@@ -532,6 +538,7 @@ class KVCache(Cache):
                 tokens = sum(n if layer.window is None else min(n, layer.window - 1) for n in seen)
                 full += tokens * layer.positions.shape[1] * layer.token_bytes()
         allocated = self._allocated_bytes()
+        aside = [getattr(layer, "calibration", None) for layer in self.layers]
         sizes = [
             sum(layer.filled_bytes() for layer in slots),
             allocated,
@@ -539,12 +546,14 @@ class KVCache(Cache):
             + (0 if self.surprisals is None else self.surprisals.bytes),
             full,
             max(self.peak_bytes, allocated),
+            sum(part.store.host_bytes for part in aside if part is not None),
         ]
         if of_all_processes and self.shards.processes > 1:
             device = self.first_layer.device
             sizes = self.shards.total(torch.tensor(sizes, device=device)).tolist()
             kept = self.shards.most(torch.tensor(kept, device=device)).tolist()
-        return CacheReport(max(seen), kept, *sizes)
+        frequency = [None if part is None else part.recompute_frequency for part in aside]
+        return CacheReport(max(seen), kept, *sizes, frequency if any(aside) else None)
 
     def _allocated_bytes(self) -> int:
         return sum(layer.allocated_bytes() for layer in self.slot_layers)

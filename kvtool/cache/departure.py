@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots import SlotLayer, take
-from kvtool.policies.parts import Count, Departure, SlotView, State
+from kvtool.policies.parts import Count, Departure, Merging, SlotView, State
 
 
 @torch.no_grad()
@@ -51,9 +51,10 @@ def part_block(
             tokens_seen=view.tokens_seen,
             layer=layer.index,
             heads=layer.heads,
+            whole=not layer.masked and split is None,
             importance=importance,
         )
-        fate.absorb(layer.memory, leaving)
+        _hand_over(layer, leaving)
     return keys, values, positions, kept_state
 
 
@@ -85,7 +86,8 @@ def part_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
     fate = layer.policy.fate
     if fate is None:
         return
-    layer.own()
+    if isinstance(fate, Merging):
+        layer.own()
     used = slice(0, layer.used)
     gone = layer.pending[..., None]
     keys, values = layer.keys[:, :, used], layer.values[:, :, used]
@@ -103,5 +105,13 @@ def part_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
         tokens_seen=tokens_seen,
         layer=layer.index,
         heads=layer.heads,
+        whole=not layer.masked,
     )
-    fate.absorb(layer.memory, leaving)
+    _hand_over(layer, leaving)
+
+
+def _hand_over(layer: SlotLayer, leaving: Departure) -> None:
+    if layer.calibration is not None:
+        layer.calibration.set_aside(leaving)
+    else:
+        layer.policy.fate.absorb(layer.memory, leaving)

@@ -60,6 +60,11 @@ def _before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] 
         return None
     cache.hooked = True
     layer: SlotLayer = cache.layers[module.layer_idx]
+    if layer.calibration is not None:
+        raise KvtoolError(
+            f"`{layer.policy.fate.name}` compares queries, "
+            f"and the eager attention of `{cache.config.model_type}` does not show them"
+        )
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     batch, q_len = hidden.shape[:2]
     if cache.layer_block is not None and q_len > cache.layer_block:

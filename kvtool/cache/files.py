@@ -241,6 +241,9 @@ def _slot_tensors(layer: SlotLayer, name: str) -> dict[str, Tensor]:
         tensors[f"{name}.head_budgets"] = layer.head_budgets
     tensors |= {f"{name}.state.{key}": number for key, number in state.items()}
     tensors |= {f"{name}.memory.{key}": number for key, number in layer.memory.items()}
+    if layer.calibration is not None:
+        aside = layer.calibration.tensors()
+        tensors |= {f"{name}.calibration.{key}": tensor for key, tensor in aside.items()}
     return {key: tensor.cpu() for key, tensor in tensors.items()}
 
 
@@ -248,20 +251,20 @@ def _fill_slots(
     layer: SlotLayer, tensors: dict[str, Tensor], name: str, seen: int, model: PreTrainedModel
 ) -> None:
     device = _layer_device(model, layer.index)
+    aside = _below(tensors, f"{name}.calibration.")
+    if layer.calibration is not None:
+        layer.calibration.load(aside, device)
     own = {
-        key.removeprefix(f"{name}."): tensor.to(device)
-        for key, tensor in tensors.items()
-        if key.startswith(f"{name}.")
+        key: tensor.to(device)
+        for key, tensor in _below(tensors, f"{name}.").items()
+        if not key.startswith("calibration.")  # its place is on the host
     }
     layer.lazy_initialization(own["keys"], own["values"])
     rows = own["budget"].tolist()
     layer.least, layer.most = min(rows), max(rows)
     layer.budget = layer.most if layer.least == layer.most else own["budget"][:, None, None]
     state = {key: own[f"state.{key}"] for key in layer.state}
-    prefix = "memory."
-    layer.memory |= {
-        key.removeprefix(prefix): t for key, t in own.items() if key.startswith(prefix)
-    }
+    layer.memory |= _below(own, "memory.")
     layer.replace(own["keys"], own["values"], own["positions"].to(torch.int32), state)
     layer.seen = seen
     if "lengths" in tensors:
@@ -269,6 +272,10 @@ def _fill_slots(
     layer.head_budgets = own.get("head_budgets")
     if layer.head_budgets is not None:
         layer.split_by_head()
+
+
+def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
 
 
 def _recurrent_tensors(layer: LinearAttentionCacheLayerMixin, name: str) -> dict[str, Tensor]:

@@ -13,7 +13,13 @@ from torch.nn import functional
 
 from kvtool.cache.eviction import Block, WatchedBlock, last_queries, make_rows
 from kvtool.cache.slots import SlotLayer, take
-from kvtool.maths.attention import attention_weights, group_queries, visible_keys, weighted_values
+from kvtool.maths.attention import (
+    attention_weights,
+    attention_weights_lse,
+    group_queries,
+    visible_keys,
+    weighted_values,
+)
 from kvtool.policies.parts import Rows
 
 _EXPLICIT_ROWS = 128  # queries whose weights are held at a time
@@ -108,13 +114,18 @@ def explicit_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -
     parts = []
     valid = block.new >= 0 if layer.ragged else None
     watch = WatchedBlock(layer, block) if observed else None
+    calibration = layer.calibration if layer.calibration and layer.calibration.active else None
     for start, stop in _chunks(layer, call.q_len, _EXPLICIT_ROWS):
         low, high = _reach(layer, block, start, stop)
         visible = _visible(layer, block, start, stop, low, high)
-        weights = call_weights(
-            call, call.query[:, :, start:stop], call.key[:, :, low:high], visible
-        )
-        parts.append(weighted_values(weights, call.value[:, :, low:high]))
+        query, key = call.query[:, :, start:stop], call.key[:, :, low:high]
+        if calibration is None:
+            weights = call_weights(call, query, key, visible)
+            parts.append(weighted_values(weights, call.value[:, :, low:high]))
+        else:
+            weights, lse = call_weights_lse(call, query, key, visible)
+            out = weighted_values(weights, call.value[:, :, low:high])
+            parts.append(calibration.correct_block(query, out, lse, start))
         if watch is not None:
             seen = None if valid is None else valid[:, start:stop]
             watch.see(make_rows(layer, weights, visible[:, :, 0], seen))
@@ -165,17 +176,34 @@ def _visible(layer: SlotLayer, block: Block, start: int, stop: int, low: int, hi
 def call_weights(call: Call, query: Tensor, key: Tensor, visible: Tensor | None) -> Tensor:
     """Weights by the heads of the attention: (batch, heads, group, rows, keys) float32."""
     heads = key.shape[1]
-    sinks = call.sinks
-    if sinks is not None and sinks.dim() == 1:
-        sinks = sinks.view(heads, -1)
     return attention_weights(
         group_queries(query, heads),
         key,
         scale=call.scale,
         visible=visible,
         softcap=call.softcap,
-        sinks=sinks,
+        sinks=_grouped_sinks(call, heads),
     )
+
+
+def call_weights_lse(
+    call: Call, query: Tensor, key: Tensor, visible: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same weights, and their log-sum-exp, (batch, heads, group, rows)."""
+    heads = key.shape[1]
+    return attention_weights_lse(
+        group_queries(query, heads),
+        key,
+        scale=call.scale,
+        visible=visible,
+        softcap=call.softcap,
+        sinks=_grouped_sinks(call, heads),
+    )
+
+
+def _grouped_sinks(call: Call, heads: int) -> Tensor | None:
+    whole = call.sinks is not None and call.sinks.dim() == 1
+    return call.sinks.view(heads, -1) if whole else call.sinks
 
 
 def packed_attention(

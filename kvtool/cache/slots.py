@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
+from kvtool.cache.calibration import Calibration
 from kvtool.errors import KvtoolError
 from kvtool.maths.selection import take
+from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.heads import ALL_HERE, KVHeads
-from kvtool.policies.parts import Count, Evidence, State
+from kvtool.policies.parts import Count, Evidence, Merging, State
 from kvtool.policies.policy import Policy
 
 if TYPE_CHECKING:
@@ -59,8 +61,9 @@ class SlotLayer(CacheLayerMixin):
             for the one that most needs the whole text; None where nobody has ranked them.
         heads: all KV heads of the layer, of which this process may hold a part.
         window: width of the layer's own sliding window, in tokens, or None.
-        memory: what the policy remembers beside the slots (thresholds of merging), tensors whose
-            first axis is the batch.
+        memory: what merging remembers beside the slots (thresholds), tensors whose first axis is
+            the batch.
+        calibration: where evicted tokens are set aside to calibrate by, None if they are not.
         lent: whether a cache that will be gone back to reads the `buffers`, too.
 
     What a layer holds is copied deeply when its cache is; only its `buffers` are not, where the
@@ -102,6 +105,9 @@ class SlotLayer(CacheLayerMixin):
         self.lanes: Lanes | None = None
         self.head_budgets: Tensor | None = None
         self.memory: State = {}
+        self.calibration: Calibration | None = None
+        if isinstance(self.policy.fate, CaliDrop):
+            self.calibration = Calibration(self.policy.fate)
 
     # ---- what transformers asks
 
@@ -115,7 +121,7 @@ class SlotLayer(CacheLayerMixin):
             name: _zeros(key_states, (batch, heads, 0), torch.float32)
             for name in self.policy.statistics
         }
-        if self.policy.fate is not None:
+        if isinstance(self.policy.fate, Merging):
             self.memory = self.policy.fate.start(batch, heads, self.device)
         self.is_initialized = True
 
@@ -185,6 +191,8 @@ class SlotLayer(CacheLayerMixin):
         self.positions = change(self.positions)
         self.state = {name: change(t) for name, t in self.state.items()}
         self.memory = {name: change(t) for name, t in self.memory.items()}
+        if self.calibration is not None:
+            self.calibration.map_rows(change)
         for name in ("pending", "next", "lengths", "budget", "head_budgets"):
             value = getattr(self, name)
             if isinstance(value, Tensor):
@@ -254,11 +262,15 @@ class SlotLayer(CacheLayerMixin):
         """Bytes beside the keys and values: positions and the policy's numbers."""
         if self.lanes is not None:
             apart = sum(store.state_bytes() for store in self.lanes.stores)
-            return apart + sum(t.numel() * t.element_size() for t in self.memory.values())
+            return apart + self._memory_bytes()
         if not self.is_initialized:
             return 0
-        tensors = (self.positions, *self.state.values(), *self.memory.values())
-        return sum(t.numel() * t.element_size() for t in tensors)
+        tensors = (self.positions, *self.state.values())
+        return sum(t.numel() * t.element_size() for t in tensors) + self._memory_bytes()
+
+    def _memory_bytes(self) -> int:
+        held = 0 if self.calibration is None else self.calibration.device_bytes()
+        return held + sum(t.numel() * t.element_size() for t in self.memory.values())
 
     # ---- going back
 

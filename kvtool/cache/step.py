@@ -24,6 +24,7 @@ from kvtool.cache.eviction import (
 from kvtool.cache.kernels import (
     Call,
     call_weights,
+    call_weights_lse,
     explicit_block,
     fused_block,
     last_rows,
@@ -32,6 +33,7 @@ from kvtool.cache.kernels import (
 from kvtool.cache.slots import SlotLayer, take
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import group_queries, weighted_values
+from kvtool.policies.parts import Rows
 
 
 def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
@@ -57,24 +59,49 @@ def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
 
 
 def _decode(layer: SlotLayer, call: Call) -> Tensor:
+    calibration, ticket = layer.calibration, None
+    if calibration is not None:
+        calibration.set_scale(call.scale, call.softcap)
+        ticket = calibration.begin_decode(call.query, call.raw_key.shape[1], call.positions)
     if layer.lanes is not None:
-        return _decode_lanes(layer, call)
-    enter_decode(layer, call.positions)
-    visible = (layer.positions[:, :, : layer.used] >= 0)[:, :, None, None] if layer.masked else None
-    rows = None
-    if decode_needs_rows(layer) or call.needs_weights:
-        weights = call_weights(call, call.query, call.key, visible)
-        out = weighted_values(weights, call.value)
-        rows = decode_rows(layer, weights, call.positions)
-    else:
-        mask = None if visible is None else visible[:, :, 0]
-        out = packed_attention(call.query, call.key, call.value, mask, call.scale)
+        out, lse = _decode_lanes(layer, call, ticket is not None)
+        return out if ticket is None else calibration.end_decode(ticket, out, lse)
+    out, lse, rows = _attend_token(layer, call, ticket is not None)
+    if ticket is not None:
+        out = calibration.end_decode(ticket, out, lse)
     leave_decode(layer, call.value, rows)
     return out
 
 
-def _decode_lanes(layer: SlotLayer, call: Call) -> Tensor:
-    """Decode where KV heads hold different counts: store by store, a lane as a row of one head."""
+def _attend_token(
+    layer: SlotLayer, call: Call, needs_lse: bool
+) -> tuple[Tensor, Tensor | None, Rows | None]:
+    """Attend the slots by a decoded token.
+
+    Returns:
+        (batch, heads, 1, value_dim), the log-sum-exp (batch, heads of the attention, group, 1) if
+        it is needed, and the weights if the policy wants them.
+    """
+    enter_decode(layer, call.positions)
+    visible = (layer.positions[:, :, : layer.used] >= 0)[:, :, None, None] if layer.masked else None
+    observed = decode_needs_rows(layer)
+    if not (observed or call.needs_weights or needs_lse):
+        mask = None if visible is None else visible[:, :, 0]
+        return packed_attention(call.query, call.key, call.value, mask, call.scale), None, None
+    if needs_lse:
+        weights, lse = call_weights_lse(call, call.query, call.key, visible)
+    else:
+        weights, lse = call_weights(call, call.query, call.key, visible), None
+    rows = decode_rows(layer, weights, call.positions) if observed else None
+    return weighted_values(weights, call.value), lse, rows
+
+
+def _decode_lanes(layer: SlotLayer, call: Call, needs_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Decode where KV heads hold different counts: store by store, a lane as a row of one head.
+
+    Returns:
+        The output and, if it is needed, the log-sum-exp as `_attend_token` returns them.
+    """
     lanes, heads = layer.lanes, layer.lanes.kv_heads
     count_decoded(layer, call.positions)
     query = lanes.pick(group_queries(call.query, heads))
@@ -84,7 +111,7 @@ def _decode_lanes(layer: SlotLayer, call: Call) -> Tensor:
         positions = lanes.pick(positions[:, None].expand(-1, heads, -1))
     if sinks is not None:
         sinks = lanes.pick(sinks.view(1, heads, 1, -1).expand(len(call.query), -1, -1, -1))
-    out, start = [], 0
+    outs, sums, start = [], [], 0
     for store in lanes.stores:
         own = slice(start, start + store.batch_size)
         start = own.stop
@@ -99,8 +126,12 @@ def _decode_lanes(layer: SlotLayer, call: Call) -> Tensor:
             positions=None if positions is None else positions[own],
             sinks=None if sinks is None else sinks[own],
         )
-        out.append(_decode(store, step))
-    return lanes.put_back(torch.cat(out)).flatten(1, 2)
+        out, lse, rows = _attend_token(store, step, needs_lse)
+        leave_decode(store, step.value, rows)
+        outs.append(out)
+        sums.append(lse)
+    whole = lanes.put_back(torch.cat(outs)).flatten(1, 2)
+    return whole, lanes.put_back(torch.cat(sums)).flatten(2, 3) if needs_lse else None
 
 
 def _attend_blocks(layer: SlotLayer, call: Call) -> Tensor:
@@ -155,8 +186,12 @@ def _attend_block(layer: SlotLayer, call: Call) -> tuple[Tensor, Tensor | None]:
         (batch, heads, q_len, value_dim), and the slots of [kept, block] that stay, None if all do.
     """
     block = enter_block(layer, call.q_len, call.positions, call.raw_key, call.value)
-    observed = block_needs_all_rows(layer)
-    if observed or call.needs_weights:
+    observed, calibration = block_needs_all_rows(layer), layer.calibration
+    if calibration is not None:
+        calibration.set_scale(call.scale, call.softcap)
+        calibration.begin_block(call.query, call.value.shape[-1], block.new)
+    corrected = calibration is not None and calibration.active
+    if observed or call.needs_weights or corrected:
         out = explicit_block(layer, call, block, observed)
     else:
         out = fused_block(layer, call, block)

@@ -17,6 +17,8 @@ class CacheSection(Section):
 
     `kv_bytes` counts filled slots, `allocated_bytes` the tensors, `state_bytes` the policy's own
     statistics, `full_bytes` a cache that kept everything, `peak_bytes` the most there ever was.
+    `host_bytes` counts evicted tokens in host memory, `recompute_frequency` tells of each layer how
+    often they were attended to anew (CaliDrop; null without it).
     """
 
     tokens_seen: NonNegativeInt
@@ -26,6 +28,8 @@ class CacheSection(Section):
     state_bytes: NonNegativeInt
     full_bytes: NonNegativeInt
     peak_bytes: NonNegativeInt
+    host_bytes: NonNegativeInt = 0
+    recompute_frequency: list[NonNegativeFloat | None] | None = None
 
     @classmethod
     def of(cls, report: CacheReport) -> CacheSection:

@@ -44,6 +44,43 @@ def attention_weights(
     Returns:
         (batch, kv_heads, group, q_len, kv_len) float32.
     """
+    logits = _logits(query, keys, scale, visible, softcap)
+    if sinks is None:
+        return logits.softmax(-1)
+    column = sinks.float()[..., None, None].expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
+
+
+def attention_weights_lse(
+    query: Tensor,
+    keys: Tensor,
+    *,
+    scale: float,
+    visible: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The weights, and the logarithm of what they were divided by.
+
+    Args:
+        query, keys, scale, visible, softcap, sinks: as for `attention_weights`, but a row may see
+            no key: its weights are 0.
+
+    Returns:
+        (batch, kv_heads, group, q_len, kv_len) and (batch, kv_heads, group, q_len) float32, -inf
+        for a row that sees nothing.
+    """
+    logits = _logits(query, keys, scale, visible, softcap)
+    lse = logits.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float()[..., None])
+    finite = lse.clamp(min=torch.finfo(lse.dtype).min)
+    return logits.sub_(finite[..., None]).exp_(), lse
+
+
+def _logits(
+    query: Tensor, keys: Tensor, scale: float, visible: Tensor | None, softcap: float | None
+) -> Tensor:
     batch, kv_heads, group, q_len, head_dim = query.shape
     flat = query.reshape(batch, kv_heads, group * q_len, head_dim)
     logits = torch.matmul(flat, keys.transpose(2, 3)).float().mul_(scale)
@@ -52,10 +89,26 @@ def attention_weights(
         logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
     if visible is not None:
         logits = logits.masked_fill_(~visible, float("-inf"))
-    if sinks is None:
-        return logits.softmax(-1)
-    column = sinks.float()[..., None, None].expand(batch, kv_heads, group, q_len, 1)
-    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
+    return logits
+
+
+def join_attention(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from attention over each.
+
+    Softmax over a union is a weighted mean; in logarithms nothing overflows.
+
+    Args:
+        out, other_out: (..., value_dim) float32.
+        lse, other_lse: (...) log-sum-exp of the logits; -inf for an empty set.
+
+    Returns:
+        The output and the log-sum-exp over both.
+    """
+    share = torch.sigmoid(lse - other_lse)
+    share = torch.where(other_lse == float("-inf"), 1.0, share)[..., None]
+    return torch.lerp(other_out, out, share), torch.logaddexp(lse, other_lse)
 
 
 def weighted_values(weights: Tensor, values: Tensor) -> Tensor:

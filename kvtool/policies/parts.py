@@ -201,6 +201,7 @@ class Departure:
         tokens_seen: tokens of the row so far.
         layer: index of the layer.
         heads: all KV heads of the layer, of which these may be a part.
+        whole: whether every head loses `victims`.
         importance: (batch, kv_heads, slots) float32 by which a block was judged; None for a decoded
             token.
     """
@@ -216,6 +217,7 @@ class Departure:
     kept_positions: Tensor
     tokens_seen: Count
     layer: int
+    whole: bool = False
     heads: KVHeads = ALL_HERE
     importance: Tensor | None = None
 
@@ -233,23 +235,25 @@ class Evicted:
         paper: where it comes from.
         statistics: names of numbers that it needs beside each slot; one that the score keeps under
             the same name is shared, and the score fills it.
-        corrects: whether it keeps what leaves, and corrects the attention output by it.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
     statistics: ClassVar[tuple[str, ...]] = ()
-    corrects: ClassVar[bool] = False
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
         """Add a chunk of rows to the statistics, in place."""
+
+
+class Merging(Evicted):
+    """Goes into the tokens that stay."""
 
     def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
         """What a layer remembers beside its slots: tensors whose first axis is the batch."""
         return {}
 
     def absorb(self, memory: State, leaving: Departure) -> None:
-        """Make something of what leaves: change those that stay, or the memory, in place."""
+        """Change those that stay by those that leave, and the memory, in place."""
         raise NotImplementedError
 
 

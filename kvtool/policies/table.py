@@ -29,6 +29,7 @@ MODIFIERS: dict[str, str] = {
     "fastcaote": "rescore.caote:FastCAOTE",
     "d2o-merge": "evicted.d2o_merge:D2OMerge",
     "cam": "evicted.cam:CaM",
+    "calidrop": "evicted.calidrop:CaliDrop",
 }
 ALLOCATORS: dict[str, str] = {  # modifiers that split the budget; `d2o` itself is a base
     "d2o-alloc" if name == "d2o" else name: f"allocate.{place}"

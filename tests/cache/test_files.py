@@ -35,6 +35,9 @@ POLICIES = [
     "streaming+cam",
     "snapkv(window=4)+cam",
     "adakv(window=4)+d2o-merge",
+    "h2o+caote+calidrop(theta1=0.4,theta2=0.6)",
+    "snapkv(window=4)+calidrop(store=int8)",
+    "adakv(window=4)+calidrop",
 ]
 
 

@@ -235,7 +235,20 @@ def test_generate_takes_the_oracles_tokens(model, chunks, base, modifier, option
 
 
 @pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize("policy", ["random", "h2o+caote", "tova", "roco", "snapkv(window=8)"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "random",
+        "h2o+caote",
+        "tova",
+        "roco",
+        "snapkv(window=8)",
+        "d2o+uniform",
+        "streaming+cam",
+        "h2o+calidrop",
+        "snapkv(window=8)+calidrop",
+    ],
+)
 def test_reordered_rows_go_on_as_the_text_that_they_hold(model, policy):
     """What beam search does: rows are swapped and copied between two tokens."""
     kvtool.attach(model)

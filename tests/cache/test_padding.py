@@ -36,6 +36,9 @@ POLICIES = [
     "h2o+caote+cam",
     "snapkv(window=3,kernel=3)+cam(m=5)",
     "adakv(window=3,kernel=3)+cam",
+    "snapkv(window=3,kernel=3)+calidrop(theta1=0.4,theta2=0.6)",
+    "h2o+calidrop(theta1=0.4,theta2=0.6,calibration_size=9)",
+    "adakv(window=3,kernel=3)+calidrop",
     "adakv(window=3,kernel=3)+d2o-merge",
 ]
 

@@ -19,6 +19,7 @@ POLICIES = [base + SETTINGS.get(base, "") for base in BASES]
 POLICIES += ["h2o+caote", "snapkv(window=4)+fastcaote", "tova(head_reduce=kv_head)"]
 POLICIES += ["h2o+pyramid", "h2o+d2o-alloc", "streaming+d2o-alloc", "h2o+ada", "h2o+duo"]
 POLICIES += ["h2o+d2o-merge", "streaming+cam", "snapkv(window=4)+cam"]
+POLICIES += ["h2o+calidrop", "snapkv(window=4)+calidrop(store=file)"]
 
 
 @pytest.fixture(scope="module", params=[2, 8], ids=["gqa", "mha"])

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import take
-from kvtool.policies.parts import Departure, Evicted, Rows, SlotView, State
+from kvtool.policies.parts import Departure, Merging, Rows, SlotView, State
 from kvtool.policies.scores.h2o import add_attention
 from kvtool.policies.scores.random import uniform_draws
 
@@ -91,7 +91,7 @@ def spread(
 
 
 @dataclass(frozen=True)
-class CaM(Evicted):
+class CaM(Merging):
     """Spread the value of each evicted token over the kept ones that follow it (CaM).
 
     Args:

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import take
-from kvtool.policies.parts import Departure, Evicted, State
+from kvtool.policies.parts import Departure, Merging, State
 
 _SELF = math.e  # exp of a token's similarity to itself
 _CHUNK = 128  # victims whose similarity to every kept token is held at a time
@@ -121,7 +121,7 @@ def _chunks(*tensors: Tensor):
 
 
 @dataclass(frozen=True)
-class D2OMerge(Evicted):
+class D2OMerge(Merging):
     """Merge each evicted token into the kept one of most similar key, if similar enough (D2O).
 
     Args:

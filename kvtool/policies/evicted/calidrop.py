@@ -1,0 +1,111 @@
+"""CaliDrop: evicted tokens go to host memory, and their share of the output is put back.
+
+Su et al., 2025, https://arxiv.org/abs/2507.19906, section 4. Attention over all tokens is a
+weighted mean of attention over the kept and over the evicted ones, the weights following from both
+log-sum-exps. The evicted part changes little from one query to the next: it is computed for a
+query that is held, and reused while later queries point the same way. By the cosine between the
+two: below theta1 the evicted part is computed anew for the step's query, which is held from then
+on, and the output is calibrated; above theta2 it is calibrated with what is held; in between it is
+left alone.
+
+Differences from the paper: the log-sum-exp is kept instead of the sum of exponentials, which
+overflows float32 once a logit exceeds 88. Queries are compared as attention uses them, after RoPE.
+The paper leaves the granularity open: here each query head of each row decides for itself, or
+(`granularity=layer`) all heads of a row together. A token that is evicted while decoding is folded
+into what is held, exactly. A block of several queries (a prompt in blocks, a further turn) is
+calibrated exactly, every query by its own evicted part. `calibration_size` sets aside the best of
+each cut of a prompt, and everything that is evicted while decoding.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtool.errors import UsageError
+from kvtool.maths.attention import join_attention
+from kvtool.policies.parts import Evicted
+
+
+def query_cosine(query: Tensor, held: Tensor, granularity: str) -> Tensor:
+    """Cosine between a step's queries and those held.
+
+    Args:
+        query, held: (batch, heads, head_dim), after RoPE.
+        granularity: `head`, or `layer` for one number per row, of the heads put end to end.
+
+    Returns:
+        (batch, heads) float32.
+    """
+    query, held = query.float(), held.float()
+    if granularity == "layer":
+        whole = functional.cosine_similarity(query.flatten(1), held.flatten(1), dim=-1, eps=1e-8)
+        return whole[:, None].expand(query.shape[:2])
+    return functional.cosine_similarity(query, held, dim=-1, eps=1e-8)
+
+
+def decide(cosine: Tensor, theta1: float, theta2: float) -> tuple[Tensor, Tensor]:
+    """Which heads recompute the evicted part, and which are calibrated (these included).
+
+    >>> recompute, calibrate = decide(torch.tensor([0.5, 0.7, 0.85, 0.9]), 0.7, 0.85)
+    >>> recompute.tolist(), calibrate.tolist()
+    ([True, False, False, False], [True, False, False, True])
+    """
+    recompute = cosine < theta1
+    return recompute, recompute | (cosine > theta2)
+
+
+def calibrate(
+    out: Tensor, lse: Tensor, held_out: Tensor, held_lse: Tensor, which: Tensor
+) -> Tensor:
+    """Put the evicted part's share back into the output of some heads.
+
+    Args:
+        out: (batch, heads, value_dim) of the kept tokens.
+        lse: (batch, heads) float32, their log-sum-exp.
+        held_out, held_lse: float32, the same of the evicted ones.
+        which: bool (batch, heads).
+
+    Returns:
+        In the dtype of `out`.
+    """
+    whole, _ = join_attention(out.float(), lse, held_out, held_lse)
+    return torch.where(which[..., None], whole.to(out.dtype), out)
+
+
+@dataclass(frozen=True)
+class CaliDrop(Evicted):
+    """Keep evicted tokens in host memory and calibrate the output by their share (CaliDrop).
+
+    Args:
+        theta1: below this cosine with the held query, the evicted part is computed anew.
+        theta2: above it, the output is calibrated by what is held.
+        calibration_size: tokens set aside of each cut of a prompt, by score; None: all.
+        store: how they lie in host memory: `exact`, `bf16`, `int8` (with a scale per token and
+            head), or `file`, exact in a temporary file that is mapped.
+        granularity: whether each query `head` decides, or all heads of a `layer` together.
+    """
+
+    theta1: float = 0.7
+    theta2: float = 0.85
+    calibration_size: int | None = None
+    store: Literal["exact", "bf16", "int8", "file"] = "exact"
+    granularity: Literal["head", "layer"] = "head"
+
+    name: ClassVar = "calidrop"
+    paper: ClassVar = "https://arxiv.org/abs/2507.19906"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.theta1) and math.isfinite(self.theta2)):
+            raise UsageError(f"{self.name}: theta1 and theta2 must be finite")
+        if self.theta1 >= self.theta2:
+            raise UsageError(
+                f"{self.name}: theta1 {self.theta1} must be below theta2 {self.theta2}"
+            )
+        if self.calibration_size is not None and self.calibration_size < 1:
+            raise UsageError(
+                f"{self.name}: calibration_size must be 1 or more, got {self.calibration_size}"
+            )

@@ -1,0 +1,119 @@
+"""What is set aside in host memory comes back as it went in."""
+
+import copy
+
+import pytest
+import torch
+
+from kvtool.cache.offload import Store, pack, unpack
+
+
+def tokens(first, count, batch=2):
+    """Keys and values that tell their row, head and position."""
+    positions = torch.arange(first, first + count, dtype=torch.int32)
+    row, head = torch.arange(batch)[:, None, None], torch.arange(3)[None, :, None]
+    number = (row * 100_000 + head * 10_000 + positions).float()
+    keys = number[..., None].expand(-1, -1, -1, 4).contiguous()
+    return keys, keys[..., :2] + 0.5, positions.expand(batch, 3, -1).contiguous()
+
+
+def read(store, row, head):
+    fetched = store.fetch([(row, head)], torch.device("cpu"))
+    keys, values, _ = zip(*(piece.open(torch.float32) for piece in fetched), strict=True)
+    return torch.cat(keys)[:, 0], torch.cat(values)[:, 0]
+
+
+def filled(form="exact"):
+    store = Store(form)
+    store.append(iter([tokens(0, 70), tokens(70, 30)]), 100, True)
+    for position in range(100, 170):
+        store.gather(tokens(position, 1), True)
+    return store
+
+
+@pytest.mark.parametrize("form", ["exact", "file"])
+def test_tokens_come_back_head_by_head(form):
+    store = filled(form)
+    assert store.tokens == 170
+    for row in range(2):
+        for head in range(3):
+            keys, values = read(store, row, head)
+            expected = row * 100_000 + head * 10_000 + torch.arange(170).float()
+            assert torch.equal(keys, expected)
+            assert torch.equal(values, expected + 0.5)
+
+
+def test_few_tokens_wait_on_the_device_for_more():
+    store = filled()
+    assert store.gathered == 6
+    per_token = 2 * 3 * ((4 + 2) * 4 + 4)
+    assert store.host_bytes == 164 * per_token
+    assert store.device_bytes == 16 * per_token
+
+
+def test_shelves_stay_few():
+    store = Store("exact")
+    for first in range(0, 4000, 16):
+        store.append(iter([tokens(first, 16)]), 16, True)
+    assert len(store.shelves) <= 8
+    assert torch.equal(read(store, 0, 0)[0], torch.arange(4000).float())
+
+
+@pytest.mark.parametrize(("form", "bytes_of_pair"), [("bf16", 12), ("int8", 6 + 8)])
+def test_smaller_forms(form, bytes_of_pair):
+    store = filled(form)
+    assert store.host_bytes == 164 * 2 * 3 * (bytes_of_pair + 4)
+    tensor = torch.randn(2, 3, 50, 16, generator=torch.Generator().manual_seed(0))
+    back = unpack(list(pack(tensor, form)), torch.float32)
+    step = 2**-8 if form == "bf16" else 1 / 254  # half a step of the largest number of a token
+    assert (back - tensor).abs().max() <= tensor.abs().amax() * step * 1.01
+    zero = unpack(list(pack(torch.zeros(1, 1, 1, 4), form)), torch.float32)
+    assert zero.tolist() == [[[[0.0] * 4]]]
+
+
+def test_missing_tokens_are_told():
+    store = Store("exact")
+    keys, values, positions = tokens(0, 5)
+    positions[1, 2, 3:] = -1
+    store.append(iter([(keys, values, positions)]), 5, False)
+    pieces = list(store.fetch([(0, 0), (1, 2)], torch.device("cpu")))
+    assert pieces[0].open(torch.float32)[2].tolist() == [True] * 5
+    assert pieces[1].open(torch.float32)[2].tolist() == [True] * 3 + [False] * 2
+
+
+def test_rows_follow_the_batch_without_moving_shelves():
+    store = filled()
+    before = store.shelves[0].tensors[0].data_ptr()
+    store.map_rows(lambda t: t[torch.tensor([1, 1, 0])], 2)
+    store.map_rows(lambda t: t.repeat_interleave(2, 0), 3)
+    store.gather(tokens(170, 1, batch=6), True)
+    assert store.shelves[0].tensors[0].data_ptr() == before
+    for row, own in enumerate([1, 1, 1, 1, 0, 0]):
+        keys, _ = read(store, row, 2)
+        assert torch.equal(keys[:-1], own * 100_000 + 20_000 + torch.arange(170).float())
+        assert keys[-1] == row * 100_000 + 20_170
+    for position in range(171, 300):
+        store.gather(tokens(position, 1, batch=6), True)
+    keys, _ = read(store, 5, 0)
+    assert torch.equal(keys[:170], torch.arange(170).float())
+    assert torch.equal(keys[170:], 500_000 + torch.arange(170, 300).float())
+
+
+def test_copies_share_shelves_and_go_their_own_way():
+    store = filled()
+    other = copy.deepcopy(store)
+    assert other.shelves[0] is store.shelves[0]
+    other.gather(tokens(170, 1), True)
+    assert (store.tokens, other.tokens) == (170, 171)
+    assert torch.equal(read(store, 1, 1)[0], 110_000 + torch.arange(170).float())
+
+
+@pytest.mark.parametrize("form", ["exact", "int8", "file"])
+def test_files(form):
+    store = filled(form)
+    store.map_rows(lambda t: t[torch.tensor([1, 0])], 2)
+    again = Store(form)
+    again.load(store.tensors(), torch.device("cpu"))
+    assert (again.tokens, again.gathered) == (store.tokens, store.gathered)
+    for a, b in zip(read(store, 0, 2), read(again, 0, 2), strict=True):
+        assert torch.equal(a, b)
