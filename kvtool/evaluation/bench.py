@@ -100,6 +100,7 @@ class Bench:
         protocol: how prompts are put.
         shared: what the arms share about the running sample, such as the full cache's answer.
         meter: what the running sample has cost so far.
+        plan: brings the budget, if there is one.
         warm: what a task has run once to warm up, None before.
     """
 
@@ -109,7 +110,7 @@ class Bench:
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.arm, self.protocol = arm, protocol
-        self._plan = None if arm.plan is None else PlanDocument(**json.loads(arm.plan))
+        self.plan = None if arm.plan is None else PlanDocument(**json.loads(arm.plan))
         self.shared: dict[str, Any] = {} if shared is None else shared
         self.warm: tuple | None = None
         self._contexts: dict[tuple[int, ...], tuple[KVCache, Tensor]] = {}
@@ -165,8 +166,8 @@ class Bench:
     def new_cache(self) -> KVCache:
         """Return an empty cache of this arm."""
         arm = self.arm
-        budget = arm.budget if self._plan is None else None
-        return build_cache(self.model, arm.policy, budget, prefill=arm.prefill, plan=self._plan)
+        budget = arm.budget if self.plan is None else None
+        return build_cache(self.model, arm.policy, budget, prefill=arm.prefill, plan=self.plan)
 
     def full_cache(self) -> KVCache:
         """Return an empty cache that keeps everything."""

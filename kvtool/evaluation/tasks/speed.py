@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import AfterValidator, PositiveInt, model_validator
 
 from kvtool.evaluation.task import Json, Lengths, Sample, Task, TokenCounter, Tokens
+from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
     from kvtool.evaluation.bench import Bench
@@ -24,20 +25,33 @@ _GRIDS = {  # prompt, new tokens, batch
 }
 
 
+def _memory(text: str) -> str:
+    size = Budget.parse(text)
+    if size.bytes is None:
+        raise ValueError(f"memory is a number of bytes such as 512MiB, got `{text}`")
+    return str(size)
+
+
+Memory = Annotated[str, AfterValidator(_memory)]
+
+
 class Speed(Task):
     """Decoded tokens per second, time to the first token, bytes held.
 
     Attributes:
         lengths: tokens of a prompt.
         new_tokens: decoded steps.
-        batch: prompts at a time.
+        batch: prompts at a time, one number or several.
+        memory: in place of `batch`, as many prompts as have room in it (`512MiB`), of each arm; see
+            `kvtool.evaluation.room`.
         samples: timed repetitions of each size.
         preset: the sizes that a paper measured, in place of `lengths`, `new_tokens` and `batch`.
     """
 
     lengths: Lengths = (1024, 4096)
     new_tokens: Tokens = 64
-    batch: PositiveInt = 1
+    batch: Lengths = (1,)
+    memory: Memory | None = None
     samples: PositiveInt = 3
     preset: Literal["d2o", "calidrop", "rocketkv"] | None = None
 
@@ -57,24 +71,38 @@ class Speed(Task):
         return False
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        grid = [(length, self.new_tokens, self.batch) for length in self.lengths]
-        for length, new, batch in _GRIDS.get(self.preset, grid):
+        grid = [(length, self.new_tokens, b) for length in self.lengths for b in self.batch]
+        grid = _GRIDS.get(self.preset, grid)
+        if self.memory is not None:
+            grid = list(dict.fromkeys((length, new, self.memory) for length, new, _ in grid))
+        last = "batch" if self.memory is None else "memory"
+        for length, new, batch in grid:
             for i in range(self.samples):
-                size = {"length": length, "new_tokens": new, "batch": batch}
+                size = {"length": length, "new_tokens": new, last: batch}
                 seed = {"seed": self.seed}
                 yield Sample(f"{length}+{new}x{batch}/{i}", "", cell=size, facts=seed)
 
     def work(self, sample: Sample) -> int:
-        length, new, batch = sample.cell.values()
-        return 4 * (length + new) * batch  # a token is about 4 characters
+        rows = sample.cell.get("batch", 1)
+        tokens = sample.cell["length"] + sample.cell["new_tokens"]
+        return 4 * tokens * rows  # a token is about 4 characters
 
     def run(self, bench: Bench, sample: Sample) -> Json:
-        size = tuple(sample.cell.values())
+        length, new = sample.cell["length"], sample.cell["new_tokens"]
+        batch = sample.cell.get("batch") or self._largest(bench, length, new)
+        size = (length, new, batch)
         if bench.warm != (self.name, *size):
             self._once(bench, *size)
             bench.warm = (self.name, *size)
             bench.restart_meter()
         return self._once(bench, *size)
+
+    def _largest(self, bench: Bench, length: int, new: int) -> int:
+        from kvtool.evaluation.room import largest_batch
+
+        dtype = str(bench.model.dtype).removeprefix("torch.")
+        memory = Budget.parse(self.memory).bytes
+        return largest_batch(bench.model.config, dtype, bench.arm, bench.plan, length, new, memory)
 
     def _once(self, bench: Bench, length: int, new: int, batch: int) -> Json:
         import torch
@@ -97,6 +125,7 @@ class Speed(Task):
             "decode_s": meter.decode_s,
             "prefilled": batch * length,
             "decoded": batch * new,
+            "batch": batch,
         }
 
     def score(self, record: Json) -> dict[str, float]:
@@ -104,4 +133,5 @@ class Speed(Task):
             "decode_tokens_per_s": record["decoded"] / record["decode_s"],
             "prefill_tokens_per_s": record["prefilled"] / record["prefill_s"],
             "ttft_s": record["prefill_s"],
+            **({"batch": record["batch"]} if "batch" in record else {}),
         }

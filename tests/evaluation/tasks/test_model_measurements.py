@@ -223,3 +223,25 @@ def test_presets_are_the_papers_sizes(counter):
     sizes = [tuple(sample.cell.values()) for sample in task.draw(counter)]
     assert sizes[:3] == [(1024, 128, 1), (1024, 128, 2), (1024, 128, 4)]
     assert Speed(**task.model_dump()) == task
+
+
+def test_speed_takes_the_largest_batch_that_has_room(loaded, counter):
+    memory = 2 * 2**20
+    task = Speed(name="speed", lengths="128", new_tokens=4, samples=1, memory="2MiB")
+    _, records = measure(loaded, counter, task, TINY)
+    record = records[TINY][0]
+    batch = record["batch"]
+    assert (record["prefilled"], record["decoded"]) == (128 * batch, 4 * batch)
+    held = record["cost"]["peak_kv_bytes"] + record["cost"]["state_bytes"]
+    assert held <= memory < held * (batch + 1) / batch * 1.5
+    assert task.score(record)["batch"] == batch > 1
+
+
+def test_a_memory_is_a_number_of_bytes():
+    with pytest.raises(ValueError, match="memory is a number of bytes such as 512MiB, got `4K`"):
+        Speed(name="speed", memory="4K")
+
+
+def test_speed_at_several_batches(counter):
+    task = Speed(name="speed", lengths="64", batch=[1, 4], samples=1)
+    assert [sample.cell["batch"] for sample in task.draw(counter)] == [1, 4]

@@ -1,0 +1,128 @@
+"""How many prompts at a time have room in a given memory, from the configuration alone.
+
+Counted are keys, values, positions and the score's numbers: what all layers hold, and the block of
+the prompt that runs through one of them. Weights, activations and what is kept of evicted tokens
+are not. Where heads keep different counts, stores are filled to 7/8 at least, and counted as such.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.documents.plan import PlanDocument
+from kvtool.errors import KvtoolError
+from kvtool.evaluation.arms import Arm
+from kvtool.policies.allocate.planned import PlannedSplit
+from kvtool.policies.allocate.split import AllocatedSplit
+from kvtool.profiling.shape import layer_bytes, layer_kinds, model_shape, stored_dtype
+from kvtool.sizes import parse_prefill
+
+_NUMBER = 4  # bytes of a position, and of a number of a policy
+_GROWTH, _STEP = 1.25, 16  # of buffers that are appended to
+
+
+def row_bytes(
+    config: Any, dtype: str, arm: Arm, plan: PlanDocument | None, n: int, new: int
+) -> int:
+    """Return the most bytes that one row takes while it is read and continued.
+
+    Args:
+        config: a transformers configuration.
+        dtype: of the cache, by name.
+        n: tokens of the prompt.
+        new: tokens that are decoded.
+
+    Raises:
+        KvtoolError: a budget in bytes, which is one of all rows.
+    """
+    text = config.get_text_config(decoder=True)
+    shape = model_shape(config, name="", dtype=dtype)
+    stored = layer_bytes(text, stored_dtype(text, dtype))
+    beside = _NUMBER * shape.kv_heads * (1 + len(arm.policy.score.statistics))
+    sizes = [size and size + beside for size in stored]
+    windows = layer_kinds(text)[1]
+    kept = _kept(arm, plan, windows, sum(window is None for window in windows), n)
+    allocator, heads = arm.policy.allocator, arm.policy.head_split
+    waits = plan is None and arm.budget is not None
+    waits = waits and (
+        (allocator is not None and allocator.metric is not None) or heads is not None
+    )
+    block = min(parse_prefill(arm.prefill) or n, n)
+    if waits:
+        block = n
+    whole = _appended(block, block, n - block)  # slots where a prompt is kept as it comes
+    reading = [
+        whole if k == n or (waits and window is None) else k
+        for k, window in zip(kept, windows, strict=True)
+    ]
+    running = max(size * (k + block) for size, k in zip(sizes, kept, strict=True))
+    ending = [
+        _slots(arm, k, whole, n, new) if window is None else min(window, n + new)
+        for k, window in zip(kept, windows, strict=True)
+    ]
+    spare = 8 / 7 if heads is not None else 1
+    before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
+    after = sum(size * k * spare for size, k in zip(sizes, ending, strict=True))
+    return int(max(before, after))
+
+
+def largest_batch(
+    config: Any, dtype: str, arm: Arm, plan: PlanDocument | None, n: int, new: int, memory: int
+) -> int:
+    """Return how many rows have room.
+
+    Args:
+        memory: bytes.
+
+    Raises:
+        KvtoolError: not even one.
+    """
+    row = row_bytes(config, dtype, arm, plan, n, new)
+    if row > memory:
+        raise KvtoolError(
+            f"a memory of {memory} bytes is too small: one row of {n} + {new} tokens takes {row}"
+        )
+    return memory // row
+
+
+def _kept(
+    arm: Arm, plan: PlanDocument | None, windows: list[int | None], free: int, n: int
+) -> list[int]:
+    """Return the tokens of each layer when the prompt has been read."""
+    if arm.budget is None:
+        of_free = [n] * free
+    elif plan is not None:
+        of_free = PlannedSplit(plan).for_prompt(0, n)
+    elif arm.budget.bytes is not None:
+        raise KvtoolError(
+            f"a budget of {arm.budget} is that of all rows, so no batch follows from it",
+            hint="give the budget in tokens or as a share",
+        )
+    else:
+        mean = arm.budget.for_prompt(n)
+        allocator = arm.policy.allocator
+        even = allocator is None or allocator.metric is not None  # whose sum is known beforehand
+        of_free = [mean] * free if even else AllocatedSplit(arm.policy, free).for_prompt(mean, n)
+    tokens = iter(of_free)
+    return [min(n, next(tokens) if width is None else width - 1) for width in windows]
+
+
+def _slots(arm: Arm, kept: int, whole: int, n: int, new: int) -> int:
+    """Return the slots of a layer when all tokens have been decoded.
+
+    Args:
+        whole: slots of a prompt of which nothing leaves.
+    """
+    if kept < n:
+        return kept + 1 if arm.policy.score.when == "always" else _appended(kept, 1, new)
+    return _appended(whole, 1, n + new - whole)
+
+
+def _appended(slots: int, step: int, tokens: int) -> int:
+    """Return the slots of a full buffer once so many tokens more were appended by `step`s."""
+    used, most = slots, slots + tokens
+    while used < most:
+        used = min(used + step, most)
+        if used > slots:
+            slots = max(used, int(slots * _GROWTH) + _STEP)
+    return slots
