@@ -168,6 +168,11 @@ def kvtool_mask(
     if decoding and not layer.ragged:
         return None
     new = attention_mask[:, q_offset : q_offset + q_length].bool()
+    if decoding and layer.reader is not None and not bool(new.all()):
+        raise KvtoolError(
+            f"policy `{layer.policy}` cannot leave out a row among decoded tokens",
+            hint="leave the mask of a row that has ended at 1",
+        )
     if not layer.ragged and bool(new.all()):  # the one device sync of a prompt block
         return None
     start = layer.lengths[:, None].to(new.device) if layer.ragged else q_offset
@@ -225,6 +230,7 @@ def kvtool_attention(
         sinks=s_aux,
         kernel=cache.kernel,
         block=cache.layer_block,
+        last=cache.last_block,
     )
     out = attend(layer, call, taken.decoding)
     cache.layer_done(layer)

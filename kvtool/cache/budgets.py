@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.eviction import cut_stored
+from kvtool.cache.read_budgets import ReadBudgets
 from kvtool.cache.slots import SlotLayer
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
@@ -22,6 +23,7 @@ class Budgets:
 
     Attributes:
         spreads: how the attention of each row is spread, once an allocator has looked at it.
+        reads: what a reader may look at; None: no reader.
     """
 
     def __init__(
@@ -36,8 +38,11 @@ class Budgets:
         self._windows = sum(layer.window - 1 for layer in layers if layer.window is not None)
         self._free = [layer for layer in layers if layer.window is None]
         self._split: Split | None = None
-        self._planned = plan is not None
-        if plan is not None:
+        self.reads: ReadBudgets | None = None
+        if policy.reader is not None:
+            self.reads = ReadBudgets(policy, budget, plan, self._tokens)
+        self._planned = plan is not None and not policy.reads_budget
+        if self._planned:
             self._split = PlannedSplit(plan)
         elif policy.allocator is not None and self._free:
             self._split = AllocatedSplit(policy, len(self._free))
@@ -64,6 +69,8 @@ class Budgets:
         """Forget the text."""
         self.spreads = self._counted = None
         self._known = {}
+        if self.reads is not None:
+            self.reads.ends, self.reads.reserve = [], 0
 
     def choose_rows(self, choose: Callable[[Tensor], Tensor]) -> None:
         """Let what is known of each row follow the rows.
@@ -72,6 +79,8 @@ class Budgets:
             choose: what happens to the rows, done to their numbers.
         """
         self._known = {}
+        if self.reads is not None:
+            self.reads.choose_rows(choose)
         if self.spreads is not None:
             rows = choose(torch.arange(len(self.spreads))).tolist()
             self.spreads = [self.spreads[row] for row in rows]
@@ -83,6 +92,9 @@ class Budgets:
             UsageError: the first such row.
         """
         self._shares(lengths)
+        if self.policy.score.reads and self.budget.bytes is None:
+            for length in lengths:
+                self.reads.stored(self._free[0], length)
         if self._planned and self.budget is not None:
             self._of_rows(self._free[0], lengths)
 
@@ -101,6 +113,14 @@ class Budgets:
         """
         if layer.window is not None:
             layer.budget = layer.least = layer.most = layer.window - 1
+            return
+        if self.reads is not None:
+            lengths = lengths or self._count(layer, positions, q_len)
+            self.reads.end_prompt(lengths)
+        if self.policy.reads_budget:
+            if self.policy.score.reads:
+                rows = [self.reads.stored(layer, length) for length in lengths]
+                self._set_rows(layer, rows, q_len)
             return
         if self.budget is None:
             return

@@ -25,6 +25,7 @@ from kvtool.cache.budgets import Budgets
 from kvtool.cache.kernels import Call
 from kvtool.cache.shards import heads_of_layer, shards_of
 from kvtool.cache.slots import HybridSlotLayer, SlotLayer
+from kvtool.cache.sparse_step import start_reading
 from kvtool.cache.surprisals import Surprisals
 from kvtool.cache.together import form_groups
 from kvtool.documents.plan import PlanDocument
@@ -51,13 +52,17 @@ class CacheReport:
             attention.
         kv_bytes: keys and values in filled slots.
         allocated_bytes: the key and value buffers.
-        state_bytes: positions and the policy's numbers; with CaliDrop, too, what is held of each
-            query head and what waits on the device to be set aside.
+        state_bytes: positions, the policy's numbers and a reader's tables; with CaliDrop, too, what
+            is held of each query head and what waits on the device to be set aside.
         full_bytes: keys and values that a full cache would hold now.
         peak_bytes: most key and value bytes that existed at a time, running blocks included.
         host_bytes: evicted keys and values in host memory (CaliDrop).
+        traffic_bytes: what the last decoded token has read of all layers, rows and heads: keys,
+            values and what a reader looked at in order to choose; host memory is not counted.
+        traffic_pairs: the same per layer, row and KV head, a pair of key and value as the unit; the
+            mean over the layers without a sliding window.
         recompute_frequency: of each layer, the share of decoded tokens and query heads that
-            attended to these anew, None before the first; None without CaliDrop.
+            attended to those in host memory anew, None before the first; None without CaliDrop.
     """
 
     tokens_seen: int
@@ -68,6 +73,8 @@ class CacheReport:
     full_bytes: int
     peak_bytes: int
     host_bytes: int = 0
+    traffic_bytes: int = 0
+    traffic_pairs: float = 0
     recompute_frequency: list[float | None] | None = None
 
 
@@ -86,7 +93,9 @@ def build_cache(
         model: a decoder of transformers; `attach` it before use.
         policy: what stays, as a value or a policy string.
         budget: tokens per layer and KV head (int, `4K`), share of the prompt (float, `20%`) or
-            bytes of the whole cache (`64MiB`). None only for policies that keep everything.
+            bytes of the whole cache (`64MiB`). None only for policies that keep everything. For
+            readers (`quest` and its like, `rocketkv`) it is not what is stored but what a decoded
+            token reads, in pairs of key and value.
         prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
             cutting after each. A policy that looks at the prompt to split the budget
             (`+d2o-alloc`, `+ada`) reads it at once and cuts at its end; one that goes by the
@@ -113,10 +122,10 @@ def build_cache(
         budget = plan.target.budget
         policy = planned_heads(policy, plan)
     request = None if budget is None else Budget.parse(budget)
-    if policy.score.when == "never":
+    if not policy.takes_budget:
         request = None
     elif request is None:
-        raise UsageError(f"policy `{policy.score.name}` needs a budget, such as 512, 20% or 64MiB")
+        raise UsageError(f"policy `{policy.name}` needs a budget, such as 512, 20% or 64MiB")
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
     block = parse_prefill(prefill)
@@ -169,7 +178,8 @@ def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
     split = parse_allocator(plan.layers.allocator)
     if not isinstance(split, HeadSplit) or policy.head_split is not None:
         return policy
-    return policy if policy.score.when == "never" else replace(policy, heads=split)
+    keeps_equal = policy.score.when == "never" or policy.reads_budget
+    return policy if keeps_equal else replace(policy, heads=split)
 
 
 def check_layers_alike(plan: PlanDocument, policy: Policy) -> None:
@@ -247,6 +257,7 @@ class KVCache(Cache):
         self.next_logits: Tensor | None = None  # after the text, where all of it has been fed
         self._prompt_lengths: list[int] | None = None
         self._in_prompt = False
+        self.last_block = True  # whether the running forward ends its prompt
         super().__init__(layers=_make_layers(config, policy))
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         self._grouped = False
@@ -280,7 +291,9 @@ class KVCache(Cache):
         decoding = self.decodes(layer, key_states.shape[2])
         if not decoding:
             self._ungroup()
-        elif not self._grouped and layer is self.first_layer:
+        else:
+            self.start_reading(layer)
+        if decoding and not self._grouped and layer is self.first_layer:
             self._grouped = form_groups(self.slot_layers)
         raw_key, raw_value = layer.update(key_states, value_states, decoding=decoding)
         if not decoding:
@@ -292,6 +305,11 @@ class KVCache(Cache):
             handover.Taken(self, layer, raw_key, raw_value, key_states, value_states, decoding)
         )
         return raw_key, raw_value
+
+    def start_reading(self, layer: SlotLayer) -> None:
+        """Make a reader's tables for a layer that has none yet since the last prompt."""
+        if layer.is_initialized and layer.reader is not None and layer.reading is None:
+            start_reading(layer, self.budgets.reads)
 
     def decodes(self, layer: SlotLayer, q_len: int) -> bool:
         """Whether so many new tokens are one decoded token, and not a block of a prompt."""
@@ -376,16 +394,19 @@ class KVCache(Cache):
     # ---- prompts and budgets
 
     @contextmanager
-    def prompt(self, lengths: list[int] | None = None) -> Iterator[None]:
-        """Say that the forwards inside are blocks of one prompt.
+    def prompt(self, lengths: list[int] | None = None, new_tokens: int = 0) -> Iterator[None]:
+        """Say that the forwards inside are blocks of one prompt; `last_block` says which ends it.
 
         Args:
             lengths: tokens that each row will have seen at its end; a budget that is a ratio is a
                 ratio of these.
+            new_tokens: how many will be generated, as far as is known; RocketKV's plan needs it.
 
         Raises:
             UsageError: a row's share is not above the tokens that the policy always keeps.
         """
+        if self.budgets.reads is not None:
+            self.budgets.reads.reserve = new_tokens
         if lengths is not None:
             self.budgets.check(lengths)
         self._in_prompt, self._prompt_lengths = True, lengths
@@ -395,8 +416,10 @@ class KVCache(Cache):
             yield
             if self.budgets.held_back:
                 self.budgets.cut_held_back(self.tokens_seen())
+            for layer in self.slot_layers:
+                self.start_reading(layer)
         finally:
-            self._in_prompt, self._prompt_lengths = False, None
+            self._in_prompt, self._prompt_lengths, self.last_block = False, None, True
 
     def rank_heads(self, ranks: Tensor) -> None:
         """Tell every layer which of its heads most need the whole text.
@@ -445,7 +468,8 @@ class KVCache(Cache):
     @property
     def layer_block(self) -> int | None:
         """How many tokens of a forward a layer takes before it cuts; None: all of them."""
-        return self.block if self.surprisals is None else None
+        whole = self.surprisals is not None or self.policy.score.once
+        return None if whole else self.block
 
     def set_heads(self, layer: SlotLayer, query_heads: int) -> None:
         """Tell a layer which part of its heads it holds, before a block of a prompt is cut.
@@ -477,6 +501,8 @@ class KVCache(Cache):
         Returns:
             Whether shapes are fixed.
         """
+        if self.policy.reader is not None:
+            return False  # what is read grows, and the tables with it
         if any(store.grows for layer in self.slot_layers for store in layer.stores):
             return False
         if not self._grouped:
@@ -547,13 +573,18 @@ class KVCache(Cache):
             full,
             max(self.peak_bytes, allocated),
             sum(part.store.host_bytes for part in aside if part is not None),
+            round(sum(layer.bytes_read() for layer in slots)),
         ]
         if of_all_processes and self.shards.processes > 1:
             device = self.first_layer.device
             sizes = self.shards.total(torch.tensor(sizes, device=device)).tolist()
             kept = self.shards.most(torch.tensor(kept, device=device)).tolist()
+        read = [layer.pairs_read for layer in slots if layer.window is None]
+        read = read or [layer.pairs_read for layer in slots]
         frequency = [None if part is None else part.recompute_frequency for part in aside]
-        return CacheReport(max(seen), kept, *sizes, frequency if any(aside) else None)
+        return CacheReport(
+            max(seen), kept, *sizes, sum(read) / len(read), frequency if any(aside) else None
+        )
 
     def _allocated_bytes(self) -> int:
         return sum(layer.allocated_bytes() for layer in self.slot_layers)

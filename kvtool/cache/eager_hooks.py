@@ -58,6 +58,11 @@ def _before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] 
     cache = kwargs.get("layer_past")
     if not isinstance(cache, KVCache):
         return None
+    if cache.policy.reader is not None:
+        raise KvtoolError(
+            f"policy `{cache.policy}` reads a part of the keys, and the own attention of "
+            f"`{cache.config.model_type}` always reads all"
+        )
     cache.hooked = True
     layer: SlotLayer = cache.layers[module.layer_idx]
     if layer.calibration is not None:
@@ -145,7 +150,7 @@ def _after(module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
         watch.end()
     rows = None
     if block_needs_last_rows(layer, block):
-        last = last_queries(layer, block, q_len)
+        last = last_queries(layer, block.new)
         index = last[:, None, None, :, None].expand(
             weights.shape[0], weights.shape[1], 1, -1, weights.shape[-1]
         )

@@ -85,12 +85,16 @@ def block_needs_last_rows(layer: SlotLayer, block: Block) -> bool:
     return layer.held_back or _over_budget(layer, block)
 
 
-def last_queries(layer: SlotLayer, block: Block, q_len: int) -> Tensor:
-    """Index of the last queries of each row that a policy sees: (batch or 1, rows)."""
-    count = min(layer.policy.ranking.window, q_len)
-    place = torch.arange(q_len, device=block.new.device)[None]
+def last_queries(layer: SlotLayer, new: Tensor) -> Tensor:
+    """Index of the last queries of each row that a policy sees: (batch or 1, rows).
+
+    Args:
+        new: (batch or 1, q_len) positions of all queries, -1 = padding.
+    """
+    count = min(layer.policy.ranking.window, new.shape[1])
+    place = torch.arange(new.shape[1], device=new.device)[None]
     if layer.ragged:
-        place = torch.where(block.new >= 0, place, -1).argsort(-1)
+        place = torch.where(new >= 0, place, -1).argsort(-1)
     return place[:, -count:]
 
 
@@ -155,15 +159,26 @@ def leave_block(
         layer.waiting = importance, view.block
         layer.extend(raw_key, raw_value, view.positions, block.state)
         return None
+    layer.marked = None
     if not _over_budget(layer, block):
-        new = slice(block.kept, None)
-        layer.extend(raw_key[:, :, new], raw_value[:, :, new], view.positions, block.state)
+        store_block(layer, block, raw_key, raw_value)
         if layer.head_budgets is not None:
             layer.split_by_head()
         return None
     victims = at_least_zero(view.held - layer.budget)
     importance, protected = judge(layer, view, block.state, rows, victims)
+    if layer.policy.score.marks:
+        slots = min(layer.most, view.positions.shape[2])
+        layer.marked = keep_top(importance, view.positions, layer.budget, protected, slots)[1]
+        store_block(layer, block, raw_key, raw_value)
+        return None
     return _cut(layer, view, block.state, raw_key, raw_value, importance, protected)
+
+
+def store_block(layer: SlotLayer, block: Block, raw_key: Tensor, raw_value: Tensor) -> None:
+    """Store the block behind the kept slots, cutting nothing."""
+    new = slice(block.kept, None)
+    layer.extend(raw_key[:, :, new], raw_value[:, :, new], block.view.positions, block.state)
 
 
 def cut_stored(layer: SlotLayer) -> None:
@@ -240,6 +255,7 @@ def count_decoded(layer: SlotLayer, positions: Tensor | None) -> int | Tensor:
     """Count the token that the layer has just taken in, and return its position in each row."""
     if positions is not None and not layer.ragged:
         layer.lengths = torch.full_like(positions[:, 0], layer.seen - 1)
+    layer.pairs_read = layer.used
     if not layer.ragged:
         return layer.seen - 1
     new = layer.lengths if positions is None else positions[:, 0].to(layer.lengths.device)

@@ -25,6 +25,7 @@ from kvtool.documents.files import write_with
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.policies.allocate.split import Spread
+from kvtool.policies.grammar import read_spelling
 
 _KIND, _VERSION = "kvtool.cache", "1"
 
@@ -74,6 +75,10 @@ def save_cache(
         scores, next_of_text = cache.surprisals.by_position()
         tensors["state.surprisal"] = scores.cpu()
         tensors["state.next_logits"] = next_of_text.cpu()
+    reads = cache.budgets.reads
+    if reads is not None:
+        tensors["read.ends"] = torch.tensor(reads.ends)
+        tensors["read.reserve"] = torch.tensor(reads.reserve)
     first = cache.first_layer
     if first.ragged:
         tensors["lengths"] = first.lengths.cpu()
@@ -130,7 +135,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
     budget = metadata["budget"] if metadata["budget"] and plan is None else None
     cache = build_cache(
         model,
-        metadata["policy"],
+        read_spelling(metadata["policy"]),
         budget,
         prefill=metadata["prefill"],
         plan=plan,
@@ -150,6 +155,9 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
     if cache.surprisals is not None:
         own = [tensors[f"state.{name}"].to(model.device) for name in ("surprisal", "next_logits")]
         cache.surprisals.fill(*own)
+    if cache.budgets.reads is not None:
+        cache.budgets.reads.ends = tensors["read.ends"].tolist()
+        cache.budgets.reads.reserve = int(tensors["read.reserve"])
     cache.input_ids = tensors.get("input_ids")
     cache.next_logits = tensors.get("next_logits")
     return cache
@@ -244,6 +252,8 @@ def _slot_tensors(layer: SlotLayer, name: str) -> dict[str, Tensor]:
     if layer.calibration is not None:
         aside = layer.calibration.tensors()
         tensors |= {f"{name}.calibration.{key}": tensor for key, tensor in aside.items()}
+    if layer.marked is not None:
+        tensors[f"{name}.marked"] = layer.marked
     return {key: tensor.cpu() for key, tensor in tensors.items()}
 
 
@@ -266,6 +276,7 @@ def _fill_slots(
     state = {key: own[f"state.{key}"] for key in layer.state}
     layer.memory |= _below(own, "memory.")
     layer.replace(own["keys"], own["values"], own["positions"].to(torch.int32), state)
+    layer.marked = own.get("marked")
     layer.seen = seen
     if "lengths" in tensors:
         layer.lengths = tensors["lengths"].to(device)

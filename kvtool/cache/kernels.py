@@ -41,6 +41,7 @@ class Call:
         kernel: what runs where nobody asks for weights: `sdpa`, `eager` (the weights after all) or
             `flash_attention_2`, for blocks without padding; anything else means `sdpa`.
         block: queries per block of a prompt; None: one block.
+        last: whether the prompt ends with this block, for policies that cut it once.
     """
 
     query: Tensor
@@ -54,6 +55,7 @@ class Call:
     sinks: Tensor | None = None
     kernel: str = "sdpa"
     block: int | None = None
+    last: bool = True
 
     @property
     def q_len(self) -> int:
@@ -134,10 +136,24 @@ def explicit_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
+def last_of_prompt(layer: SlotLayer, call: Call, block: Block) -> tuple[Tensor, Tensor]:
+    """The last queries that a policy sees, those of earlier blocks of a prompt cut once included.
+
+    Returns:
+        (batch, heads, rows, head_dim), and their positions, (batch or 1, rows), -1 = padding.
+    """
+    query, new = call.query, block.new
+    if layer.tail is not None:
+        before, positions = layer.tail
+        query = torch.cat([before, query], 2)
+        rows = max(new.shape[0], positions.shape[0])
+        new = torch.cat([positions.expand(rows, -1), new.expand(rows, -1)], 1)
+    last = last_queries(layer, new)
+    return take(query, last[:, None].expand(query.shape[0], -1, -1)), new.gather(1, last)
+
+
 def last_rows(layer: SlotLayer, call: Call, block: Block) -> Rows:
-    last = last_queries(layer, block, call.q_len)
-    new = block.new.gather(1, last)
-    query = take(call.query, last[:, None].expand(call.query.shape[0], -1, -1))
+    query, new = last_of_prompt(layer, call, block)
     visible = visible_keys(new, block.view.positions)
     weights = call_weights(call, query, call.key, visible)
     return make_rows(layer, weights, visible[:, :, 0], new >= 0 if layer.ragged else None)

@@ -36,8 +36,11 @@ def replay(cache: KVCache, taken: Taken, call: Call) -> Tensor:
     if call.key is not call.raw_key:
         raise KvtoolError("a model with latent attention cannot be replayed layer by layer")
     layer = cache.layers[taken.layer.index]
+    if taken.decoding:
+        cache.start_reading(layer)
     key, value = layer.update(taken.new_key, taken.new_value, decoding=taken.decoding)
     if not taken.decoding:
         cache.set_budget(layer, None, call.q_len)
-    own = replace(call, key=key, value=value, raw_key=key, raw_value=value, block=cache.block)
+    block = cache.layer_block
+    own = replace(call, key=key, value=value, raw_key=key, raw_value=value, block=block)
     return attend(layer, own, taken.decoding)

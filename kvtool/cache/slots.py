@@ -15,12 +15,14 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvtool.cache.calibration import Calibration
+from kvtool.cache.reading import Reading, reordered
 from kvtool.errors import KvtoolError
 from kvtool.maths.selection import take
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.parts import Count, Evidence, Merging, State
 from kvtool.policies.policy import Policy
+from kvtool.policies.read.reader import Read
 
 if TYPE_CHECKING:
     from kvtool.cache.lanes import Lanes
@@ -60,6 +62,13 @@ class SlotLayer(CacheLayerMixin):
         head_rank: (kv_heads,) int64, place of each head among the `heads_ranked` of the model, 0
             for the one that most needs the whole text; None where nobody has ranked them.
         heads: all KV heads of the layer, of which this process may hold a part.
+        reading: how decode steps read a part of the slots, from the end of a prompt to the next;
+            None: they read all.
+        marked: (batch, kv_heads, slots) positions that a score that `marks` has chosen at the end
+            of the prompt, -1 at the end of rows with fewer; None: all.
+        tail: the last queries, (batch, heads, rows, head_dim), and their positions, (batch, rows),
+            of a prompt in blocks that is cut once, until it ends.
+        pairs_read: keys and values that the last decoded token has read, per KV head.
         window: width of the layer's own sliding window, in tokens, or None.
         memory: what merging remembers beside the slots (thresholds), tensors whose first axis is
             the batch.
@@ -108,6 +117,10 @@ class SlotLayer(CacheLayerMixin):
         self.calibration: Calibration | None = None
         if isinstance(self.policy.fate, CaliDrop):
             self.calibration = Calibration(self.policy.fate)
+        self.reading: list[Reading] | None = None
+        self.marked: Tensor | None = None
+        self.tail: tuple[Tensor, Tensor] | None = None
+        self.pairs_read: float = 0
 
     # ---- what transformers asks
 
@@ -150,6 +163,7 @@ class SlotLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if not kwargs.get("decoding", False):
+            self.reading = None
             self.settle()
             self.seen += key_states.shape[2]
             return self.joined(key_states, value_states)
@@ -193,14 +207,22 @@ class SlotLayer(CacheLayerMixin):
         self.memory = {name: change(t) for name, t in self.memory.items()}
         if self.calibration is not None:
             self.calibration.map_rows(change)
-        for name in ("pending", "next", "lengths", "budget", "head_budgets"):
+        for name in ("pending", "next", "lengths", "budget", "head_budgets", "marked"):
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 setattr(self, name, change(value))
+        if self.reading is not None:
+            self.reading = reordered(self.reading, change)
         if apart:
             self.split_by_head()
 
     # ---- what is stored
+
+    @property
+    def reader(self) -> Read | None:
+        """What this layer's decode steps look at; None: all that is stored."""
+        reader = None if self.window is not None else self.policy.reader
+        return None if reader is None or self.index < reader.skip_layers else reader
 
     @property
     def capacity(self) -> int:
@@ -258,15 +280,23 @@ class SlotLayer(CacheLayerMixin):
             + self.values.shape[-1] * self.values.element_size()
         )
 
+    def bytes_read(self) -> float:
+        """Bytes of keys, values and tables that the last decoded token has read."""
+        if not self.is_initialized:
+            return 0
+        return self.pairs_read * self.token_bytes() * self.keys.shape[0] * self.keys.shape[1]
+
     def state_bytes(self) -> int:
-        """Bytes beside the keys and values: positions and the policy's numbers."""
+        """Bytes beside the keys and values: positions, the policy's numbers, a reader's tables."""
         if self.lanes is not None:
             apart = sum(store.state_bytes() for store in self.lanes.stores)
             return apart + self._memory_bytes()
         if not self.is_initialized:
             return 0
-        tensors = (self.positions, *self.state.values())
-        return sum(t.numel() * t.element_size() for t in tensors) + self._memory_bytes()
+        held = [self.positions, *self.state.values()]
+        held += [] if self.marked is None else [self.marked]
+        held += [t for reading in self.reading or [] for t in reading.tensors()]
+        return sum(t.numel() * t.element_size() for t in held) + self._memory_bytes()
 
     def _memory_bytes(self) -> int:
         held = 0 if self.calibration is None else self.calibration.device_bytes()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.eviction import (
+    Block,
     block_needs_all_rows,
     block_needs_last_rows,
     count_decoded,
@@ -20,6 +21,7 @@ from kvtool.cache.eviction import (
     enter_decode,
     leave_block,
     leave_decode,
+    store_block,
 )
 from kvtool.cache.kernels import (
     Call,
@@ -27,10 +29,12 @@ from kvtool.cache.kernels import (
     call_weights_lse,
     explicit_block,
     fused_block,
+    last_of_prompt,
     last_rows,
     packed_attention,
 )
 from kvtool.cache.slots import SlotLayer, take
+from kvtool.cache.sparse_step import sparse_decode
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.parts import Rows
@@ -43,14 +47,15 @@ def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
         (batch, heads, q_len, value_dim).
 
     Raises:
-        KvtoolError: evicted tokens should be merged or kept aside, and the model stores latents.
+        KvtoolError: evicted tokens should be merged or kept aside, or a reader chooses keys, and
+            the model stores latents.
     """
-    fate = layer.policy.fate
-    if fate is not None and call.key is not call.raw_key:
-        raise KvtoolError(
-            f"`{fate.name}` needs keys that are stored as they are attended, "
-            "and this model stores latents"
-        )
+    for part in (layer.policy.fate, layer.reader):
+        if part is not None and call.key is not call.raw_key:
+            raise KvtoolError(
+                f"`{part.name}` needs keys that are stored as they are attended, "
+                "and this model stores latents"
+            )
     if decoding:
         return _decode(layer, call)
     if call.block is None or call.q_len <= call.block:
@@ -66,6 +71,9 @@ def _decode(layer: SlotLayer, call: Call) -> Tensor:
     if layer.lanes is not None:
         out, lse = _decode_lanes(layer, call, ticket is not None)
         return out if ticket is None else calibration.end_decode(ticket, out, lse)
+    if layer.reading is not None:
+        enter_decode(layer, call.positions)
+        return sparse_decode(layer, call)
     out, lse, rows = _attend_token(layer, call, ticket is not None)
     if ticket is not None:
         out = calibration.end_decode(ticket, out, lse)
@@ -111,7 +119,7 @@ def _decode_lanes(layer: SlotLayer, call: Call, needs_lse: bool) -> tuple[Tensor
         positions = lanes.pick(positions[:, None].expand(-1, heads, -1))
     if sinks is not None:
         sinks = lanes.pick(sinks.view(1, heads, 1, -1).expand(len(call.query), -1, -1, -1))
-    outs, sums, start = [], [], 0
+    outs, sums, start, read = [], [], 0, 0.0
     for store in lanes.stores:
         own = slice(start, start + store.batch_size)
         start = own.stop
@@ -128,8 +136,10 @@ def _decode_lanes(layer: SlotLayer, call: Call, needs_lse: bool) -> tuple[Tensor
         )
         out, lse, rows = _attend_token(store, step, needs_lse)
         leave_decode(store, step.value, rows)
+        read += store.pairs_read * store.batch_size
         outs.append(out)
         sums.append(lse)
+    layer.pairs_read = read / len(lanes.order)
     whole = lanes.put_back(torch.cat(outs)).flatten(1, 2)
     return whole, lanes.put_back(torch.cat(sums)).flatten(2, 3) if needs_lse else None
 
@@ -195,5 +205,22 @@ def _attend_block(layer: SlotLayer, call: Call) -> tuple[Tensor, Tensor | None]:
         out = explicit_block(layer, call, block, observed)
     else:
         out = fused_block(layer, call, block)
+    if layer.policy.score.once:
+        if not call.last:
+            layer.tail = last_of_prompt(layer, call, block)
+            store_block(layer, block, call.raw_key, call.raw_value)
+            return out, None
+        block = _with_tail(layer, block)
     rows = last_rows(layer, call, block) if block_needs_last_rows(layer, block) else None
-    return out, leave_block(layer, block, call.raw_key, call.raw_value, rows)
+    chosen = leave_block(layer, block, call.raw_key, call.raw_value, rows)
+    layer.tail = None
+    return out, chosen
+
+
+def _with_tail(layer: SlotLayer, block: Block) -> Block:
+    """The last block of a prompt, counting the last queries of the blocks before as its own."""
+    if layer.tail is None:
+        return block
+    positions = layer.tail[1]
+    count = (positions >= 0).sum(1)[:, None, None] if layer.ragged else positions.shape[1]
+    return replace(block, view=replace(block.view, block=block.view.block + count))

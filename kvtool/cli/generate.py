@@ -209,10 +209,10 @@ def _of_cache(options: GenerateOptions, path: Path) -> tuple[Policy, Budget | No
     """Return policy and budget of a saved cache; flags that say something else are refused."""
     size = None if options.budget is None else Budget.parse(options.budget)
     from kvtool.cache.files import read_metadata
-    from kvtool.policies.grammar import parse_policy
+    from kvtool.policies.grammar import parse_policy, read_spelling
 
     made = read_metadata(path)
-    policy = parse_policy(made["policy"])
+    policy = read_spelling(made["policy"])
     budget = Budget.parse(made["budget"]) if made["budget"] else None
     if options.policy is not None and parse_policy(options.policy) != policy:
         raise UsageError(

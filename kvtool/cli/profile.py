@@ -96,6 +96,8 @@ def profile(options: ProfileOptions, terminal: Terminal) -> None:
     check_alone("profile")
     metrics = parse_metrics(options.metrics)
     _check_paths(options, metrics)
+    if "key_basis" in metrics and options.heads_path is None:
+        terminal.note("note: the key bases go to a file beside the profile; name it, -o FILE")
     plan, tokens = _resolve(options, metrics)
     if options.dry_run:
         write_configuration(_configuration(options, plan, tokens), options, terminal)
@@ -170,7 +172,7 @@ def _error_settings(options: ProfileOptions, tokens: int) -> tuple[str, tuple[in
     from kvtool.policies.parts import Evidence
 
     policy = parse_policy(options.policy or _POLICY)
-    if policy.score.when == "never":
+    if not policy.takes_budget:
         raise UsageError(f"policy `{policy}` keeps everything, so it has no output error")
     if policy.score.evidence is Evidence.LOGITS:
         raise UsageError(

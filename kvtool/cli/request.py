@@ -216,7 +216,7 @@ def choose_policy(
     chosen = parse_policy("full" if policy is None else policy)
     if policy is None:
         terminal.note("policy: full (everything is kept; choose another with --policy)")
-    if chosen.score.when == "never":
+    if not chosen.takes_budget:
         if size is not None:
             terminal.note(
                 f"note: policy `{chosen}` keeps everything; --budget {size} has no effect"
@@ -224,8 +224,11 @@ def choose_policy(
         return chosen, None
     if size is None:
         size = DEFAULT_BUDGET
-        terminal.note(f"budget: {size} tokens per layer and KV head")
-    if plan is not None:
+        unit = "pairs of key and value that a token reads" if chosen.reads_budget else "tokens"
+        terminal.note(f"budget: {size} {unit} per layer and KV head")
+    if plan is not None and chosen.reads_budget:
+        terminal.note(f"budget: as planned, {size}, which is what a token reads")
+    elif plan is not None:
         chosen.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
         terminal.note(f"budget: as planned, {size} split by {plan.layers.allocator}")
     elif size.tokens is not None:

@@ -19,6 +19,8 @@ class CacheSection(Section):
     statistics, `full_bytes` a cache that kept everything, `peak_bytes` the most there ever was.
     `host_bytes` counts evicted tokens in host memory, `recompute_frequency` tells of each layer how
     often they were attended to anew (CaliDrop; null without it).
+    The last decoded token has read `traffic_pairs` of key and value per layer and KV head, choosing
+    included, and `traffic_bytes` in all.
     """
 
     tokens_seen: NonNegativeInt
@@ -30,6 +32,8 @@ class CacheSection(Section):
     peak_bytes: NonNegativeInt
     host_bytes: NonNegativeInt = 0
     recompute_frequency: list[NonNegativeFloat | None] | None = None
+    traffic_pairs: NonNegativeFloat
+    traffic_bytes: NonNegativeInt
 
     @classmethod
     def of(cls, report: CacheReport) -> CacheSection:

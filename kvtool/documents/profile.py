@@ -123,6 +123,8 @@ class Metrics(_Sparse):
         recompute_frequency: share of steps at which CaliDrop recomputes, at 0.7 and 0.85.
         topk_union: how many tokens are among the k most attended of any decoded step.
         robustness: share of tokens whose attention varies most within their first 50 steps.
+        key_basis: share of the keys' variance in the first quarter of their principal components,
+            which are in the file of numbers per head.
     """
 
     f_variance: Layers | None = None
@@ -133,6 +135,7 @@ class Metrics(_Sparse):
     jaccard: Jaccard | None = None
     robustness: Layers | None = None
     output_error: OutputErrors | None = None
+    key_basis: Layers | None = None
     memory: MemoryTable | None = None
 
 

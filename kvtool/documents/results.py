@@ -69,9 +69,10 @@ class Cost(Section):
     """Means over samples, bytes counted from tensors at the end of a sample.
 
     `kv_bytes` counts filled slots, `state_bytes` the policy's own numbers, `full_bytes` what a full
-    cache would hold, `peak_kv_bytes` the most key and value bytes at a time (the largest over
-    samples), `peak_memory_bytes` the growth of the process's (or the GPU's) memory, the largest
-    over samples, None where the system does not tell.
+    cache would hold, `traffic_pairs` and `traffic_bytes` what the last decoded token read (per
+    layer and KV head, and in all), `peak_kv_bytes` the most key and value bytes at a time (the
+    largest over samples), `peak_memory_bytes` the growth of the process's (or the GPU's) memory,
+    the largest over samples, None where the system does not tell.
     """
 
     prompt_tokens: NonNegativeFloat
@@ -80,6 +81,8 @@ class Cost(Section):
     kv_bytes: NonNegativeFloat
     state_bytes: NonNegativeFloat
     full_bytes: NonNegativeFloat
+    traffic_pairs: NonNegativeFloat
+    traffic_bytes: NonNegativeFloat
     peak_kv_bytes: NonNegativeInt
     peak_memory_bytes: NonNegativeInt | None
     prefill_s: NonNegativeFloat

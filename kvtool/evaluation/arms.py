@@ -71,11 +71,12 @@ def make_arms(
     arms = [Arm(parse_policy(BASELINE), None, prefill)] if baseline else []
     for text in policies:
         policy = parse_policy(text)
-        if policy.score.when == "never":
+        if not policy.takes_budget:
             arms.append(Arm(policy, None, prefill))
             continue
         if plan is not None:
-            policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
+            if not policy.reads_budget:
+                policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
             text = json.dumps(plan.to_data(), sort_keys=True)
             arms.append(Arm(policy, plan.target.budget, prefill, text))
             continue

@@ -75,6 +75,8 @@ class Meter:
             "state_bytes": report.state_bytes,
             "full_bytes": report.full_bytes,
             "peak_kv_bytes": report.peak_bytes,
+            "traffic_pairs": report.traffic_pairs,
+            "traffic_bytes": report.traffic_bytes,
         }
         self.bytes = {name: max(value, self.bytes.get(name, 0)) for name, value in now.items()}
 
@@ -217,9 +219,10 @@ class Bench:
             goes_on = i + 1 < len(sample.turns) and not same_context
             with cache.rollback() if same_context else contextlib.nullcontext():
                 if read_so_far:
-                    self.feed(cache, self.encode_on(text))
+                    self.feed(cache, self.encode_on(text), new_tokens=self._answer_tokens(turn))
                 else:
-                    self.feed(cache, self.encode(prompt.context + text, special=prompt.special))
+                    ids = self.encode(prompt.context + text, special=prompt.special)
+                    self.feed(cache, ids, new_tokens=self._answer_tokens(turn))
                 with cache.rollback() if goes_on and golden else contextlib.nullcontext():
                     answers.append(self._answer(cache, turn, task))
             read_so_far = True
@@ -234,13 +237,16 @@ class Bench:
         """Whether the question is in the prompt that is compressed."""
         return knows_query(task, self.protocol)
 
-    def feed(self, cache: KVCache, ids: Tensor) -> Tensor:
+    def feed(self, cache: KVCache, ids: Tensor, new_tokens: int = 0) -> Tensor:
         """Feed a prompt, or a further turn; (batch, n) ids.
+
+        Args:
+            new_tokens: how many will be generated after it, as far as is known.
 
         Returns:
             (batch, vocab) float32 logits of the next token, on the CPU.
         """
-        done = generation.compress(self.model, cache, ids)
+        done = generation.compress(self.model, cache, ids, new_tokens=new_tokens)
         self.meter.prefill_s += done.prefill_s
         self.meter.prompt_tokens += ids.numel()
         self.meter.read(cache)
@@ -250,7 +256,7 @@ class Bench:
         stop, least = (*task.stop, *self.protocol.stop), task.min_new_tokens
         result = self.decode(
             cache,
-            max_new_tokens=self.protocol.max_new_tokens or turn.max_new_tokens,
+            max_new_tokens=self._answer_tokens(turn),
             stop=stop,
             min_new_tokens=least,
         )
@@ -260,6 +266,9 @@ class Bench:
             "references": list(turn.references),
             "new_tokens": result.new_tokens,
         }
+
+    def _answer_tokens(self, turn: Turn) -> int:
+        return self.protocol.max_new_tokens or turn.max_new_tokens
 
     def decode(
         self,
@@ -300,7 +309,7 @@ class Bench:
             self.encode(turn.question + turn.answer_prefix, special=False).shape[1]
             for turn in sample.turns[1:]
         )
-        answers = [self.protocol.max_new_tokens or turn.max_new_tokens for turn in sample.turns]
+        answers = [self._answer_tokens(turn) for turn in sample.turns]
         return limit - later - sum(answers)
 
     # ---- plain text, as other harnesses ask for it
@@ -372,9 +381,9 @@ class Bench:
 
     @property
     def chunk(self) -> int:
-        """Tokens fed at a time where a text is followed: one, if the policy evicts each step."""
+        """Tokens fed at a time where a text is followed: one, if each step evicts or chooses."""
         block = parse_prefill(self.arm.prefill)
-        if self.arm.policy.score.when == "prompt":
+        if self.arm.policy.score.when == "prompt" and self.arm.policy.reader is None:
             return block or DEFAULT_BLOCK
         return 1
 

@@ -115,6 +115,7 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
 
     peaks = [cost["peak_memory_bytes"] for cost in costs]
     names = ("prompt_tokens", "new_tokens", "kept_tokens", "kv_bytes", "state_bytes", "full_bytes")
+    names += ("traffic_pairs", "traffic_bytes")
     return Cost(
         **{name: mean(name) for name in names},
         peak_kv_bytes=max(cost["peak_kv_bytes"] for cost in costs),

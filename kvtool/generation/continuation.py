@@ -68,17 +68,20 @@ def compress(
     cache: KVCache,
     prompt_ids: Tensor,
     attention_mask: Tensor | None = None,
+    *,
+    new_tokens: int = 0,
 ) -> Compressed:
     """Feed a prompt and keep its compressed cache.
 
     Args:
         prompt_ids: (batch, n) int64.
         attention_mask: (batch, n), 0 = padding; None: no padding.
+        new_tokens: how many will be generated from the cache, as far as is known.
 
     Raises:
         UsageError: the prompt is empty.
     """
-    ids, logits, seconds = _run_prompt(model, cache, prompt_ids, attention_mask)
+    ids, logits, seconds = _run_prompt(model, cache, prompt_ids, attention_mask, new_tokens)
     cache.input_ids, cache.next_logits = ids.cpu(), logits.cpu()
     return Compressed(prompt_ids.shape[1], cache.input_ids, cache.next_logits, seconds)
 
@@ -122,7 +125,7 @@ def generate(
         raise UsageError(f"max-new-tokens must be 1 or more, got {max_new_tokens}")
     if compare_full and attention_mask is not None and not bool(attention_mask.bool().all()):
         raise UsageError("the comparison with the full cache needs rows of equal length")
-    ids, logits, prefill_s = _run_prompt(model, cache, prompt_ids, attention_mask)
+    ids, logits, prefill_s = _run_prompt(model, cache, prompt_ids, attention_mask, max_new_tokens)
     kept: list[Tensor] | None = [] if compare_full else None
     step = CompiledDecoding(model, max_new_tokens) if compiled else decode_step
     start = time.perf_counter()
@@ -166,6 +169,7 @@ def _run_prompt(
     cache: KVCache,
     prompt_ids: Tensor | None,
     attention_mask: Tensor | None,
+    new_tokens: int,
 ) -> tuple[Tensor, Tensor, float]:
     """Feed what has not been fed; all ids so far, the next logits and the seconds it took."""
     known = cache.input_ids
@@ -176,14 +180,14 @@ def _run_prompt(
     start = time.perf_counter()
     if known is None:
         ids = prompt_ids.to(model.device)
-        logits = prefill(model, cache, ids, attention_mask)
+        logits = prefill(model, cache, ids, attention_mask, new_tokens=new_tokens)
     else:
         known = known.to(model.device)
         unfed = known[:, max(cache.tokens_seen()) :]
         if prompt_ids is not None:
             new = torch.cat([unfed, prompt_ids.to(model.device)], 1)
             ids = torch.cat([known, prompt_ids.to(model.device)], 1)
-            logits = prefill(model, cache, new)
+            logits = prefill(model, cache, new, new_tokens=new_tokens)
         else:
             ids = known
             logits = cache.next_logits

@@ -20,6 +20,8 @@ def prefill(
     cache: KVCache,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
+    *,
+    new_tokens: int = 0,
 ) -> Tensor:
     """Feed a prompt, or a further turn, whole or in the blocks that the cache was built for.
 
@@ -29,6 +31,7 @@ def prefill(
     Args:
         input_ids: (batch, n) new tokens only.
         attention_mask: (batch, n), 0 = padding, on any side; None: no padding.
+        new_tokens: how many will be generated after it, as far as is known.
 
     Returns:
         (batch, vocab) float32 logits after the last token of each row.
@@ -54,7 +57,7 @@ def prefill(
         order = (~mask).long().argsort(dim=1, stable=True)
         input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
     logits: Tensor | None = None
-    with cache.prompt(lengths):
+    with cache.prompt(lengths, new_tokens):
         for ids, valid in _blocks(cache, input_ids, mask, counts, lengths):
             last = _last_columns(valid, batch, ids.shape[1])
             out = forward(model, cache, ids, valid, last)
@@ -87,14 +90,15 @@ def _blocks(
             yield input_ids, mask
             return
         taken = [min(size, n - done) for size, n, done in zip(sizes, counts, fed, strict=True)]
+        fed = [done + more for done, more in zip(fed, taken, strict=True)]
+        cache.last_block = fed == counts
         columns = torch.arange(max(taken), device=input_ids.device)
         if mask is None:
-            yield input_ids[:, fed[0] + columns], None
+            yield input_ids[:, fed[0] - taken[0] + columns], None
         else:
-            starts, ends = torch.tensor([fed, taken], device=input_ids.device)[..., None]
-            places = (starts + columns).clamp(max=width - 1)
-            yield input_ids.gather(1, places), columns < ends
-        fed = [done + more for done, more in zip(fed, taken, strict=True)]
+            ends, sizes = torch.tensor([fed, taken], device=input_ids.device)[..., None]
+            places = (ends - sizes + columns).clamp(max=width - 1)
+            yield input_ids.gather(1, places), columns < sizes
 
 
 def _last_columns(valid: Tensor | None, batch: int, width: int) -> list[int]:

@@ -56,6 +56,22 @@ def top_mask(
     return key >= key.topk(count, -1).values[..., -1:]
 
 
+def top_slots(scores: Tensor, count: int) -> Tensor:
+    """The `count` slots of highest score, the best first; ties go to the lower index.
+
+    >>> top_slots(torch.tensor([0.1, 0.3, 0.3, 0.2]), 2).tolist()
+    [1, 2]
+
+    Args:
+        scores: (..., slots) float32, no NaN.
+
+    Returns:
+        (..., count) int64.
+    """
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    return order_key(scores, places).topk(count, -1).indices
+
+
 def keep_top(
     scores: Tensor, positions: Tensor, budget: int | Tensor, forced: Tensor | None, slots: int
 ) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ from kvtool.errors import UsageError, did_you_mean
 from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import Evicted, Rescore, Score
 from kvtool.policies.policy import Policy
+from kvtool.policies.read.reader import Read
+from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import spell_settings
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
 
@@ -36,20 +38,47 @@ def parse_policy(text: str) -> Policy:
         raise UsageError(f"the policy is empty; choose one of: {', '.join(BASES)}")
     base, *rest = _split(text, "+")
     score = _build(base, BASES, "policy")
-    modifiers: list[Rescore | Allocator | Evicted] = []
     for part in rest:
         name = _PART.fullmatch(part)
         if name and name[1].lower() in BASES:
-            raise UsageError(
-                f"`{name[1].lower()}` is a base policy and cannot modify `{score.name}`",
-                hint=f"modifiers: {', '.join(MODIFIERS)}",
-            )
-        modifiers.append(_build(part, MODIFIERS, "modifier"))
+            raise _base_as_modifier(name[1].lower(), score.name)
+    return _put_together(score, [_build(part, MODIFIERS, "modifier") for part in rest])
+
+
+def read_spelling(text: str) -> Policy:
+    """Read back what `str` wrote, also of a policy whose reader was put on its score in Python."""
+    base, *rest = _split(text, "+")
+    modifiers = [_build(part, BASES | MODIFIERS, "modifier") for part in rest]
+    return _put_together(_build(base, BASES, "policy"), modifiers)
+
+
+def _put_together(score: Score | Read, modifiers: list[Any]) -> Policy:
     rescores = [part for part in modifiers if isinstance(part, Rescore)]
     heads = [part for part in modifiers if isinstance(part, HeadSplit)]
     layers = [part for part in modifiers if isinstance(part, Allocator) and part not in heads]
     evicted = [part for part in modifiers if isinstance(part, Evicted)]
-    return Policy(score, _one(rescores), _one(layers), _one(heads), _one(evicted))
+    read = _one([part for part in (score, *modifiers) if isinstance(part, Read)])
+    return Policy(
+        Full() if isinstance(score, Read) else score,
+        _one(rescores),
+        _one(layers),
+        _one(heads),
+        _one(evicted),
+        read,
+    )
+
+
+def _base_as_modifier(name: str, base: str) -> UsageError:
+    if issubclass(policy_class(name), Read):
+        return UsageError(
+            f"`{name}` is a base policy that keeps everything and reads some of it, "
+            f"so it cannot modify `{base}`",
+            hint="in Python a reader goes on other scores: Policy(score, read=reader)",
+        )
+    return UsageError(
+        f"`{name}` is a base policy and cannot modify `{base}`",
+        hint=f"modifiers: {', '.join(MODIFIERS)}",
+    )
 
 
 def _one(parts: list[Any]) -> Any:
@@ -68,14 +97,16 @@ def _one(parts: list[Any]) -> Any:
 def format_policy(policy: Policy) -> str:
     """The canonical spelling: lower case, only the parameters that differ from their defaults."""
     parts = (policy.score, policy.rescore, policy.evicted, policy.allocate, policy.heads)
+    if policy.read is not None:
+        parts = (policy.read,) if policy.score == Full() else (*parts, policy.read)
     return "+".join(_format(part) for part in parts if part is not None)
 
 
-def _name(part: Score | Rescore | Allocator | Evicted) -> str:
+def _name(part: Score | Read | Rescore | Allocator | Evicted) -> str:
     return part.modifier if isinstance(part, Allocator) else part.name
 
 
-def _format(part: Score | Rescore | Allocator | Evicted) -> str:
+def _format(part: Score | Read | Rescore | Allocator | Evicted) -> str:
     return _name(part) + spell_settings(part)
 
 

@@ -8,13 +8,16 @@ come in one order everywhere: batch, kv_heads, group, q_len, slots, head_dim.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.heads import ALL_HERE, KVHeads
+
+if TYPE_CHECKING:
+    from kvtool.policies.read.reader import Read
 
 State = dict[str, Tensor]
 Count = int | Tensor  # one number, or one per row (batch, 1, 1), or per head (batch, kv_heads, 1)
@@ -119,6 +122,11 @@ class Score:
             scores).
         distinct: whether no two tokens of a head ever have the same number.
         least: smallest budget that an allocator should give to a layer, if the mean allows it.
+        reads: whether the budget is what a decode step reads; what is stored follows from it, by
+            RocketKV's plan.
+        once: whether a prompt in blocks is cut once, at its end, and not after every block.
+        marks: whether nothing leaves: what would stay is what the reader looks at, with what is
+            generated, until the next prompt.
     """
 
     name: ClassVar[str]
@@ -130,6 +138,9 @@ class Score:
     attention: ClassVar[bool] = False
     distinct: ClassVar[bool] = False
     least: int = 1
+    reads: ClassVar[bool] = False
+    once: ClassVar[bool] = False
+    marks: ClassVar[bool] = False
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
         """Add a chunk of rows to the statistics, in place."""
@@ -167,6 +178,11 @@ class Score:
     @property
     def evicted(self) -> "Evicted | None":
         """What the score makes of evicted tokens by itself; None: they are gone."""
+        return None
+
+    @property
+    def reader(self) -> "Read | None":
+        """The reader that the score comes with; None: what is stored is read in full."""
         return None
 
     def by_head(self) -> "Score":

@@ -1,4 +1,4 @@
-"""A policy: the parts that decide together what stays in the cache."""
+"""A policy: the parts that decide together what stays in the cache and what of it is read."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,6 +6,7 @@ from functools import cached_property
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import Evicted, Evidence, Rescore, Rows, Score, SlotView, State
+from kvtool.policies.read.reader import Read
 
 _SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv or d2o"
 
@@ -21,13 +22,16 @@ class Policy:
         heads: how a layer's budget is split over its KV heads; None: as the score does it.
         evicted: what becomes of the tokens that leave; None: what the score makes of them by
             itself.
+        read: which of what is stored a decode step looks at; None: as the score does it by itself.
+            Beside a score that evicts, the budget is what is stored, and the reader says itself how
+            many tokens (`k`) it attends to.
 
     Raises:
         UsageError: the rescore, or the split over heads, needs attention scores and the score has
             none; a split of a budget that nobody holds, or of one that all layers share; something
             to be made of evicted tokens where none are, where all layers are cut at once, where the
             score makes something else of them, or where they leave heads of unequal counts while
-            decoding.
+            decoding; a reader beside parts that it cannot work with.
     """
 
     score: Score
@@ -35,8 +39,10 @@ class Policy:
     allocate: Allocator | None = None
     heads: HeadSplit | None = None
     evicted: Evicted | None = None
+    read: Read | None = None
 
     def __post_init__(self) -> None:
+        self._check_reader()
         for split, over in ((self.allocate, "layers"), (self.heads, "heads")):
             if split is not None and self.score.when == "never":
                 raise UsageError(
@@ -84,6 +90,64 @@ class Policy:
                 f"`{self.score.name}` merges what it evicts already, which excludes `{name}`",
                 hint=f"{self.score.name}(merge=none)+{name}",
             )
+
+    def _check_reader(self) -> None:
+        """Refuse parts that a reader leaves nothing to do for, and scores that it cannot follow."""
+        modifier = self.rescore.name if self.rescore is not None else None
+        modifier = self.evicted.name if self.evicted is not None else modifier
+        for split in (self.allocate, self.heads):
+            modifier = split.modifier if split is not None else modifier
+        if self.score.reads and modifier is not None:
+            raise UsageError(
+                f"the budget of `{self.score.name}` is what a step reads, and its plan says what "
+                f"is stored; `{modifier}` has no part in it"
+            )
+        if self.read is None:
+            return
+        if self.score.when == "never" and modifier is not None:
+            raise UsageError(
+                f"`{self.read.name}` keeps everything and chooses what is read; "
+                f"`{modifier}` has nothing to do there"
+            )
+        if self.score.reader is not None:
+            raise UsageError(f"`{self.score.name}` comes with a reader of its own")
+        if self.score.when == "always":
+            raise UsageError(
+                f"`{self.score.name}` writes over slots at every step, "
+                f"and the tables of `{self.read.name}` only grow",
+                hint="readers go on scores that keep everything or cut prompts, such as snapkv",
+            )
+        if self.fate is not None:
+            raise UsageError(f"`{self.fate.name}` and `{self.read.name}` do not go together")
+        if self.head_split is not None:
+            raise UsageError(f"`{self.read.name}` needs KV heads that hold equally many tokens")
+        if self.score.when == "prompt" and self.read.k is None:
+            raise UsageError(
+                f"the budget of `{self.score.name}` is what is stored; "
+                f"`{self.read.name}` needs its own k"
+            )
+
+    @property
+    def name(self) -> str:
+        """The name of the base, as typed."""
+        if self.read is not None and self.score.when == "never":
+            return self.read.name
+        return self.score.name
+
+    @property
+    def reader(self) -> Read | None:
+        """What a decode step looks at; None: all that is stored."""
+        return self.score.reader if self.read is None else self.read
+
+    @property
+    def reads_budget(self) -> bool:
+        """Whether the budget is what a decode step reads, and not what is stored."""
+        return self.score.reads or (self.read is not None and self.score.when == "never")
+
+    @property
+    def takes_budget(self) -> bool:
+        """Whether there is anything that a budget would bound."""
+        return self.score.when != "never" or self.read is not None
 
     @cached_property
     def ranking(self) -> Score:
@@ -136,6 +200,9 @@ class Policy:
         """
         if tokens < 1:
             raise UsageError(f"budget must be 1 token or more, got {tokens}")
+        if self.reads_budget and tokens < self.reader.least:
+            least = self.reader.least
+            raise UsageError(f"{self.name} needs a budget of {least} or more, got {tokens}")
         reserved = {name: count for name, count in self.score.reserved(tokens).items() if count}
         total = sum(reserved.values())
         if total >= tokens:
@@ -146,7 +213,7 @@ class Policy:
     @property
     def least(self) -> int:
         """The smallest budget that an allocator may give to a layer of a longer prompt."""
-        tokens = self.score.least
+        tokens = self.reader.least if self.reads_budget else self.score.least
         while sum(self.score.reserved(tokens).values()) >= tokens:
             tokens += 1
         return tokens

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from kvtool.policies.allocate import table as allocators
 from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import Evicted, Rescore, Score
+from kvtool.policies.read.reader import Read
 
 BASES: dict[str, str] = {
     "full": "scores.full:Full",
@@ -23,6 +24,13 @@ BASES: dict[str, str] = {
     "duoattention": "scores.duoattention:DuoAttention",
     "d2o": "scores.d2o:D2O",
     "sirllm": "scores.sirllm:SirLLM",
+    "exact-topk": "read.exact_topk:ExactTopK",
+    "quest": "read.quest:Quest",
+    "sparq": "read.sparq:SparQ",
+    "loki": "read.loki:Loki",
+    "hsa": "read.hsa:HSA",
+    "rocketkv": "scores.rocketkv:RocketKV",
+    "rocketkv-mt": "scores.rocketkv_mt:RocketKVMT",
 }
 MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",
@@ -45,6 +53,8 @@ _BUDGET_KINDS = {
     "prompt": "prompt tokens kept; what is generated is appended",
     "never": "none: everything is kept",
 }
+_READ = "pairs of key and value read per decoded token; everything is kept"
+_READ_AFTER_CUT = "pairs of key and value read per decoded token; the rest follows from it"
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,10 @@ class Entry:
     budget_kind: str
 
 
-def policy_class(name: str) -> type[Score] | type[Rescore] | type[Allocator] | type[Evicted]:
+Part = type[Score] | type[Read] | type[Rescore] | type[Allocator] | type[Evicted]
+
+
+def policy_class(name: str) -> Part:
     """The class behind a name of the table."""
     module, _, attribute = (BASES | MODIFIERS)[name].partition(":")
     return getattr(import_module(f"kvtool.policies.{module}"), attribute)
@@ -73,8 +86,14 @@ def describe() -> list[Entry]:
         summary = (cls.__doc__ or "").strip().splitlines()[0]
         parameters = {field.name: field.default for field in fields(cls)}
         kind = "base" if name in BASES else "modifier"
-        budget = _BUDGET_KINDS[cls.when] if kind == "base" else "that of its base"
+        budget = _budget_kind(cls) if kind == "base" else "that of its base"
         if name in ALLOCATORS:
             budget = f"the mean over {'heads' if issubclass(cls, HeadSplit) else 'layers'}"
         entries.append(Entry(name, kind, summary, parameters, cls.paper, budget))
     return entries
+
+
+def _budget_kind(base: type[Score] | type[Read]) -> str:
+    if issubclass(base, Read):
+        return _READ
+    return _READ_AFTER_CUT if base.reads else _BUDGET_KINDS[base.when]

@@ -15,6 +15,7 @@ from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.profiling.column_sums import Density
 from kvtool.profiling.jaccard import Jaccard
+from kvtool.profiling.key_basis import KeyMoments, with_basis
 from kvtool.profiling.names import ON_PROMPTS
 from kvtool.profiling.output_error import OutputError
 from kvtool.profiling.query_cosine import QueryCosine
@@ -86,19 +87,22 @@ def measure(
         for own in studies:
             found.append(_numbers(own, layers))
             step(len(found))
-    return {name: torch.stack([each[name] for each in found]).mean(0) for name in found[0]}
+    means = {name: torch.stack([each[name] for each in found]).mean(0) for name in found[0]}
+    return with_basis(means)
 
 
 def make_studies(model: PreTrainedModel, plan: Plan, tokens: int) -> list[Study]:
     """Return what will watch one text of so many tokens."""
     wanted, steps = set(plan.metrics), plan.steps
     studies: list[Study] = []
-    if wanted & ON_PROMPTS:
+    if wanted & {"f_variance", "entropy"}:
         studies.append(Density())
     if "query_cosine" in wanted:
         studies.append(QueryCosine(tokens + steps))
     if "recompute_frequency" in wanted:
         studies.append(RecomputeFrequency(steps))
+    if "key_basis" in wanted:
+        studies.append(KeyMoments())
     if "topk_union" in wanted:
         studies.append(TopKUnion(steps))
     if "jaccard" in wanted:

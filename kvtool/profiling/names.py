@@ -15,10 +15,11 @@ METRICS = (
     "jaccard",
     "robustness",
     "output_error",
+    "key_basis",
     "memory",
 )
 DEFAULT = ("f_variance", "entropy", "query_cosine", "topk_union")
-ON_PROMPTS = {"f_variance", "entropy"}
+ON_PROMPTS = {"f_variance", "entropy", "key_basis"}
 """What reads prompts alone, without anything generated."""
 
 

@@ -17,6 +17,7 @@ from kvtool.documents.profile import (
     UnionCurve,
 )
 from kvtool.profiling.jaccard import RATES, SCORES
+from kvtool.profiling.key_basis import leading_share
 from kvtool.profiling.measure import Plan
 from kvtool.profiling.recompute_frequency import GRID, replays_prompt
 from kvtool.profiling.topk_union import TOP_K
@@ -59,6 +60,8 @@ def summarise(
         steps = _some(max(1, found["robustness_curve"].shape[-1] // 2))
         values = _at(found["robustness_curve"], steps)
         curves["robustness"] = RobustnessCurve(steps=steps, values=values)
+    if "key_basis" in wanted:
+        metrics["key_basis"] = _layers(leading_share(found["key_variance"]))
     if "output_error" in wanted:
         metrics["output_error"] = OutputErrors(
             policy=plan.policy, budgets=list(plan.budgets), errors=_rows(found["output_error"])

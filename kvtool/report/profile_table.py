@@ -21,6 +21,7 @@ _NAMES = {
     "recompute_frequency": "CaliDrop recomputes",
     "topk_union": "tokens ever in the top-k",
     "robustness": "early peak of attention std",
+    "key_basis": "key variance in 1/4 of components",
 }
 
 

@@ -28,6 +28,7 @@ _BARS = {
     "recompute_frequency": ("CaliDrop recomputes", "share of steps, 0.7 / 0.85"),
     "topk_union": ("tokens ever in the top-k", "tokens"),
     "robustness": ("early peak of std", "share of tokens"),
+    "key_basis": ("variance of keys", "share in 1/4 of components"),
 }
 _CURVES = {
     "query_cosine": ("cosine by distance", "distance (tokens)", "distances"),

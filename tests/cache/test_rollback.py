@@ -14,7 +14,7 @@ from tests.families import RECURRENT, family_model
 from tests.models_for_tests import peaky_model, random_ids
 
 BUDGET = 24
-SETTINGS = {"adakv": "(window=4)", "pyramidkv": "(window=4)", "snapkv": "(window=4)"}
+SETTINGS = dict.fromkeys(("adakv", "pyramidkv", "snapkv", "rocketkv", "rocketkv-mt"), "(window=4)")
 POLICIES = [base + SETTINGS.get(base, "") for base in BASES]
 POLICIES += ["h2o+caote", "snapkv(window=4)+fastcaote", "tova(head_reduce=kv_head)"]
 POLICIES += ["h2o+pyramid", "h2o+d2o-alloc", "streaming+d2o-alloc", "h2o+ada", "h2o+duo"]
@@ -29,8 +29,8 @@ def model(request):
 
 
 def new_cache(model, policy, prefill="full", budget=BUDGET):
-    keeps_all = parse_policy(policy).score.when == "never"
-    return kvtool.build_cache(model, policy, None if keeps_all else budget, prefill=prefill)
+    kept = budget if parse_policy(policy).takes_budget else None
+    return kvtool.build_cache(model, policy, kept, prefill=prefill)
 
 
 def tokens(batch, *ids):

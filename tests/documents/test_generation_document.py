@@ -19,6 +19,8 @@ CACHE = CacheSection(
     state_bytes=100,
     full_bytes=2**21,
     peak_bytes=2**20 + 4096,
+    traffic_pairs=512.0,
+    traffic_bytes=2**20,
 )
 
 

@@ -66,9 +66,9 @@ class Recorder:
         bench = Bench(loaded, arm, protocol or Protocol())
         feed = bench.feed
 
-        def spy(cache, ids):
+        def spy(cache, ids, **settings):
             self.fed.append(loaded.tokenizer.decode(ids[0], skip_special_tokens=True))
-            return feed(cache, ids)
+            return feed(cache, ids, **settings)
 
         bench.feed = spy
         return bench

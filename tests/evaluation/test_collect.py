@@ -20,6 +20,8 @@ COST = {
     "state_bytes": 40,
     "full_bytes": 10000,
     "peak_kv_bytes": 3000,
+    "traffic_pairs": 12.5,
+    "traffic_bytes": 700,
     "peak_memory_bytes": 5000,
 }
 

@@ -60,6 +60,8 @@ def cost(arm: ArmEntry, prompt: int = 640, new: int = 8) -> Cost:
         state_bytes=0 if arm.policy in ("full", "streaming") else 48 * kept,
         full_bytes=slot * (prompt + new),
         peak_kv_bytes=slot * (prompt + new),
+        traffic_pairs=prompt,
+        traffic_bytes=slot * prompt,
         peak_memory_bytes=None,
         prefill_s=0.25 if arm.budget is None else 0.3,
         decode_s=new / rate,

@@ -1,0 +1,144 @@
+"""What a sparse reader keeps beside the slots of a layer, up to date in place as tokens come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvtool.policies.parts import State
+from kvtool.policies.read.reader import Read, Stored
+
+_GROWTH = 1.25  # of the last axis, so that a new token copies O(1) of its tables
+
+
+@dataclass
+class Reading:
+    """Rows of a layer that read alike. Token j of each row is in slot j.
+
+    Attributes:
+        rows: which of the layer's.
+        reader: with all its sizes.
+        budget: pairs of key and value; where all tokens fit, all are read.
+        prompt: how many of `tokens` there were when the prompt ended.
+        stored: tokens that each row holds.
+        tokens: of these, how many there are to choose from.
+        index: (rows, kv_heads, capacity) int64, the slots of those tokens; None: all that are
+            stored.
+        tables: the reader's; None while all tokens fit into the budget.
+        basis: (kv_heads, head_dim, head_dim) of the layer, from the reader's file.
+    """
+
+    rows: slice
+    reader: Read
+    budget: int
+    prompt: int
+    stored: int
+    tokens: int
+    index: Tensor | None = None
+    tables: State | None = None
+    basis: Tensor | None = None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the next step reads all tokens."""
+        return self.tokens <= self.budget
+
+    def tensors(self) -> list[Tensor]:
+        """What takes memory."""
+        index = [] if self.index is None else [self.index]
+        return [*index, *(self.tables or {}).values()]
+
+    @torch.no_grad()
+    def build(self, keys: Tensor, values: Tensor) -> None:
+        """Make the tables, if not all tokens fit into the budget.
+
+        Args:
+            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
+        """
+        if self.dense:
+            return
+        with torch.inference_mode(False):
+            stored = Stored(self.candidates(keys), self.candidates(values), self.prompt, self.basis)
+            self.tables = self.reader.start(stored)
+
+    def candidates(self, buffer: Tensor) -> Tensor:
+        """The tokens to choose from: (rows, kv_heads, tokens, dim)."""
+        if self.index is None:
+            return buffer[:, :, : self.tokens]
+        return take_slots(buffer, self.index[..., : self.tokens])
+
+    @torch.no_grad()
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Take in the token that stands behind the stored ones.
+
+        Args:
+            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
+        """
+        slot, at = self.stored, self.tokens
+        self.stored, self.tokens = slot + 1, at + 1
+        if self.index is not None:
+            self.index = with_columns(self.index, at + 1)
+            self.index[..., at] = slot
+        if self.tables is None:
+            self.build(keys, values)
+            return
+        self.tables = _with_room(self.tables, self.reader.columns(at + 1))
+        self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
+
+    def of_row(self, row: int, rows: slice) -> Reading:
+        """A copy for one of the rows, which goes its own way as `rows` of another batch."""
+        return self._mapped(lambda t: t[row : row + 1].clone(), rows)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> Reading:
+        tables = self.tables and {name: change(table) for name, table in self.tables.items()}
+        index = None if self.index is None else change(self.index)
+        return replace(self, rows=rows, tables=tables, index=index)
+
+
+def reordered(readings: list[Reading], change: Callable[[Tensor], Tensor]) -> list[Reading]:
+    """Let what is read of each row follow the rows.
+
+    Args:
+        change: what happens to the rows, done to a tensor of theirs.
+    """
+    rows = change(torch.arange(readings[-1].rows.stop))
+    if len(readings) == 1:
+        return [readings[0]._mapped(change, slice(0, len(rows)))]
+    new = rows.tolist()
+    return [readings[old].of_row(0, slice(i, i + 1)) for i, old in enumerate(new)]
+
+
+def take_slots(buffer: Tensor, slots: Tensor) -> Tensor:
+    """Copy tokens out of a contiguous buffer of slots, each as a whole.
+
+    Args:
+        buffer: (batch, kv_heads, capacity, dim).
+        slots: (batch, kv_heads, count) int64, or (batch, kv_heads, group, count).
+
+    Returns:
+        (batch, kv_heads, count, dim), or (batch, kv_heads * group, count, dim).
+    """
+    batch, heads, capacity, dim = buffer.shape
+    first = torch.arange(0, batch * heads * capacity, capacity, device=buffer.device)
+    first = first.view(batch, heads, *[1] * (slots.dim() - 2))
+    taken = buffer.view(-1, dim).index_select(0, (slots + first).flatten())
+    return taken.view(batch, -1, slots.shape[-1], dim)
+
+
+def _with_room(tables: State, columns: Mapping[str, int]) -> State:
+    return tables | {name: with_columns(tables[name], count) for name, count in columns.items()}
+
+
+def with_columns(table: Tensor, count: int) -> Tensor:
+    """The table itself, or a longer copy where its last axis has no room for so many columns."""
+    columns = table.shape[-1]
+    if count <= columns:
+        return table
+    with torch.inference_mode(False):
+        shape = (*table.shape[:-1], max(count, int(columns * _GROWTH) + 16))
+        longer = torch.zeros(shape, dtype=table.dtype, device=table.device)
+    longer[..., :columns] = table
+    return longer

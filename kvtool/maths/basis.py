@@ -1,0 +1,37 @@
+"""Principal components of keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def moments(keys: Tensor) -> Tensor:
+    """Means over the tokens: of k k^T, and in one more row of k.
+
+    Args:
+        keys: (..., tokens, head_dim).
+
+    Returns:
+        (..., head_dim + 1, head_dim) float32.
+    """
+    keys = keys.float()
+    products = torch.matmul(keys.transpose(-1, -2), keys) / keys.shape[-2]
+    return torch.cat([products, keys.mean(-2, keepdim=True)], -2)
+
+
+def principal_components(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """The directions in which keys vary, the strongest first.
+
+    Args:
+        moments: (..., head_dim + 1, head_dim), as of `moments`; means of several texts' are those
+            of all their keys.
+
+    Returns:
+        Variances, (..., head_dim), and the directions, (..., head_dim, head_dim), orthonormal, a
+        direction a column.
+    """
+    products, mean = moments[..., :-1, :], moments[..., -1, :]
+    covariance = products - mean[..., :, None] * mean[..., None, :]
+    variances, directions = torch.linalg.eigh(covariance)
+    return variances.flip(-1), directions.flip(-1)

@@ -1,0 +1,60 @@
+"""The channels of a query that weigh most, and what a dot product over them alone is worth."""
+
+import torch
+from torch import Tensor
+
+from kvtool.maths.selection import top_slots
+
+_TINY = 1e-30  # keeps a query of zeros from dividing by zero
+
+
+def heaviest_channels(query: Tensor, count: int) -> Tensor:
+    """The `count` channels of largest magnitude, summed over the query heads of a group.
+
+    Args:
+        query: (batch, kv_heads, group, head_dim).
+
+    Returns:
+        (batch, kv_heads, count) int64.
+    """
+    return top_slots(query.float().abs().sum(2), count)
+
+
+def take_channels(query: Tensor, channels: Tensor) -> Tensor:
+    """Some channels of a query: (batch, kv_heads, group, count)."""
+    return query.gather(3, channels[:, :, None].expand(-1, -1, query.shape[2], -1))
+
+
+def partial_scale(query: Tensor, part: Tensor, scale: float) -> Tensor:
+    """The factor that makes a logit of a dot product over the heaviest channels alone.
+
+    SparQ (https://arxiv.org/abs/2312.04985): the temperature sqrt(D |q'| / |q|), with the 1-norms
+    of the channels taken and of all, in place of sqrt(D).
+
+    Args:
+        query: (batch, kv_heads, group, head_dim).
+        part: (batch, kv_heads, group, count), the channels taken.
+        scale: the factor of whole logits, D ** -0.5 in most models.
+
+    Returns:
+        (batch, kv_heads, group, 1) float32.
+    """
+    norm, whole = (q.float().abs().sum(-1, keepdim=True) for q in (part, query))
+    return scale * torch.sqrt(whole.clamp(min=_TINY) / norm.clamp(min=_TINY))
+
+
+def take_rows(table: Tensor, rows: Tensor) -> Tensor:
+    """Copy rows of a table, each as a whole.
+
+    Args:
+        table: (batch, kv_heads, all, width), contiguous.
+        rows: (batch, kv_heads, count) int64, or (batch, kv_heads, group, count).
+
+    Returns:
+        (batch, kv_heads, count, width), or (batch, kv_heads, group, count, width).
+    """
+    batch, heads, height, width = table.shape
+    first = torch.arange(0, batch * heads * height, height, device=table.device)
+    first = first.view(batch, heads, *[1] * (rows.dim() - 2))
+    flat = table.view(-1, width).index_select(0, (rows + first).flatten())
+    return flat.view(*rows.shape, width)

@@ -1,0 +1,55 @@
+"""Upper and lower bounds of the keys of a page, kept up to date in place as tokens join.
+
+Page p holds the tokens p * page .. (p + 1) * page - 1, the last one perhaps fewer.
+"""
+
+import torch
+from torch import Tensor
+
+
+def page_bounds(keys: Tensor, page: int) -> Tensor:
+    """Channel by channel, the largest and the smallest number among the keys of each page.
+
+    Args:
+        keys: (batch, kv_heads, tokens, head_dim), at least one token.
+        page: tokens of a page.
+
+    Returns:
+        (batch, kv_heads, 2 * head_dim, pages) in the keys' dtype, contiguous: `head_dim` rows of
+        upper bounds, then as many of lower bounds.
+    """
+    whole = keys.shape[2] // page
+    full = keys[:, :, : whole * page].unflatten(2, (whole, page))
+    upper, lower = [full.amax(3)], [full.amin(3)]
+    if whole * page < keys.shape[2]:
+        rest = keys[:, :, whole * page :]
+        upper.append(rest.amax(2, keepdim=True))
+        lower.append(rest.amin(2, keepdim=True))
+    bounds = torch.cat([torch.cat(upper, 2), torch.cat(lower, 2)], 3)
+    return bounds.transpose(2, 3).contiguous()
+
+
+def widen_page(bounds: Tensor, key: Tensor, at: int, page: int) -> None:
+    """Let token number `at` join its page, in place.
+
+    Args:
+        bounds: as of `page_bounds`, with a column for the page.
+        key: (batch, kv_heads, head_dim).
+    """
+    column = bounds[..., at // page]
+    upper, lower = column.chunk(2, -1)
+    if at % page == 0:
+        upper.copy_(key)
+        lower.copy_(key)
+    else:
+        upper.copy_(torch.maximum(upper, key))
+        lower.copy_(torch.minimum(lower, key))
+
+
+def pages_of(tokens: int, page: int) -> int:
+    """How many pages so many tokens fill, the last one perhaps not whole.
+
+    >>> pages_of(7, 3), pages_of(6, 3)
+    (3, 2)
+    """
+    return -(-tokens // page)

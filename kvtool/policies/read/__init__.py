@@ -1,0 +1,1 @@
+"""Readers: which of the stored tokens a decode step looks at, one a file."""

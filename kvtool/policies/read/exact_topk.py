@@ -1,0 +1,52 @@
+"""Exact top-k: the tokens of highest attention, known by computing all of it.
+
+The oracle that Quest, SparQ and RocketKV (https://arxiv.org/abs/2502.14051, section 4) are held
+against: choosing reads every key, and is counted as free.
+
+By default every query head chooses for itself, as RocketKV's authors run it, so that a group of G
+heads reads up to G times the budget. All other readers choose once for a group; `scope=group` does
+that here, by the mean probability.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from kvtool.maths.attention import attention_weights
+from kvtool.maths.selection import top_slots
+from kvtool.policies.read.reader import Choice, Read, ReadView, StepBudget, check_sizes
+
+
+@dataclass(frozen=True)
+class ExactTopK(Read):
+    """Read the tokens of highest attention, found by computing all of it: the oracle.
+
+    Args:
+        scope: `query_head` chooses for every query head, `group` for all that share a KV head.
+        k: tokens to attend to; None: the budget.
+        skip_layers: so many first layers read all that they store.
+    """
+
+    scope: Literal["query_head", "group"] = "query_head"
+    k: int | None = None
+    skip_layers: int = 0
+
+    name: ClassVar = "exact-topk"
+    paper: ClassVar = "https://arxiv.org/abs/2502.14051"
+    share: ClassVar = 1
+
+    def __post_init__(self) -> None:
+        check_sizes(self, {"k": 1, "skip_layers": 0})
+
+    def sized(self, step: StepBudget) -> "ExactTopK":
+        return replace(self, k=self.k or step.pairs)
+
+    def choose(self, view: ReadView) -> Choice:
+        weights = attention_weights(
+            view.query[:, :, :, None],
+            view.keys,
+            scale=view.scale,
+            softcap=view.softcap,
+            sinks=view.sinks,
+        )[:, :, :, 0]
+        scores = weights if self.scope == "query_head" else weights.mean(2)
+        return Choice(top_slots(scores, min(self.k, view.tokens)))

@@ -1,0 +1,115 @@
+"""Hybrid sparse attention, RocketKV's second stage: pages and channels are cut at a time.
+
+Behnam et al., 2025, https://arxiv.org/abs/2502.14051, section 3.4, algorithm 1. As in Quest, a page
+of P tokens is known by its largest and smallest key; as in SparQ, only the k1 channels of largest
+|q| are looked at, and of each only the bound that the sign of the group's query points to. The
+k2 tokens of highest estimate are read, one by one: of the last page taken perhaps a part.
+
+Where paper and code differ: algorithm 1 says only `score`; as in the code, the estimate is a
+softmax over the tokens at SparQ's temperature, averaged over the query heads of a group. A channel
+whose summed query is exactly 0 takes the upper bound (the paper; the code takes the lower).
+
+The sizes follow from a budget of t pairs by RocketKV's plan, see `kvtool.planning.rocketkv`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels, take_rows
+from kvtool.maths.pages import page_bounds, pages_of, widen_page
+from kvtool.maths.selection import top_slots
+from kvtool.policies.parts import State
+from kvtool.policies.read.reader import (
+    Choice,
+    Read,
+    ReadView,
+    StepBudget,
+    Stored,
+    check_sizes,
+)
+
+LEAST_BUDGET = 16
+"""As in the authors' code, pairs of key and value."""
+
+
+@dataclass(frozen=True)
+class HSA(Read):
+    """Read the tokens whose pages, in the largest channels of the query, promise most attention.
+
+    Args:
+        page: tokens of a page; None: by RocketKV's plan, as the next two.
+        k1: channels to estimate with.
+        k: tokens to attend to; by the plan half the budget.
+        skip_layers: so many first layers read all that they store.
+    """
+
+    page: int | None = None
+    k1: int | None = None
+    k: int | None = None
+    skip_layers: int = 0
+
+    name: ClassVar = "hsa"
+    paper: ClassVar = "https://arxiv.org/abs/2502.14051"
+    planned: ClassVar = True
+
+    @property
+    def least(self) -> int:
+        return LEAST_BUDGET
+
+    def __post_init__(self) -> None:
+        check_sizes(self, {"page": 1, "k1": 1, "k": 1, "skip_layers": 0})
+
+    def sized(self, step: StepBudget) -> "HSA":
+        plan = step.stages
+        return replace(
+            self,
+            page=self.page or plan.page_size,
+            k1=min(self.k1 or plan.head_dims, step.head_dim),
+            k=self.k or plan.top_k,
+        )
+
+    def start(self, stored: Stored) -> State:
+        return {"bounds": page_bounds(stored.keys, self.page)}
+
+    def columns(self, tokens: int) -> Mapping[str, int]:
+        return {"bounds": pages_of(tokens, self.page)}
+
+    def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
+        widen_page(tables["bounds"], key, at, self.page)
+
+    def choose(self, view: ReadView) -> Choice:
+        pages = pages_of(view.tokens, self.page)
+        used = heaviest_channels(view.query, self.k1)
+        part = take_channels(view.query, used)
+        negative = view.query.float().sum(2).gather(2, used) < 0
+        rows = used + negative * view.query.shape[-1]
+        bounds = take_rows(view.tables["bounds"], rows)[..., :pages]
+        logits = torch.matmul(part, bounds).float()
+        logits *= partial_scale(view.query, part, view.scale)
+        share = logits - self._log_sum(logits, view.tokens)
+        slots = self._best_tokens(share.exp().mean(2), view.tokens)
+        return Choice(slots, estimate=self.k1 * pages)
+
+    def _log_sum(self, logits: Tensor, tokens: int) -> Tensor:
+        """Log of the sum over tokens: every page counts once for each of its tokens."""
+        last = tokens - (logits.shape[-1] - 1) * self.page
+        counts = logits.new_full((logits.shape[-1],), self.page)
+        counts[-1] = last
+        return (logits + counts.log()).logsumexp(-1, keepdim=True)
+
+    def _best_tokens(self, scores: Tensor, tokens: int) -> Tensor:
+        """The first `k` tokens of the pages in the order of their scores."""
+        k, pages = min(self.k, tokens), scores.shape[-1]
+        partial = tokens < pages * self.page
+        ranked = top_slots(scores, min(pages, pages_of(k, self.page) + partial))
+        within = torch.arange(self.page, device=scores.device)
+        slots = (ranked[..., None] * self.page + within).flatten(2)
+        if partial:  # places behind the last token go behind all others
+            place = torch.arange(slots.shape[2], device=scores.device)
+            place = torch.where(slots < tokens, place, slots.shape[2])
+            slots = slots.gather(2, place.argsort(dim=-1, stable=True))
+        return slots[..., :k]

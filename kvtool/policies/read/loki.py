@@ -1,0 +1,83 @@
+"""Loki: attention is estimated from the principal components of the keys.
+
+Singhania et al., 2024, https://arxiv.org/abs/2406.02542. Keys vary in few directions: with an
+orthonormal basis E of their principal components, the first d channels of q E and K E rank tokens
+nearly as q K does.
+
+Differences from the authors' code: the rotated channels are kept beside the keys (they rotate the
+stored keys, which saves d / 2D of the cache and would make its files depend on the basis), a group
+of query heads chooses together by the mean of softmaxed estimates, and prompts are read in full.
+Without a file of bases (`kvtool profile --metrics key_basis`), the basis is that of the stored keys
+at the end of the prompt.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvtool.maths.basis import moments, principal_components
+from kvtool.maths.selection import top_slots
+from kvtool.policies.parts import State
+from kvtool.policies.read.reader import (
+    Choice,
+    Read,
+    ReadView,
+    StepBudget,
+    Stored,
+    check_sizes,
+)
+
+
+@dataclass(frozen=True)
+class Loki(Read):
+    """Read the tokens of highest attention as the keys' principal components estimate it.
+
+    Args:
+        d: components to estimate with; None: head_dim x budget / prompt, rounded.
+        k: tokens to attend to; None: half the budget.
+        basis: a safetensors file of bases that `kvtool profile` wrote; None: the prompt's own.
+        scope: `group` chooses for all query heads that share a KV head, `query_head` for each.
+        skip_layers: so many first layers read all that they store.
+    """
+
+    d: int | None = None
+    k: int | None = None
+    basis: str | None = None
+    scope: Literal["group", "query_head"] = "group"
+    skip_layers: int = 0
+
+    name: ClassVar = "loki"
+    paper: ClassVar = "https://arxiv.org/abs/2406.02542"
+
+    def __post_init__(self) -> None:
+        check_sizes(self, {"d": 1, "k": 1, "skip_layers": 0})
+
+    def sized(self, step: StepBudget) -> "Loki":
+        d = self.d or max(1, round(step.head_dim * step.pairs / step.tokens))
+        k = self.k or step.pairs // self.share
+        return replace(self, d=min(d, step.head_dim), k=k)
+
+    def start(self, stored: Stored) -> State:
+        keys, basis = stored.keys, stored.basis
+        if basis is None:
+            basis = principal_components(moments(keys[:, :, : stored.prompt]))[1]
+        leading = basis.to(keys)[..., : self.d].expand(*keys.shape[:2], -1, -1)
+        rotated = torch.matmul(leading.transpose(2, 3), keys.transpose(2, 3))
+        return {"basis": leading.contiguous(), "components": rotated.contiguous()}
+
+    def columns(self, tokens: int) -> Mapping[str, int]:
+        return {"components": tokens}
+
+    def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
+        tables["components"][..., at] = torch.matmul(key[:, :, None], tables["basis"])[:, :, 0]
+
+    def choose(self, view: ReadView) -> Choice:
+        part = torch.matmul(view.query, view.tables["basis"])
+        components = view.tables["components"][..., : view.tokens]
+        logits = torch.matmul(part, components).float() * view.scale
+        scores = logits if self.scope == "query_head" else logits.softmax(-1).mean(2)
+        slots = top_slots(scores, min(self.k, view.tokens))
+        return Choice(slots, estimate=components.shape[2] * view.tokens)

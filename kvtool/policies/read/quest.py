@@ -1,0 +1,82 @@
+"""Quest: pages of keys are ranked by an upper bound of their attention, and the best are read.
+
+Tang et al., 2024, https://arxiv.org/abs/2406.10774. The bound of a page is
+sum_d max(q_d max_d, q_d min_d) over the channels, with the largest and smallest key of the page.
+
+Where the sources differ: the last page, perhaps not whole, is always read and is one of at least
+three pages (the authors' kernel; their evaluation ranks it). Pages are ranked for a group of query
+heads by the sum of their bounds (the authors rank for every query head on repeated keys). The
+budget pays for bounds, too: of t pairs half are two bounds a page, so a page has ceil(2 S / t)
+tokens for a prompt of S. Where three pages exceed the other half, more than t is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtool.maths.pages import page_bounds, pages_of, widen_page
+from kvtool.maths.selection import top_slots
+from kvtool.policies.parts import State
+from kvtool.policies.read.reader import (
+    Choice,
+    Read,
+    ReadView,
+    StepBudget,
+    Stored,
+    check_sizes,
+)
+
+_LEAST_PAGES = 3
+
+
+@dataclass(frozen=True)
+class Quest(Read):
+    """Read the pages whose keys could receive most attention.
+
+    Args:
+        page: tokens of a page; None: ceil(2 S / budget) for a prompt of S tokens.
+        k: tokens to attend to, in whole pages; None: half the budget.
+        skip_layers: so many first layers read all that they store.
+    """
+
+    page: int | None = None
+    k: int | None = None
+    skip_layers: int = 0
+
+    name: ClassVar = "quest"
+    paper: ClassVar = "https://arxiv.org/abs/2406.10774"
+
+    def __post_init__(self) -> None:
+        check_sizes(self, {"page": 1, "k": 1, "skip_layers": 0})
+
+    def sized(self, step: StepBudget) -> "Quest":
+        page = self.page or max(1, -(-2 * step.tokens // step.pairs))
+        return replace(self, page=page, k=self.k or step.pairs // self.share)
+
+    def start(self, stored: Stored) -> State:
+        return {"bounds": page_bounds(stored.keys, self.page)}
+
+    def columns(self, tokens: int) -> Mapping[str, int]:
+        return {"bounds": pages_of(tokens, self.page)}
+
+    def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
+        widen_page(tables["bounds"], key, at, self.page)
+
+    def choose(self, view: ReadView) -> Choice:
+        pages = pages_of(view.tokens, self.page)
+        chosen = max(_LEAST_PAGES, self.k // self.page)
+        if chosen >= pages:
+            return Choice(None)
+        # the upper bound counts where the query is positive, the lower one where it is negative
+        query = torch.cat([view.query.clamp(min=0), view.query.clamp(max=0)], -1)
+        bounds = view.tables["bounds"][..., :pages]
+        scores = torch.matmul(query, bounds).float().sum(2)
+        best = top_slots(scores[..., :-1], chosen - 1)
+        within = torch.arange(self.page, device=best.device)
+        last = torch.arange((pages - 1) * self.page, view.tokens, device=best.device)
+        slots = (best[..., None] * self.page + within).flatten(2)
+        slots = torch.cat([slots, last.expand(*slots.shape[:2], -1)], 2)
+        return Choice(slots, estimate=bounds.shape[2] * pages)

@@ -1,0 +1,93 @@
+"""SparQ: attention is estimated from the channels in which the query is large.
+
+Ribar et al., 2024, https://arxiv.org/abs/2312.04985. The r channels of largest |q| give an estimate
+of the attention weights; the k tokens of highest estimate are read, and the mean value of all
+tokens stands for the rest, by the estimated share that it receives.
+
+Where the sources differ: the estimates of a group of query heads are averaged after the softmax
+(the authors' code for groups sums logits). With a token budget t and a prompt of S tokens,
+r = D t / S rounded, at least 1, and k = t / 2; the estimate may then cost more than the other half.
+A copy of the keys, channel by channel, makes the estimate read what it uses and no more.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtool.errors import UsageError
+from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels, take_rows
+from kvtool.maths.selection import top_slots
+from kvtool.policies.parts import State
+from kvtool.policies.read.reader import (
+    Choice,
+    Read,
+    ReadView,
+    StepBudget,
+    Stored,
+    check_sizes,
+)
+
+
+@dataclass(frozen=True)
+class SparQ(Read):
+    """Read the tokens of highest attention as the largest channels of the query estimate it.
+
+    Args:
+        r: channels to estimate with; None: head_dim x budget / prompt, rounded.
+        k: tokens to attend to; None: half the budget.
+        local: newest tokens among them that are always read.
+        reallocate: whether the mean value stands for what is not read.
+        skip_layers: so many first layers read all that they store.
+    """
+
+    r: int | None = None
+    k: int | None = None
+    local: int = 0
+    reallocate: bool = True
+    skip_layers: int = 0
+
+    name: ClassVar = "sparq"
+    paper: ClassVar = "https://arxiv.org/abs/2312.04985"
+
+    def __post_init__(self) -> None:
+        check_sizes(self, {"r": 1, "k": 1, "local": 0, "skip_layers": 0})
+        if self.k is not None and self.local > self.k:
+            raise UsageError(f"sparq: local {self.local} is above k {self.k}")
+
+    def sized(self, step: StepBudget) -> "SparQ":
+        r = self.r or max(1, round(step.head_dim * step.pairs / step.tokens))
+        k = self.k or step.pairs // self.share
+        return replace(self, r=min(r, step.head_dim), k=k)
+
+    def start(self, stored: Stored) -> State:
+        channels = stored.keys.transpose(2, 3).contiguous()
+        return {"channels": channels, "value_sum": stored.values.sum(2, dtype=torch.float32)}
+
+    def columns(self, tokens: int) -> Mapping[str, int]:
+        return {"channels": tokens}
+
+    def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
+        tables["channels"][..., at] = key
+        tables["value_sum"] += value
+
+    def choose(self, view: ReadView) -> Choice:
+        used = heaviest_channels(view.query, self.r)
+        part = take_channels(view.query, used)
+        rows = take_rows(view.tables["channels"], used)[..., : view.tokens]
+        logits = torch.matmul(part, rows).float()
+        weights = (logits * partial_scale(view.query, part, view.scale)).softmax(-1)
+        past, k = view.tokens - self.local, min(self.k, view.tokens)
+        slots = top_slots(weights.mean(2)[..., :past], k - self.local)
+        if self.local:
+            newest = torch.arange(past, view.tokens, device=slots.device)
+            slots = torch.cat([slots, newest.expand(*slots.shape[:2], -1)], 2)
+        read = rows.shape[2] * view.tokens
+        if not self.reallocate:
+            return Choice(slots, read)
+        total = view.tables["value_sum"]
+        index = slots[:, :, None].expand(-1, -1, weights.shape[2], -1)
+        share = weights.gather(3, index).sum(-1)
+        return Choice(slots, read + total.shape[-1], share, total / view.tokens)

@@ -1,0 +1,52 @@
+"""RocketKV: SnapKV cuts the prompt, then every step reads a part of what is left.
+
+Behnam et al., 2025, https://arxiv.org/abs/2502.14051. The budget t is what a decode step reads; of
+a prompt of S tokens SnapKV (window 32, max pooling over 63) keeps about S / c^r with c = S / t, and
+hybrid sparse attention (`kvtool.policies.read.hsa`) reads t pairs of them and of what is generated.
+`kvtool.planning.rocketkv` has the arithmetic.
+
+Differences from the authors' code: the last queries of the whole prompt vote, and the prompt is cut
+once at its end, also where it is computed in blocks (the code leaves the last token out, and cuts
+after every block); survivors stay in order. What fits into t is kept and read in full.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtool.errors import UsageError
+from kvtool.policies.read.hsa import HSA
+from kvtool.policies.scores.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class RocketKV(SnapKV):
+    """SnapKV on the prompt, then hybrid sparse attention over what is left.
+
+    Args:
+        window: last queries of the prompt, which vote and are kept themselves.
+        kernel: odd width of the pooling, in tokens; 1 = none.
+        split: share of the compression that the first stage takes; None: by the compression.
+        skip_layers: so many first layers read all that they store.
+    """
+
+    kernel: int = 63
+    split: float | None = None
+    skip_layers: int = 0
+
+    name: ClassVar = "rocketkv"
+    paper: ClassVar = "https://arxiv.org/abs/2502.14051"
+    reads: ClassVar = True
+    once: ClassVar = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split is not None and not 0 <= self.split <= 1:
+            raise UsageError(f"{self.name}: split must be between 0 and 1, got {self.split}")
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {}  # the plan sees to it that the window is kept
+
+    @property
+    def reader(self) -> HSA:
+        return HSA(skip_layers=self.skip_layers)

@@ -1,0 +1,142 @@
+"""Decode steps of sparse readers against DynamicCache with sdpa, on a random 42M-parameter Llama.
+
+    python -m tests.benchmarks.reading                   # 32K tokens, 512 pairs; 2 min
+
+Caches are filled with random keys and values in place of a prompt: what a step costs does not
+depend on them. Steps of a policy and of the baseline take turns, so that a change of the machine's
+speed meets both; the ratios are medians of pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import DynamicCache
+
+import kvtool
+from kvtool.generation import decode_step
+from tests.benchmarks.speed import build_models, median_ratio, time_steps
+
+POLICIES = ("rocketkv", "rocketkv-mt", "quest", "sparq", "loki", "hsa", "exact-topk(scope=group)")
+POLICIES += ("exact-topk", "full")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One measurement; the ratio is against DynamicCache + sdpa in the same run."""
+
+    policy: str
+    stored: int
+    traffic_pairs: float
+    state_mib: float
+    decode_ms: float
+    decode_ratio: float
+
+
+def random_slots(config, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of every layer."""
+    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+    return [(torch.randn(shape), torch.randn(shape)) for _ in range(config.num_hidden_layers)]
+
+
+def filled_dynamic(model, slots) -> DynamicCache:
+    """A full cache."""
+    cache = DynamicCache(config=model.config)
+    for i, (keys, values) in enumerate(slots):
+        cache.update(keys, values, i)
+    return cache
+
+
+def filled(model, policy: str, budget: int, slots) -> kvtool.cache.cache.KVCache:
+    """A cache as after a prompt, holding as much of it as the policy would."""
+    kept = None if policy == "full" else budget
+    cache = kvtool.build_cache(model, policy, kept)
+    length = slots[0][0].shape[2]
+    for layer, (keys, values) in zip(cache.slot_layers, slots, strict=True):
+        layer.lazy_initialization(keys, values)
+        count, reads = length, cache.budgets.reads
+        if cache.policy.score.reads:
+            count = reads.stored(layer, length)
+            layer.budget = layer.least = layer.most = count
+        positions = torch.arange(length - count, length, dtype=torch.int32)
+        positions = positions.expand(1, keys.shape[1], -1)
+        if cache.policy.score.marks:
+            layer.marked = positions
+            count, positions = length, torch.arange(length, dtype=torch.int32)
+            positions = positions.expand(1, keys.shape[1], -1)
+        layer.seen = length
+        layer.replace(keys[:, :, -count:], values[:, :, -count:], positions, {})
+        if reads is not None:
+            reads.end_prompt([length])
+    return cache
+
+
+def measure(args: argparse.Namespace, note) -> list[Line]:
+    ours, plain = build_models()
+    slots = random_slots(ours.config, args.length)
+    full, token = filled_dynamic(plain, slots), torch.tensor([7])
+    base_step = lambda: plain(token[None], past_key_values=full)  # noqa: E731
+    lines = []
+    for policy in args.policies:
+        note(policy)
+        cache = filled(ours, policy, args.budget, slots)
+        our_step = lambda: decode_step(ours, cache, token)  # noqa: B023, E731
+        mine, theirs = time_steps([our_step, base_step], args.steps, 4)
+        report = cache.report()
+        if not lines:
+            base = statistics.median(theirs)
+            lines.append(Line("DynamicCache", args.length, args.length, 0, base, 1))
+        lines.append(
+            Line(
+                policy,
+                report.kept_per_layer[0],
+                report.traffic_pairs,
+                report.state_bytes / 2**20,
+                statistics.median(mine),
+                median_ratio(mine, theirs),
+            )
+        )
+    return lines
+
+
+def show(lines: list[Line]) -> None:
+    table = Table(title="decode steps (ratio below 1 is faster than DynamicCache + sdpa)")
+    for name in ("policy", "stored", "pairs read", "state MiB", "decode ms", "ratio"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for line in lines:
+        table.add_row(
+            line.policy,
+            f"{line.stored}",
+            f"{line.traffic_pairs:.0f}",
+            f"{line.state_mib:.1f}",
+            f"{line.decode_ms:.1f}",
+            f"{line.decode_ratio:.2f}",
+        )
+    Console(width=110).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--steps", type=int, default=24, help="decoded tokens")
+    parser.add_argument("--json", type=Path, help="also write the lines here")
+    args = parser.parse_args()
+    with torch.inference_mode():
+        lines = measure(args, lambda text: print(text, file=sys.stderr))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
+    show(lines)
+
+
+if __name__ == "__main__":
+    main()

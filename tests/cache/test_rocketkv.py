@@ -1,0 +1,280 @@
+"""RocketKV and RocketKV-MT on models: both stages against slow twins, turn by turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.documents.plan import Target
+from kvtool.generation import decode_step, generate, prefill
+from kvtool.models.load import load
+from kvtool.planning.plan import make_plan
+from kvtool.planning.rocketkv import plan_rocketkv
+from kvtool.policies.allocate.uniform import Uniform
+from kvtool.policies.read.hsa import HSA
+from kvtool.profiling.shape import model_shape
+from tests.cache.test_readers import Run, decoded, follow, model, ragged  # noqa: F401
+from tests.models_for_tests import peaky_model, random_ids
+from tests.reference import readers
+from tests.reference.models import prompt
+from tests.reference.policies import build
+from tests.reference.reading import ReadingOracle
+
+LENGTH, BUDGET, WINDOW = 90, 24, 8
+
+
+def oracle_of(model, forget=True, split=None):  # noqa: F811
+    """The twin: a slow SnapKV at the end of every prompt, then a slow HSA."""
+
+    def plan(seen, window=0):
+        dim = model.config.head_dim
+        return plan_rocketkv(seen, BUDGET, dim, window=window, split=split, strict=True)
+
+    def make_policy(seen):
+        kept = seen if seen <= BUDGET else plan(seen, WINDOW).prompt_tokens
+        return build("snapkv", kept, window=WINDOW, kernel=63)
+
+    def make_reader(tokens, keys, seen):
+        sizes = plan(seen)
+        return readers.HSA(sizes.page_size, sizes.head_dims, sizes.top_k, BUDGET)
+
+    return ReadingOracle(model, make_reader, make_policy, forget)
+
+
+def two_turns(model, policy, forget, mode, split=None):  # noqa: F811
+    oracle = oracle_of(model, forget, split)
+    run = Run(model, policy, BUDGET, prompt(LENGTH), mode)
+    kvtool.detach(model)
+    logits = oracle.turn(prompt(LENGTH))
+    kvtool.attach(model)
+    yield run, oracle
+    follow(run, oracle, logits, 12)
+    yield run, oracle
+    for seed in (5, 6):
+        turn = prompt(20, seed=seed)
+        kvtool.detach(model)
+        logits = oracle.turn(turn)
+        kvtool.attach(model)
+        run.turn(turn)
+        yield run, oracle
+        follow(run, oracle, logits, 6)
+        yield run, oracle
+
+
+def kept(run):
+    layers = range(run.model.config.num_hidden_layers)
+    return {layer: run.cache.kept_positions(layer)[0].tolist() for layer in layers}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["full", "block:16", "block:7", "block:85"])
+def test_both_stages_equal_their_twins(model, mode):  # noqa: F811
+    """However the prompt is computed, it is cut once, by its last queries."""
+    for run, oracle in two_turns(model, f"rocketkv(window={WINDOW})", True, mode):
+        assert kept(run) == oracle.stored
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_a_split_of_ones_own(model):  # noqa: F811
+    policy = f"rocketkv(window={WINDOW},split=0.5)"
+    for run, oracle in two_turns(model, policy, True, "full", split=0.5):
+        assert kept(run) == oracle.stored
+    assert str(kvtool.parse_policy(policy)) == policy
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["full", "block:16"])
+def test_multi_turn_keeps_all_and_chooses_anew(model, mode):  # noqa: F811
+    seen = []
+    for run, oracle in two_turns(model, f"rocketkv-mt(window={WINDOW})", False, mode):
+        assert kept(run) == oracle.stored
+        for index, layer in enumerate(run.cache.layers):
+            reading = layer.reading[0]
+            chosen = reading.index[0, :, : reading.tokens].tolist()
+            assert chosen == oracle.kept[index]
+        seen.append(chosen)
+    assert set(seen[2][0]) - set(seen[0][0]) - set(range(LENGTH, 200)), "no token came back"
+
+
+def test_a_token_comes_back_where_nothing_was_dropped():
+    """Budget 4, window 2, no pooling: the votes of the second turn favour token 1, cut before."""
+    votes = [0.05, 0.3, 0.02, 0.01, 0.02, 0.1, 0.25, 0.05, 0.2]
+
+    def keep(candidates, newest):
+        best = sorted(candidates, key=lambda p: (-votes[p], p))[:2]
+        return sorted(best) + newest
+
+    first = [0, 3, 4, 5]
+    assert keep(range(9), [9, 10]) == [1, 6, 9, 10]
+    assert keep([*first, 6, 7, 8], [9, 10]) == [6, 8, 9, 10]
+    from kvtool.maths.selection import keep_top
+    from kvtool.policies.parts import Rows, SlotView
+    from kvtool.policies.scores.rocketkv import RocketKV
+
+    score = RocketKV(window=2, kernel=1)
+    for candidates, expected in (
+        (list(range(11)), [1, 6, 9, 10]),
+        ([*first, *range(6, 11)], [6, 8, 9, 10]),
+    ):
+        positions = torch.tensor([[candidates]], dtype=torch.int32)
+        view = SlotView((), positions, tokens_seen=11, budget=4, held=len(candidates), block=3)
+        weights = torch.tensor([[[[[*votes, 0.0, 0.0][p] for p in candidates]]]])
+        importance = score.importance({}, view, Rows(weights[:, :, None]))
+        forced = score.protected({}, view, len(candidates) - 4)
+        assert keep_top(importance, positions, 4, forced, 4)[1][0, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("budget", [20, "50%", 512])
+@pytest.mark.parametrize("mode", ["full", "block:16"])
+@pytest.mark.parametrize("policy", ["rocketkv(window=4)", "rocketkv-mt(window=4)"])
+def test_padded_rows_are_the_rows_alone(policy, budget, mode):
+    lm = kvtool.attach(peaky_model("llama"))
+    ids, mask, rows = ragged()
+    if budget == "50%":  # of the shortest row too little is left for the plan
+        ids, mask, rows = ids[:2], mask[:2], rows[:2]
+    new = random_ids(14, seed=9, batch=len(rows))
+    both = kvtool.build_cache(lm, policy, budget, prefill=mode)
+    together = decoded(lm, both, ids, new.T, mask)
+    turn = random_ids(21, seed=3, batch=len(rows))
+    turn_mask = torch.ones_like(turn)
+    turn_mask[1, :9] = 0
+    again = decoded(lm, both, turn, new.T[:5], turn_mask)
+    for i, row in enumerate(rows):
+        one = kvtool.build_cache(lm, policy, budget, prefill=mode)
+        alone = decoded(lm, one, row, new[i][:, None])
+        torch.testing.assert_close(together[:, i], alone[:, 0], atol=3e-4, rtol=3e-4)
+        own = turn[i : i + 1, turn_mask[i].bool()]
+        alone = decoded(lm, one, own, new[i][:5, None])
+        torch.testing.assert_close(again[:, i], alone[:, 0], atol=3e-4, rtol=3e-4)
+        for layer in range(2):
+            mine = one.kept_positions(layer)[0]
+            theirs = both.kept_positions(layer)[i]
+            assert torch.equal(theirs[:, : mine.shape[1]], mine)
+            assert (theirs[:, mine.shape[1] :] == -1).all()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("policy", ["rocketkv(window=4)", "rocketkv-mt(window=4)"])
+def test_saved_copied_and_reordered_caches_go_on(policy, padded, tmp_path):
+    lm = kvtool.attach(peaky_model("llama"))
+    ids, mask, _ = ragged()
+    if not padded:
+        ids, mask = random_ids(50, batch=3), None
+    first, rest = random_ids(9, seed=1, batch=3).T, random_ids(12, seed=2, batch=3).T
+    cache = kvtool.build_cache(lm, policy, 20)
+    decoded(lm, cache, ids, first, mask)
+    kvtool.save_cache(cache, tmp_path / "a.safetensors", model=lm)
+    loaded, copied = kvtool.load_cache(tmp_path / "a.safetensors", lm), cache.copy()
+    turned = cache.copy()
+    turned.reorder_cache(torch.tensor([2, 0, 0]))
+    expected = torch.stack([decode_step(lm, cache, step) for step in rest])
+    for other in (loaded, copied):
+        ours = torch.stack([decode_step(lm, other, step) for step in rest])
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    ours = torch.stack([decode_step(lm, turned, step[[2, 0, 0]]) for step in rest])
+    torch.testing.assert_close(ours, expected[:, [2, 0, 0]], atol=1e-5, rtol=1e-5)
+
+
+def test_sizes_storage_and_traffic_are_those_of_the_plan():
+    lm = kvtool.attach(peaky_model("llama"))
+    ids, new, plan = random_ids(300), random_ids(7, seed=1).T, plan_rocketkv(300, 32, 16, window=4)
+    cut = kvtool.build_cache(lm, "rocketkv(window=4)", 32)
+    decoded(lm, cut, ids, new)
+    reading = cut.layers[0].reading[0]
+    assert reading.reader == HSA(plan.page_size, plan.head_dims, plan.top_k)
+    report = cut.report()
+    assert report.kept_per_layer == [plan.prompt_tokens + 7] * 2
+    pages = -(-report.kept_per_layer[0] // plan.page_size)
+    assert report.traffic_pairs == pages * plan.head_dims / (2 * 16) + plan.top_k
+    assert abs(report.traffic_pairs - 32) < 2
+    whole = kvtool.build_cache(lm, "rocketkv-mt(window=4)", 32)
+    decoded(lm, whole, ids, new)
+    assert whole.report().kept_per_layer == [307] * 2
+    assert whole.report().traffic_pairs == report.traffic_pairs
+
+
+def test_tokens_to_come_are_reserved():
+    loaded = load("reference")
+    lm = kvtool.attach(loaded.model)
+    ids = loaded.tokenizer("one two three four five six " * 60, return_tensors="pt")["input_ids"]
+    cache = kvtool.build_cache(lm, "rocketkv", 64)
+    generate(lm, loaded.tokenizer, cache, ids, max_new_tokens=20, min_new_tokens=20)
+    plan = plan_rocketkv(ids.shape[1] + 20, 64, 32, max_new_tokens=20)
+    assert cache.report().kept_per_layer[0] == plan.prompt_tokens + 19
+
+
+def test_a_plan_is_made_anew_for_every_prompt():
+    lm = kvtool.attach(peaky_model("llama"))
+    shape = model_shape(lm.config, name="peaky", revision=None, dtype="float32")
+
+    def stored(target, length, policy="rocketkv(window=4)"):
+        document = make_plan(shape, Uniform(), target).document
+        cache = kvtool.build_cache(lm, policy, plan=document)
+        decoded(lm, cache, random_ids(length), random_ids(3, seed=1).T)
+        return document, cache
+
+    target = Target(tokens=64, context=320, max_new_tokens=20)
+    document, cache = stored(target, 300)
+    assert cache.report().kept_per_layer == [document.rocketkv.prompt_tokens + 3] * 2
+    assert cache.layers[0].reading[0].reader.page == document.rocketkv.page_size
+    _, cache = stored(target, 200)
+    expected = plan_rocketkv(220, 64, 16, max_new_tokens=20, window=4).prompt_tokens
+    assert cache.report().kept_per_layer == [expected + 3] * 2
+    _, cache = stored(replace_target(target, ratio=0.2), 200)
+    expected = plan_rocketkv(220, 40, 16, max_new_tokens=20, window=4).prompt_tokens
+    assert cache.report().kept_per_layer == [expected + 3] * 2
+    document, cache = stored(target, 300, "hsa")
+    assert cache.layers[0].reading[0].budget == document.rocketkv.token_budget == 64
+
+
+def replace_target(target, **changes):
+    return Target(context=target.context, max_new_tokens=target.max_new_tokens, **changes)
+
+
+def test_what_fits_is_kept_and_read_in_full():
+    lm = kvtool.attach(peaky_model("llama"))
+    ids, new = random_ids(50), random_ids(14, seed=1).T
+    full = decoded(lm, kvtool.build_cache(lm, "full"), ids, new)
+    for policy in ("rocketkv", "rocketkv-mt"):
+        for mode in ("full", "block:16"):
+            cache = kvtool.build_cache(lm, policy, 64, prefill=mode)
+            torch.testing.assert_close(decoded(lm, cache, ids, new), full, atol=1e-4, rtol=1e-4)
+            assert cache.report().kept_per_layer == [64, 64]
+            decode_step(lm, cache, new[0])
+            assert cache.report().traffic_pairs < 65
+
+
+def test_a_plain_forward_is_a_whole_prompt():
+    lm = kvtool.attach(peaky_model("llama"))
+    ids, plan = random_ids(120), plan_rocketkv(120, 24, 16, window=4)
+    for mode in ("full", "block:16"):
+        plain = kvtool.build_cache(lm, "rocketkv(window=4)", 24, prefill=mode)
+        lm(ids, past_key_values=plain)
+        driven = kvtool.build_cache(lm, "rocketkv(window=4)", 24, prefill=mode)
+        prefill(lm, driven, ids)
+        for layer in range(2):
+            assert plain.kept_positions(layer).shape[2] == plan.prompt_tokens
+            assert torch.equal(plain.kept_positions(layer), driven.kept_positions(layer))
+
+
+def test_refusals():
+    lm = kvtool.attach(peaky_model("llama"))
+    with pytest.raises(kvtool.UsageError, match="rocketkv needs a budget of 16 or more, got 15"):
+        kvtool.build_cache(lm, "rocketkv", 15)
+    cache = kvtool.build_cache(lm, "rocketkv", 16)
+    with pytest.raises(kvtool.UsageError, match="keeps 25 tokens of the prompt"):
+        prefill(lm, cache, random_ids(30))
+    assert cache.get_seq_length() == 0
+    for text in ("rocketkv+caote", "rocketkv-mt+pyramid"):
+        with pytest.raises(kvtool.UsageError, match="has no part in it"):
+            kvtool.parse_policy(text)
+    with pytest.raises(kvtool.UsageError, match=r"between 0 and 1, got 1\.5"):
+        kvtool.parse_policy("rocketkv(split=1.5)")
+    score = kvtool.parse_policy("rocketkv").score
+    quest = kvtool.parse_policy("quest(k=3)").read
+    with pytest.raises(kvtool.UsageError, match="`rocketkv` comes with a reader of its own"):
+        replace(kvtool.parse_policy("rocketkv"), read=quest)
+    assert score.reader == HSA()
