@@ -92,6 +92,18 @@ def test_streamed_text_is_the_same_text(kvtool):
     assert kvtool(*options, "--stream").out == kvtool(*options, "--no-stream").out
 
 
+def test_what_is_set_aside_is_told(kvtool):
+    options = ["--prompt", PROMPT, "-b", "8", "-n", "5"]
+    plain = generate(kvtool, *options, "-p", "snapkv(window=4)").cache
+    assert (plain.host_bytes, plain.recompute_frequency) == (0, None)
+    cache = generate(kvtool, *options, "-p", "snapkv(window=4)+calidrop").cache
+    aside = cache.tokens_seen - 4 - 8
+    assert cache.host_bytes == aside * 4 * 2 * (32 * 2 * 4 + 4)  # layers, heads, pair and position
+    assert cache.kv_bytes == plain.kv_bytes
+    assert len(cache.recompute_frequency) == 4
+    assert all(0 <= share <= 1 for share in cache.recompute_frequency)
+
+
 def test_streams_never_mix_with_json(kvtool):
     done = kvtool("generate", "--prompt", PROMPT, "-n", "9", "--stream", "-f", "json")
     assert json.loads(done.out)["text"] in done.err

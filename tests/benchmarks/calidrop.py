@@ -1,0 +1,93 @@
+"""What a decoded token of CaliDrop costs beside its base: never, every eighth and every time anew.
+
+    python -m tests.benchmarks.calidrop                     # about 4 min, 2 cores
+
+Random Llama of `tests.benchmarks.speed`, a prompt of 4096 tokens, read at once. Which steps attend
+to the evicted tokens anew is forced, for all heads of all layers together, which is the worst case;
+every step calibrates. Steps of both take turns; ratios are medians over rounds of eight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import kvtool
+from kvtool.cache.cache import KVCache
+from kvtool.generation import decode_step, prefill
+from kvtool.policies.evicted.calidrop import CaliDrop
+from tests.benchmarks.speed import build_models, time_steps
+
+ROUND = 8
+FORCED = {True: CaliDrop(theta1=2, theta2=3), False: CaliDrop(theta1=-3, theta2=-2)}
+
+
+def filled(model, policy: str, budget: int, ids: torch.Tensor) -> KVCache:
+    """A cache after the prompt."""
+    cache = kvtool.build_cache(model, policy, budget)
+    prefill(model, cache, ids)
+    return cache
+
+
+def calibrated_step(model, cache, every: int, token: torch.Tensor):
+    """A step that recomputes at every `every`-th call, never for 0."""
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        for layer in cache.layers:
+            layer.calibration.part = FORCED[every > 0 and count % every == 0]
+        decode_step(model, cache, token)
+
+    return step
+
+
+def rounds(times: list[float]) -> list[float]:
+    """Milliseconds of each round of eight steps, per step."""
+    return [sum(times[i : i + ROUND]) / ROUND for i in range(0, len(times), ROUND)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bases", nargs="+", default=["snapkv", "h2o", "streaming"])
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=4, help="of eight decoded tokens")
+    args = parser.parse_args()
+    model, _ = build_models()
+    token = torch.tensor([7])
+    table = Table(title=f"decode of +calidrop against its base, {args.length} tokens")
+    for name in ("base", "anew", "base ms", "ms", "ratio", "host MiB"):
+        table.add_column(name, justify="left" if name in ("base", "anew") else "right")
+    with torch.inference_mode():
+        ids = torch.randint(0, model.config.vocab_size, (1, args.length))
+        for base in args.bases:
+            print(base, file=sys.stderr)
+            plain = filled(model, base, args.budget, ids)
+            ours = filled(model, f"{base}+calidrop", args.budget, ids)
+            for every, name in ((0, "never"), (ROUND, "every 8th"), (1, "always")):
+                steps = [
+                    lambda: decode_step(model, plain, token),  # noqa: B023
+                    calibrated_step(model, ours, every, token),
+                ]
+                theirs, mine = map(rounds, time_steps(steps, args.rounds * ROUND, ROUND))
+                ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+                table.add_row(
+                    base,
+                    name,
+                    f"{statistics.median(theirs):.1f}",
+                    f"{statistics.median(mine):.1f}",
+                    f"{ratio:.2f}",
+                    f"{ours.report().host_bytes / 2**20:.1f}",
+                )
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
