@@ -480,6 +480,8 @@ class KVCache(Cache):
         if self.shards.processes > 1:
             kv_heads = layer.positions.shape[1]
             layer.heads = heads_of_layer(self.shards, self.config, query_heads, kv_heads)
+            if layer.calibration is not None:
+                layer.calibration.heads = layer.heads
 
     def set_budget(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> None:
         """Fix what the rows of a layer may keep, before a block of a prompt is cut."""

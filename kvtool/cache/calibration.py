@@ -24,6 +24,7 @@ from kvtool.maths.attention import (
 )
 from kvtool.maths.selection import keep_top, take
 from kvtool.policies.evicted.calidrop import CaliDrop, calibrate, decide, query_cosine
+from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.parts import Departure, State
 
 _CHUNK = 4096  # evicted tokens that are copied at a time
@@ -50,6 +51,7 @@ class Calibration:
     """The evicted tokens of one layer.
 
     Attributes:
+        heads: all heads of the layer, of which this process may hold a part.
         memory: of each row and query head `query`, the one that is held, `out` and `lse` of its
             attention to the evicted tokens, and how many `steps` were decoded beside evicted
             tokens, how many `recomputed` and how many `calibrated`.
@@ -59,6 +61,7 @@ class Calibration:
         self.part = part
         self.store = Store(part.store)
         self.memory: State = {}
+        self.heads: KVHeads = ALL_HERE
         self._scale, self._softcap = 1.0, None
         self._last: Tensor | None = None
 
@@ -160,7 +163,7 @@ class Calibration:
         known = memory["lse"] > _NOTHING
         if positions is not None:
             known = known & (positions >= 0)
-        cosine = query_cosine(query[:, :, 0], memory["query"], self.part.granularity)
+        cosine = query_cosine(query[:, :, 0], memory["query"], self.part.granularity, self.heads)
         decided = decide(cosine, self.part.theta1, self.part.theta2)
         recompute, calibrated = (which & known for which in decided)
         for name, which in (

@@ -26,7 +26,14 @@ def policies() -> list[str]:
     combined = [f"{base}+{name}" for name in MODIFIERS for base in ("h2o", "snapkv(window=4)")]
     settings = {"snapkv": "window=4", "pyramidkv": "window=4", "adakv": "window=4"}
     bases = [f"{name}({settings[name]})" if name in settings else name for name in BASES]
-    more = ["random(per_head=true)", "tova+caote", "tova+ada", "h2o+ada+caote", "tova+d2o-alloc"]
+    more = [
+        "random(per_head=true)",
+        "tova+caote",
+        "tova+ada",
+        "h2o+ada+caote",
+        "h2o+calidrop(granularity=layer)",
+        "tova+d2o-alloc",
+    ]
     return [*bases, *combined, *more]
 
 

@@ -57,7 +57,9 @@ def test_every_policy_decides_as_one_process_would(alone, split):
             for total in ("kv_bytes", "full_bytes", "kept_per_layer"):
                 assert part[total] == expected[total], name
             logits = torch.tensor(part["logits"])
-            torch.testing.assert_close(logits, torch.tensor(expected["logits"]), msg=name)
+            # sums over two processes are rounded otherwise, in every layer of 32 tokens
+            close = {"atol": 5e-5, "rtol": 0}
+            torch.testing.assert_close(logits, torch.tensor(expected["logits"]), **close)
         for layer, kept in enumerate(expected["kept"]):
             rows = zip(*(part["kept"][layer] for part in parts), strict=True)
             together = [[_filled(head) for head in first + second] for first, second in rows]

@@ -27,22 +27,28 @@ from torch.nn import functional
 
 from kvtool.errors import UsageError
 from kvtool.maths.attention import join_attention
+from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.parts import Evicted
 
 
-def query_cosine(query: Tensor, held: Tensor, granularity: str) -> Tensor:
+def query_cosine(
+    query: Tensor, held: Tensor, granularity: str, heads: KVHeads = ALL_HERE
+) -> Tensor:
     """Cosine between a step's queries and those held.
 
     Args:
         query, held: (batch, heads, head_dim), after RoPE.
         granularity: `head`, or `layer` for one number per row, of the heads put end to end.
+        heads: all heads of the layer, of which these may be a part.
 
     Returns:
         (batch, heads) float32.
     """
     query, held = query.float(), held.float()
     if granularity == "layer":
-        whole = functional.cosine_similarity(query.flatten(1), held.flatten(1), dim=-1, eps=1e-8)
+        products = [(a * b).sum((1, 2)) for a, b in ((query, held), (query, query), (held, held))]
+        both, own, other = heads.total(torch.stack(products))
+        whole = both / (own * other).sqrt().clamp(min=1e-8)
         return whole[:, None].expand(query.shape[:2])
     return functional.cosine_similarity(query, held, dim=-1, eps=1e-8)
 
