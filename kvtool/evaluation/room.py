@@ -33,8 +33,14 @@ def row_bytes(
         new: tokens that are decoded.
 
     Raises:
-        KvtoolError: a budget in bytes, which is one of all rows.
+        KvtoolError: a budget in bytes, which is one of all rows; a reader, whose tables are not
+            counted.
     """
+    if arm.policy.reader is not None:
+        raise KvtoolError(
+            f"`{arm.policy.name}` stores tables beside its keys, which no batch is computed for",
+            hint="give the batch itself: batch: [1, 4, 16]",
+        )
     text = config.get_text_config(decoder=True)
     shape = model_shape(config, name="", dtype=dtype)
     stored = layer_bytes(text, stored_dtype(text, dtype))

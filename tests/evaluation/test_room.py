@@ -64,6 +64,11 @@ def test_half_the_dtype_is_twice_the_batch(model):
     assert 0.5 < half / single < 0.52  # positions stay as they are
 
 
+def test_a_reader_gives_no_batch(model):
+    with pytest.raises(KvtoolError, match="`quest` stores tables beside its keys"):
+        row_bytes(model.config, "float32", arm_of("quest@64"), None, N, NEW)
+
+
 def test_a_budget_of_all_rows_gives_no_batch(model):
     with pytest.raises(KvtoolError, match="a budget of 1MiB is that of all rows"):
         row_bytes(model.config, "float32", arm_of("h2o@1MiB"), None, N, NEW)
