@@ -38,6 +38,8 @@ def bytes_held(config: Any, dtype: str, arm: Arm, prompt: int) -> int:
     if arm.budget is not None:
         kept = _tokens(arm.budget, sizes, widths, prompt)
         _check(arm, kept, prompt)
+        if arm.policy.reads_budget:
+            kept = _stored_of_read(arm, kept, prompt)
     return cache_bytes(sizes, [kept if width is None else width for width in widths], prompt)
 
 
@@ -67,6 +69,17 @@ def _tokens(budget: Budget, sizes: list[int], widths: list[int | None], prompt: 
             f"budget {budget} is too small: one token in every layer takes {windows + free} bytes"
         )
     return kept
+
+
+def _stored_of_read(arm: Arm, pairs: int, prompt: int) -> int:
+    """Return what is stored of a prompt where the budget is what a decoded token reads."""
+    score = arm.policy.score
+    if score.when == "never" or pairs >= prompt:
+        return prompt
+    from kvtool.planning.rocketkv import plan_rocketkv
+
+    plan = plan_rocketkv(prompt, pairs, head_dim=1, window=score.window, split=score.split)
+    return min(prompt, plan.prompt_tokens)
 
 
 def _check(arm: Arm, kept: int, prompt: int) -> None:

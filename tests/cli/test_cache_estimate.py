@@ -28,6 +28,18 @@ def test_bytes_are_those_of_the_cache_that_has_read_the_prompt(name):
         assert bytes_held(model.config, "float32", arm, PROMPT) == held, arm.name
 
 
+@pytest.mark.parametrize("policy", ["quest", "hsa", "rocketkv(window=8)", "rocketkv-mt", "adakv"])
+def test_a_budget_of_what_is_read_is_not_what_is_stored(policy):
+    model = attach(family_model("llama"))
+    prompt = 400
+    ids = torch.randint(3, 96, (1, prompt), generator=torch.Generator().manual_seed(5))
+    for arm in make_arms([policy], ["64", "500", "20%"], baseline=False):
+        cache = build_cache(model, arm.policy, arm.budget)
+        compress(model, cache, ids)
+        held = cache.report().kv_bytes
+        assert bytes_held(model.config, "float32", arm, prompt) == held, arm.name
+
+
 def test_half_as_wide_numbers_take_half_the_bytes():
     config = family_model("gemma2").config
     (arm,) = make_arms(["streaming"], ["13"], baseline=False)
