@@ -74,7 +74,7 @@ def _tokens(budget: Budget, sizes: list[int], widths: list[int | None], prompt: 
 def _stored_of_read(arm: Arm, pairs: int, prompt: int) -> int:
     """Return what is stored of a prompt where the budget is what a decoded token reads."""
     score = arm.policy.score
-    if score.when == "never" or pairs >= prompt:
+    if score.when == "never" or score.marks or pairs >= prompt:
         return prompt
     from kvtool.planning.rocketkv import plan_rocketkv
 
