@@ -98,8 +98,9 @@ def build_cache(
             token reads, in pairs of key and value.
         prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
             cutting after each. A policy that looks at the prompt to split the budget
-            (`+d2o-alloc`, `+ada`) reads it at once and cuts at its end; one that goes by the
-            model's logits (`sirllm`) reads it in blocks in any case.
+            (`+d2o-alloc`, `+ada`), or whose queries vote by its length (`pyramidinfer`), reads it
+            at once and cuts at its end; one that goes by the model's logits (`sirllm`) reads it in
+            blocks in any case.
         plan: what `kvtool plan-budget` decided, or its file: budgets of the layers, in place of
             `budget` and of the policy's own allocator.
         head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
@@ -118,7 +119,7 @@ def build_cache(
         if budget is not None:
             raise UsageError(f"a plan brings its own budget; leave out {budget}")
         check_plan(plan, model.config)
-        check_layers_alike(plan, policy)
+        check_planned_layers(plan, policy)
         budget = plan.target.budget
         policy = planned_heads(policy, plan)
     request = None if budget is None else Budget.parse(budget)
@@ -182,18 +183,26 @@ def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
     return policy if keeps_equal else replace(policy, heads=split)
 
 
-def check_layers_alike(plan: PlanDocument, policy: Policy) -> None:
-    """Refuse layers of unequal budgets for a policy that keeps the same tokens in all of them.
+def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:
+    """Refuse a plan whose layers a policy cannot follow, as it relates their tokens.
 
     Raises:
-        UsageError: such a plan.
+        UsageError: unequal budgets for a policy that keeps the same tokens in all layers; budgets
+            that grow for one that keeps in each layer part of what it keeps in the layer above.
     """
-    tokens = {plan.layers.tokens[i] for i in plan.free_layers}
-    if policy.score.evidence is Evidence.LOGITS and len(tokens) > 1:
+    tokens = [plan.layers.tokens[i] for i in plan.free_layers]
+    hint = "plan with --allocator uniform, or give a budget"
+    if policy.score.evidence is Evidence.LOGITS and len(set(tokens)) > 1:
         raise UsageError(
             f"policy `{policy.score.name}` keeps the same tokens in all layers, "
             f"and the plan gives them {min(tokens)} to {max(tokens)}",
-            hint="plan with --allocator uniform, or give a budget",
+            hint=hint,
+        )
+    if policy.score.nested and tokens != sorted(tokens, reverse=True):
+        raise UsageError(
+            f"policy `{policy.score.name}` keeps in each layer part of what the layer above keeps, "
+            "and the plan gives a layer more than the one above",
+            hint=hint,
         )
 
 
@@ -266,11 +275,15 @@ class KVCache(Cache):
         if policy.score.evidence is Evidence.LOGITS and free:
             self.surprisals = Surprisals(self.slot_layers, policy.score)
         self.logits_asked: int | Tensor = 0  # `logits_to_keep` of the running forward
+        if policy.score.nested:
+            nest = [layer for layer in self.slot_layers if layer.window is None]
+            for i, layer in enumerate(nest):
+                layer.nest = nest[:i]
         self.plan = plan
         self.budgets = Budgets(self.slot_layers, policy, budget, plan)
         split = policy.head_split
         whole = split is not None and split.whole_prompt and plan is None
-        if self.budgets.wait or whole:
+        if self.budgets.wait or whole or policy.score.nested:
             self.block = None
 
     # ---- what transformers asks

@@ -25,6 +25,7 @@ from kvtool.cache.eviction import (
     leave_block,
     leave_decode,
     make_rows,
+    weigh_votes,
 )
 from kvtool.cache.slots import SlotLayer
 from kvtool.errors import KvtoolError
@@ -156,5 +157,7 @@ def _after(module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
         )
         valid = None if valid is None else valid.gather(1, last)
         rows = make_rows(layer, weights.gather(3, index), None, valid)
+        votes = weigh_votes(layer, block, last.shape[1])
+        rows = rows if votes is None else rows.summed(votes)
     leave_block(layer, block, taken.raw_key, taken.raw_value, rows)
     cache.layer_done(layer)

@@ -69,8 +69,26 @@ def enter_block(
         layer=layer.index,
         heads=layer.heads,
         block=count,
+        above=kept_above(layer, stored),
+        widest=widest(layer),
     )
     return Block(new, view, state, kept)
+
+
+def widest(layer: SlotLayer) -> Count:
+    """What the first layer of a nest may keep."""
+    return layer.nest[0].budget if layer.nest else layer.budget
+
+
+def kept_above(layer: SlotLayer, positions: Tensor) -> Tensor | None:
+    """Which of these slots hold tokens that the layer above keeps: bool (batch, 1, slots)."""
+    if not layer.nest:
+        return None
+    kept = layer.nest[-1].stored_positions()[:, 0].long().to(positions.device)
+    count = layer.seen + 1  # an empty slot, -1, counts as the last one
+    known = torch.zeros(kept.shape[0], count, dtype=torch.bool, device=positions.device)
+    known.scatter_(1, kept.remainder(count), True)[:, -1] = False
+    return known.gather(1, positions[:, 0].long().remainder(count))[:, None]
 
 
 def block_needs_all_rows(layer: SlotLayer) -> bool:
@@ -85,13 +103,20 @@ def block_needs_last_rows(layer: SlotLayer, block: Block) -> bool:
     return layer.held_back or _over_budget(layer, block)
 
 
+def weigh_votes(layer: SlotLayer, block: Block, rows: int) -> Tensor | None:
+    """What the last queries' rows weigh, (batch or 1, rows); None: they come one by one."""
+    weights = layer.policy.ranking.vote_weights(rows, block.view.widest)
+    return None if weights is None else weights.to(block.new.device)
+
+
 def last_queries(layer: SlotLayer, new: Tensor) -> Tensor:
     """Index of the last queries of each row that a policy sees: (batch or 1, rows).
 
     Args:
         new: (batch or 1, q_len) positions of all queries, -1 = padding.
     """
-    count = min(layer.policy.ranking.window, new.shape[1])
+    first = layer.nest[0] if layer.nest else layer
+    count = min(layer.policy.ranking.voters(first.most), new.shape[1])
     place = torch.arange(new.shape[1], device=new.device)[None]
     if layer.ragged:
         place = torch.where(new >= 0, place, -1).argsort(-1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.eviction import Block, WatchedBlock, last_queries, make_rows
+from kvtool.cache.eviction import Block, WatchedBlock, last_queries, make_rows, weigh_votes
 from kvtool.cache.slots import SlotLayer, take
 from kvtool.maths.attention import (
     attention_weights,
@@ -154,6 +154,19 @@ def last_of_prompt(layer: SlotLayer, call: Call, block: Block) -> tuple[Tensor, 
 
 def last_rows(layer: SlotLayer, call: Call, block: Block) -> Rows:
     query, new = last_of_prompt(layer, call, block)
+    weights = weigh_votes(layer, block, new.shape[1])
+    if weights is None:
+        return _rows_of(layer, call, block, query, new)
+    total: Tensor | None = None
+    for start in range(0, new.shape[1], _EXPLICIT_ROWS):
+        part = slice(start, start + _EXPLICIT_ROWS)
+        rows = _rows_of(layer, call, block, query[:, :, part], new[:, part])
+        votes = rows.summed(weights[:, part]).weights
+        total = votes if total is None else total.add_(votes)
+    return Rows(total)
+
+
+def _rows_of(layer: SlotLayer, call: Call, block: Block, query: Tensor, new: Tensor) -> Rows:
     visible = visible_keys(new, block.view.positions)
     weights = call_weights(call, query, call.key, visible)
     return make_rows(layer, weights, visible[:, :, 0], new >= 0 if layer.ragged else None)

@@ -70,6 +70,8 @@ class SlotLayer(CacheLayerMixin):
             of a prompt in blocks that is cut once, until it ends.
         pairs_read: keys and values that the last decoded token has read, per KV head.
         window: width of the layer's own sliding window, in tokens, or None.
+        nest: the layers of free budget above this one, where each keeps part of what the one above
+            it keeps.
         memory: what merging remembers beside the slots (thresholds), tensors whose first axis is
             the batch.
         calibration: where evicted tokens are set aside to calibrate by, None if they are not.
@@ -88,6 +90,7 @@ class SlotLayer(CacheLayerMixin):
         self.policy = policy
         self.window = window
         self.is_sliding = window is not None
+        self.nest: list[SlotLayer] = []
         self.head_rank: Tensor | None = None
         self.heads_ranked = 0
         self.heads: KVHeads = ALL_HERE

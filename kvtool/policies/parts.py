@@ -62,6 +62,11 @@ class Rows:
         """Sum over the rows: (batch, kv_heads, rows, slots) to (batch, kv_heads, slots)."""
         return rows[:, :, 0] if rows.shape[2] == 1 else rows.sum(2)
 
+    def summed(self, vote_weights: Tensor) -> "Rows":
+        """One row in place of all: their sum, each times its weight, (batch or 1, rows)."""
+        weights = self.weights * vote_weights[:, None, None, :, None]
+        return Rows(weights.sum(3, keepdim=True))
+
 
 @dataclass(frozen=True)
 class SlotView:
@@ -81,6 +86,9 @@ class SlotView:
         block: tokens of the row in the running block.
         heads: all KV heads of the layer, for what is decided across heads; a process may hold a
             part of them.
+        above: which slots hold tokens that the layer above keeps, bool (batch, 1, slots), for a
+            score that is `nested`; None: no layer is above.
+        widest: what the first layer may keep, for such a score.
     """
 
     values: tuple[Tensor, ...]
@@ -91,6 +99,8 @@ class SlotView:
     layer: Count = 0
     block: Count = 1
     heads: KVHeads = ALL_HERE
+    above: Tensor | None = None
+    widest: Count | None = None
 
     @property
     def stored(self) -> Tensor | None:
@@ -121,6 +131,8 @@ class Score:
         attention: whether the scores are attention that each slot received (CAOTE needs such
             scores).
         distinct: whether no two tokens of a head ever have the same number.
+        nested: whether a layer keeps only tokens that the layer above it keeps, of which its
+            `importance` and `protected` are told; the budgets must not grow with depth.
         least: smallest budget that an allocator should give to a layer, if the mean allows it.
         reads: whether the budget is what a decode step reads; what is stored follows from it, by
             RocketKV's plan.
@@ -137,6 +149,7 @@ class Score:
     statistics: ClassVar[tuple[str, ...]] = ()
     attention: ClassVar[bool] = False
     distinct: ClassVar[bool] = False
+    nested: ClassVar[bool] = False
     least: int = 1
     reads: ClassVar[bool] = False
     once: ClassVar[bool] = False
@@ -144,6 +157,17 @@ class Score:
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
         """Add a chunk of rows to the statistics, in place."""
+
+    def voters(self, widest: int) -> int:
+        """How many last rows LAST_ROWS are, where the first layer may keep `widest` tokens."""
+        return self.window
+
+    def vote_weights(self, rows: int, widest: Count) -> Tensor | None:
+        """Weights of the last rows, the newest at the end, (batch or 1, rows); None: leave them.
+
+        Rows that have weights come as one, their weighted sum, so that there may be many.
+        """
+        return None
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         """Number for each slot, higher = keep: (batch, kv_heads or 1, slots) float32.

@@ -28,10 +28,11 @@ class Policy:
 
     Raises:
         UsageError: the rescore, or the split over heads, needs attention scores and the score has
-            none; a split of a budget that nobody holds, or of one that all layers share; something
-            to be made of evicted tokens where none are, where all layers are cut at once, where the
-            score makes something else of them, or where they leave heads of unequal counts while
-            decoding; a reader beside parts that it cannot work with.
+            none; a split of a budget that nobody holds, that all layers share, or that has a
+            schedule of its own; something to be made of evicted tokens where none are, where all
+            layers are cut at once, where the score makes something else of them, or where they
+            leave heads of unequal counts while decoding; a reader beside parts that it cannot work
+            with.
     """
 
     score: Score
@@ -48,6 +49,11 @@ class Policy:
                 raise UsageError(
                     f"`{split.modifier}` splits a budget over {over}, "
                     f"and `{self.score.name}` keeps everything"
+                )
+            if split is not None and self.score.nested:
+                raise UsageError(
+                    f"`{self.score.name}` splits its budget by a schedule of its own, "
+                    f"which excludes `{split.modifier}`"
                 )
             if split is not None and self.score.evidence is Evidence.LOGITS:
                 raise UsageError(

@@ -24,6 +24,7 @@ BASES: dict[str, str] = {
     "duoattention": "scores.duoattention:DuoAttention",
     "d2o": "scores.d2o:D2O",
     "sirllm": "scores.sirllm:SirLLM",
+    "pyramidinfer": "scores.pyramidinfer:PyramidInfer",
     "exact-topk": "read.exact_topk:ExactTopK",
     "quest": "read.quest:Quest",
     "sparq": "read.sparq:SparQ",

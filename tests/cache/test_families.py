@@ -64,7 +64,7 @@ def test_padded_rows_are_the_rows_alone(family, mode):
     rows = [random_ids(length, seed=length) for length in lengths]
     for i, row in enumerate(rows):
         ids[i, 41 - lengths[i] :], mask[i, 41 - lengths[i] :] = row[0], 1
-    for policy in ("h2o+caote", "snapkv(window=3)", "sirllm"):
+    for policy in ("h2o+caote", "snapkv(window=3)", "sirllm", "pyramidinfer(min_context=2)"):
         both = kvtool.build_cache(model, policy, 12, prefill=mode)
         together = [prefill(model, both, ids, mask)]
         together += [decode_step(model, both, token) for token in new.T]

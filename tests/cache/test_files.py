@@ -27,6 +27,7 @@ POLICIES = [
     "roco",
     "roco+caote",
     "sirllm(sinks=2)",
+    "pyramidinfer(min_context=2,sinks=1)",
     "snapkv(window=4)",
     "adakv(window=4)",
     "h2o+caote+ada",

@@ -27,6 +27,7 @@ POLICIES = [
     "roco(sinks=1,protect_recent=2)+caote",
     "snapkv(window=3,kernel=3)",
     "sirllm(sinks=2)",
+    "pyramidinfer(min_context=2,sinks=1)",
     "snapkv(window=3,kernel=3)+caote",
     "adakv(window=3,kernel=3)",
     "h2o+ada(share=0.1)",

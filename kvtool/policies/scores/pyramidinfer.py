@@ -1,0 +1,85 @@
+"""PyramidInfer, for the cache alone: each layer keeps part of what the layer above it keeps.
+
+Yang et al., 2024, https://arxiv.org/abs/2405.12532, section 3.3. Once a layer has attended to a
+prompt of n tokens, its last int(0.2 n) queries vote: the mean of their attention over all heads,
+the newest query weighing 1.2 times as much as the oldest. What stays is the first 4 tokens, the
+recent ones and the best voted of those that the layer above kept; how many is the schedule of
+`kvtool.policies.allocate.pyramidinfer`. Prompts that come at once only: a prompt fed in chunks is
+cut after each, by the queries of that chunk.
+
+Differences from the paper: tokens that a layer drops are still computed in the layers below, so
+memory shrinks and the work of the prompt does not; the authors' method cannot be had from a cache
+alone. Generated tokens are appended; the authors also thin these out, 16 at a time. A further turn
+is cut in the same way, among what each layer still holds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtool.errors import UsageError
+from kvtool.policies.allocate.pyramidinfer import Cosine
+from kvtool.policies.parts import Count, Evidence, Rows, Score, SlotView, State
+
+_NEWEST = 1.2  # weight of the newest vote; that of the oldest is 1
+
+
+@dataclass(frozen=True)
+class PyramidInfer(Score):
+    """Keep fewer tokens layer by layer, by recent queries; the budget is the mean over layers.
+
+    Args:
+        recent_ratio: share of the prompt whose queries vote, and which is kept.
+        min_context: tokens beside the recent ones that the schedule leaves in any case.
+        sinks: first tokens that are always kept.
+    """
+
+    recent_ratio: float = 0.2
+    min_context: int = 64
+    sinks: int = 4
+
+    name: ClassVar = "pyramidinfer"
+    paper: ClassVar = "https://arxiv.org/abs/2405.12532"
+    evidence: ClassVar = Evidence.LAST_ROWS
+    when: ClassVar = "prompt"
+    nested: ClassVar = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.recent_ratio < 1:
+            raise UsageError(
+                f"pyramidinfer: recent_ratio must be between 0 and 1, got {self.recent_ratio}"
+            )
+        for field in ("min_context", "sinks"):
+            if getattr(self, field) < 0:
+                given = getattr(self, field)
+                raise UsageError(f"pyramidinfer: {field} must be 0 or more, got {given}")
+
+    @property
+    def allocator(self) -> Cosine:
+        return Cosine(self.recent_ratio, self.min_context)
+
+    def voters(self, widest: int) -> int:
+        return max(int(self.recent_ratio * widest), 1)
+
+    def vote_weights(self, rows: int, widest: Count) -> Tensor:
+        widest = torch.as_tensor(widest).view(-1, 1)
+        voters = (self.recent_ratio * widest.double()).long().clamp(min=1)
+        age = torch.arange(rows - 1, -1, -1, device=widest.device)
+        weight = _NEWEST - (_NEWEST - 1) * age / (voters - 1).clamp(min=1)
+        weight = torch.where(voters == 1, torch.ones_like(weight), weight)
+        return torch.where(age < voters, weight / voters, 0.0).float()
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        votes = view.heads.mean(rows.weights[..., 0, :].mean(2)).unsqueeze(1)
+        return votes if view.above is None else votes.masked_fill(~view.above, -1.0)
+
+    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+        widest = torch.as_tensor(view.widest).double()
+        recent = (self.recent_ratio * widest).long() + 1
+        return view.sinks(self.sinks) | view.recent(recent.to(view.positions.device))
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"sinks": self.sinks, "recent": int(self.recent_ratio * budget) + 1}
