@@ -518,6 +518,8 @@ class KVCache(Cache):
         """
         if self.policy.reader is not None:
             return False  # what is read grows, and the tables with it
+        if any(layer.calibration is not None for layer in self.slot_layers):
+            return False  # what is set aside grows, and the host decides when it is fetched
         if any(store.grows for layer in self.slot_layers for store in layer.stores):
             return False
         if not self._grouped:

@@ -19,7 +19,7 @@ from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
 from tests.models_for_tests import peaky_model, random_ids
 
-STEADY = ["streaming", "h2o+caote", "roco", "tova"]
+STEADY = ["streaming", "h2o+caote", "roco", "tova", "d2o+uniform", "streaming+cam"]
 APPENDING = ["full", "snapkv(window=4)"]
 
 
@@ -114,6 +114,12 @@ def test_what_cannot_be_compiled_says_so():
     step(model, cache, torch.tensor([2, 3]))
     with pytest.raises(KvtoolError, match="policy `recency` on `llama` cannot be compiled"):
         step(model, cache, torch.tensor([2, 3]))
+
+
+def test_what_asks_the_host_is_left_as_it_is():
+    model = kvtool.attach(peaky_model("llama"))
+    worst, step, *_ = run_both(model, "h2o+calidrop", False, room=8, steps=4)
+    assert (worst, step.report().compiled_steps, step.report().eager_steps) == (0.0, 0, 4)
 
 
 def test_the_command_compiles_and_says_what(capsys):

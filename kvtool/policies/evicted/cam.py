@@ -159,6 +159,6 @@ class CaM(Merging):
         positions = leaving.gone_positions
         held = positions.shape[1]
         heads = torch.arange(held, device=positions.device) + leaving.heads.first(held)
-        stream = torch.as_tensor(leaving.tokens_seen, device=positions.device) * 1_000_003
-        stream = stream + leaving.layer + (self.seed << 40) + (heads[:, None] << 50)
+        step = leaving.tokens_seen * 1_000_003 + leaving.layer + (self.seed << 40)
+        stream = (heads[:, None] << 50) + step
         return uniform_draws(positions, stream)
