@@ -11,7 +11,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from kvtool.cache import eager_hooks, handover, logit_hooks
+from kvtool.cache import eager_hooks, handover, logit_hooks, numbering
 from kvtool.cache.cache import check_layers
 from kvtool.cache.kernels import Call
 from kvtool.cache.step import attend
@@ -62,6 +62,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
                 f"transformers did not switch `{model.config.model_type}` to kvtool's attention"
             )
     previous.logit_hooks = logit_hooks.install(model)
+    previous.numbering = numbering.install(model)
     model._kvtool_attachment = previous
     return model
 
@@ -75,7 +76,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     previous = handover.attachment(model)
     if previous is None:
         return model
-    for hook in previous.hooks + previous.logit_hooks:
+    for hook in (*previous.hooks, *previous.logit_hooks, previous.numbering):
         hook.remove()
     if previous.hooks:
         model.config._attn_implementation = previous.implementation
@@ -231,6 +232,7 @@ def kvtool_attention(
         kernel=cache.kernel,
         block=cache.layer_block,
         last=cache.last_block,
+        fed=cache.fed,
     )
     out = attend(layer, call, taken.decoding)
     cache.layer_done(layer)

@@ -133,6 +133,12 @@ def build_cache(
     cache = KVCache(config, policy, request, block, kernel_of(model), plan)
     cache.shards = shards_of(model)
     cache.built_for = weakref.ref(model)
+    if cache.renumbers:
+        from kvtool.cache.rotary import find_rotations  # which knows how models are attached
+
+        rotations = find_rotations(model, [layer.index for layer in cache.slot_layers])
+        for layer, rotation in zip(cache.slot_layers, rotations, strict=True):
+            layer.rotation = rotation
     split = policy.head_split
     if split is not None and split.ranking:
         from kvtool.cache.head_ranks import rank_model  # which runs a model on a cache of its own
@@ -261,6 +267,8 @@ class KVCache(Cache):
         self.hooked = False  # attention is stock eager code, seen through hooks
         self.head_ranks: Tensor | None = None
         self.hook_note: tuple | None = None  # from the hook before a module to the one after it
+        self.renumbers = policy.score.positions == "cache"
+        self.fed: handover.Fed | None = None  # where the running forward has placed its tokens
         self.peak_bytes = 0
         self.input_ids: Tensor | None = None  # the text so far, where kvtool drove it or loaded it
         self.next_logits: Tensor | None = None  # after the text, where all of it has been fed
@@ -300,6 +308,12 @@ class KVCache(Cache):
                 f"policy `{self.policy.score.name}` goes by the logits of the model, "
                 "and this forward runs a part of it only",
                 hint="call kvtool.attach(model) and then the model itself",
+            )
+        if self.renumbers and (self.fed is None or self.fed.seen != layer.seen):
+            raise KvtoolError(
+                f"`{self.policy}` numbers tokens by their place in the cache, "
+                "and this forward has not asked for it",
+                hint="call kvtool.attach(model) first, and pass the cache as past_key_values=cache",
             )
         decoding = self.decodes(layer, key_states.shape[2])
         if not decoding:
@@ -372,7 +386,7 @@ class KVCache(Cache):
         self._ungroup()
         if self.surprisals is not None:
             self.surprisals.reset()
-        self.input_ids = self.next_logits = None
+        self.input_ids = self.next_logits = self.fed = None
         self.budgets.reset()
         super().reset()
         self.peak_bytes = 0
@@ -616,7 +630,7 @@ class KVCache(Cache):
 
 
 def _make_layers(config: PreTrainedConfig, policy: Policy) -> list:
-    sliding = Policy(Recency())
+    sliding = Policy(Recency(positions=policy.score.positions))
     layers = []
     for i, (kind, options) in enumerate(zip(*get_layer_types_and_kwargs(config), strict=True)):
         window = options.get("sliding_window")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots import SlotLayer, take
-from kvtool.policies.parts import Count, Departure, Merging, SlotView, State
+from kvtool.policies.parts import TURN, Count, Departure, Merging, SlotView, State
 
 
 @torch.no_grad()
@@ -115,3 +115,29 @@ def _hand_over(layer: SlotLayer, leaving: Departure) -> None:
         layer.calibration.set_aside(leaving)
     else:
         layer.policy.fate.absorb(layer.memory, leaving)
+
+
+def close_ranks(state: State, positions: Tensor, chosen: Tensor) -> None:
+    """Let those that stay of a block move up to the places of those that leave, in place.
+
+    Args:
+        state: the numbers beside those that stay.
+        positions: (batch, kv_heads, slots) of all, in ascending position, -1 = empty.
+        chosen: (batch, kv_heads, kept) indices of those that stay, in ascending position.
+    """
+    if TURN in state:
+        before = ((positions >= 0).cumsum(-1) - 1).gather(2, chosen)
+        state[TURN] += torch.arange(chosen.shape[2], device=chosen.device) - before
+
+
+def close_rank(state: State, positions: Tensor, victim: Tensor) -> None:
+    """Let the tokens behind a victim move up by one place, in place.
+
+    Args:
+        state: the numbers beside the slots.
+        positions: (batch, kv_heads, slots), in any order, -1 = empty.
+        victim: (batch, kv_heads) index of a slot; nothing moves where it is empty.
+    """
+    if TURN in state:
+        gone = positions.gather(2, victim[..., None])
+        state[TURN] -= ((positions > gone) & (gone >= 0)).float()

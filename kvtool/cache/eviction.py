@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.departure import part_block, part_decoded
+from kvtool.cache.departure import close_rank, close_ranks, part_block, part_decoded
 from kvtool.cache.lanes import split_lanes
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import keep_top, lowest
@@ -249,6 +249,7 @@ def _cut(
         slots = min(int(budget.max()), view.positions.shape[2])
     chosen, positions = keep_top(importance, view.positions, budget, protected, slots)
     kept = part_block(layer, (keys, values), view, state, importance, chosen, positions)
+    close_ranks(kept[-1], view.positions, chosen)
     if layer.head_budgets is None:
         layer.replace(*kept)
     else:
@@ -337,6 +338,7 @@ def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
         protected = unused if protected is None else (protected & over) | unused
     distinct = score.distinct and layer.policy.rescore is None
     layer.pending = lowest(importance, view.positions, protected, distinct)
+    close_rank(state, view.positions, layer.pending)
     part_decoded(layer, view.tokens_seen)
 
 

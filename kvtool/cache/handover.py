@@ -9,7 +9,8 @@ runs right before it.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -17,10 +18,13 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
 
     from kvtool.cache.cache import KVCache
+    from kvtool.cache.rotary import Rotation
     from kvtool.cache.slots import SlotLayer
+    from kvtool.policies.parts import Count
 
 _LOCAL = threading.local()
 
@@ -43,18 +47,46 @@ class Taken:
     decoding: bool
 
 
+@dataclass(frozen=True)
+class Fed:
+    """Where the model has placed the new tokens of a forward.
+
+    Attributes:
+        seen: tokens that the cache had seen before, padding included.
+        start: position id of the first one, of all rows or (rows,); the next ones follow, padding
+            left out.
+        end: no position id of theirs, nor of a token before, is as large as this.
+    """
+
+    seen: int
+    start: Count
+    end: int
+
+    def behind(self, tokens: int) -> Fed:
+        """The same for the new tokens without the first ones."""
+        return replace(self, start=self.start + tokens)
+
+    def of(self, choose: Callable[[Tensor], Tensor]) -> Fed:
+        """The same for other rows, which `choose` brings about."""
+        return replace(self, start=choose(self.start)) if isinstance(self.start, Tensor) else self
+
+
 @dataclass
 class Attachment:
     """What `attach` changed in a model, so that `detach` can undo it, and what was learned of it.
 
     Attributes:
         head_ranks: (attention layers, kv_heads) int64, once somebody has ranked the heads.
+        numbering: the hook that numbers tokens by their place in the cache.
+        rotations: how each attention layer turns its keys, once somebody has asked.
     """
 
     implementation: str
     hooks: list = field(default_factory=list)  # on eager attention modules
     logit_hooks: list = field(default_factory=list)  # on the model itself
     head_ranks: Tensor | None = None
+    numbering: RemovableHandle | None = None
+    rotations: list[Rotation | None] | None = None
 
 
 def attachment(model: PreTrainedModel) -> Attachment | None:

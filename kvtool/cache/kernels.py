@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.cache.eviction import Block, WatchedBlock, last_queries, make_rows, weigh_votes
+from kvtool.cache.handover import Fed
 from kvtool.cache.slots import SlotLayer, take
 from kvtool.maths.attention import (
     attention_weights,
@@ -42,6 +43,7 @@ class Call:
             `flash_attention_2`, for blocks without padding; anything else means `sdpa`.
         block: queries per block of a prompt; None: one block.
         last: whether the prompt ends with this block, for policies that cut it once.
+        fed: where the model has placed the new tokens, where a layer places them anew.
     """
 
     query: Tensor
@@ -56,6 +58,7 @@ class Call:
     kernel: str = "sdpa"
     block: int | None = None
     last: bool = True
+    fed: Fed | None = None
 
     @property
     def q_len(self) -> int:

@@ -95,6 +95,7 @@ def split_lanes(
         store = SlotLayer(layer.index, layer.policy)
         picked = keys[rows, own, :width][:, None], values[rows, own, :width][:, None]
         store.lazy_initialization(*picked)
+        store.rotation, store.reach = layer.rotation, layer.reach
         store.memory, store.calibration = {}, None  # the layer remembers for all its heads
         own_budgets = [budgets[lane] for lane in lanes]
         store.seen, store.least, store.most = layer.seen, min(own_budgets), max(own_budgets)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.handover import Taken
+from kvtool.cache.handover import Fed, Taken
 from kvtool.cache.kernels import Call
 from kvtool.cache.step import attend
 from kvtool.errors import KvtoolError
@@ -42,5 +42,8 @@ def replay(cache: KVCache, taken: Taken, call: Call) -> Tensor:
     if not taken.decoding:
         cache.set_budget(layer, None, call.q_len)
     block = cache.layer_block
-    own = replace(call, key=key, value=value, raw_key=key, raw_value=value, block=block)
+    placed = call.fed or Fed(0, taken.layer.seen - call.q_len, taken.layer.seen)
+    own = replace(
+        call, key=key, value=value, raw_key=key, raw_value=value, block=block, fed=placed
+    )
     return attend(layer, own, taken.decoding)

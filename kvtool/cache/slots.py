@@ -26,6 +26,7 @@ from kvtool.policies.read.reader import Read
 
 if TYPE_CHECKING:
     from kvtool.cache.lanes import Lanes
+    from kvtool.cache.rotary import Rotation
     from kvtool.cache.together import Group
 
 _GROWTH = 1.25  # of buffers without a budget, so that appending copies O(1) per token
@@ -75,6 +76,8 @@ class SlotLayer(CacheLayerMixin):
         memory: what merging remembers beside the slots (thresholds), tensors whose first axis is
             the batch.
         calibration: where evicted tokens are set aside to calibrate by, None if they are not.
+        rotation: how keys are turned to their places among the kept tokens; None: they are not.
+        reach: no key has to be turned by more positions than this.
         lent: whether a cache that will be gone back to reads the `buffers`, too.
 
     What a layer holds is copied deeply when its cache is; only its `buffers` are not, where the
@@ -94,6 +97,7 @@ class SlotLayer(CacheLayerMixin):
         self.head_rank: Tensor | None = None
         self.heads_ranked = 0
         self.heads: KVHeads = ALL_HERE
+        self.rotation: Rotation | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -109,6 +113,7 @@ class SlotLayer(CacheLayerMixin):
         self.ordered = True
         self.group: Group | None = None
         self.lent = False
+        self.reach = 0
         self.budget: Count | None = None
         self.least = self.most = 0
         self.held_back = False

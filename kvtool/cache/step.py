@@ -35,6 +35,7 @@ from kvtool.cache.kernels import (
 )
 from kvtool.cache.slots import SlotLayer, take
 from kvtool.cache.sparse_step import sparse_decode
+from kvtool.cache.turning import turn_block, turn_decoded
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.parts import Rows
@@ -56,6 +57,8 @@ def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
                 f"`{part.name}` needs keys that are stored as they are attended, "
                 "and this model stores latents"
             )
+    if layer.rotation is not None and call.key is not call.raw_key:
+        raise KvtoolError("positions=cache needs keys that are stored as they are attended")
     if decoding:
         return _decode(layer, call)
     if call.block is None or call.q_len <= call.block:
@@ -91,6 +94,7 @@ def _attend_token(
         it is needed, and the weights if the policy wants them.
     """
     enter_decode(layer, call.positions)
+    call = turn_decoded(layer, call)
     visible = (layer.positions[:, :, : layer.used] >= 0)[:, :, None, None] if layer.masked else None
     observed = decode_needs_rows(layer)
     if not (observed or call.needs_weights or needs_lse):
@@ -114,7 +118,9 @@ def _decode_lanes(layer: SlotLayer, call: Call, needs_lse: bool) -> tuple[Tensor
     count_decoded(layer, call.positions)
     query = lanes.pick(group_queries(call.query, heads))
     key, value = lanes.pick(call.raw_key)[:, None], lanes.pick(call.raw_value)[:, None]
-    positions, sinks = call.positions, call.sinks
+    positions, sinks, fed = call.positions, call.sinks, call.fed
+    if fed is not None:
+        fed = fed.of(lambda rows: lanes.pick(rows[:, None].expand(-1, heads)))
     if positions is not None:
         positions = lanes.pick(positions[:, None].expand(-1, heads, -1))
     if sinks is not None:
@@ -133,6 +139,7 @@ def _decode_lanes(layer: SlotLayer, call: Call, needs_lse: bool) -> tuple[Tensor
             raw_value=all_values,
             positions=None if positions is None else positions[own],
             sinks=None if sinks is None else sinks[own],
+            fed=None if fed is None else fed.of(lambda rows, own=own: rows[own]),
         )
         out, lse, rows = _attend_token(store, step, needs_lse)
         leave_decode(store, step.value, rows)
@@ -173,6 +180,7 @@ def _attend_blocks(layer: SlotLayer, call: Call) -> Tensor:
             raw_key=raw_key,
             raw_value=raw_value,
             positions=None if positions is None else positions[:, part],
+            fed=None if call.fed is None else call.fed.behind(part.start),
         )
         layer.seen += step.q_len
         block_out, chosen = _attend_block(layer, step)
@@ -196,6 +204,7 @@ def _attend_block(layer: SlotLayer, call: Call) -> tuple[Tensor, Tensor | None]:
         (batch, heads, q_len, value_dim), and the slots of [kept, block] that stay, None if all do.
     """
     block = enter_block(layer, call.q_len, call.positions, call.raw_key, call.value)
+    call = turn_block(layer, call, block)
     observed, calibration = block_needs_all_rows(layer), layer.calibration
     if calibration is not None:
         calibration.set_scale(call.scale, call.softcap)

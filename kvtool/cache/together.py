@@ -13,7 +13,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from kvtool.cache.departure import part_decoded
+from kvtool.cache.departure import close_rank, part_decoded
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import lowest
 from kvtool.policies.parts import Rows, SlotView
@@ -83,6 +83,7 @@ class Group:
         for layer, victim in zip(self.layers, victims.split(self._batch), strict=True):
             layer.pending = victim
             part_decoded(layer, first.seen)
+        close_rank(self._state, self._positions, victims)
         self._make_room(victims)
 
     def _make_room(self, victims: Tensor) -> None:

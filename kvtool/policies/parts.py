@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from kvtool.policies.read.reader import Read
 
 State = dict[str, Tensor]
+TURN = "turn"  # beside a slot where `positions=cache`: its place, minus where its key stands
+Positions = Literal["text", "cache"]  # what keys are turned by: place in the text or in the cache
 Count = int | Tensor  # one number, or one per row (batch, 1, 1), or per head (batch, kv_heads, 1)
 
 
@@ -133,6 +135,8 @@ class Score:
         distinct: whether no two tokens of a head ever have the same number.
         nested: whether a layer keeps only tokens that the layer above it keeps, of which its
             `importance` and `protected` are told; the budgets must not grow with depth.
+        positions: what keys and queries are turned by: `text`, their place in the text, or `cache`,
+            their place among the tokens that are kept.
         least: smallest budget that an allocator should give to a layer, if the mean allows it.
         reads: whether the budget is what a decode step reads; what is stored follows from it, by
             RocketKV's plan.
@@ -150,6 +154,7 @@ class Score:
     attention: ClassVar[bool] = False
     distinct: ClassVar[bool] = False
     nested: ClassVar[bool] = False
+    positions: Positions = "text"
     least: int = 1
     reads: ClassVar[bool] = False
     once: ClassVar[bool] = False
@@ -275,11 +280,13 @@ class Evicted:
         paper: where it comes from.
         statistics: names of numbers that it needs beside each slot; one that the score keeps under
             the same name is shared, and the score fills it.
+        works_on_keys: whether it works on keys, which must stand still for it.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
     statistics: ClassVar[tuple[str, ...]] = ()
+    works_on_keys: ClassVar[bool] = False
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
         """Add a chunk of rows to the statistics, in place."""

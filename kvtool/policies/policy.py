@@ -5,7 +5,7 @@ from functools import cached_property
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.room import Allocator, HeadSplit
-from kvtool.policies.parts import Evicted, Evidence, Rescore, Rows, Score, SlotView, State
+from kvtool.policies.parts import TURN, Evicted, Evidence, Rescore, Rows, Score, SlotView, State
 from kvtool.policies.read.reader import Read
 
 _SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv or d2o"
@@ -90,6 +90,11 @@ class Policy:
             raise UsageError(
                 f"`{name}` makes something of tokens that a layer evicts by itself, "
                 f"and `{self.score.name}` cuts all layers at once"
+            )
+        if self.score.positions == "cache" and self.evicted.works_on_keys:
+            raise UsageError(
+                f"`{name}` works on keys that stand still, and with positions=cache they move",
+                hint=f"{self.score.name}+{name}",
             )
         if self.score.evicted is not None:
             raise UsageError(
@@ -180,7 +185,8 @@ class Policy:
     def statistics(self) -> tuple[str, ...]:
         """Names of the float32 numbers beside each slot."""
         own = () if self.fate is None else self.fate.statistics
-        return tuple(dict.fromkeys(self.score.statistics + own))
+        turn = (TURN,) if self.score.positions == "cache" else ()
+        return tuple(dict.fromkeys(self.score.statistics + own + turn))
 
     @cached_property
     def needs_all_rows(self) -> bool:

@@ -70,9 +70,11 @@ def model(family):
     kvtool.detach(peaky(family))
 
 
-def follow(model, make_policy, policy, budget, mode, ids, new=NEW, cached_heads=None):
+def follow(
+    model, make_policy, policy, budget, mode, ids, new=NEW, cached_heads=None, kind=oracle.Oracle
+):
     """Run both and compare them step by step."""
-    trace = oracle.run(model, make_policy, ids, MODES[mode], new, cached_heads)
+    trace = oracle.run(model, make_policy, ids, MODES[mode], new, cached_heads, kind)
     run = Run(model, policy, budget, mode, ids)
     for step in range(new + 1):
         if step:

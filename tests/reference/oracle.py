@@ -47,6 +47,15 @@ class Oracle:
             self.model.set_attn_implementation(before)
         return out.logits[0, -1]
 
+    def dots(self, layer, query, own, keys, visible, slots):
+        """Dot products of a query at position `own` with the keys at the visible positions.
+
+        Args:
+            query, keys: (head_dim,) and (tokens seen, head_dim), turned by their positions.
+            slots: positions of what is kept and of the block, in ascending order.
+        """
+        return keys[visible].float() @ query.float()
+
     def step(self, layer, query, key, value, scale, window, softcap, sinks):
         """Attend, show the weights to the policy of the layer, let it choose what stays."""
         _, heads, length, _ = query.shape
@@ -62,7 +71,8 @@ class Oracle:
             rows = []
             for i, own in enumerate(new):
                 visible = [p for p in slots if p <= own and (window is None or p > own - window)]
-                logits = key[0, kv_head, visible].float() @ query[0, head, i].float() * scale
+                logits = self.dots(layer, query[0, head, i], own, key[0, kv_head], visible, slots)
+                logits = logits * scale
                 if softcap is not None:
                     logits = torch.tanh(logits / softcap) * softcap
                 if sinks is not None:  # a logit with no key takes part in the softmax
@@ -100,9 +110,9 @@ class Trace:
     kept: list = field(default_factory=list)  # kept[i][layer][head] -> positions
 
 
-def run(model, make_policy, prompt, block, steps, cached_heads=None):
+def run(model, make_policy, prompt, block, steps, cached_heads=None, kind=Oracle):
     """Prompt in blocks of `block` (None: at once), then `steps` tokens, each the likeliest."""
-    oracle = Oracle(model, make_policy, cached_heads)
+    oracle = kind(model, make_policy, cached_heads)
     trace = Trace()
     size = block or len(prompt)
     for start in range(0, len(prompt), size):

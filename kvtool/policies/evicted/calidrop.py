@@ -103,6 +103,7 @@ class CaliDrop(Evicted):
 
     name: ClassVar = "calidrop"
     paper: ClassVar = "https://arxiv.org/abs/2507.19906"
+    works_on_keys: ClassVar = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.theta1) and math.isfinite(self.theta2)):

@@ -134,6 +134,7 @@ class D2OMerge(Merging):
 
     name: ClassVar = "d2o-merge"
     paper: ClassVar = "https://arxiv.org/abs/2406.13035"
+    works_on_keys: ClassVar = True
 
     def __post_init__(self) -> None:
         if not 0 < self.beta <= 1:

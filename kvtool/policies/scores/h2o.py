@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.policies.parts import Count, Evidence, Rows, Score, SlotView, State, half
+from kvtool.policies.parts import Count, Evidence, Positions, Rows, Score, SlotView, State, half
 
 
 def add_attention(total: Tensor, rows: Rows) -> None:
@@ -33,9 +33,11 @@ class H2O(Score):
 
     Args:
         recent: newest tokens that are always kept; None: half of the budget.
+        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
     recent: int | None = None
+    positions: Positions = "text"
 
     name: ClassVar = "h2o"
     paper: ClassVar = "https://arxiv.org/abs/2306.14048"

@@ -9,12 +9,18 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtool.policies.parts import Rows, Score, SlotView, State
+from kvtool.policies.parts import Positions, Rows, Score, SlotView, State
 
 
 @dataclass(frozen=True)
 class Recency(Score):
-    """Keep the newest tokens."""
+    """Keep the newest tokens.
+
+    Args:
+        positions: `cache` numbers tokens by their place in the cache, for texts without end.
+    """
+
+    positions: Positions = "text"
 
     name: ClassVar = "recency"
     paper: ClassVar = "-"

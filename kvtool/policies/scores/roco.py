@@ -18,6 +18,7 @@ from kvtool.maths.selection import top_mask
 from kvtool.policies.parts import (
     Count,
     Evidence,
+    Positions,
     Rows,
     Score,
     SlotView,
@@ -49,11 +50,13 @@ class RoCo(Score):
         protect_recent: newest tokens that are always kept; None: 10, at most a quarter of the
             budget.
         sinks: first tokens that are always kept.
+        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
     scope: int | None = None
     protect_recent: int | None = None
     sinks: int = 4
+    positions: Positions = "text"
 
     name: ClassVar = "roco"
     paper: ClassVar = "https://arxiv.org/abs/2402.06262"
@@ -87,8 +90,9 @@ class RoCo(Score):
         forced = view.recent(recent) | view.sinks(self.sinks)
         # forced tokens never leave, so the row holds as many of them as it has seen
         free = at_least_zero(view.held - minimum(recent + self.sinks, view.tokens_seen) - victims)
+        deviation = attention_deviation(*(state[name] for name in self.statistics))
         scope = minimum(half(view.budget) if self.scope is None else self.scope, free)
-        return forced | top_mask(attention_deviation(**state), view.positions, scope, among=~forced)
+        return forced | top_mask(deviation, view.positions, scope, among=~forced)
 
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"sinks": self.sinks, "protect_recent": self._protect_recent(budget)}

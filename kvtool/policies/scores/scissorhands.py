@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.policies.parts import Count, Evidence, Rows, Score, SlotView, State, half
+from kvtool.policies.parts import Count, Evidence, Positions, Rows, Score, SlotView, State, half
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,11 @@ class Scissorhands(Score):
 
     Args:
         recent: newest tokens that are always kept; None: half of the budget.
+        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
     recent: int | None = None
+    positions: Positions = "text"
 
     name: ClassVar = "scissorhands"
     paper: ClassVar = "https://arxiv.org/abs/2305.17118"

@@ -2,8 +2,9 @@
 
 Xiao et al., 2023, https://arxiv.org/abs/2309.17453, section 3.2.
 
-Differences from the paper: tokens keep the position at which they were read; the paper numbers them
-by their place in the cache, which only matters beyond the length that a model was trained on.
+Differences from the paper: none with `positions=cache`. By default tokens keep the position at
+which they were read; the paper numbers them by their place in the cache, which matters beyond the
+length that a model was trained on.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.policies.parts import Count, Rows, Score, SlotView, State
+from kvtool.policies.parts import Count, Positions, Rows, Score, SlotView, State
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,11 @@ class Streaming(Score):
 
     Args:
         sinks: first tokens of the text that are always kept, at least 0.
+        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
     sinks: int = 4
+    positions: Positions = "text"
 
     name: ClassVar = "streaming"
     paper: ClassVar = "https://arxiv.org/abs/2309.17453"

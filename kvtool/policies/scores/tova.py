@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvtool.policies.parts import Evidence, Rows, Score, SlotView, State
+from kvtool.policies.parts import Evidence, Positions, Rows, Score, SlotView, State
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,11 @@ class TOVA(Score):
     Args:
         head_reduce: `layer` averages over all query heads, so that every KV head keeps the same
             tokens; `kv_head` averages over the query heads of each KV head.
+        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
     head_reduce: Literal["layer", "kv_head"] = "layer"
+    positions: Positions = "text"
 
     name: ClassVar = "tova"
     paper: ClassVar = "https://arxiv.org/abs/2401.06104"

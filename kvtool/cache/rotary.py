@@ -1,0 +1,147 @@
+"""How a model turns its keys by position, found out by asking it.
+
+Families differ in the layout of the pairs, in how much of a head turns and with which frequencies,
+and some layers turn nothing. So one token is read at two positions, and the way that leads from the
+one key to the other is the layer's; a model for which no way does is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from kvtool.cache import eager_hooks, handover
+from kvtool.errors import KvtoolError
+from kvtool.maths.rotation import cosines_and_sines, turn, turning_table
+
+_PLACE, _STEP = 3, 1000  # of the token that is read twice
+_LONGEST_TABLE = 8192  # positions; beyond, angles are computed when they are needed
+_OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the text's length
+
+
+class Rotation:
+    """The turning of a layer's keys and queries."""
+
+    def __init__(self, frequencies: Tensor, interleaved: bool) -> None:
+        """Take what defines it.
+
+        Args:
+            frequencies: (pairs,) float32, radians a position.
+            interleaved: whether the numbers of a pair are neighbours.
+        """
+        self.frequencies, self.interleaved = frequencies, interleaved
+        self._table = 0, cosines_and_sines(torch.zeros(1, device=frequencies.device), frequencies)
+
+    def turn(self, states: Tensor, by: Tensor, reach: int) -> Tensor:
+        """Turn keys or queries on.
+
+        Args:
+            states: (batch, heads, tokens, head_dim), after RoPE.
+            by: (batch, heads or 1, tokens) float32, whole positions, signed.
+            reach: no turn is longer than this.
+        """
+        if reach > _LONGEST_TABLE:
+            turns = cosines_and_sines(by, self.frequencies)
+        else:
+            if reach > self._table[0]:
+                longer = 1 << reach.bit_length()
+                self._table = longer, turning_table(self.frequencies, longer)
+            known, table = self._table
+            turns = table[(by + known).long()]
+        return turn(states, turns, interleaved=self.interleaved)
+
+
+def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation | None]:
+    """Find out how each layer turns its keys, by reading one token at two positions.
+
+    Args:
+        layers: indices of the attention layers.
+
+    Returns:
+        One for each of `layers`; None where keys do not depend on the position.
+
+    Raises:
+        KvtoolError: the keys of a layer cannot be turned on from one position to another.
+    """
+    attachment = handover.attachment(model)
+    if attachment is not None and attachment.rotations is not None:
+        return attachment.rotations
+    _check(model)
+    step = min(_STEP, (getattr(_text(model), "max_position_embeddings", None) or _STEP) // 2)
+    keys = _read_twice(model, step)
+    found: dict[tuple, Rotation | None] = {}
+    rotations = [_find(model, keys[layer], step, found) for layer in layers]
+    if attachment is not None:
+        attachment.rotations = rotations
+    return rotations
+
+
+def _text(model: PreTrainedModel):
+    return model.config.get_text_config(decoder=True)
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Refuse what cannot be turned, whatever its keys look like."""
+    text = _text(model)
+    reason = None
+    if text.model_type in eager_hooks.FAMILIES:
+        reason = "runs its own eager attention"
+    elif getattr(text, "kv_lora_rank", None):
+        reason = "stores latents in place of keys"
+    elif "position_ids" not in inspect.signature(model.forward).parameters:
+        reason = "takes no position ids"
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in _OF_LENGTH:
+                reason = f"turns its keys by the length of the text (RoPE of type {kind})"
+    if reason is not None:
+        raise KvtoolError(f"positions=cache is not available for `{text.model_type}`: it {reason}")
+
+
+@torch.no_grad()
+def _read_twice(model: PreTrainedModel, step: int) -> dict[int, Tensor]:
+    """Keys of the same token at two positions, by layer: (2, kv_heads, 1, head_dim).
+
+    A token alone attends to itself, so that only its position can make its keys differ.
+    """
+    token = torch.full((2, 1), _text(model).vocab_size // 2, device=model.device)
+    places = torch.tensor([[_PLACE], [_PLACE + step]], device=model.device)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=token, position_ids=places, past_key_values=cache, use_cache=True)
+    return {
+        i: layer.keys
+        for i, layer in enumerate(cache.layers)
+        if isinstance(getattr(layer, "keys", None), Tensor)
+    }
+
+
+def _find(
+    model: PreTrainedModel, keys: Tensor, step: int, found: dict[tuple, Rotation | None]
+) -> Rotation | None:
+    """The rotation that turns the first key on to the second; equal ones are shared."""
+    first, second = keys[:1], keys[1:]
+    tolerance = (1e-3 if keys.dtype == torch.float32 else 0.03) * second.float().abs().max()
+    if (first.float() - second.float()).abs().max() <= tolerance:
+        return None
+    by = torch.full((1, 1, 1), float(step), device=keys.device)
+    for name, frequencies in model.named_buffers():
+        if not name.endswith("inv_freq") or "original" in name:
+            continue
+        if 2 * len(frequencies) > keys.shape[-1]:
+            continue
+        for interleaved in (False, True):
+            case = (name, interleaved, keys.device)
+            if case not in found:
+                found[case] = Rotation(frequencies.float().to(keys.device), interleaved)
+            turned = found[case].turn(first, by, step)
+            if (turned.float() - second.float()).abs().max() <= tolerance:
+                return found[case]
+    raise KvtoolError(
+        f"positions=cache is not available for `{_text(model).model_type}`: "
+        "it places its keys in a way that is not known here"
+    )

@@ -1,0 +1,65 @@
+"""Rotary position embedding: turn keys and queries on by whole positions.
+
+Su et al., 2021, https://arxiv.org/abs/2104.09864, section 3.4. A head consists of pairs of numbers,
+and pair i of a token at position p is turned by the angle p * frequency i. Turning is additive: a
+key turned at p and turned on by d is the key turned at p + d. Models lay pairs out in two ways,
+number i beside number i + pairs (half-split) or numbers 2i and 2i + 1 (interleaved); what lies
+behind the pairs has no position.
+"""
+
+import torch
+from torch import Tensor
+
+
+def turning_table(frequencies: Tensor, reach: int) -> Tensor:
+    """Cosines and sines of all whole turns up to `reach` positions back and forth.
+
+    Args:
+        frequencies: (pairs,) float32, radians a position.
+
+    Returns:
+        (2 * reach + 1, 2 * pairs) float32: cosines, then sines; row d + reach is a turn by d.
+    """
+    turns = torch.arange(-reach, reach + 1, device=frequencies.device)
+    return cosines_and_sines(turns, frequencies)
+
+
+def cosines_and_sines(turns: Tensor, frequencies: Tensor) -> Tensor:
+    """Cosines and sines of turns.
+
+    Args:
+        turns: (..) positions, signed.
+        frequencies: (pairs,) float32, radians a position.
+
+    Returns:
+        (.., 2 * pairs) float32: cosines, then sines.
+    """
+    angles = turns.float()[..., None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], -1)
+
+
+def turn(states: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
+    """Turn every pair of keys or queries.
+
+    Args:
+        states: (batch, heads, tokens, head_dim), after RoPE.
+        turns: (batch, heads or 1, tokens, 2 * pairs) float32 of `cosines_and_sines`; pairs come
+            first in a head, 2 * pairs is at most head_dim.
+        interleaved: whether the numbers of a pair are neighbours.
+
+    Returns:
+        A new tensor like `states`, computed in float32.
+    """
+    width = turns.shape[-1]
+    cosine, sine = turns.chunk(2, -1)
+    if interleaved:
+        left, right = slice(0, width, 2), slice(1, width, 2)
+    else:
+        left, right = slice(0, width // 2), slice(width // 2, width)
+    x, y = states[..., left].float(), states[..., right].float()
+    turned = torch.empty_like(states)
+    turned[..., left] = torch.addcmul(x * cosine, y, sine, value=-1)
+    turned[..., right] = torch.addcmul(y * cosine, x, sine)
+    if width < states.shape[-1]:
+        turned[..., width:] = states[..., width:]
+    return turned
