@@ -39,6 +39,8 @@ POLICIES = [
     "h2o+caote+calidrop(theta1=0.4,theta2=0.6)",
     "snapkv(window=4)+calidrop(store=int8)",
     "adakv(window=4)+calidrop",
+    "streaming(positions=cache)",
+    "h2o(positions=cache)+caote+ada",
 ]
 
 

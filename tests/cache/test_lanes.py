@@ -15,6 +15,7 @@ from tests.models_for_tests import peaky_model, random_ids
 from tests.reference.ada import Competing
 from tests.reference.models import peaky, prompt
 from tests.reference.policies import build
+from tests.reference.ranks import Ranked
 
 TOKEN_BYTES = 16 * 2 * 4  # of one head: dim, key and value, float32
 CASES = [
@@ -56,6 +57,20 @@ def test_kept_positions_and_logits_equal_the_oracle(model, base, modifier, optio
     )
     counts = {len(head) for heads in trace.kept[0].values() for head in heads}
     assert len(counts) > 1, "the heads of this model keep alike, so nothing was tried"
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_heads_of_unequal_counts_number_their_own_tokens(model):
+    follow(
+        model,
+        lambda: Competing(lambda tokens: build("h2o", tokens), 20, 0.0),
+        "h2o(positions=cache)+ada(share=0)",
+        20,
+        "full",
+        prompt(61),
+        new=20,
+        kind=Ranked,
+    )
 
 
 def counts_of(cache, layers=3):

@@ -41,6 +41,9 @@ POLICIES = [
     "h2o+calidrop(theta1=0.4,theta2=0.6,calibration_size=9)",
     "adakv(window=3,kernel=3)+calidrop",
     "adakv(window=3,kernel=3)+d2o-merge",
+    "streaming(sinks=2,positions=cache)",
+    "h2o(positions=cache)+caote",
+    "h2o(positions=cache)+ada(share=0.1)",
 ]
 
 
@@ -82,7 +85,18 @@ def test_rows_are_what_they_are_alone(family, policy, budget, mode):
         same_row(both, one, i)
 
 
-@pytest.mark.parametrize("policy", ["h2o+caote", "tova", "streaming", "snapkv(window=3)"])
+LAST_BLOCKS = [
+    "recency",
+    "h2o+caote",
+    "tova",
+    "snapkv(window=1)",
+    "sirllm(sinks=1)",
+    "streaming(sinks=1,positions=cache)",
+]
+PLAIN = ["h2o+caote", "tova", "streaming", "snapkv(window=3)", "tova(positions=cache)"]
+
+
+@pytest.mark.parametrize("policy", PLAIN)
 def test_a_plain_generate_runs_the_same_blocks(policy):
     model = kvtool.attach(peaky_model("llama"))
     ids, mask, rows = batch()
@@ -101,19 +115,20 @@ def test_a_plain_generate_runs_the_same_blocks(policy):
         assert together[i, -10:].tolist() == alone[0, -10:].tolist()
 
 
+@pytest.mark.parametrize("policy", ["h2o+caote", "h2o(positions=cache)+caote"])
 @pytest.mark.parametrize("mode", ["full", "block:16"])
-def test_a_second_turn_of_padded_rows(mode):
+def test_a_second_turn_of_padded_rows(mode, policy):
     """Rows of different length twice: padding lies before the text and between the turns."""
     model = kvtool.attach(peaky_model("llama"))
     ids, mask, rows = batch()
     turn = random_ids(21, seed=5, batch=3)
     turn_mask = torch.ones_like(turn)
     turn_mask[1, :9] = 0
-    both = kvtool.build_cache(model, "h2o+caote", 20, prefill=mode)
+    both = kvtool.build_cache(model, policy, 20, prefill=mode)
     prefill(model, both, ids, mask)
     together = prefill(model, both, turn, turn_mask)
     for i, row in enumerate(rows):
-        one = kvtool.build_cache(model, "h2o+caote", 20, prefill=mode)
+        one = kvtool.build_cache(model, policy, 20, prefill=mode)
         prefill(model, one, row)
         alone = prefill(model, one, turn[i : i + 1, turn_mask[i].bool()])
         torch.testing.assert_close(together[i : i + 1], alone, atol=3e-4, rtol=3e-4)
@@ -129,9 +144,7 @@ def test_a_second_turn_of_padded_rows(mode):
         ((58, 30), 5, 0.35),
     ],
 )
-@pytest.mark.parametrize(
-    "policy", ["recency", "h2o+caote", "tova", "snapkv(window=1)", "sirllm(sinks=1)"]
-)
+@pytest.mark.parametrize("policy", LAST_BLOCKS)
 def test_padding_that_only_the_last_blocks_show(policy, lengths, block, budget):
     model = kvtool.attach(peaky_model("llama"))
     rows = [random_ids(length, seed=length) for length in lengths]

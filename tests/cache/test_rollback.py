@@ -20,6 +20,7 @@ POLICIES += ["h2o+caote", "snapkv(window=4)+fastcaote", "tova(head_reduce=kv_hea
 POLICIES += ["h2o+pyramid", "h2o+d2o-alloc", "streaming+d2o-alloc", "h2o+ada", "h2o+duo"]
 POLICIES += ["h2o+d2o-merge", "streaming+cam", "snapkv(window=4)+cam"]
 POLICIES += ["h2o+calidrop", "snapkv(window=4)+calidrop(store=file)"]
+POLICIES += ["streaming(positions=cache)", "tova(positions=cache)+cam"]
 
 
 @pytest.fixture(scope="module", params=[2, 8], ids=["gqa", "mha"])

@@ -13,6 +13,7 @@ class Ranked(Oracle):
     """The oracle of `positions=cache`."""
 
     interleaved = False
+    still = ()  # layers without positions
 
     def dots(self, layer, query, own, keys, visible, slots):
         rank = {position: place for place, position in enumerate(slots)}
@@ -21,6 +22,8 @@ class Ranked(Oracle):
 
     def place(self, layer, vectors, positions, ranks):
         """Keys or queries (tokens, head_dim) turned by `positions` -> turned by `ranks`."""
+        if layer in self.still:
+            return vectors.float()
         frequencies = self.frequencies(layer)
         pairs = len(frequencies)
         if self.interleaved:
@@ -50,6 +53,18 @@ class Interleaved(Ranked):
     """The same for families whose pairs are neighbours."""
 
     interleaved = True
+
+
+class AlternatelyStill(Interleaved):
+    """The same where every other layer has no positions (Cohere 2)."""
+
+    still = (1, 3)
+
+
+class LastStill(Ranked):
+    """Half-split pairs, and a last layer without positions (SmolLM 3)."""
+
+    still = (3,)
 
 
 def unit(places, frequencies):

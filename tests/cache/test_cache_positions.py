@@ -1,0 +1,308 @@
+"""`positions=cache`: a token stands at its rank among the kept ones, in every family and batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.cache.rotary import find_rotations
+from kvtool.generation import decode_step, prefill
+from tests import families
+from tests.cache.test_oracle import BUDGET, follow, spell
+from tests.families import FAMILIES, HOOKED, family_model
+from tests.models_for_tests import peaky_model, random_ids
+from tests.reference.models import peaky, prompt
+from tests.reference.policies import build
+from tests.reference.ranks import AlternatelyStill, Interleaved, LastStill, Ranked
+
+CASES = [
+    ("recency", None, {}),
+    ("streaming", None, {"sinks": 2}),
+    ("scissorhands", None, {}),
+    ("h2o", "caote", {}),
+    ("tova", None, {}),
+    ("roco", "fastcaote", {}),
+]
+POLICIES = ["recency", "streaming", "scissorhands", "h2o", "tova", "roco"]
+KINDS = {
+    "gemma2": Ranked,  # soft-capped logits, every other layer slides over 24 tokens
+    "gemma3": Ranked,  # two frequencies, by kind of layer
+    "gpt_oss": Ranked,  # a sink logit per head
+    "phi3": Ranked,
+    "gpt_neox": Ranked,  # a quarter of each head turns
+    "phi": Ranked,
+    "cohere": Interleaved,
+    "glm4": Interleaved,  # half of each head turns
+    "cohere2": AlternatelyStill,
+    "smollm3": LastStill,
+}
+MORE = {
+    "phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "cohere": ("cohere", {}),
+    "glm4": ("glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "cohere2": ("cohere2", {"sliding_window": 24, "layer_types": families.HYBRID}),
+    "smollm3": ("smollm3", {}),
+}
+
+
+def placed(base, modifier=None, options=None):
+    return spell(base, modifier, (options or {}) | {"positions": "cache"})
+
+
+def feed(model, cache, tokens):
+    return torch.cat([decode_step(model, cache, token[None]) for token in tokens])
+
+
+def run(model, policy, budget, mode="full", length=60, new=20):
+    cache = kvtool.build_cache(model, policy, budget, prefill=mode)
+    first = prefill(model, cache, random_ids(length))
+    return cache, torch.cat([first, feed(model, cache, random_ids(new, seed=3)[0])])
+
+
+@pytest.fixture
+def model(family):
+    yield kvtool.detach(peaky(family))
+    kvtool.detach(peaky(family))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["full", "block:20"])
+@pytest.mark.parametrize(("base", "modifier", "options"), CASES)
+def test_logits_equal_the_oracle_that_turns_keys_anew(model, mode, base, modifier, options):
+    follow(
+        model,
+        lambda: build(base, BUDGET, modifier, **options),
+        placed(base, modifier, options),
+        BUDGET,
+        mode,
+        prompt(61),
+        kind=Ranked,
+    )
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_families_turn_their_keys_in_ways_of_their_own(family, monkeypatch):
+    monkeypatch.setattr(families, "FAMILIES", FAMILIES | MORE)
+    model = family_model(family)
+    for mode in ("full", "block:16"):
+        follow(
+            kvtool.detach(model),
+            lambda: build("h2o", BUDGET),
+            placed("h2o"),
+            BUDGET,
+            mode,
+            prompt(45),
+            new=8,
+            kind=KINDS[family],
+        )
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_attention_layers_beside_recurrent_ones(family):
+    model = kvtool.attach(family_model(family))
+    _, text = run(model, "h2o", 512)
+    _, ours = run(model, placed("h2o"), 512)
+    torch.testing.assert_close(ours, text, atol=1e-4, rtol=1e-4)
+    cache, ours = run(model, placed("h2o"), 20)
+    assert ours.isfinite().all()
+    assert cache.first_layer.kept == 20
+
+
+@pytest.mark.parametrize("mode", ["full", "block:16"])
+@pytest.mark.parametrize("base", POLICIES)
+def test_nothing_differs_from_text_positions_while_nothing_is_evicted(base, mode):
+    model = kvtool.attach(peaky_model("llama"))
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        _, text = run(model, base, 80, mode)
+        _, ours = run(model, placed(base), 80, mode)
+        assert torch.equal(ours, text)
+
+
+def test_a_window_without_sinks_looks_the_same_from_everywhere():
+    """Only distances count, and in the newest tokens they are those of the text."""
+    model = kvtool.attach(peaky_model("llama"))
+    _, text = run(model, "recency", 20, "block:16")
+    _, ours = run(model, placed("recency"), 20, "block:16")
+    torch.testing.assert_close(ours, text, atol=1e-4, rtol=1e-4)
+    _, text = run(model, "streaming", 20, "block:16")
+    _, ours = run(model, placed("streaming"), 20, "block:16")
+    assert (ours - text).abs().max() > 0.1  # the sinks do stand elsewhere
+
+
+def test_what_a_cache_says_depends_on_what_it_holds_and_not_on_where_the_text_is():
+    """One layer, whose keys and values are the tokens': same sinks and window, same logits."""
+    model = kvtool.attach(peaky_model("llama", num_hidden_layers=1))
+    ids = random_ids(692)  # its last block is as long as that of 100 tokens
+    short = torch.cat([ids[:, :4], ids[:, -96:]], 1)
+    logits = []
+    for text in (ids, short):
+        cache = kvtool.build_cache(model, placed("streaming"), 64, prefill="block:16")
+        logits.append(prefill(model, cache, text))
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stored_keys_are_never_changed_and_ids_stay_small(dtype):
+    model = kvtool.attach(peaky_model("llama").to(dtype))
+    fed = []
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(kwargs["position_ids"].clone()), with_kwargs=True
+    )
+    cache, _ = run(model, placed("streaming"), 20, "block:16", new=2)
+    fed.clear()
+
+    def sinks():
+        keys, _, positions, _ = cache.first_layer.sorted_slots()
+        assert positions[0, :, :4].tolist() == [[0, 1, 2, 3]] * 2
+        return keys[:, :, :4]
+
+    before = sinks()
+    for seed in range(3):
+        feed(model, cache, random_ids(100, seed=seed)[0])
+        prefill(model, cache, random_ids(40, seed=seed))
+    assert torch.equal(sinks(), before)
+    assert max(ids.max() for ids in fed) == 20 + 16 - 1  # a block behind a full cache
+    assert cache.kept_positions(0).max() == cache.tokens_seen()[0] - 1  # true positions
+
+
+def test_a_plain_generate_and_a_prompt_in_one_forward_give_the_same():
+    model = kvtool.attach(peaky_model("llama"))
+    ids, settings = random_ids(60), {"max_new_tokens": 24, "do_sample": False}
+    for policy in (placed("h2o"), placed("streaming") + "+cam"):
+        for mode in ("full", "block:16"):
+            cache = kvtool.build_cache(model, policy, 20, prefill=mode)
+            plain = model.generate(ids, past_key_values=cache, **settings)
+            driven = kvtool.build_cache(model, policy, 20, prefill=mode)
+            token, tokens = prefill(model, driven, ids).argmax(-1), []
+            for _ in range(24):
+                tokens.append(token.item())
+                token = decode_step(model, driven, token).argmax(-1)
+            assert plain[0, 60:].tolist() == tokens
+            cache.reset()
+            again = model.generate(ids, past_key_values=cache, **settings)
+            assert torch.equal(again, plain)
+
+
+def test_the_kernel_and_the_layers_budgets_make_no_difference_to_places():
+    """Layers of unequal budgets are fed the same ids, and place the tokens by their own ranks."""
+    ids = random_ids(60)
+    rows = []
+    for kernel in ("sdpa", "eager"):
+        model = kvtool.attach(peaky_model("llama", kernel))
+        cache = kvtool.build_cache(model, placed("recency") + "+pyramid(window=4,beta=4)", 20)
+        steps = torch.cat([prefill(model, cache, ids), feed(model, cache, ids[0, :30])])
+        assert cache.report().kept_per_layer[0] > cache.report().kept_per_layer[1]
+        rows.append(steps)
+    torch.testing.assert_close(rows[0], rows[1], atol=1e-4, rtol=1e-4)
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "recency+pyramid(window=4,beta=4)", 20)
+    text = torch.cat([prefill(model, cache, ids), feed(model, cache, ids[0, :30])])
+    torch.testing.assert_close(rows[0], text, atol=1e-4, rtol=1e-4)  # windows look alike anywhere
+
+
+def test_rows_are_swapped_with_their_places():
+    model = kvtool.attach(peaky_model("llama"))
+    texts = torch.cat([random_ids(50, seed=seed) for seed in (1, 2)])
+    token = torch.tensor([5, 5])
+    cache = kvtool.build_cache(model, placed("h2o"), 20)
+    prefill(model, cache, texts)
+    decode_step(model, cache, token)
+    twin = cache.copy()
+    twin.reorder_cache(torch.tensor([1, 0]))
+    ours, swapped = decode_step(model, cache, token), decode_step(model, twin, token)
+    torch.testing.assert_close(swapped, ours.flip(0), atol=1e-5, rtol=1e-5)
+
+
+def test_the_turns_are_counted_beside_the_slots():
+    model = kvtool.attach(peaky_model("llama"))
+    text, _ = run(model, "streaming", 20)
+    ours, _ = run(model, placed("streaming"), 20)
+    slots = sum(layer.positions.numel() for layer in ours.slot_layers)
+    assert ours.report().state_bytes == text.report().state_bytes + 4 * slots
+    assert ours.report().kv_bytes == text.report().kv_bytes
+
+
+def test_only_the_whole_model_can_number_its_tokens():
+    model = peaky_model("llama")
+    cache = kvtool.build_cache(model, placed("h2o"), 20)
+    with pytest.raises(kvtool.KvtoolError, match="numbers tokens by their place in the cache"):
+        model(random_ids(30), past_key_values=cache)
+    model = kvtool.attach(model)
+    cache = kvtool.build_cache(model, placed("h2o"), 20)
+    mask = torch.zeros(1, 1, 30, 30)
+    with pytest.raises(kvtool.KvtoolError, match="mask of two dimensions"):
+        model(random_ids(30), attention_mask=mask, past_key_values=cache)
+
+
+def test_the_way_a_layer_turns_is_found_once_and_shared():
+    model = kvtool.attach(family_model("gemma3"))
+    rotations = find_rotations(model, [0, 1, 2, 3])
+    assert rotations[0] is rotations[2] is not rotations[1]
+    assert rotations[1] is rotations[3]
+    assert find_rotations(model, [0, 1, 2, 3]) is rotations
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        *((family, "runs its own eager attention") for family in HOOKED),
+        ("deepseek_v3", "stores latents in place of keys"),
+        ("opt", "places its keys in a way that is not known here"),
+        ("longrope", "turns its keys by the length of the text"),
+        ("dynamic", "turns its keys by the length of the text"),
+    ],
+)
+def test_what_cannot_be_turned_is_refused(family, reason, monkeypatch):
+    rope = {"rope_type": family, "rope_theta": 10000.0, "factor": 2.0}
+    more = {
+        "opt": ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 96}),
+        "dynamic": ("llama", {"rope_parameters": rope}),
+        "longrope": (
+            "phi3",
+            {
+                "original_max_position_embeddings": 1024,
+                "rope_parameters": rope | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+            },
+        ),
+    }
+    monkeypatch.setattr(families, "FAMILIES", FAMILIES | more)
+    model = family_model(family)
+    with pytest.raises(kvtool.KvtoolError, match=reason) as caught:
+        kvtool.build_cache(model, placed("h2o"), 20)
+    assert "\n" not in str(caught.value)
+    assert "positions=cache is not available" in str(caught.value)
+
+
+def test_a_model_that_turns_otherwise_than_its_frequencies_say_is_refused():
+    model = peaky_model("llama")
+    model.model.rotary_emb.inv_freq.mul_(1.5)
+    kvtool.build_cache(model, placed("h2o"), 20)  # the frequencies say so themselves
+    model.model.rotary_emb.forward = lambda x, position_ids: (
+        torch.ones(*position_ids.shape, 16),
+        position_ids[..., None].expand(-1, -1, 16) * 1e-3,
+    )
+    with pytest.raises(kvtool.KvtoolError, match="in a way that is not known here"):
+        kvtool.build_cache(model, placed("h2o"), 20)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("snapkv(positions=cache)", "`snapkv` has no parameter `positions`"),
+        ("full(positions=cache)", "`full` has no parameter `positions`"),
+        ("h2o(positions=slots)", "positions must be one of text, cache, got `slots`"),
+        ("h2o(positions=cache)+d2o-merge", "`d2o-merge` works on keys that stand still"),
+    ],
+)
+def test_policies_for_which_it_makes_no_sense(policy, reason):
+    with pytest.raises(kvtool.UsageError, match=reason.replace("(", r"\(")):
+        kvtool.parse_policy(policy)
+
+
+def test_the_spelling():
+    assert str(kvtool.parse_policy("Streaming(positions=CACHE, sinks=4)")) == (
+        "streaming(positions=cache)"
+    )
+    assert str(kvtool.parse_policy("h2o(positions=text)+caote")) == "h2o+caote"
