@@ -1,4 +1,9 @@
-"""Draw one token after another; sampling and its settings are those of transformers."""
+"""Draw one token after another; sampling and its settings are those of transformers.
+
+What a token costs does not depend on how many came before: ids go into a buffer that is made once,
+and stop texts and streamed text look at the last tokens only. (Settings of transformers that look
+at the whole text, such as a repetition penalty, do so.)
+"""
 
 from __future__ import annotations
 
@@ -18,6 +23,10 @@ from transformers import (
 from kvtool.cache.cache import KVCache
 from kvtool.generation.feeding import decode_step
 
+_BYTES = 4  # of a character at most, and a token has one or more
+_MARGIN = 8  # tokens before a stop text, for tokenizers whose first token loses a space
+_HELD, _CONTEXT = 64, 16  # tokens of streamed text that are decoded again, and that stay
+
 
 def decode_loop(
     model: PreTrainedModel,
@@ -34,38 +43,44 @@ def decode_loop(
     **unused,
 ) -> Tensor:
     """Sample from the logits that a prompt has left; runs inside transformers' generate."""
+    written = input_ids.shape[1]
+    text = input_ids.new_zeros(input_ids.shape[0], generation_config.max_length)
+    text[:, :written] = input_ids
     running = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
     padding = generation_config._pad_token_tensor
     logits = next_logits
     while True:
         if kept_logits is not None:
             kept_logits.append(logits.cpu())
-        scores = logits_processor(input_ids, logits)
+        scores = logits_processor(text[:, :written], logits)
         if generation_config.do_sample:
             token = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
         else:
             token = scores.argmax(-1)
         if padding is not None:
             token = torch.where(running, token, padding)
-        input_ids = torch.cat([input_ids, token[:, None]], 1)
+        text[:, written] = token
+        written += 1
         if text_streamer is not None:
             text_streamer.put(token.cpu())
-        running = running & ~stopping_criteria(input_ids, None)
+        running = running & ~stopping_criteria(text[:, :written], None)
         if not running.any():
             if text_streamer is not None:
                 text_streamer.end()
-            return input_ids
+            return text[:, :written]
         logits = step(model, kv_cache, token)
 
 
 class StopsAt(StoppingCriteria):
-    """Ends a row once its text from token `start` on holds one of the given texts."""
+    """Ends a row when its text from token `start` on has come to hold one of the given texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], start: int) -> None:
         self._tokenizer, self._stop, self._start = tokenizer, stop, start
+        self._tokens = _BYTES * max(len(text) for text in stop) + _MARGIN
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
-        texts = self._tokenizer.batch_decode(input_ids[:, self._start :], skip_special_tokens=True)
+        start = max(self._start, input_ids.shape[1] - self._tokens)
+        texts = self._tokenizer.batch_decode(input_ids[:, start:], skip_special_tokens=True)
         done = [any(text in row for text in self._stop) for row in texts]
         return torch.tensor(done, device=input_ids.device)
 
@@ -76,6 +91,23 @@ class Callback(TextStreamer):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)
         self._on_text = on_text
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        if len(self.token_cache) > _HELD:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Hand out what is held but for the last tokens, which tell how the next ones read."""
+        last = self.token_cache[-_CONTEXT:]
+        text, rest = (
+            self.tokenizer.decode(t, skip_special_tokens=True) for t in (self.token_cache, last)
+        )
+        if not text.endswith(rest):
+            return  # the cut goes through a character; it will not after another token
+        start = len(text) - len(rest)
+        self.on_finalized_text(text[self.print_len : start])
+        self.token_cache, self.print_len = last, max(self.print_len - start, 0)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:
