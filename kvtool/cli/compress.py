@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.cli.output import render, write_configuration, write_data
-from kvtool.cli.prompt import encode, note_length, typed_prompt
+from kvtool.cli.prompt import encode, note_text, typed_prompt
 from kvtool.cli.request import (
     PromptOptions,
     Request,
@@ -73,8 +73,8 @@ def _run(
     model = loaded.model
     prompt_ids = encode(loaded, request.prompt, first=True, source=request.source)
     request.check_length(prompt_ids.shape[1])
-    note_length(loaded.model.config, prompt_ids.shape[1], 0, terminal)
     cache = request.new_cache(model)
+    note_text(cache, model.config, prompt_ids.shape[1], 0, terminal)
     result = generation.compress(model, cache, prompt_ids)
     save_cache(
         cache,

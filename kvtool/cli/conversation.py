@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtool.cli.generated import choose_stream, document_of_turns, text_on_stdout
-from kvtool.cli.prompt import note_length
+from kvtool.cli.prompt import note_text
 from kvtool.cli.request import Request
 from kvtool.cli.terminal import Terminal
 from kvtool.models.load import Loaded
@@ -37,8 +37,8 @@ def converse(
     answers, told = [], False
     for i, turn in enumerate(turns):
         terminal.note(f"turn {i + 1}: {_shorten(turn.text)}")
-        tokens = max(cache.tokens_seen()) + talk.turn_ids(turn).shape[1]
-        told = told or note_length(loaded.model.config, tokens, options.new_tokens, terminal)
+        tokens, config = talk.turn_ids(turn).shape[1], loaded.model.config
+        told = told or note_text(cache, config, tokens, options.new_tokens, terminal)
         answer = talk.say(turn, **options.drawing(i), on_text=stream)
         answers.append(answer)
         if stream is not None:

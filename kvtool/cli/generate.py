@@ -12,7 +12,7 @@ from typer import Option
 from kvtool.cli.conversation import converse
 from kvtool.cli.generated import choose_stream, document_of, summary, text_on_stdout
 from kvtool.cli.output import render, write_configuration, write_data
-from kvtool.cli.prompt import encode, note_length, typed_prompt
+from kvtool.cli.prompt import encode, note_text, typed_prompt
 from kvtool.cli.request import (
     PromptOptions,
     Request,
@@ -252,9 +252,7 @@ def _answer(
         tokens = prompt_ids.shape[1]
     if not going_on:
         request.check_length(tokens)
-    note_length(
-        loaded.model.config, max(cache.tokens_seen()) + tokens, options.new_tokens, terminal
-    )
+    note_text(cache, loaded.model.config, tokens, options.new_tokens, terminal)
     stream = choose_stream(options, options.stream, terminal)
     result = generation.generate(
         loaded.model,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
+    from kvtool.cache.cache import KVCache
     from kvtool.cli.request import PromptOptions
 
 
@@ -48,6 +49,26 @@ def encode(loaded: Loaded, text: str, *, first: bool, source: str) -> Tensor:
     if not ids:
         raise UsageError(f"the prompt from {source} is empty for this tokenizer")
     return torch.tensor([ids], device=loaded.model.device)
+
+
+def note_text(
+    cache: KVCache, config: PreTrainedConfig, tokens: int, new_tokens: int, terminal: Terminal
+) -> bool:
+    """Say where a further text is going to leave the positions that the model was trained for.
+
+    Args:
+        cache: what is there already; one that numbers tokens by their place in it runs out of
+            positions in a long block only.
+        tokens: of the further text before an answer.
+        new_tokens: of the longest answer.
+
+    Returns:
+        Whether it may leave them.
+    """
+    if not cache.renumbers:
+        return note_length(config, max(cache.tokens_seen()) + tokens, new_tokens, terminal)
+    block = min(tokens, cache.block or tokens)
+    return note_length(config, cache.first_layer.kept + block, 0, terminal)
 
 
 def note_length(config: PreTrainedConfig, tokens: int, new_tokens: int, terminal: Terminal) -> bool:

@@ -204,6 +204,15 @@ def test_a_text_longer_than_the_trained_length_is_noted_once(kvtool, short, turn
     assert "are more than the 40" in kvtool("generate", "--cache", "a.st", *short).err
 
 
+def test_a_text_numbered_by_the_cache_stays_inside_the_trained_length(kvtool, short):
+    stream = ["--prompt", f"{FACTS} {FACTS}", *short, "-p", "streaming(positions=cache)", "-b", "9"]
+    blocks = kvtool("generate", *stream, "-n", "60", "--prefill", "block:8")
+    assert (blocks.code, "trained for" in blocks.err) == (0, False)
+    assert "are more than the 40" in kvtool("generate", *stream).err  # the prompt is read at once
+    by_text = kvtool("generate", *stream[:-4], "-p", "streaming", "-b", "9", "-n", "60")
+    assert "are more than the 40" in by_text.err
+
+
 def test_eval_notes_prompts_that_may_be_longer_than_the_trained_length(kvtool, short):
     options = ["eval", "-t", "niah", "--lengths", "38", "--dry-run", "-p", "h2o", "-b", "9"]
     done = kvtool(*options, *short, "--max-length", "41")

@@ -20,6 +20,7 @@ from kvtool.policies.scores.recency import Recency
 from tests.models_for_tests import peaky_model, random_ids
 
 STEADY = ["streaming", "h2o+caote", "roco", "tova", "d2o+uniform", "streaming+cam"]
+STEADY += ["h2o(positions=cache)"]
 APPENDING = ["full", "snapkv(window=4)"]
 
 
