@@ -294,6 +294,7 @@ def test_a_model_that_turns_otherwise_than_its_frequencies_say_is_refused():
         ("full(positions=cache)", "`full` has no parameter `positions`"),
         ("h2o(positions=slots)", "positions must be one of text, cache, got `slots`"),
         ("h2o(positions=cache)+d2o-merge", "`d2o-merge` works on keys that stand still"),
+        ("tova(positions=cache)+calidrop", "`calidrop` works on keys that stand still"),
     ],
 )
 def test_policies_for_which_it_makes_no_sense(policy, reason):
