@@ -415,6 +415,7 @@ class KVCache(Cache):
         """Copy everything deeply except for some values, and for what never changes."""
         self._ungroup()
         shared = [*shared, self.config, self.policy, self.budget, self.plan]
+        shared += [layer.rotation for layer in self.slot_layers]
         with torch.inference_mode(False):  # what is made inside it could not be written outside
             return copy.deepcopy(self, {id(value): value for value in shared})
 

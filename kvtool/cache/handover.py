@@ -78,7 +78,8 @@ class Attachment:
     Attributes:
         head_ranks: (attention layers, kv_heads) int64, once somebody has ranked the heads.
         numbering: the hook that numbers tokens by their place in the cache.
-        rotations: how each attention layer turns its keys, once somebody has asked.
+        rotations: how each attention layer turns its keys, by the model's device and dtype, once
+            somebody has asked.
     """
 
     implementation: str
@@ -86,7 +87,7 @@ class Attachment:
     logit_hooks: list = field(default_factory=list)  # on the model itself
     head_ranks: Tensor | None = None
     numbering: RemovableHandle | None = None
-    rotations: list[Rotation | None] | None = None
+    rotations: dict[tuple, list[Rotation | None]] = field(default_factory=dict)
 
 
 def attachment(model: PreTrainedModel) -> Attachment | None:

@@ -43,7 +43,5 @@ def replay(cache: KVCache, taken: Taken, call: Call) -> Tensor:
         cache.set_budget(layer, None, call.q_len)
     block = cache.layer_block
     placed = call.fed or Fed(0, taken.layer.seen - call.q_len, taken.layer.seen)
-    own = replace(
-        call, key=key, value=value, raw_key=key, raw_value=value, block=block, fed=placed
-    )
+    own = replace(call, key=key, value=value, raw_key=key, raw_value=value, block=block, fed=placed)
     return attend(layer, own, taken.decoding)

@@ -67,16 +67,16 @@ def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation |
     Raises:
         KvtoolError: the keys of a layer cannot be turned on from one position to another.
     """
-    attachment = handover.attachment(model)
-    if attachment is not None and attachment.rotations is not None:
-        return attachment.rotations
+    attachment, form = handover.attachment(model), (model.device, model.dtype)
+    if attachment is not None and form in attachment.rotations:
+        return attachment.rotations[form]
     _check(model)
     step = min(_STEP, (getattr(_text(model), "max_position_embeddings", None) or _STEP) // 2)
     keys = _read_twice(model, step)
     found: dict[tuple, Rotation | None] = {}
     rotations = [_find(model, keys[layer], step, found) for layer in layers]
     if attachment is not None:
-        attachment.rotations = rotations
+        attachment.rotations[form] = rotations
     return rotations
 
 
