@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtool.cache.attention import attach, detach
-    from kvtool.cache.cache import build_cache
+    from kvtool.cache.build import build_cache
     from kvtool.cache.files import load_cache, save_cache
     from kvtool.errors import KvtoolError, UsageError
     from kvtool.policies.grammar import parse_policy
@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "parse_policy": "kvtool.policies.grammar",
-    "build_cache": "kvtool.cache.cache",
+    "build_cache": "kvtool.cache.build",
     "attach": "kvtool.cache.attention",
     "detach": "kvtool.cache.attention",
     "save_cache": "kvtool.cache.files",

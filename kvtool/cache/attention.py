@@ -12,8 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from kvtool.cache import eager_hooks, handover, logit_hooks, numbering
-from kvtool.cache.cache import check_layers
 from kvtool.cache.kernels import Call
+from kvtool.cache.layers import check_layers
 from kvtool.cache.step import attend
 from kvtool.errors import KvtoolError
 

@@ -1,245 +1,35 @@
-"""The cache that transformers holds: a slot layer per attention layer, budgets and reports."""
+"""The cache that transformers holds: a slot layer per attention layer, prompts and budgets."""
 
 from __future__ import annotations
 
 import copy
-import json
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     LinearAttentionCacheLayerMixin,
-    get_layer_types_and_kwargs,
 )
 
 from kvtool.cache import handover
 from kvtool.cache.budgets import Budgets
 from kvtool.cache.kernels import Call
-from kvtool.cache.shards import heads_of_layer, shards_of
-from kvtool.cache.slots import HybridSlotLayer, SlotLayer
+from kvtool.cache.layers import make_layers
+from kvtool.cache.report import CacheReport, make_report
+from kvtool.cache.shards import heads_of_layer
+from kvtool.cache.slots import SlotLayer
 from kvtool.cache.sparse_step import start_reading
 from kvtool.cache.surprisals import Surprisals
 from kvtool.cache.together import form_groups
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.source import Source, check_kind, read_source
-from kvtool.errors import KvtoolError, UsageError
-from kvtool.identity import config_hash
-from kvtool.policies.allocate.room import HeadSplit
-from kvtool.policies.allocate.table import parse_allocator
-from kvtool.policies.grammar import parse_policy
+from kvtool.errors import KvtoolError
 from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.parts import Evidence
 from kvtool.policies.policy import Policy
-from kvtool.policies.scores.recency import Recency
-from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_prefill
-
-
-@dataclass(frozen=True)
-class CacheReport:
-    """What a cache holds, counted from its tensors.
-
-    Attributes:
-        tokens_seen: tokens of the longest row, padding excluded.
-        kept_per_layer: filled slots of the fullest KV head of each layer; 0 for layers without
-            attention.
-        kv_bytes: keys and values in filled slots.
-        allocated_bytes: the key and value buffers.
-        state_bytes: positions, the policy's numbers and a reader's tables; with CaliDrop, too, what
-            is held of each query head and what waits on the device to be set aside.
-        full_bytes: keys and values that a full cache would hold now.
-        peak_bytes: most key and value bytes that existed at a time, running blocks included.
-        host_bytes: evicted keys and values in host memory (CaliDrop).
-        traffic_bytes: what the last decoded token has read of all layers, rows and heads: keys,
-            values and what a reader looked at in order to choose; host memory is not counted.
-        traffic_pairs: the same per layer, row and KV head, a pair of key and value as the unit; the
-            mean over the layers without a sliding window.
-        recompute_frequency: of each layer, the share of decoded tokens and query heads that
-            attended to those in host memory anew, None before the first; None without CaliDrop.
-    """
-
-    tokens_seen: int
-    kept_per_layer: list[int]
-    kv_bytes: int
-    allocated_bytes: int
-    state_bytes: int
-    full_bytes: int
-    peak_bytes: int
-    host_bytes: int = 0
-    traffic_bytes: int = 0
-    traffic_pairs: float = 0
-    recompute_frequency: list[float | None] | None = None
-
-
-def build_cache(
-    model: PreTrainedModel,
-    policy: Policy | str,
-    budget: Budget | str | int | float | None = None,
-    *,
-    prefill: str = "full",
-    plan: PlanDocument | dict | str | Path | None = None,
-    head_ranks: Tensor | None = None,
-) -> KVCache:
-    """Make an empty cache for a model that runs (or will run) kvtool's attention.
-
-    Args:
-        model: a decoder of transformers; `attach` it before use.
-        policy: what stays, as a value or a policy string.
-        budget: tokens per layer and KV head (int, `4K`), share of the prompt (float, `20%`) or
-            bytes of the whole cache (`64MiB`). None only for policies that keep everything. For
-            readers (`quest` and its like, `rocketkv`) it is not what is stored but what a decoded
-            token reads, in pairs of key and value.
-        prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
-            cutting after each. A policy that looks at the prompt to split the budget
-            (`+d2o-alloc`, `+ada`), or whose queries vote by its length (`pyramidinfer`), reads it
-            at once and cuts at its end; one that goes by the model's logits (`sirllm`) reads it in
-            blocks in any case.
-        plan: what `kvtool plan-budget` decided, or its file: budgets of the layers, in place of
-            `budget` and of the policy's own allocator.
-        head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
-            text, for a policy that ranks heads (duoattention); None: as the policy says.
-
-    Raises:
-        UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot
-            be read; a plan beside a budget, or one of another model; head scores that do not fit.
-        KvtoolError: a model whose layers cannot be compressed.
-    """
-    policy = parse_policy(policy)
-    config = model.config.get_text_config(decoder=True)
-    check_layers(config)
-    plan = None if plan is None else read_plan(plan)
-    if plan is not None:
-        if budget is not None:
-            raise UsageError(f"a plan brings its own budget; leave out {budget}")
-        check_plan(plan, model.config)
-        check_planned_layers(plan, policy)
-        budget = plan.target.budget
-        policy = planned_heads(policy, plan)
-    request = None if budget is None else Budget.parse(budget)
-    if not policy.takes_budget:
-        request = None
-    elif request is None:
-        raise UsageError(f"policy `{policy.name}` needs a budget, such as 512, 20% or 64MiB")
-    elif request.tokens is not None:
-        policy.check_budget(request.tokens)
-    block = parse_prefill(prefill)
-    cache = KVCache(config, policy, request, block, kernel_of(model), plan)
-    cache.shards = shards_of(model)
-    cache.built_for = weakref.ref(model)
-    if cache.renumbers:
-        from kvtool.cache.rotary import find_rotations  # which knows how models are attached
-
-        rotations = find_rotations(model, [layer.index for layer in cache.slot_layers])
-        for layer, rotation in zip(cache.slot_layers, rotations, strict=True):
-            layer.rotation = rotation
-    split = policy.head_split
-    if split is not None and split.ranking:
-        from kvtool.cache.head_ranks import rank_model  # which runs a model on a cache of its own
-
-        cache.rank_heads(rank_model(model, split.scores) if head_ranks is None else head_ranks)
-    return cache
-
-
-def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:
-    """Return a plan from a document, its data or its file.
-
-    Raises:
-        UsageError: it cannot be read, or is no plan.
-    """
-    if isinstance(plan, PlanDocument):
-        return plan
-    if isinstance(plan, dict):
-        source = Source.parse(json.dumps(plan), "plan")
-    else:
-        source = read_source(str(plan), option="plan")
-    check_kind(source, takes=("plan",), command="this")
-    return source.validate(PlanDocument)
-
-
-def check_plan(plan: PlanDocument, config: PreTrainedConfig) -> None:
-    """Refuse a plan that was made for another model.
-
-    Raises:
-        UsageError: another configuration.
-    """
-    if plan.model.config_hash != config_hash(config):
-        raise UsageError(
-            f"the plan was made for model `{plan.model.id}`, whose configuration is another one",
-            hint="make the plan anew: kvtool plan-budget -m MODEL ..",
-        )
-
-
-def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
-    """Return the policy with the plan's split over heads, if it has one and the policy none.
-
-    Raises:
-        UsageError: the policy cannot split a budget over heads.
-    """
-    split = parse_allocator(plan.layers.allocator)
-    if not isinstance(split, HeadSplit) or policy.head_split is not None:
-        return policy
-    keeps_equal = policy.score.when == "never" or policy.reads_budget
-    return policy if keeps_equal else replace(policy, heads=split)
-
-
-def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:
-    """Refuse a plan whose layers a policy cannot follow, as it relates their tokens.
-
-    Raises:
-        UsageError: unequal budgets for a policy that keeps the same tokens in all layers; budgets
-            that grow for one that keeps in each layer part of what it keeps in the layer above.
-    """
-    tokens = [plan.layers.tokens[i] for i in plan.free_layers]
-    hint = "plan with --allocator uniform, or give a budget"
-    if policy.score.evidence is Evidence.LOGITS and len(set(tokens)) > 1:
-        raise UsageError(
-            f"policy `{policy.score.name}` keeps the same tokens in all layers, "
-            f"and the plan gives them {min(tokens)} to {max(tokens)}",
-            hint=hint,
-        )
-    if policy.score.nested and tokens != sorted(tokens, reverse=True):
-        raise UsageError(
-            f"policy `{policy.score.name}` keeps in each layer part of what the layer above keeps, "
-            "and the plan gives a layer more than the one above",
-            hint=hint,
-        )
-
-
-def kernel_of(model: PreTrainedModel) -> str:
-    """The attention implementation that the model was loaded with, which kvtool uses as well."""
-    previous = handover.attachment(model)
-    return previous.implementation if previous else model.config._attn_implementation
-
-
-def check_layers(config: PreTrainedConfig) -> None:
-    """Refuse layers that this cache cannot hold.
-
-    Raises:
-        KvtoolError: shared, chunked or indexed attention; no attention at all.
-    """
-    kinds, _ = get_layer_types_and_kwargs(config)
-    if any(mode == "reuse" for mode in getattr(config, "kv_sharing_modes", None) or ()):
-        raise KvtoolError(
-            f"`{config.model_type}` lets layers share a cache, which eviction here does not support"
-        )
-    known = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"}
-    stock = {"linear_attention", "conv", "mamba", "dummy", "recurrent"}
-    for kind in kinds:
-        if kind not in known | stock:
-            raise KvtoolError(
-                f"`{config.model_type}` has `{kind}` layers, whose cache cannot be compressed here"
-            )
-    if not known & set(kinds):
-        raise KvtoolError(
-            f"`{config.model_type}` has no attention layers, so there is no cache to compress"
-        )
+from kvtool.sizes import DEFAULT_BLOCK, Budget
 
 
 class KVCache(Cache):
@@ -275,7 +65,7 @@ class KVCache(Cache):
         self._prompt_lengths: list[int] | None = None
         self._in_prompt = False
         self.last_block = True  # whether the running forward ends its prompt
-        super().__init__(layers=_make_layers(config, policy))
+        super().__init__(layers=make_layers(config, policy))
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         self._grouped = False
         self.surprisals: Surprisals | None = None  # of a policy that goes by the model's logits
@@ -327,7 +117,7 @@ class KVCache(Cache):
             block = (raw_key.numel() * raw_key.element_size()) + (
                 raw_value.numel() * raw_value.element_size()
             )
-            self.peak_bytes = max(self.peak_bytes, self._allocated_bytes() + block)
+            self.peak_bytes = max(self.peak_bytes, self.allocated_bytes() + block)
         handover.give(
             handover.Taken(self, layer, raw_key, raw_value, key_states, value_states, decoding)
         )
@@ -575,50 +365,11 @@ class KVCache(Cache):
         return self.slot_layers[0]
 
     def report(self, *, of_all_processes: bool = False) -> CacheReport:
-        """Count what is held, from the tensors.
+        """Count what is held, from the tensors: see `make_report`."""
+        return make_report(self, of_all_processes=of_all_processes)
 
-        Args:
-            of_all_processes: under tensor parallelism, add up what each process holds; all of them
-                must then ask. Where a family leaves attention whole in each process, every copy
-                counts.
-        """
-        seen = self.tokens_seen()
-        slots = self.slot_layers
-        kept = [
-            self.kept_positions(i).shape[-1]
-            if isinstance(layer, SlotLayer) and layer.is_initialized
-            else 0
-            for i, layer in enumerate(self.layers)
-        ]
-        full = 0
-        for layer in slots:
-            if layer.is_initialized:
-                tokens = sum(n if layer.window is None else min(n, layer.window - 1) for n in seen)
-                full += tokens * layer.positions.shape[1] * layer.token_bytes()
-        allocated = self._allocated_bytes()
-        aside = [getattr(layer, "calibration", None) for layer in self.layers]
-        sizes = [
-            sum(layer.filled_bytes() for layer in slots),
-            allocated,
-            sum(layer.state_bytes() for layer in slots)
-            + (0 if self.surprisals is None else self.surprisals.bytes),
-            full,
-            max(self.peak_bytes, allocated),
-            sum(part.store.host_bytes for part in aside if part is not None),
-            round(sum(layer.bytes_read() for layer in slots)),
-        ]
-        if of_all_processes and self.shards.processes > 1:
-            device = self.first_layer.device
-            sizes = self.shards.total(torch.tensor(sizes, device=device)).tolist()
-            kept = self.shards.most(torch.tensor(kept, device=device)).tolist()
-        read = [layer.pairs_read for layer in slots if layer.window is None]
-        read = read or [layer.pairs_read for layer in slots]
-        frequency = [None if part is None else part.recompute_frequency for part in aside]
-        return CacheReport(
-            max(seen), kept, *sizes, sum(read) / len(read), frequency if any(aside) else None
-        )
-
-    def _allocated_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
+        """Bytes of the key and value buffers of all layers."""
         return sum(layer.allocated_bytes() for layer in self.slot_layers)
 
     def _slot_layer(self, index: int) -> SlotLayer:
@@ -628,18 +379,3 @@ class KVCache(Cache):
         if index == 0:  # transformers asks layer 0 for the first attention layer
             return self.first_layer
         raise KvtoolError(f"layer {index} has no attention, so it holds no keys")
-
-
-def _make_layers(config: PreTrainedConfig, policy: Policy) -> list:
-    sliding = Policy(Recency(positions=policy.score.positions))
-    layers = []
-    for i, (kind, options) in enumerate(zip(*get_layer_types_and_kwargs(config), strict=True)):
-        window = options.get("sliding_window")
-        own = policy if window is None else sliding
-        if kind in ("full_attention", "sliding_attention"):
-            layers.append(SlotLayer(i, own, window))
-        elif kind in ("hybrid", "hybrid_sliding"):
-            layers.append(HybridSlotLayer(i, own, window, options.get("number_of_states", 1)))
-        else:
-            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**options))
-    return layers

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 import kvtool
-from kvtool.cache.cache import KVCache, build_cache
+from kvtool.cache.build import build_cache
+from kvtool.cache.cache import KVCache
 from kvtool.cache.slots import SlotLayer
 from kvtool.documents.files import write_with
 from kvtool.errors import KvtoolError, UsageError

@@ -108,7 +108,7 @@ class Request:
 
     def new_cache(self, model: Any) -> KVCache:
         """Return an empty cache as it is asked for."""
-        from kvtool.cache.cache import build_cache
+        from kvtool.cache.build import build_cache
 
         budget = self.budget if self.plan is None else None
         return build_cache(model, self.policy, budget, prefill=self.prefill, plan=self.plan)

@@ -9,7 +9,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from kvtool.documents.document import Document, Section
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import CacheReport
+    from kvtool.cache.report import CacheReport
 
 
 class CacheSection(Section):

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from kvtool import generation
-from kvtool.cache.cache import KVCache, build_cache
+from kvtool.cache.build import build_cache
+from kvtool.cache.cache import KVCache
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.arms import Arm

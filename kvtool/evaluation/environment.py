@@ -85,7 +85,7 @@ def without_home(text: str) -> str:
 
 def model_used(loaded: Loaded) -> ModelUsed:
     """Describe a loaded model."""
-    from kvtool.cache.cache import kernel_of
+    from kvtool.cache.build import kernel_of
     from kvtool.models.length import trained_length
 
     config = loaded.model.config.get_text_config(decoder=True)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
-from kvtool.cache.cache import CacheReport, KVCache
+from kvtool.cache.cache import KVCache
+from kvtool.cache.report import CacheReport
 from kvtool.errors import UsageError
 from kvtool.generation.compiled import CompiledDecoding, CompileReport
 from kvtool.generation.decoding import (

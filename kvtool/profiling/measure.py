@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import build_cache
+from kvtool.cache.build import build_cache
 from kvtool.cache.handover import attachment
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache, build_cache
+from kvtool.cache.build import build_cache
+from kvtool.cache.cache import KVCache
 from kvtool.cache.handover import attachment
 from kvtool.cache.replay import replay
 from kvtool.errors import KvtoolError

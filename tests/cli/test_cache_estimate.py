@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvtool.cache.attention import attach
-from kvtool.cache.cache import build_cache
+from kvtool.cache.build import build_cache
 from kvtool.cli.cache_estimate import bytes_held, check_bytes
 from kvtool.errors import UsageError
 from kvtool.evaluation.arms import make_arms

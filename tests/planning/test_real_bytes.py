@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvtool.cache.attention import attach
-from kvtool.cache.cache import build_cache
+from kvtool.cache.build import build_cache
 from kvtool.documents.plan import Target
 from kvtool.documents.profile import Metrics, ProfileData, ProfileDocument
 from kvtool.planning.plan import make_plan

@@ -1,0 +1,165 @@
+"""Make a cache for a model: a policy, and a budget or a plan."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvtool.cache import handover
+from kvtool.cache.cache import KVCache
+from kvtool.cache.head_ranks import rank_model
+from kvtool.cache.layers import check_layers
+from kvtool.cache.shards import shards_of
+from kvtool.documents.plan import PlanDocument
+from kvtool.documents.source import Source, check_kind, read_source
+from kvtool.errors import UsageError
+from kvtool.identity import config_hash
+from kvtool.policies.allocate.room import HeadSplit
+from kvtool.policies.allocate.table import parse_allocator
+from kvtool.policies.grammar import parse_policy
+from kvtool.policies.parts import Evidence
+from kvtool.policies.policy import Policy
+from kvtool.sizes import Budget, parse_prefill
+
+
+def build_cache(
+    model: PreTrainedModel,
+    policy: Policy | str,
+    budget: Budget | str | int | float | None = None,
+    *,
+    prefill: str = "full",
+    plan: PlanDocument | dict | str | Path | None = None,
+    head_ranks: Tensor | None = None,
+) -> KVCache:
+    """Make an empty cache for a model that runs (or will run) kvtool's attention.
+
+    Args:
+        model: a decoder of transformers; `attach` it before use.
+        policy: what stays, as a value or a policy string.
+        budget: tokens per layer and KV head (int, `4K`), share of the prompt (float, `20%`) or
+            bytes of the whole cache (`64MiB`). None only for policies that keep everything. For
+            readers (`quest` and its like, `rocketkv`) it is not what is stored but what a decoded
+            token reads, in pairs of key and value.
+        prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
+            cutting after each. A policy that looks at the prompt to split the budget
+            (`+d2o-alloc`, `+ada`), or whose queries vote by its length (`pyramidinfer`), reads it
+            at once and cuts at its end; one that goes by the model's logits (`sirllm`) reads it in
+            blocks in any case.
+        plan: what `kvtool plan-budget` decided, or its file: budgets of the layers, in place of
+            `budget` and of the policy's own allocator.
+        head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
+            text, for a policy that ranks heads (duoattention); None: as the policy says.
+
+    Raises:
+        UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot
+            be read; a plan beside a budget, or one of another model; head scores that do not fit.
+        KvtoolError: a model whose layers cannot be compressed.
+    """
+    policy = parse_policy(policy)
+    config = model.config.get_text_config(decoder=True)
+    check_layers(config)
+    plan = None if plan is None else read_plan(plan)
+    if plan is not None:
+        if budget is not None:
+            raise UsageError(f"a plan brings its own budget; leave out {budget}")
+        check_plan(plan, model.config)
+        check_planned_layers(plan, policy)
+        budget = plan.target.budget
+        policy = planned_heads(policy, plan)
+    request = None if budget is None else Budget.parse(budget)
+    if not policy.takes_budget:
+        request = None
+    elif request is None:
+        raise UsageError(f"policy `{policy.name}` needs a budget, such as 512, 20% or 64MiB")
+    elif request.tokens is not None:
+        policy.check_budget(request.tokens)
+    block = parse_prefill(prefill)
+    cache = KVCache(config, policy, request, block, kernel_of(model), plan)
+    cache.shards = shards_of(model)
+    cache.built_for = weakref.ref(model)
+    if cache.renumbers:
+        from kvtool.cache.rotary import find_rotations  # which knows how models are attached
+
+        rotations = find_rotations(model, [layer.index for layer in cache.slot_layers])
+        for layer, rotation in zip(cache.slot_layers, rotations, strict=True):
+            layer.rotation = rotation
+    split = policy.head_split
+    if split is not None and split.ranking:
+        cache.rank_heads(rank_model(model, split.scores) if head_ranks is None else head_ranks)
+    return cache
+
+
+def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:
+    """Return a plan from a document, its data or its file.
+
+    Raises:
+        UsageError: it cannot be read, or is no plan.
+    """
+    if isinstance(plan, PlanDocument):
+        return plan
+    if isinstance(plan, dict):
+        source = Source.parse(json.dumps(plan), "plan")
+    else:
+        source = read_source(str(plan), option="plan")
+    check_kind(source, takes=("plan",), command="this")
+    return source.validate(PlanDocument)
+
+
+def check_plan(plan: PlanDocument, config: PreTrainedConfig) -> None:
+    """Refuse a plan that was made for another model.
+
+    Raises:
+        UsageError: another configuration.
+    """
+    if plan.model.config_hash != config_hash(config):
+        raise UsageError(
+            f"the plan was made for model `{plan.model.id}`, whose configuration is another one",
+            hint="make the plan anew: kvtool plan-budget -m MODEL ..",
+        )
+
+
+def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
+    """Return the policy with the plan's split over heads, if it has one and the policy none.
+
+    Raises:
+        UsageError: the policy cannot split a budget over heads.
+    """
+    split = parse_allocator(plan.layers.allocator)
+    if not isinstance(split, HeadSplit) or policy.head_split is not None:
+        return policy
+    keeps_equal = policy.score.when == "never" or policy.reads_budget
+    return policy if keeps_equal else replace(policy, heads=split)
+
+
+def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:
+    """Refuse a plan whose layers a policy cannot follow, as it relates their tokens.
+
+    Raises:
+        UsageError: unequal budgets for a policy that keeps the same tokens in all layers; budgets
+            that grow for one that keeps in each layer part of what it keeps in the layer above.
+    """
+    tokens = [plan.layers.tokens[i] for i in plan.free_layers]
+    hint = "plan with --allocator uniform, or give a budget"
+    if policy.score.evidence is Evidence.LOGITS and len(set(tokens)) > 1:
+        raise UsageError(
+            f"policy `{policy.score.name}` keeps the same tokens in all layers, "
+            f"and the plan gives them {min(tokens)} to {max(tokens)}",
+            hint=hint,
+        )
+    if policy.score.nested and tokens != sorted(tokens, reverse=True):
+        raise UsageError(
+            f"policy `{policy.score.name}` keeps in each layer part of what the layer above keeps, "
+            "and the plan gives a layer more than the one above",
+            hint=hint,
+        )
+
+
+def kernel_of(model: PreTrainedModel) -> str:
+    """The attention implementation that the model was loaded with, which kvtool uses as well."""
+    previous = handover.attachment(model)
+    return previous.implementation if previous else model.config._attn_implementation
