@@ -1,4 +1,7 @@
+import contextlib
 import io
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,5 +30,26 @@ def kvtool(capsys, monkeypatch, tmp_path) -> Callable[..., Done]:
         capsys.readouterr()
         code = main(arguments)
         return Done(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def on_terminal():
+    """Run a command on a terminal of its own and return what it shows, read while it runs."""
+    pty = pytest.importorskip("pty")
+
+    def run(*command: str, columns: int) -> str:
+        ours, theirs = pty.openpty()
+        environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
+        running = subprocess.Popen(command, stdout=theirs, env=environment)
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux ends a terminal that nobody holds with an error
+            while part := os.read(ours, 4096):
+                shown += part
+        os.close(ours)
+        assert running.wait() == 0
+        return shown.decode()
 
     return run

@@ -1,8 +1,6 @@
 """The installed command as a process: speed, streams, interruption."""
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -144,16 +142,7 @@ def test_policies_in_a_file(kvtool, tmp_path):
     assert json.loads((tmp_path / "table.json").read_text())[0]["name"] == "full"
 
 
-def test_policies_on_a_terminal_are_a_table():
-    pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    environment = os.environ | {"COLUMNS": "200", "TERM": "xterm"}
-    subprocess.run([KVTOOL, "policies"], stdout=theirs, env=environment, check=True)
-    os.close(theirs)
-    shown = b""
-    with contextlib.suppress(OSError):  # Linux ends a terminal that nobody holds with an error
-        while part := os.read(ours, 4096):
-            shown += part
-    shown = shown.decode()
+def test_policies_on_a_terminal_are_a_table(on_terminal):
+    shown = on_terminal(KVTOOL, "policies", columns=200)
     assert "what it does" in shown
     assert "+caote" in shown

@@ -163,14 +163,8 @@ def test_text_and_pictures(kvtool):
     assert Path("plan.txt").read_text() == done.out
 
 
-def test_a_terminal_shows_a_table_with_bars():
-    pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    environment = os.environ | {"COLUMNS": "100", "TERM": "xterm"}
-    command = [KVTOOL, "plan-budget", "profile.yaml", "--ratio", "20%"]
-    subprocess.run(command, stdout=theirs, env=environment, check=True)
-    os.close(theirs)
-    text = os.read(ours, 100_000).decode()
+def test_a_terminal_shows_a_table_with_bars(on_terminal):
+    text = on_terminal(KVTOOL, "plan-budget", "profile.yaml", "--ratio", "20%", columns=100)
     assert "20% of a full cache" in text
     assert "████" in text
 
