@@ -25,7 +25,6 @@ from kvtool.cli.request import (
     settle,
 )
 from kvtool.cli.terminal import Terminal
-from kvtool.documents.turns import read_turns
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
 from kvtool.processes import joined
@@ -145,7 +144,11 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     options, plan = settle(options, "kvtool generate")
     _check_processes(options)
     check_paths(options)
-    turns = None if options.turns is None else read_turns(options.turns)
+    turns = None
+    if options.turns is not None:
+        from kvtool.documents.turns import read_turns
+
+        turns = read_turns(options.turns)
     request = _resolve(options, plan, terminal)
     if options.dry_run:
         more = {"max_new_tokens": options.new_tokens, "temperature": options.temperature}
