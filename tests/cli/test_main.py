@@ -129,7 +129,7 @@ def test_policies(kvtool):
         assert entry["kind"] in ("base", "modifier")
         assert entry["summary"] in text
     streaming = next(entry for entry in entries if entry["name"] == "streaming")
-    assert streaming["parameters"] == {"sinks": 4}
+    assert streaming["parameters"] == {"sinks": 4, "positions": "text"}
 
 
 def test_policies_in_a_file(kvtool, tmp_path):
