@@ -24,7 +24,7 @@ from kvtool.profiling.robustness import Robustness
 from kvtool.profiling.seen import Seen, Study
 from kvtool.profiling.topk_union import TopKUnion
 
-_BATCH = 8192  # tokens that are read together: decoding several texts costs little more than one
+_BATCH = 32768  # tokens that are read together: decoding several texts costs little more than one
 
 
 @dataclass(frozen=True)
