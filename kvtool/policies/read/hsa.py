@@ -12,7 +12,6 @@ whose summed query is exactly 0 takes the upper bound (the paper; the code takes
 The sizes follow from a budget of t pairs by RocketKV's plan, see `kvtool.planning.rocketkv`.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,15 +19,13 @@ import torch
 from torch import Tensor
 
 from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels, take_rows
-from kvtool.maths.pages import page_bounds, pages_of, widen_page
+from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
-from kvtool.policies.parts import State
+from kvtool.policies.read.paged import Paged
 from kvtool.policies.read.reader import (
     Choice,
-    Read,
     ReadView,
     StepBudget,
-    Stored,
     check_sizes,
 )
 
@@ -37,7 +34,7 @@ LEAST_BUDGET = 16
 
 
 @dataclass(frozen=True)
-class HSA(Read):
+class HSA(Paged):
     """Read the tokens whose pages, in the largest channels of the query, promise most attention.
 
     Args:
@@ -71,15 +68,6 @@ class HSA(Read):
             k1=min(self.k1 or plan.head_dims, step.head_dim),
             k=self.k or plan.top_k,
         )
-
-    def start(self, stored: Stored) -> State:
-        return {"bounds": page_bounds(stored.keys, self.page)}
-
-    def columns(self, tokens: int) -> Mapping[str, int]:
-        return {"bounds": pages_of(tokens, self.page)}
-
-    def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
-        widen_page(tables["bounds"], key, at, self.page)
 
     def choose(self, view: ReadView) -> Choice:
         pages = pages_of(view.tokens, self.page)

@@ -10,22 +10,18 @@ budget pays for bounds, too: of t pairs half are two bounds a page, so a page ha
 tokens for a prompt of S. Where three pages exceed the other half, more than t is read.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from kvtool.maths.pages import page_bounds, pages_of, widen_page
+from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
-from kvtool.policies.parts import State
+from kvtool.policies.read.paged import Paged
 from kvtool.policies.read.reader import (
     Choice,
-    Read,
     ReadView,
     StepBudget,
-    Stored,
     check_sizes,
 )
 
@@ -33,7 +29,7 @@ _LEAST_PAGES = 3
 
 
 @dataclass(frozen=True)
-class Quest(Read):
+class Quest(Paged):
     """Read the pages whose keys could receive most attention.
 
     Args:
@@ -55,15 +51,6 @@ class Quest(Read):
     def sized(self, step: StepBudget) -> "Quest":
         page = self.page or max(1, -(-2 * step.tokens // step.pairs))
         return replace(self, page=page, k=self.k or step.pairs // self.share)
-
-    def start(self, stored: Stored) -> State:
-        return {"bounds": page_bounds(stored.keys, self.page)}
-
-    def columns(self, tokens: int) -> Mapping[str, int]:
-        return {"bounds": pages_of(tokens, self.page)}
-
-    def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
-        widen_page(tables["bounds"], key, at, self.page)
 
     def choose(self, view: ReadView) -> Choice:
         pages = pages_of(view.tokens, self.page)

@@ -1,0 +1,28 @@
+"""What readers by pages have in common: bounds of the keys of each page, kept up in place."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from kvtool.maths.pages import page_bounds, pages_of, widen_page
+from kvtool.policies.parts import State
+from kvtool.policies.read.reader import Read, Stored
+
+
+class Paged(Read):
+    """A reader whose table is the smallest and largest key of each page.
+
+    Attributes:
+        page: tokens per page; None until the sizes are fixed.
+    """
+
+    page: int | None
+
+    def start(self, stored: Stored) -> State:
+        return {"bounds": page_bounds(stored.keys, self.page)}
+
+    def columns(self, tokens: int) -> Mapping[str, int]:
+        return {"bounds": pages_of(tokens, self.page)}
+
+    def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
+        widen_page(tables["bounds"], key, at, self.page)
