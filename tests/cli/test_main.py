@@ -100,7 +100,14 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 def test_ctrl_c_ends_quietly():
     command = [KVTOOL, "generate", "--prompt", "The old lamp", "-n", "32K"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell in the background has its children ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     for line in running.stderr:
         if line.startswith("model:"):
             break
