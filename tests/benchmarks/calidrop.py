@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.calidrop                     # about 4 min, 2 cores
 
-Random Llama of `tests.benchmarks.speed`, a prompt of 4096 tokens, read at once. Which steps attend
+Random Llama of `tests.benchmarks.models`, a prompt of 4096 tokens, read at once. Which steps attend
 to the evicted tokens anew is forced, for all heads of all layers together, which is the worst case;
 every step calibrates. Steps of both take turns; ratios are medians over rounds of eight.
 """
@@ -21,7 +21,8 @@ import kvtool
 from kvtool.cache.cache import KVCache
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.evicted.calidrop import CaliDrop
-from tests.benchmarks.speed import build_models, time_steps
+from tests.benchmarks.models import build_models
+from tests.benchmarks.speed import time_steps
 
 ROUND = 8
 FORCED = {True: CaliDrop(theta1=2, theta2=3), False: CaliDrop(theta1=-3, theta2=-2)}

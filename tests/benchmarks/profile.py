@@ -24,7 +24,8 @@ from transformers import DynamicCache
 
 from kvtool.profiling.measure import Plan, measure
 from kvtool.profiling.names import DEFAULT, METRICS
-from tests.benchmarks.speed import build_models, reset_peak, resident_mib
+from tests.benchmarks.models import build_models
+from tests.benchmarks.speed import reset_peak, resident_mib
 
 
 def plain(model, texts, steps: int) -> None:

@@ -23,7 +23,8 @@ from transformers import DynamicCache
 
 import kvtool
 from kvtool.generation import decode_step
-from tests.benchmarks.speed import build_models, median_ratio, time_steps
+from tests.benchmarks.models import build_models
+from tests.benchmarks.speed import median_ratio, time_steps
 
 POLICIES = ("rocketkv", "rocketkv-mt", "quest", "sparq", "loki", "hsa", "exact-topk(scope=group)")
 POLICIES += ("exact-topk", "full")

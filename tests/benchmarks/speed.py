@@ -13,7 +13,6 @@ over a prompt, above what it was with the weights loaded; K/V bytes come from th
 from __future__ import annotations
 
 import argparse
-import copy
 import ctypes
 import gc
 import json
@@ -27,10 +26,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 import kvtool
+from kvtool.evaluation.memory import Peak, watched_devices
 from kvtool.generation import decode_step, prefill
+from kvtool.generation.feeding import wait
+from tests.benchmarks.models import build_models
 
 POLICIES = (
     "full",
@@ -70,28 +72,6 @@ class Line:
     decode_ratio_budget: float | None
 
 
-def build_models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """The same random weights twice: with kvtool's attention, and with transformers' sdpa."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=65536,
-        attn_implementation="sdpa",
-    )
-    plain = LlamaForCausalLM(config).eval()
-    ours = copy.deepcopy(plain)
-    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        one.data = other.data  # one copy of the weights in memory
-    kvtool.attach(ours)
-    return ours, plain
-
-
 def resident_mib(peak: bool) -> float:
     """Resident size of this process now, or its peak since `reset_peak` (Linux)."""
     name = "VmHWM:" if peak else "VmRSS:"
@@ -109,16 +89,19 @@ def reset_peak() -> float:
     return resident_mib(peak=False)
 
 
-def run_prompt(run, repeats: int):
+def run_prompt(run, model, repeats: int = 1):
     """Median seconds and largest growth of the peak over some runs, and the last run's cache."""
     seconds, peaks, cache = [], [], None
     for _ in range(repeats):
         cache = None
-        before = reset_peak()
+        gc.collect()
+        peak = Peak(watched_devices(model))
+        wait(model)
         start = time.perf_counter()
         cache = run()
+        wait(model)
         seconds.append(time.perf_counter() - start)
-        peaks.append(resident_mib(peak=True) - before)
+        peaks.append(peak.growth() / 2**20)
     return statistics.median(seconds), max(peaks), cache
 
 
@@ -129,6 +112,11 @@ def dynamic_prompt(model, ids):
     return cache
 
 
+def stored_mib(cache: DynamicCache) -> float:
+    """MiB of all keys and values."""
+    return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values)) / 2**20
+
+
 def kvtool_prompt(model, ids, policy: str, budget: int | None, block: str):
     """A compressed cache after the prompt."""
     cache = kvtool.build_cache(model, policy, budget, prefill=block)
@@ -136,13 +124,15 @@ def kvtool_prompt(model, ids, policy: str, budget: int | None, block: str):
     return cache
 
 
-def time_steps(steps, count: int, warm: int) -> list[list[float]]:
-    """Milliseconds of each step function, called in turn."""
+def time_steps(steps, count: int, warm: int, synchronize=lambda: None) -> list[list[float]]:
+    """Milliseconds of each step function, called in turn; none leaves work to the next's time."""
     times: list[list[float]] = [[] for _ in steps]
     for i in range(warm + count):
         for step, taken in zip(steps, times, strict=True):
+            synchronize()
             start = time.perf_counter()
             step()
+            synchronize()
             if i >= warm:
                 taken.append((time.perf_counter() - start) * 1e3)
     return times
@@ -159,8 +149,8 @@ def measure(length: int, budgets: list[int], args: argparse.Namespace, note) -> 
     token = torch.tensor([7])
     repeats = 1 if length >= LONG else min(args.repeats, 2) if length >= 16384 else args.repeats
     note(f"{length} tokens: DynamicCache")
-    base_s, base_peak, full = run_prompt(lambda: dynamic_prompt(plain, ids), repeats)
-    base_kv = sum(t.numel() * 4 for x in full.layers for t in (x.keys, x.values)) / 2**20
+    base_s, base_peak, full = run_prompt(lambda: dynamic_prompt(plain, ids), plain, repeats)
+    base_kv = stored_mib(full)
     base_step = lambda: plain(token[None], past_key_values=full)  # noqa: E731
     base_ms = statistics.median(time_steps([base_step], args.steps, 4)[0])
     lines = [
@@ -177,7 +167,7 @@ def measure(length: int, budgets: list[int], args: argparse.Namespace, note) -> 
             for block in ("full", "block") if policy in args.both_prefills else ("block",):
                 note(f"{length} tokens: {policy} at {kept or 'no budget'}, prefill {block}")
                 run = lambda: kvtool_prompt(ours, ids, policy, kept, block)  # noqa: B023, E731
-                prompt_s, peak, cache = run_prompt(run, repeats)
+                prompt_s, peak, cache = run_prompt(run, ours, repeats)
                 kv = cache.report().kv_bytes / 2**20
                 short = dynamic_prompt(plain, ids[:, : budget - args.steps // 2])
                 our_step = lambda: decode_step(ours, cache, token)  # noqa: B023, E731
