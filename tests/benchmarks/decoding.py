@@ -112,18 +112,27 @@ class FullCacheSteps:
 
 
 class PolicySteps:
-    """Eager and compiled steps of a policy, over caches of their own that have met their budget."""
+    """Eager and compiled steps of a policy, over caches of their own that have met their budget.
+
+    Args:
+        room: steps after which to `refill`, before policies that keep what is decoded outgrow it.
+    """
 
     def __init__(
         self, model: PreTrainedModel, policy: str, budget: int, room: int, backend: str
     ) -> None:
-        self._model = model
+        self._model, self._policy, self._budget = model, policy, budget
         self._token = torch.tensor([7], device=model.device)
-        ids = torch.randint(0, model.config.vocab_size, (1, 2 * budget), device=model.device)
-        self._caches = [kvtool.build_cache(model, policy, budget) for _ in range(2)]
-        for cache in self._caches:
-            prefill(model, cache, ids)
+        self._ids = torch.randint(0, model.config.vocab_size, (1, 2 * budget), device=model.device)
         self._compiled = CompiledDecoding(model, room, backend=backend)
+
+    def refill(self) -> None:
+        """Begin again after the prompt."""
+        self._caches = [
+            kvtool.build_cache(self._model, self._policy, self._budget) for _ in range(2)
+        ]
+        for cache in self._caches:
+            prefill(self._model, cache, self._ids)
 
     def eager(self) -> None:
         decode_step(self._model, self._caches[0], self._token)
@@ -196,11 +205,11 @@ def decode_lines(ours, plain, args, bandwidth: float, note) -> Iterator[DecodeLi
         model = with_weights_of(plain)
         model.set_attn_implementation(attention)
         full = FullCacheSteps(model, length, room, args.backend)
+        steps.refill()
         return compare(steps, full, args.steps, limit, lambda: wait(ours))
 
     for policy in args.policies:
         torch._dynamo.reset()
-        note(f"{policy}: prompt of {2 * args.budget} tokens")
         steps = PolicySteps(ours, policy, args.budget, room, args.backend)
         for attention in args.attentions:
             for length in (args.budget, *args.lengths):
