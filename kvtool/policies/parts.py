@@ -31,6 +31,7 @@ class Evidence(enum.Enum):
     NOTHING = "nothing"
     LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
     ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
+    COLUMNS = "columns"  # sums over every query: statistics named as in `kvtool.maths.columns`
     LOGITS = "logits"  # each token's surprisal, as `state["surprisal"]`; one cut for all layers
 
 
@@ -58,11 +59,6 @@ class Rows:
     def group_mean(self) -> Tensor:
         """Mean weight over the query heads of a group: (batch, kv_heads, rows, slots)."""
         return self.weights.mean(2)
-
-    @staticmethod
-    def total(rows: Tensor) -> Tensor:
-        """Sum over the rows: (batch, kv_heads, rows, slots) to (batch, kv_heads, slots)."""
-        return rows[:, :, 0] if rows.shape[2] == 1 else rows.sum(2)
 
     def summed(self, vote_weights: Tensor) -> "Rows":
         """One row in place of all: their sum, each times its weight, (batch or 1, rows)."""
@@ -129,7 +125,8 @@ class Score:
         when: `always` holds the budget after every block and token; `prompt` cuts the prompt and
             then appends; `never` keeps everything.
         statistics: names of the float32 numbers kept beside each slot; they start at 0 and move
-            with the slots.
+            with the slots. With COLUMNS those named in `kvtool.maths.columns.COLUMNS` are summed up
+            for the score, in whatever way is fast.
         attention: whether the scores are attention that each slot received (CAOTE needs such
             scores).
         distinct: whether no two tokens of a head ever have the same number.
@@ -161,7 +158,7 @@ class Score:
     marks: ClassVar[bool] = False
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
-        """Add a chunk of rows to the statistics, in place."""
+        """Add a chunk of rows to the statistics, in place; only with ALL_ROWS."""
 
     def voters(self, widest: int) -> int:
         """How many last rows LAST_ROWS are, where the first layer may keep `widest` tokens."""
@@ -278,8 +275,8 @@ class Evicted:
     Attributes:
         name: as typed in a policy string.
         paper: where it comes from.
-        statistics: names of numbers that it needs beside each slot; one that the score keeps under
-            the same name is shared, and the score fills it.
+        statistics: columns of attention (`kvtool.maths.columns.COLUMNS`) that it needs beside each
+            slot; one that the score keeps under the same name is shared, and the score's.
         works_on_keys: whether it works on keys, which must stand still for it.
     """
 
@@ -287,9 +284,6 @@ class Evicted:
     paper: ClassVar[str]
     statistics: ClassVar[tuple[str, ...]] = ()
     works_on_keys: ClassVar[bool] = False
-
-    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
-        """Add a chunk of rows to the statistics, in place."""
 
 
 class Merging(Evicted):

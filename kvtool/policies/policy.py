@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvtool.errors import UsageError
+from kvtool.maths.columns import COLUMNS, add_columns
 from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import TURN, Evicted, Evidence, Rescore, Rows, Score, SlotView, State
 from kvtool.policies.read.reader import Read
@@ -189,20 +190,31 @@ class Policy:
         return tuple(dict.fromkeys(self.score.statistics + own + turn))
 
     @cached_property
-    def needs_all_rows(self) -> bool:
-        """Whether the numbers beside the slots are made from every attention row."""
-        return self.ranking.evidence is Evidence.ALL_ROWS or self._fate_observes
+    def columns(self) -> tuple[str, ...]:
+        """Which of the numbers beside the slots are columns of attention, summed over all rows."""
+        own = set(self.score.statistics)
+        summed = set() if self.fate is None else set(self.fate.statistics) - own
+        if self.ranking.evidence is Evidence.COLUMNS:
+            summed |= own
+        return tuple(name for name in COLUMNS if name in summed)
 
     @cached_property
-    def _fate_observes(self) -> bool:
-        return self.fate is not None and not set(self.fate.statistics) <= set(self.score.statistics)
+    def observes_rows(self) -> bool:
+        """Whether the score looks at every attention row itself."""
+        return self.ranking.evidence is Evidence.ALL_ROWS
+
+    @cached_property
+    def needs_all_rows(self) -> bool:
+        """Whether the numbers beside the slots are made from every attention row."""
+        return self.observes_rows or bool(self.columns)
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
         """Add a chunk of rows to the numbers beside the slots, in place."""
-        if self.ranking.evidence is Evidence.ALL_ROWS:
+        if self.columns:
+            sums = {name: state[name] for name in self.columns}
+            add_columns(sums, rows.weights, rows.visible, rows.valid)
+        if self.observes_rows:
             self.ranking.observe(state, view, rows)
-        if self._fate_observes:
-            self.fate.observe(state, view, rows)
 
     def check_budget(self, tokens: int) -> None:
         """Refuse a budget that the protected tokens alone would fill.

@@ -53,12 +53,12 @@ class Trial:
         queries = torch.arange(tokens - rows, tokens)
         visible = (self.order <= queries[:, None])[None, None]
         weights = weights[None][..., self.order]
-        if score.evidence is Evidence.ALL_ROWS:
+        if self.policy.needs_all_rows:
             step = chunk or rows
             for start in range(0, rows, step):
                 part = slice(start, start + step)
                 seen = Rows(weights[..., part, :], visible[:, :, part])
-                score.observe(self.state, self.view, seen)
+                self.policy.observe(self.state, self.view, seen)
         self.last = None
         if score.evidence is Evidence.LAST_ROWS:
             part = slice(max(rows - score.window, 0), None)

@@ -20,8 +20,7 @@ from torch.nn import functional
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import take
-from kvtool.policies.parts import Departure, Merging, Rows, SlotView, State
-from kvtool.policies.scores.h2o import add_attention
+from kvtool.policies.parts import Departure, Merging, State
 from kvtool.policies.scores.random import uniform_draws
 
 _CHUNK = 1024  # victims whose values are held in float64 at a time
@@ -113,9 +112,6 @@ class CaM(Merging):
             raise UsageError(f"cam: m must be 1 or more, got {self.m}")
         if self.seed < 0:
             raise UsageError(f"cam: seed must be 0 or more, got {self.seed}")
-
-    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
-        add_attention(state["attention_sum"], rows)
 
     def absorb(self, memory: State, leaving: Departure) -> None:
         if leaving.decoded:

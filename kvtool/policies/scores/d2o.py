@@ -22,7 +22,6 @@ from kvtool.errors import UsageError
 from kvtool.policies.allocate import d2o as allocate
 from kvtool.policies.evicted.d2o_merge import D2OMerge
 from kvtool.policies.parts import Count, Evicted, Evidence, Rows, Score, SlotView, State
-from kvtool.policies.scores.h2o import add_attention
 
 _HEAVY = 0.75  # of what the sinks leave of a budget; the rest is recent
 
@@ -55,7 +54,7 @@ class D2O(Score):
 
     name: ClassVar = "d2o"
     paper: ClassVar = "https://arxiv.org/abs/2406.13035"
-    evidence: ClassVar = Evidence.ALL_ROWS
+    evidence: ClassVar = Evidence.COLUMNS
     statistics: ClassVar = ("attention_sum",)
     attention: ClassVar = True
 
@@ -63,9 +62,6 @@ class D2O(Score):
         if self.sinks < 0:
             raise UsageError(f"d2o: sinks must be 0 or more, got {self.sinks}")
         D2OMerge(beta=self.beta)
-
-    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
-        add_attention(state["attention_sum"], rows)
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         return state["attention_sum"]

@@ -17,16 +17,6 @@ from kvtool.errors import UsageError
 from kvtool.policies.parts import Count, Evidence, Positions, Rows, Score, SlotView, State, half
 
 
-def add_attention(total: Tensor, rows: Rows) -> None:
-    """Add what each slot receives from these rows, mean over the group, in place.
-
-    Args:
-        total: (batch, kv_heads, slots) float32.
-    """
-    group = rows.weights.shape[2]
-    total[..., : rows.slots].add_(rows.weights.sum((2, 3)), alpha=1 / group)
-
-
 @dataclass(frozen=True)
 class H2O(Score):
     """Keep the tokens with the most accumulated attention, and a recent window.
@@ -41,16 +31,13 @@ class H2O(Score):
 
     name: ClassVar = "h2o"
     paper: ClassVar = "https://arxiv.org/abs/2306.14048"
-    evidence: ClassVar = Evidence.ALL_ROWS
+    evidence: ClassVar = Evidence.COLUMNS
     statistics: ClassVar = ("attention_sum",)
     attention: ClassVar = True
 
     def __post_init__(self) -> None:
         if self.recent is not None and self.recent < 0:
             raise UsageError(f"h2o: recent must be 0 or more, got {self.recent}")
-
-    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
-        add_attention(state["attention_sum"], rows)
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         return state["attention_sum"]

@@ -60,7 +60,7 @@ class RoCo(Score):
 
     name: ClassVar = "roco"
     paper: ClassVar = "https://arxiv.org/abs/2402.06262"
-    evidence: ClassVar = Evidence.ALL_ROWS
+    evidence: ClassVar = Evidence.COLUMNS
     statistics: ClassVar = ("attention_sum", "square_sum", "count")
     attention: ClassVar = True
 
@@ -69,18 +69,6 @@ class RoCo(Score):
             value = getattr(self, field)
             if value is not None and value < 0:
                 raise UsageError(f"roco: {field} must be 0 or more, got {value}")
-
-    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
-        mean = rows.group_mean()
-        state["attention_sum"][..., : rows.slots] += rows.total(mean)
-        state["square_sum"][..., : rows.slots] += rows.total(mean.square())
-        if rows.visible is None:
-            state["count"][..., : rows.slots] += mean.shape[2]
-            return
-        counted = rows.visible
-        if rows.valid is not None:
-            counted = counted & rows.valid[:, None, :, None]
-        state["count"][..., : rows.slots] += counted.sum(2)
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         return mean_attention(state["attention_sum"], state["count"])

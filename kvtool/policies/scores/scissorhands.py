@@ -5,8 +5,8 @@ https://arxiv.org/abs/2402.06262, section 4.
 
 Differences from the original: it counts over the last 400 rows only and drops several tokens at a
 time; the form that later papers compare with counts every row and drops what is over the budget. A
-weight is average at 1 / (visible keys), and a weight equal to it counts (within 1e-6 of it, so that
-the rounding of a uniform row decides nothing).
+weight is average at 1 / (visible keys), and a weight equal to it counts (within 1e-6 of it: see
+`kvtool.maths.columns`).
 """
 
 from collections.abc import Mapping
@@ -33,19 +33,13 @@ class Scissorhands(Score):
 
     name: ClassVar = "scissorhands"
     paper: ClassVar = "https://arxiv.org/abs/2305.17118"
-    evidence: ClassVar = Evidence.ALL_ROWS
+    evidence: ClassVar = Evidence.COLUMNS
     statistics: ClassVar = ("above_average",)
     attention: ClassVar = True
 
     def __post_init__(self) -> None:
         if self.recent is not None and self.recent < 0:
             raise UsageError(f"scissorhands: recent must be 0 or more, got {self.recent}")
-
-    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
-        mean = rows.group_mean()
-        keys = rows.slots if rows.visible is None else rows.visible.sum(-1, keepdim=True)
-        above = mean * keys >= 1 - 1e-6
-        state["above_average"][..., : rows.slots] += rows.total(above)
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         return state["above_average"]
