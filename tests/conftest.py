@@ -1,6 +1,7 @@
 """Tests run on one thread: their tensors are tiny, and waiting threads cost more than they give.
 
-So do the processes that they start, whose sums would otherwise differ in the last digits.
+So do the processes that they start, whose sums would otherwise differ in the last digits. Without a
+GPU, Triton's interpreter runs the kernels; it has to be chosen before Triton is imported.
 """
 
 import os
@@ -8,4 +9,5 @@ import os
 import torch
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 torch.set_num_threads(1)

@@ -18,6 +18,7 @@ ROOMS = (  # a room imports itself and what stands before it
     "processes",
     "documents",
     "maths",
+    "kernels",
     "policies",
     "planning",
     "cache",
@@ -36,6 +37,7 @@ ONLY = {  # third-party packages of the rooms at the bottom
     "processes": {"torch"},
     "documents": {"pydantic", "yaml"},
     "maths": {"torch"},
+    "kernels": {"torch", "triton"},
     "policies": {"torch"},
     "planning": set(),
 }

@@ -212,7 +212,7 @@ def cut_stored(layer: SlotLayer) -> None:
     if layer.used <= layer.least:
         return
     view = replace(_used_view(layer, layer.values), block=block)
-    state = _used_state(layer)
+    state = used_state(layer)
     victims = at_least_zero(view.held - layer.budget)
     protected = layer.policy.ranking.protected(state, view, victims)
     keys, values = layer.keys[:, :, : layer.used], layer.values[:, :, : layer.used]
@@ -306,17 +306,22 @@ def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> 
     return make_rows(layer, weights, visible, valid)
 
 
-def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
-    """Add the new row to the statistics and choose the slot that the next token overwrites."""
+def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None, counted: bool = False) -> None:
+    """Add the new row to the statistics and choose the slot that the next token overwrites.
+
+    Args:
+        rows: the weights, if the policy wants them.
+        counted: whether the row is in the statistics already.
+    """
+    observed = layer.policy.needs_all_rows and not counted
     if layer.group is not None:
-        layer.group.arrive(layer, values_by_kv_head(layer, value), rows)
+        layer.group.arrive(layer, values_by_kv_head(layer, value), rows, observed)
         return
     score = layer.policy.ranking
-    observed = layer.policy.needs_all_rows
     full = layer.cuts_itself and layer.used > layer.least
     if not (observed or full):
         return
-    view, state = _used_view(layer, value), _used_state(layer)
+    view, state = _used_view(layer, value), used_state(layer)
     if observed:
         layer.policy.observe(state, view, rows)
     if not full:
@@ -327,7 +332,7 @@ def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
         value = functional.pad(value, (0, 0, 0, more))
         if rows is not None:
             rows = replace(rows, weights=functional.pad(rows.weights, (0, more)))
-        view, state = _used_view(layer, value), _used_state(layer)
+        view, state = _used_view(layer, value), used_state(layer)
     importance, protected = judge(layer, view, state, rows, victims=1)
     if layer.ragged:
         # a row below its budget takes an empty slot, a row above it gives up its worst one
@@ -342,7 +347,8 @@ def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None) -> None:
     part_decoded(layer, view.tokens_seen)
 
 
-def _used_state(layer: SlotLayer) -> State:
+def used_state(layer: SlotLayer) -> State:
+    """The policy's numbers for the slots in use."""
     return {name: number[:, :, : layer.used] for name, number in layer.state.items()}
 
 

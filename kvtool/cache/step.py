@@ -5,11 +5,12 @@ A prompt comes as one block or many, a decoded token as a block of one.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvtool.cache.counting import can_count, count_block, count_slots
 from kvtool.cache.eviction import (
     Block,
     block_needs_all_rows,
@@ -77,42 +78,55 @@ def _decode(layer: SlotLayer, call: Call) -> Tensor:
     if layer.reading is not None:
         enter_decode(layer, call.positions)
         return sparse_decode(layer, call)
-    out, lse, rows = _attend_token(layer, call, ticket is not None)
+    token = _attend_token(layer, call, ticket is not None)
+    out = token.out
     if ticket is not None:
-        out = calibration.end_decode(ticket, out, lse)
-    leave_decode(layer, call.value, rows)
+        out = calibration.end_decode(ticket, out, token.lse)
+    leave_decode(layer, call.value, token.rows, token.counted)
     return out
 
 
-def _attend_token(
-    layer: SlotLayer, call: Call, needs_lse: bool
-) -> tuple[Tensor, Tensor | None, Rows | None]:
-    """Attend the slots by a decoded token.
+@dataclass(frozen=True)
+class _Token:
+    """What came of attending the slots by a decoded token.
 
-    Returns:
-        (batch, heads, 1, value_dim), the log-sum-exp (batch, heads of the attention, group, 1) if
-        it is needed, and the weights if the policy wants them.
+    Attributes:
+        out: (batch, heads, 1, value_dim).
+        lse: the log-sum-exp (batch, heads of the attention, group, 1), if it is needed.
+        rows: the weights, if the policy wants them.
+        counted: whether they are in the numbers beside the slots already.
     """
+
+    out: Tensor
+    lse: Tensor | None = None
+    rows: Rows | None = None
+    counted: bool = False
+
+
+def _attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> _Token:
     enter_decode(layer, call.positions)
     call = turn_decoded(layer, call)
     visible = (layer.positions[:, :, : layer.used] >= 0)[:, :, None, None] if layer.masked else None
     observed = decode_needs_rows(layer)
     if not (observed or call.needs_weights or needs_lse):
         mask = None if visible is None else visible[:, :, 0]
-        return packed_attention(call.query, call.key, call.value, mask, call.scale), None, None
+        return _Token(packed_attention(call.query, call.key, call.value, mask, call.scale))
+    if not needs_lse and can_count(layer, call):
+        out, rows = count_slots(layer, call)
+        return _Token(out, rows=rows, counted=True)
     if needs_lse:
         weights, lse = call_weights_lse(call, call.query, call.key, visible)
     else:
         weights, lse = call_weights(call, call.query, call.key, visible), None
     rows = decode_rows(layer, weights, call.positions) if observed else None
-    return weighted_values(weights, call.value), lse, rows
+    return _Token(weighted_values(weights, call.value), lse, rows)
 
 
 def _decode_lanes(layer: SlotLayer, call: Call, needs_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Decode where KV heads hold different counts: store by store, a lane as a row of one head.
 
     Returns:
-        The output and, if it is needed, the log-sum-exp as `_attend_token` returns them.
+        The output and, if it is needed, the log-sum-exp, as of a `_Token`.
     """
     lanes, heads = layer.lanes, layer.lanes.kv_heads
     count_decoded(layer, call.positions)
@@ -141,11 +155,11 @@ def _decode_lanes(layer: SlotLayer, call: Call, needs_lse: bool) -> tuple[Tensor
             sinks=None if sinks is None else sinks[own],
             fed=None if fed is None else fed.of(lambda rows, own=own: rows[own]),
         )
-        out, lse, rows = _attend_token(store, step, needs_lse)
-        leave_decode(store, step.value, rows)
+        token = _attend_token(store, step, needs_lse)
+        leave_decode(store, step.value, token.rows, token.counted)
         read += store.pairs_read * store.batch_size
-        outs.append(out)
-        sums.append(lse)
+        outs.append(token.out)
+        sums.append(token.lse)
     layer.pairs_read = read / len(lanes.order)
     whole = lanes.put_back(torch.cat(outs)).flatten(1, 2)
     return whole, lanes.put_back(torch.cat(sums)).flatten(2, 3) if needs_lse else None
@@ -210,10 +224,12 @@ def _attend_block(layer: SlotLayer, call: Call) -> tuple[Tensor, Tensor | None]:
         calibration.set_scale(call.scale, call.softcap)
         calibration.begin_block(call.query, call.value.shape[-1], block.new)
     corrected = calibration is not None and calibration.active
-    if observed or call.needs_weights or corrected:
-        out = explicit_block(layer, call, block, observed)
-    else:
+    if not (observed or call.needs_weights or corrected):
         out = fused_block(layer, call, block)
+    elif can_count(layer, call) and not corrected:
+        out = count_block(layer, call, block, observed)
+    else:
+        out = explicit_block(layer, call, block, observed)
     if layer.policy.score.once:
         if not call.last:
             layer.tail = last_of_prompt(layer, call, block)

@@ -41,21 +41,22 @@ class Group:
         self._rows: list[Rows | None] = []
         self._make_room(torch.cat([layer.pending for layer in layers]))
 
-    def arrive(self, layer: SlotLayer, values: Tensor, rows: Rows | None) -> None:
+    def arrive(self, layer: SlotLayer, values: Tensor, rows: Rows | None, observed: bool) -> None:
         """Take a layer's evidence; at the last layer, choose every layer's next victims.
 
         Args:
             values: (batch, kv_heads, slots, value_dim) of the layer, by the heads that are cached.
             rows: the weights of the token being decoded, if the policy wants them.
+            observed: whether the policy has yet to see them for its statistics.
         """
         if layer is self.layers[0]:
             self._values, self._rows = [], []
         self._values.append(values)
         self._rows.append(rows)
         if layer is self.layers[-1]:
-            self._decide()
+            self._decide(observed)
 
-    def _decide(self) -> None:
+    def _decide(self, observed: bool) -> None:
         first = self.layers[0]
         score, rescore = first.policy.ranking, first.policy.rescore
         rows = None
@@ -70,7 +71,7 @@ class Group:
             layer=self._index,
             heads=first.heads,
         )
-        if first.policy.needs_all_rows:
+        if observed:
             first.policy.observe(self._state, view, rows)
         importance = score.importance(self._state, view, rows)
         if rescore is not None:

@@ -1,0 +1,105 @@
+"""Attention that counts for the policy as it runs, by `kvtool.kernels`: no weights are written.
+
+What it computes is what `explicit_block`, or explicit weights of a decoded token, and the policy's
+`observe` compute.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvtool import kernels
+from kvtool.cache.eviction import Block, column_variance, decode_needs_rows, used_state
+from kvtool.cache.kernels import Call
+from kvtool.cache.slots import SlotLayer
+from kvtool.policies.parts import Evidence, Rows
+
+
+def can_count(layer: SlotLayer, call: Call) -> bool:
+    """Whether kernels can run the call, and the policy needs no more than they can tell."""
+    if call.kernel == "eager" or layer.policy.observes_rows:
+        return False
+    return kernels.usable(call.query)
+
+
+def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:
+    """Attend a block; add its columns to the block's state if somebody observes.
+
+    Returns:
+        (batch, heads, q_len, value_dim).
+    """
+    from kvtool.kernels.attend_rows import attend_rows
+    from kvtool.kernels.column_sums import column_sums
+
+    batch, heads = call.query.shape[:2]
+    total = call.key.shape[2]
+    if layer.ragged:
+        stored = block.view.positions
+        new = block.new.expand(batch, -1)
+    else:
+        order = torch.arange(total, device=call.query.device)
+        stored = order.expand(batch, 1, -1)
+        new = order[block.kept :].expand(batch, -1)
+    masks = {"scale": call.scale, "window": layer.window, "softcap": call.softcap}
+    out, lse, seen = attend_rows(
+        call.query,
+        call.key,
+        call.value,
+        new,
+        stored,
+        sinks=_sinks(call),
+        in_order=not layer.ragged,
+        **masks,
+    )
+    if not observed:
+        return out
+    given = call.query, call.key, new, stored, lse, seen
+    sums = {name: block.state[name] for name in layer.policy.columns}
+    if sums:
+        column_sums(*given, sums, **masks)
+    if layer.held_back:
+        by_head = out.new_zeros((batch, heads, total), dtype=torch.float32)
+        column_sums(*given, {"attention_sum": by_head}, **masks)
+        grouped = by_head.view(batch, layer.positions.shape[1], -1, total)
+        layer.variance = column_variance(grouped, block.view.tokens_seen, block.view.heads)
+    return out
+
+
+def count_slots(layer: SlotLayer, call: Call) -> tuple[Tensor, Rows | None]:
+    """Attend a decoded token, and add what each slot receives to the layer's state.
+
+    Returns:
+        (batch, heads, 1, value_dim), and the weights if the policy ranks slots by them.
+    """
+    from kvtool.kernels.attend_slots import attend_slots
+
+    positions = layer.positions[:, :, : layer.used] if layer.masked else None
+    valid = None if call.positions is None else call.positions >= 0
+    ranked = layer.policy.ranking.evidence is Evidence.LAST_ROWS
+    state = used_state(layer)
+    out, weights = attend_slots(
+        call.query,
+        call.key,
+        call.value,
+        positions,
+        {name: state[name] for name in layer.policy.columns},
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=_sinks(call),
+        valid=None if valid is None else valid[:, 0],
+        weights=ranked and decode_needs_rows(layer),
+    )
+    if weights is None:
+        return out, None
+    grouped = weights.view(len(weights), layer.positions.shape[1], -1, 1, weights.shape[-1])
+    visible = None if positions is None else (positions >= 0)[:, :, None]
+    return out, Rows(grouped, visible, valid)
+
+
+def _sinks(call: Call) -> Tensor | None:
+    """Sinks as (batch, heads)."""
+    if call.sinks is None:
+        return None
+    batch = len(call.query)
+    return call.sinks.expand(batch, -1) if call.sinks.dim() == 1 else call.sinks.reshape(batch, -1)

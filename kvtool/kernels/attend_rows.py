@@ -1,0 +1,189 @@
+"""Attention of many queries, with the log-sum-exp of each and the number of keys that it sees.
+
+One pass over the keys with a running maximum (Dao et al., 2022, https://arxiv.org/abs/2205.14135).
+The masks are those of a slot cache: by true position, -1 = empty or padding. The log-sum-exp is
+what `column_sums` needs to find the weights again without their having been written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvtool.kernels.tiles import dense, load_tile, logits_of, tile_edge, visible_tile, width
+
+
+@triton.jit
+def attend_rows_kernel(
+    query,
+    key,
+    value,
+    query_positions,
+    key_positions,
+    sinks,
+    out,
+    lse,
+    seen,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    value_batch,
+    value_head,
+    value_row,
+    new_batch,
+    stored_batch,
+    stored_head,
+    sinks_batch,
+    heads,
+    key_share,
+    stored_share,
+    q_len,
+    kv_len,
+    window,
+    scale,
+    softcap,
+    DIM: tl.constexpr,
+    DIM_WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """A tile of queries of one head, over all keys that they can see."""
+    first = tl.program_id(0) * ROWS
+    head = tl.program_id(1) % heads
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    rows = first + tl.arange(0, ROWS)
+    inside = rows < q_len
+    query += batch * query_batch + head.to(tl.int64) * query_head
+    key += batch * key_batch + (head // key_share).to(tl.int64) * key_head
+    value += batch * value_batch + (head // key_share).to(tl.int64) * value_head
+    key_positions += batch * stored_batch + (head // stored_share).to(tl.int64) * stored_head
+    tile = load_tile(query, rows, query_row, q_len, DIM, DIM_WIDTH)
+    new = tl.load(query_positions + batch * new_batch + rows, mask=inside, other=-1).to(tl.int32)
+
+    highest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    keys_seen = tl.zeros((ROWS,), tl.float32)
+    mean = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
+    start = 0
+    stop = tl.minimum(kv_len - q_len + first + ROWS, kv_len)
+    if WINDOWED and IN_ORDER:
+        start = tl.maximum(kv_len - q_len + first - window + 1, 0) // KEYS * KEYS
+    for low in range(start, stop, KEYS):
+        places = low + tl.arange(0, KEYS)
+        there = places < stop
+        stored = tl.load(key_positions + places, mask=there, other=-1).to(tl.int32)
+        keys = load_tile(key, places, key_row, stop, DIM, DIM_WIDTH)
+        visible = visible_tile(new, stored, window, WINDOWED) & there[None, :]
+        logits = logits_of(tile, keys, scale, softcap, CAPPED)
+        logits = tl.where(visible, logits, float("-inf"))
+        top = tl.maximum(highest, tl.max(logits, 1))
+        finite = tl.where(top == float("-inf"), 0.0, top)  # nothing visible so far
+        weights = tl.exp(logits - finite[:, None])
+        shrink = tl.exp(highest - finite)
+        total = total * shrink + tl.sum(weights, 1)
+        keys_seen += tl.sum(visible.to(tl.float32), 1)
+        values = load_tile(value, places, value_row, stop, VALUE_DIM, VALUE_WIDTH)
+        mean = mean * shrink[:, None]
+        mean += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        highest = top
+    if SINKS:
+        sink = tl.load(sinks + batch * sinks_batch + head).to(tl.float32)
+        top = tl.maximum(highest, sink)
+        shrink = tl.exp(highest - top)
+        total = total * shrink + tl.exp(sink - top)
+        mean = mean * shrink[:, None]
+        highest = top
+
+    line = tl.program_id(1).to(tl.int64) * q_len + rows
+    columns = tl.arange(0, VALUE_WIDTH)
+    tl.store(
+        out + line[:, None] * VALUE_DIM + columns[None, :],
+        (mean / total[:, None]).to(out.dtype.element_ty),
+        mask=inside[:, None] & (columns < VALUE_DIM)[None, :],
+    )
+    tl.store(lse + line, highest + tl.log(total), mask=inside)
+    tl.store(seen + line, keys_seen, mask=inside)
+
+
+def attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    in_order: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of the newest tokens over [kept slots, new tokens].
+
+    Args:
+        query: (batch, heads, q_len, head_dim), after RoPE.
+        key, value: (batch, heads of the attention, kv_len, dim); the last q_len are the new tokens.
+        query_positions: (batch, q_len) int64 ascending, -1 = padding, whose output means nothing.
+        key_positions: (batch, kv_heads, kv_len) int, -1 = empty slot or padding.
+        window: width of a sliding window, in positions, the query itself included.
+        sinks: (batch, heads) logits that take their share without a value.
+        in_order: whether key j has position j, so that a window need not look far back.
+
+    Returns:
+        (batch, heads, q_len, value_dim) in the dtype of the values; the log-sum-exp of the logits
+        of each query, its sink included, and the number of keys that it sees, (batch, heads, q_len)
+        float32.
+    """
+    query, key, value = dense(query), dense(key), dense(value)
+    batch, heads, q_len, head_dim = query.shape
+    kv_len, value_dim = value.shape[2:]
+    out = value.new_empty((batch, heads, q_len, value_dim))
+    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
+    seen = torch.empty_like(lse)
+    query_positions, key_positions = dense(query_positions), dense(key_positions)
+    edge = tile_edge(key, value)
+    attend_rows_kernel[(triton.cdiv(q_len, edge), batch * heads)](
+        query,
+        key,
+        value,
+        query_positions,
+        key_positions,
+        query if sinks is None else sinks,
+        out,
+        lse,
+        seen,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        query_positions.stride(0),
+        *key_positions.stride()[:2],
+        0 if sinks is None else sinks.stride(0),
+        heads,
+        heads // key.shape[1],
+        heads // key_positions.shape[1],
+        q_len,
+        kv_len,
+        window or 0,
+        scale,
+        softcap or 1.0,
+        DIM=head_dim,
+        DIM_WIDTH=width(head_dim),
+        VALUE_DIM=value_dim,
+        VALUE_WIDTH=width(value_dim),
+        ROWS=edge,
+        KEYS=edge,
+        CAPPED=softcap is not None,
+        WINDOWED=window is not None,
+        IN_ORDER=in_order,
+        SINKS=sinks is not None,
+    )
+    return out, lse, seen

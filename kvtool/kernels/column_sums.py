@@ -1,0 +1,190 @@
+"""Columns of attention, summed over many queries, from the log-sum-exp: weights are not written.
+
+The weight of a key is exp(logit - log-sum-exp of its query). A program owns a tile of keys and
+walks over the queries that can see them, so nothing is added up by two programs and the sums do not
+depend on the order in which programs run.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvtool.kernels.tiles import dense, load_tile, logits_of, tile_edge, visible_tile, width
+from kvtool.maths.columns import COLUMNS, NEARLY_ONE
+
+
+@triton.jit
+def column_sums_kernel(
+    query,
+    key,
+    query_positions,
+    key_positions,
+    lse,
+    seen,
+    attention_sum,
+    square_sum,
+    count,
+    above_average,
+    query_batch,
+    query_head,
+    query_row,
+    key_batch,
+    key_head,
+    key_row,
+    new_batch,
+    stored_batch,
+    stored_head,
+    sums_batch,
+    sums_head,
+    sums_heads,
+    group,
+    key_share,
+    stored_share,
+    q_len,
+    kv_len,
+    window,
+    scale,
+    softcap,
+    DIM: tl.constexpr,
+    DIM_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    ATTENTION_SUM: tl.constexpr,
+    SQUARE_SUM: tl.constexpr,
+    COUNT: tl.constexpr,
+    ABOVE_AVERAGE: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """A tile of keys under all queries that can see them, the mean over `group` query heads."""
+    low = tl.program_id(0) * KEYS
+    own = tl.program_id(1) % sums_heads
+    batch = (tl.program_id(1) // sums_heads).to(tl.int64)
+    heads = sums_heads * group
+    places = low + tl.arange(0, KEYS)
+    there = places < kv_len
+    key_positions += batch * stored_batch + (own * group // stored_share).to(tl.int64) * stored_head
+    stored = tl.load(key_positions + places, mask=there, other=-1).to(tl.int32)
+
+    sums = tl.zeros((KEYS,), tl.float32)
+    squares = tl.zeros((KEYS,), tl.float32)
+    counted = tl.zeros((KEYS,), tl.float32)
+    above = tl.zeros((KEYS,), tl.float32)
+    earliest = tl.maximum(low - (kv_len - q_len), 0) // ROWS * ROWS
+    for first in range(earliest, q_len, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = rows < q_len
+        new = tl.load(query_positions + batch * new_batch + rows, mask=inside, other=-1)
+        new = new.to(tl.int32)
+        visible = visible_tile(new, stored, window, WINDOWED)
+        visible = visible & (new >= 0)[:, None] & there[None, :]
+        mean = tl.zeros((ROWS, KEYS), tl.float32)
+        for member in range(group):
+            head = own * group + member
+            line = (batch * heads + head) * q_len + rows
+            tile = load_tile(
+                query + batch * query_batch + head.to(tl.int64) * query_head,
+                rows,
+                query_row,
+                q_len,
+                DIM,
+                DIM_WIDTH,
+            )
+            keys = load_tile(
+                key + batch * key_batch + (head // key_share).to(tl.int64) * key_head,
+                places,
+                key_row,
+                kv_len,
+                DIM,
+                DIM_WIDTH,
+            )
+            logits = logits_of(tile, keys, scale, softcap, CAPPED)
+            norm = tl.load(lse + line, mask=inside, other=0.0)
+            mean += tl.exp(tl.where(visible, logits - norm[:, None], float("-inf")))
+        mean = mean / group
+        if ATTENTION_SUM:
+            sums += tl.sum(mean, 0)
+        if SQUARE_SUM:
+            squares += tl.sum(mean * mean, 0)
+        if COUNT:
+            counted += tl.sum(visible.to(tl.float32), 0)
+        if ABOVE_AVERAGE:
+            line = (batch * heads + own * group) * q_len + rows
+            keys_seen = tl.load(seen + line, mask=inside, other=0.0)
+            above += tl.sum((mean * keys_seen[:, None] >= LEAST).to(tl.float32), 0)
+
+    line = batch * sums_batch + own.to(tl.int64) * sums_head + places
+    if ATTENTION_SUM:
+        sums += tl.load(attention_sum + line, mask=there, other=0.0)
+        tl.store(attention_sum + line, sums, mask=there)
+    if SQUARE_SUM:
+        squares += tl.load(square_sum + line, mask=there, other=0.0)
+        tl.store(square_sum + line, squares, mask=there)
+    if COUNT:
+        counted += tl.load(count + line, mask=there, other=0.0)
+        tl.store(count + line, counted, mask=there)
+    if ABOVE_AVERAGE:
+        above += tl.load(above_average + line, mask=there, other=0.0)
+        tl.store(above_average + line, above, mask=there)
+
+
+def column_sums(
+    query: Tensor,
+    key: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    lse: Tensor,
+    seen: Tensor,
+    sums: dict[str, Tensor],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Add to each slot what it receives from the newest tokens, in place.
+
+    Args:
+        query, key, query_positions, key_positions: as `attend_rows` took them.
+        lse, seen: what it returned beside the output.
+        sums: some of `COLUMNS` by name, (batch, their heads, kv_len) float32, laid out alike; each
+            of their heads takes the mean over an equal share of the query heads.
+    """
+    query, key = dense(query), dense(key)
+    query_positions, key_positions = dense(query_positions), dense(key_positions)
+    batch, heads, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
+    (stride,) = {total.stride() for total in sums.values()}  # alike, or this raises
+    sums_heads = next(iter(sums.values())).shape[1]
+    edge = tile_edge(key)
+    column_sums_kernel[(triton.cdiv(kv_len, edge), batch * sums_heads)](
+        query,
+        key,
+        query_positions,
+        key_positions,
+        lse,
+        seen,
+        *(sums.get(name, lse) for name in COLUMNS),
+        *query.stride()[:3],
+        *key.stride()[:3],
+        query_positions.stride(0),
+        *key_positions.stride()[:2],
+        *stride[:2],
+        sums_heads,
+        heads // sums_heads,
+        heads // key.shape[1],
+        heads // key_positions.shape[1],
+        q_len,
+        kv_len,
+        window or 0,
+        scale,
+        softcap or 1.0,
+        DIM=head_dim,
+        DIM_WIDTH=width(head_dim),
+        ROWS=edge,
+        KEYS=edge,
+        CAPPED=softcap is not None,
+        WINDOWED=window is not None,
+        **{name.upper(): name in sums for name in COLUMNS},
+        LEAST=NEARLY_ONE,
+    )

@@ -1,0 +1,54 @@
+"""What the kernels share: how they read tiles of queries and keys, and which keys are visible."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def width(dim: int) -> int:
+    """Columns of a tile that holds `dim`: a power of two, and what a matrix unit takes at least."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def tile_edge(*operands: Tensor) -> int:
+    """Rows of a tile: few enough for tiles of all operands to fit in a GPU's shared memory.
+
+    Products of float32 in full precision take several times the room of halves.
+    """
+    size = operands[0].element_size()
+    room = 32768 if size == 2 else 8192  # bytes of one tile
+    return min(64, max(16, room // (size * max(width(tensor.shape[-1]) for tensor in operands))))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, its last axis without gaps."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@triton.jit
+def load_tile(base, rows, stride, limit, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of a matrix, 0 beyond its last row and column."""
+    columns = tl.arange(0, WIDTH)
+    inside = (rows < limit)[:, None] & (columns < DIM)[None, :]
+    places = rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    return tl.load(base + places, mask=inside, other=0.0)
+
+
+@triton.jit
+def logits_of(query, key, scale, softcap, CAPPED: tl.constexpr):
+    """Scaled dot products of two tiles in float32, soft-capped where the model does so."""
+    logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if CAPPED:
+        logits = softcap * (1 - 2 / (tl.exp(2 * logits / softcap) + 1))  # softcap * tanh
+    return logits
+
+
+@triton.jit
+def visible_tile(query_positions, key_positions, window, WINDOWED: tl.constexpr):
+    """Which keys each query may see, as `kvtool.maths.attention.visible_keys` has it."""
+    query = query_positions[:, None]
+    key = key_positions[None, :]
+    visible = (key >= 0) & (key <= query)
+    if WINDOWED:
+        visible = visible & (key > query - window)
+    return visible | (query < 0)

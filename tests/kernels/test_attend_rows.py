@@ -1,0 +1,45 @@
+"""Attention of many queries, its log-sum-exp and counts, against plain torch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.kernels import twins
+from tests.kernels.drawn import TOLERANCE, Drawn, Sizes, sizes
+
+pytest.importorskip("triton")
+
+from kvtool.kernels.attend_rows import attend_rows
+
+
+def compare(size: Sizes) -> None:
+    drawn = Drawn(size)
+    given = drawn.query, drawn.key, drawn.value, drawn.new, drawn.stored
+    options = {
+        "scale": size.head_dim**-0.5,
+        "window": size.window,
+        "softcap": size.softcap,
+        "sinks": drawn.sinks,
+        "in_order": not size.ragged,
+    }
+    real = (drawn.new >= 0)[:, None].expand(-1, size.heads, -1)
+    tolerance = TOLERANCE[size.dtype]
+    out, lse, seen = attend_rows(*given, **options)
+    expected, expected_lse, expected_seen = twins.attend_rows(*given, **options)
+    assert out.shape == (size.batch, size.heads, size.new, size.value_dim)
+    assert out.dtype == size.dtype
+    assert out.isfinite().all(), "what padding reads must not poison later layers"
+    torch.testing.assert_close(out[real], expected[real], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse[real], expected_lse[real], atol=1e-4, rtol=1e-4)
+    assert torch.equal(seen[real], expected_seen[real])
+
+
+@settings(max_examples=12, deadline=None)
+@given(sizes())
+def test_rows_attend_as_in_plain_torch(size):
+    compare(size)
+
+
+def test_blocks_of_many_tiles():
+    compare(Sizes(2, 2, 2, 6, 150, 130, 24, 40, torch.float32, True, None, 4.0, True, seed=3))
+    compare(Sizes(1, 1, 1, 2, 70, 140, 16, 16, torch.bfloat16, False, 30, None, False, seed=4))

@@ -1,0 +1,91 @@
+"""Attention of one query per row, counted in the same pass, against weights in full."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtool.maths.columns import COLUMNS
+from tests.kernels import twins
+from tests.kernels.drawn import DEVICE, TOLERANCE, Drawn, Sizes, copied, sizes
+
+pytest.importorskip("triton")
+
+from kvtool.kernels.attend_slots import attend_slots
+
+
+def compare(size: Sizes, names, weights: bool) -> None:
+    drawn = Drawn(size)
+    given = drawn.query, drawn.key, drawn.value, drawn.stored if size.ragged else None
+    valid = torch.arange(size.batch, device=DEVICE) > 0 if size.ragged else None
+    options = {
+        "scale": size.head_dim**-0.5,
+        "softcap": size.softcap,
+        "sinks": drawn.sinks,
+        "valid": valid,
+        "weights": weights,
+    }
+    sums = drawn.sums(names, size.cached)
+    expected = copied(sums)
+    tolerance = TOLERANCE[size.dtype]
+    out, found = attend_slots(*given, sums, **options)
+    expected_out, expected_found = twins.attend_slots(*given, expected, **options)
+    assert out.shape == (size.batch, size.heads, 1, size.value_dim)
+    assert out.dtype == size.dtype
+    torch.testing.assert_close(out, expected_out, atol=tolerance, rtol=tolerance)
+    assert (found is None) == (not weights)
+    if weights:
+        torch.testing.assert_close(found, expected_found, atol=tolerance, rtol=tolerance)
+    for name in names:
+        if name == "above_average" and size.dtype != torch.float32:
+            continue  # plain torch rounds the logits of halves, and a step turns that into 1
+        torch.testing.assert_close(sums[name], expected[name], atol=tolerance, rtol=tolerance)
+
+
+def decoded(most_kept: int = 200):
+    return sizes(most_new=1, most_kept=most_kept).map(lambda size: replace(size, window=None))
+
+
+@settings(max_examples=20, deadline=None)
+@given(decoded(), st.sets(st.sampled_from(COLUMNS)), st.booleans())
+def test_slots_are_attended_and_counted_as_in_plain_torch(size, names, weights):
+    compare(size, sorted(names), weights)
+
+
+@pytest.mark.parametrize("kept", [511, 512, 1300])
+def test_long_caches_are_split_and_joined(kept):
+    size = Sizes(2, 2, 2, 6, kept, 1, 24, 16, torch.float32, True, None, None, True, seed=9)
+    compare(size, COLUMNS, weights=True)
+
+
+def test_more_slots_than_the_parts_that_are_joined_at_once(monkeypatch):
+    from kvtool.kernels import attend_slots as module
+
+    monkeypatch.setattr(module, "_SPLIT", 16)
+    monkeypatch.setattr(module, "_PARTS", 5)
+    size = Sizes(1, 1, 1, 2, 300, 1, 8, 8, torch.float32, True, None, None, False, seed=10)
+    compare(size, COLUMNS, weights=True)
+
+
+def test_a_part_of_the_cache_that_is_empty_changes_nothing():
+    """A whole tile, and a whole part, of empty slots: their maximum is minus infinity."""
+    size = Sizes(1, 1, 1, 3, 1100, 1, 16, 16, torch.float32, True, None, None, False, seed=11)
+    drawn = Drawn(size)
+    drawn.stored[..., :600] = -1
+    sums = drawn.sums(COLUMNS, 1)
+    expected = copied(sums)
+    out, _ = attend_slots(drawn.query, drawn.key, drawn.value, drawn.stored, sums, scale=0.25)
+    rest = {name: total[..., 600:] for name, total in expected.items()}
+    expected_out, _ = twins.attend_slots(
+        drawn.query,
+        drawn.key[:, :, 600:],
+        drawn.value[:, :, 600:],
+        drawn.stored[..., 600:],
+        rest,
+        scale=0.25,
+    )
+    torch.testing.assert_close(out, expected_out, atol=2e-5, rtol=2e-5)
+    for name in COLUMNS:
+        torch.testing.assert_close(sums[name], expected[name], atol=2e-5, rtol=2e-5)
