@@ -17,10 +17,12 @@ from kvtool.policies.parts import Evidence, Rows
 
 
 def can_count(layer: SlotLayer, call: Call) -> bool:
-    """Whether kernels can run the call, and the policy needs no more than they can tell."""
-    if call.kernel == "eager" or layer.policy.observes_rows:
-        return False
-    return kernels.usable(call.query)
+    """Whether kernels can run the call, and the policy needs no more than they can tell.
+
+    `eager` asks for plain torch, unless transformers has nothing else for the model's attention.
+    """
+    eager = call.kernel == "eager" and call.softcap is None and call.sinks is None
+    return not (eager or layer.policy.observes_rows) and kernels.usable(call.query)
 
 
 def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:

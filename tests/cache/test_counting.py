@@ -1,0 +1,119 @@
+"""A cache whose attention counts as it runs keeps and computes what plain torch does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvtool
+from kvtool import kernels
+from kvtool.generation import decode_step, prefill
+from tests.families import family_model
+from tests.kernels.drawn import DEVICE
+from tests.models_for_tests import peaky_model, random_ids
+
+pytest.importorskip("triton")
+
+
+LENGTH, BUDGET, NEW = 41, 16, 5
+
+
+def run(model, policy, mode, ids, mask=None):
+    """Logits after the prompt and after each new token, and the kept positions of every layer."""
+    kvtool.attach(model)
+    cache = kvtool.build_cache(model, policy, BUDGET, prefill=mode)
+    logits = [prefill(model, cache, ids, attention_mask=mask)]
+    for token in range(5, 5 + NEW):
+        logits.append(decode_step(model, cache, torch.full((len(ids),), token, device=ids.device)))
+    layers = range(model.config.num_hidden_layers)
+    return torch.stack(logits), [cache.kept_positions(layer) for layer in layers]
+
+
+def compare(monkeypatch, model, policy, mode, ids, mask=None, tolerance=1e-4):
+    model, ids = model.to(DEVICE), ids.to(DEVICE)
+    mask = None if mask is None else mask.to(DEVICE)
+    monkeypatch.setattr(kernels, "usable", lambda tensor: False)
+    plain = run(model, policy, mode, ids, mask)
+    asked = []
+    monkeypatch.setattr(kernels, "usable", lambda tensor: asked.append(1) or True)
+    counted = run(model, policy, mode, ids, mask)
+    assert asked, "no kernel was offered"
+    torch.testing.assert_close(counted[0], plain[0], atol=tolerance, rtol=tolerance)
+    for one, other in zip(counted[1], plain[1], strict=True):
+        for head, twin in zip(flat(one), flat(other), strict=True):
+            assert head == twin
+
+
+def flat(kept):
+    return [sorted(p for p in head if p >= 0) for row in kept.tolist() for head in row]
+
+
+@pytest.mark.parametrize("mode", ["full", "block:16"])
+@pytest.mark.parametrize(
+    "policy", ["h2o", "roco+caote", "scissorhands", "tova", "d2o", "h2o+cam(deterministic=true)"]
+)
+def test_policies_keep_the_same(monkeypatch, policy, mode):
+    compare(monkeypatch, peaky_model("llama"), policy, mode, random_ids(LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [
+        ("gemma2", "roco"),  # soft-capped logits, sliding layers
+        ("gpt_oss", "h2o"),  # a sink logit per head, sliding layers
+        ("gpt_oss", "streaming"),  # whose weights nobody wants
+        ("deepseek_v3", "scissorhands"),  # one latent for all heads
+        ("deepseek_v3", "tova"),
+    ],
+)
+def test_families_with_attention_of_their_own(monkeypatch, family, policy):
+    model = family_model(family)
+    model.config._attn_implementation = model.config._attn_implementation.replace("eager", "sdpa")
+    compare(monkeypatch, model, policy, "full", random_ids(LENGTH))
+
+
+@pytest.mark.parametrize("policy", ["roco", "tova", "scissorhands"])
+def test_padded_rows(monkeypatch, policy):
+    ids = random_ids(LENGTH, batch=2)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    compare(monkeypatch, peaky_model("llama"), policy, "block:16", ids, mask)
+
+
+def test_heads_that_keep_different_counts(monkeypatch):
+    compare(monkeypatch, peaky_model("llama"), "h2o+ada", "full", random_ids(LENGTH))
+
+
+def test_a_score_that_looks_at_rows_itself_is_given_them(monkeypatch):
+    """Such a score needs weights in full, wherever it runs."""
+    from kvtool.cache.counting import can_count
+    from kvtool.policies.parts import Evidence
+    from kvtool.policies.policy import Policy
+    from kvtool.policies.scores.h2o import H2O
+
+    monkeypatch.setattr(kernels, "usable", lambda tensor: True)
+
+    class Rows(H2O):
+        evidence = Evidence.ALL_ROWS
+
+    class Layer:
+        policy = Policy(Rows())
+
+    class Call:
+        kernel, query, softcap, sinks = "sdpa", None, None, None
+
+    assert not can_count(Layer, Call)
+    Layer.policy = Policy(H2O())
+    assert can_count(Layer, Call)
+    Call.kernel = "eager"
+    assert not can_count(Layer, Call)
+    Call.softcap = 50.0
+    assert can_count(Layer, Call)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["full", "block:64"])
+@pytest.mark.parametrize("policy", ["h2o", "roco", "scissorhands", "tova", "d2o"])
+def test_a_gpu_keeps_what_plain_torch_keeps(monkeypatch, policy, mode):
+    assert DEVICE == "cuda"
+    compare(monkeypatch, peaky_model("llama"), policy, mode, random_ids(300), tolerance=1e-3)
