@@ -26,7 +26,7 @@ Count = int | Tensor  # one number, or one per row (batch, 1, 1), or per head (b
 
 
 class Evidence(enum.Enum):
-    """What a score wants to see of every block: attention rows, or the model's logits."""
+    """What a score wants to see of every block: attention rows, sums of them, or the logits."""
 
     NOTHING = "nothing"
     LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
