@@ -17,12 +17,17 @@ from kvtool.policies.parts import Evidence, Rows
 
 
 def can_count(layer: SlotLayer, call: Call) -> bool:
-    """Whether kernels can run the call, and the policy needs no more than they can tell.
+    """Whether kernels can run the call, and the policy needs no more than they can tell."""
+    return not layer.policy.observes_rows and can_run(call)
+
+
+def can_run(call: Call) -> bool:
+    """Whether kernels can run the call.
 
     `eager` asks for plain torch, unless transformers has nothing else for the model's attention.
     """
     eager = call.kernel == "eager" and call.softcap is None and call.sinks is None
-    return not (eager or layer.policy.observes_rows) and kernels.usable(call.query)
+    return not eager and kernels.usable(call.query)
 
 
 def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:
@@ -50,7 +55,7 @@ def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> T
         call.value,
         new,
         stored,
-        sinks=_sinks(call),
+        sinks=_sinks(call, len(call.query)),
         in_order=not layer.ragged,
         **masks,
     )
@@ -88,7 +93,7 @@ def count_slots(layer: SlotLayer, call: Call) -> tuple[Tensor, Rows | None]:
         {name: state[name] for name in layer.policy.columns},
         scale=call.scale,
         softcap=call.softcap,
-        sinks=_sinks(call),
+        sinks=_sinks(call, len(call.query)),
         valid=None if valid is None else valid[:, 0],
         weights=ranked and decode_needs_rows(layer),
     )
@@ -99,9 +104,35 @@ def count_slots(layer: SlotLayer, call: Call) -> tuple[Tensor, Rows | None]:
     return out, Rows(grouped, visible, valid)
 
 
-def _sinks(call: Call) -> Tensor | None:
+def attend_chosen(call: Call, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+    """Attend some slots by some rows of a decoded token, where they lie: none is copied.
+
+    Args:
+        query: (rows, heads, 1, head_dim).
+        keys, values: (rows, kv_heads, capacity, dim).
+        slots: (rows, kv_heads, count) or (rows, kv_heads, group, count) int64.
+
+    Returns:
+        (rows, heads, 1, value_dim).
+    """
+    from kvtool.kernels.attend_slots import attend_slots
+
+    out, _ = attend_slots(
+        query,
+        keys,
+        values,
+        None,
+        {},
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=_sinks(call, len(query)),
+        chosen=slots.flatten(1, -2),
+    )
+    return out
+
+
+def _sinks(call: Call, batch: int) -> Tensor | None:
     """Sinks as (batch, heads)."""
     if call.sinks is None:
         return None
-    batch = len(call.query)
     return call.sinks.expand(batch, -1) if call.sinks.dim() == 1 else call.sinks.reshape(batch, -1)

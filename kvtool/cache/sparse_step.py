@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvtool.cache.counting import attend_chosen, can_run
 from kvtool.cache.kernels import Call, call_weights, packed_attention
 from kvtool.cache.read_budgets import ReadBudgets
 from kvtool.cache.reading import Reading, take_slots
@@ -88,23 +89,30 @@ def _attend_rows(reading: Reading, call: Call, keys: Tensor, values: Tensor) -> 
     query = call.query[reading.rows]
     grouped = group_queries(query, keys.shape[1])[:, :, :, 0]
     choice = Choice(None) if reading.dense else _choose(reading, call, grouped, keys)
-    if choice.slots is None:
-        key, value = reading.candidates(keys), reading.candidates(values)
+    slots = choice.slots
+    if slots is not None and reading.index is not None:
+        slots = reading.index.gather(2, slots.flatten(2)).view(slots.shape)
+    if slots is not None and can_run(call):
+        out, pairs = attend_chosen(call, query, keys, values, slots), slots.numel()
     else:
-        slots = choice.slots
-        if reading.index is not None:
-            slots = reading.index.gather(2, slots.flatten(2)).view(slots.shape)
-        key, value = take_slots(keys, slots), take_slots(values, slots)
-    if call.needs_weights:
-        out = weighted_values(call_weights(call, query, key, None), value)
-    else:
-        out = packed_attention(query, key, value, None, call.scale)
+        if slots is None:
+            key, value = reading.candidates(keys), reading.candidates(values)
+        else:
+            key, value = take_slots(keys, slots), take_slots(values, slots)
+        out, pairs = _attend_pairs(call, query, key, value), key[..., 0].numel()
     if choice.share is not None:
         own = out.view(*grouped.shape[:3], -1)
         mixed = torch.lerp(choice.rest[:, :, None], own.float(), choice.share[..., None])
         out = mixed.to(out.dtype).view_as(out)
     rows_and_heads = keys.shape[0] * keys.shape[1]
-    return out, choice.estimate * rows_and_heads + key.numel() + value.numel()
+    pair = keys.shape[-1] + values.shape[-1]
+    return out, choice.estimate * rows_and_heads + pairs * pair
+
+
+def _attend_pairs(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    if call.needs_weights:
+        return weighted_values(call_weights(call, query, key, None), value)
+    return packed_attention(query, key, value, None, call.scale)
 
 
 def _choose(reading: Reading, call: Call, query: Tensor, keys: Tensor) -> Choice:

@@ -25,6 +25,7 @@ def attend_part_kernel(
     key,
     value,
     positions,
+    chosen,
     logits,
     part_mean,
     part_top,
@@ -40,9 +41,13 @@ def attend_part_kernel(
     value_row,
     stored_batch,
     stored_head,
-    key_heads,
+    chosen_batch,
+    chosen_head,
+    lists,
     share,
+    key_share,
     stored_share,
+    capacity,
     slots,
     split,
     scale,
@@ -55,16 +60,18 @@ def attend_part_kernel(
     KEYS: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):
-    """The queries of one key head over one part of the slots."""
-    own = tl.program_id(0) % key_heads
-    batch = (tl.program_id(0) // key_heads).to(tl.int64)
+    """The queries that attend to one list of slots, over one part of it."""
+    own = tl.program_id(0) % lists
+    batch = (tl.program_id(0) // lists).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
     members = tl.arange(0, SHARE_WIDTH)
     heads = own * share + members
-    line = batch * key_heads * share + heads
-    key += batch * key_batch + own.to(tl.int64) * key_head
-    value += batch * value_batch + own.to(tl.int64) * value_head
+    line = batch * lists * share + heads
+    key += batch * key_batch + (own * share // key_share).to(tl.int64) * key_head
+    value += batch * value_batch + (own * share // key_share).to(tl.int64) * value_head
+    chosen += batch * chosen_batch + own.to(tl.int64) * chosen_head
     query += batch * query_batch + own.to(tl.int64) * share * query_head
     tile = load_tile(query, members, query_head, share, DIM, DIM_WIDTH)
     positions += batch * stored_batch + (own * share // stored_share).to(tl.int64) * stored_head
@@ -79,7 +86,11 @@ def attend_part_kernel(
         stored = places < stop
         if MASKED:
             stored = stored & (tl.load(positions + places, mask=stored, other=-1) >= 0)
-        keys = load_tile(key, places, key_row, stop, DIM, DIM_WIDTH)
+        rows = places
+        if CHOSEN:
+            rows = tl.load(chosen + places, mask=places < stop, other=capacity)
+        limit = capacity if CHOSEN else stop
+        keys = load_tile(key, rows, key_row, limit, DIM, DIM_WIDTH)
         found = logits_of(tile, keys, scale, softcap, CAPPED)
         found = tl.where(stored[None, :], found, float("-inf"))
         tl.store(
@@ -93,7 +104,7 @@ def attend_part_kernel(
         shrink = tl.exp(highest - finite)
         total = total * shrink + tl.sum(weights, 1)
         seen += stored.to(tl.float32)
-        values = load_tile(value, places, value_row, stop, VALUE_DIM, VALUE_WIDTH)
+        values = load_tile(value, rows, value_row, limit, VALUE_DIM, VALUE_WIDTH)
         mean = mean * shrink[:, None]
         mean += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         highest = top
@@ -221,6 +232,7 @@ def attend_slots(
     sinks: Tensor | None = None,
     valid: Tensor | None = None,
     weights: bool = False,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one query per row, counted in place.
 
@@ -232,6 +244,8 @@ def attend_slots(
         sinks: (batch, heads) logits that take their share without a value.
         valid: bool (batch,), False where the row's query is padding and counts for nothing.
         weights: whether the weights are wanted themselves.
+        chosen: (batch, kv_heads or heads, count) int64, the slots to attend to, in any order; then
+            there are no `positions`, and the sums and the weights have `count` in place of slots.
 
     Returns:
         (batch, heads, 1, value_dim) in the dtype of the values, and the weights, (batch, heads,
@@ -239,8 +253,10 @@ def attend_slots(
     """
     query, key, value = dense(query[:, :, 0]), dense(key), dense(value)
     batch, heads, head_dim = query.shape
-    key_heads, slots, value_dim = value.shape[1:]
-    share = heads // key_heads
+    key_heads, capacity, value_dim = value.shape[1:]
+    lists = key_heads if chosen is None else chosen.shape[1]
+    slots = capacity if chosen is None else chosen.shape[2]
+    share = heads // lists
     split = max(_SPLIT, triton.cdiv(slots, _PARTS))
     parts = triton.cdiv(slots, split)
     floats = {"dtype": torch.float32, "device": query.device}
@@ -248,11 +264,13 @@ def attend_slots(
     part_mean = torch.empty((batch, heads, parts, value_dim), **floats)
     part_numbers = torch.empty((3, batch, heads, parts), **floats).unbind()
     stored = query if positions is None else dense(positions)
-    attend_part_kernel[(batch * key_heads, parts)](
+    listed = query if chosen is None else dense(chosen)
+    attend_part_kernel[(batch * lists, parts)](
         query,
         key,
         value,
         stored,
+        listed,
         logits,
         part_mean,
         *part_numbers,
@@ -260,9 +278,12 @@ def attend_slots(
         *key.stride()[:3],
         *value.stride()[:3],
         *stored.stride()[:2],
-        key_heads,
+        *listed.stride()[:2],
+        lists,
         share,
+        heads // key_heads,
         heads // stored.shape[1],
+        capacity,
         slots,
         split,
         scale,
@@ -275,6 +296,7 @@ def attend_slots(
         KEYS=tile_edge(key, value),
         CAPPED=softcap is not None,
         MASKED=positions is not None,
+        CHOSEN=chosen is not None,
     )
     out = value.new_empty((batch, heads, 1, value_dim))
     strides = {total.stride() for total in sums.values()} or {(0, 0, 1)}

@@ -8,6 +8,7 @@ import torch
 import kvtool
 from kvtool import kernels
 from kvtool.generation import decode_step, prefill
+from kvtool.kernels import tables
 from tests.families import family_model
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import peaky_model, random_ids
@@ -78,6 +79,19 @@ def test_padded_rows(monkeypatch, policy):
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
     compare(monkeypatch, peaky_model("llama"), policy, "block:16", ids, mask)
+
+
+@pytest.mark.parametrize("policy", ["quest(page=2)", "hsa(page=2,k1=8)", "sparq", "loki"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_readers_choose_and_attend_the_same(monkeypatch, family, policy):
+    model = peaky_model("llama") if family == "llama" else family_model(family)
+    monkeypatch.setattr(tables, "usable", lambda tensor: kernels.usable(tensor))
+    compare(monkeypatch, model, policy, "full", random_ids(LENGTH))
+
+
+def test_query_heads_that_choose_for_themselves(monkeypatch):
+    policy = "exact-topk(scope=query_head)"
+    compare(monkeypatch, peaky_model("llama"), policy, "full", random_ids(LENGTH))
 
 
 def test_heads_that_keep_different_counts(monkeypatch):

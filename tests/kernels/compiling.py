@@ -13,24 +13,26 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtool.kernels import attend_rows, attend_slots, column_sums
+from kvtool.kernels import attend_rows, attend_slots, column_sums, page_scores, row_product
 from kvtool.kernels.tiles import tile_edge, width
 from kvtool.maths.columns import COLUMNS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLOATS = ("scale", "softcap")
-INTEGERS = {"query_positions": "*i64", "key_positions": "*i32", "positions": "*i32"}
-TENSORS = ("query", "key", "value", "sinks", "out")  # in the dtype of the model
+INTEGERS = {"query_positions": "*i64", "chosen": "*i64", "rows": "*i64"}
+INTEGERS |= {"key_positions": "*i32", "positions": "*i32", "valid": "*i32"}
+# in the dtype of the model
+TENSORS = ("query", "key", "value", "sinks", "out", "bounds", "part", "table")
 NUMBERS = (
     *COLUMNS,
-    *("lse", "seen", "logits", "part_mean", "part_top", "part_total", "part_seen"),
+    *("lse", "seen", "logits", "part_mean", "part_top", "part_total", "part_seen", "scores"),
 )
 
 
 def types(kernel, dtype: str) -> dict[str, str]:
     """The type of every argument, in Triton's words."""
     known = dict.fromkeys(TENSORS, f"*{dtype}") | dict.fromkeys(NUMBERS, "*fp32")
-    known |= INTEGERS | dict.fromkeys(FLOATS, "fp32") | {"valid": "*i32"}
+    known |= INTEGERS | dict.fromkeys(FLOATS, "fp32")
     return {
         p.name: "constexpr" if p.is_constexpr else known.get(p.name, "i32") for p in kernel.params
     }
@@ -41,6 +43,7 @@ def constants(kernel, dtype: str, dim: int) -> dict[str, object]:
     edge = tile_edge(torch.empty(1, dim, dtype=DTYPES[dtype]))
     values = {"DIM": dim, "VALUE_DIM": dim, "DIM_WIDTH": width(dim), "VALUE_WIDTH": width(dim)}
     values |= {"ROWS": edge, "KEYS": edge, "SHARE_WIDTH": width(8), "PARTS_WIDTH": 64}
+    values |= {"GROUP_WIDTH": width(8), "PAGES": 64, "CHANNELS": 32, "COLUMNS": 64}
     values |= {"LEAST": 1 - 1e-6}
     names = [p.name for p in kernel.params if p.is_constexpr]
     return {name: values.get(name, True) for name in names}
@@ -53,6 +56,8 @@ def main(arch: str, dtype: str, dim: str) -> None:
         column_sums.column_sums_kernel,
         attend_slots.attend_part_kernel,
         attend_slots.join_parts_kernel,
+        page_scores.page_scores_kernel,
+        row_product.row_product_kernel,
     ):
         source = ASTSource(
             kernel,

@@ -89,3 +89,27 @@ def test_a_part_of_the_cache_that_is_empty_changes_nothing():
     torch.testing.assert_close(out, expected_out, atol=2e-5, rtol=2e-5)
     for name in COLUMNS:
         torch.testing.assert_close(sums[name], expected[name], atol=2e-5, rtol=2e-5)
+
+
+@settings(max_examples=12, deadline=None)
+@given(decoded(), st.booleans(), st.integers(1, 90), st.booleans())
+def test_chosen_slots_are_read_where_they_lie(size, by_query_head, count, weights):
+    drawn = Drawn(size)
+    lists = size.heads if by_query_head else size.shown
+    slots = size.kept + 1
+    generator = torch.Generator().manual_seed(size.seed)
+    chosen = torch.rand(size.batch, lists, slots, generator=generator).argsort(-1)[..., :count]
+    given = drawn.query, drawn.key, drawn.value, None, {}
+    options = {
+        "scale": size.head_dim**-0.5,
+        "softcap": size.softcap,
+        "sinks": drawn.sinks,
+        "weights": weights,
+        "chosen": chosen.to(DEVICE),
+    }
+    tolerance = TOLERANCE[size.dtype]
+    out, found = attend_slots(*given, **options)
+    expected, expected_found = twins.attend_slots(*given, **options)
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    if weights:
+        torch.testing.assert_close(found, expected_found, atol=tolerance, rtol=tolerance)

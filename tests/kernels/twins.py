@@ -84,7 +84,14 @@ def attend_slots(
     sinks=None,
     valid=None,
     weights=False,
+    chosen=None,
 ):
+    if chosen is not None:
+        lists = chosen.shape[1]
+        key, value = (t.repeat_interleave(lists // t.shape[1], 1) for t in (key, value))
+        index = chosen[..., None]
+        key = key.gather(2, index.expand(*chosen.shape, key.shape[-1]))
+        value = value.gather(2, index.expand(*chosen.shape, value.shape[-1]))
     batch, heads, slots = *query.shape[:2], key.shape[2]
     stored = None
     if positions is not None:

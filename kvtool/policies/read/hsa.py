@@ -18,7 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels, take_rows
+from kvtool.kernels.tables import row_product
+from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
 from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
 from kvtool.policies.read.paged import Paged
@@ -75,8 +76,7 @@ class HSA(Paged):
         part = take_channels(view.query, used)
         negative = view.query.float().sum(2).gather(2, used) < 0
         rows = used + negative * view.query.shape[-1]
-        bounds = take_rows(view.tables["bounds"], rows)[..., :pages]
-        logits = torch.matmul(part, bounds).float()
+        logits = row_product(part, view.tables["bounds"], rows, pages)
         logits *= partial_scale(view.query, part, view.scale)
         share = logits - self._log_sum(logits, view.tokens)
         slots = self._best_tokens(share.exp().mean(2), view.tokens)

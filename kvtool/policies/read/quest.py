@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import torch
 
+from kvtool.kernels.tables import page_scores
 from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
 from kvtool.policies.read.paged import Paged
@@ -57,10 +58,8 @@ class Quest(Paged):
         chosen = max(_LEAST_PAGES, self.k // self.page)
         if chosen >= pages:
             return Choice(None)
-        # the upper bound counts where the query is positive, the lower one where it is negative
-        query = torch.cat([view.query.clamp(min=0), view.query.clamp(max=0)], -1)
-        bounds = view.tables["bounds"][..., :pages]
-        scores = torch.matmul(query, bounds).float().sum(2)
+        bounds = view.tables["bounds"]
+        scores = page_scores(view.query, bounds, pages)
         best = top_slots(scores[..., :-1], chosen - 1)
         within = torch.arange(self.page, device=best.device)
         last = torch.arange((pages - 1) * self.page, view.tokens, device=best.device)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels, take_rows
+from kvtool.kernels.tables import row_product
+from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
 from kvtool.maths.selection import top_slots
 from kvtool.policies.parts import State
 from kvtool.policies.read.reader import (
@@ -76,15 +77,14 @@ class SparQ(Read):
     def choose(self, view: ReadView) -> Choice:
         used = heaviest_channels(view.query, self.r)
         part = take_channels(view.query, used)
-        rows = take_rows(view.tables["channels"], used)[..., : view.tokens]
-        logits = torch.matmul(part, rows).float()
+        logits = row_product(part, view.tables["channels"], used, view.tokens)
         weights = (logits * partial_scale(view.query, part, view.scale)).softmax(-1)
         past, k = view.tokens - self.local, min(self.k, view.tokens)
         slots = top_slots(weights.mean(2)[..., :past], k - self.local)
         if self.local:
             newest = torch.arange(past, view.tokens, device=slots.device)
             slots = torch.cat([slots, newest.expand(*slots.shape[:2], -1)], 2)
-        read = rows.shape[2] * view.tokens
+        read = used.shape[2] * view.tokens
         if not self.reallocate:
             return Choice(slots, read)
         total = view.tables["value_sum"]

@@ -1,0 +1,89 @@
+"""Products with chosen rows of a table, which are read where they lie instead of being copied."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvtool.kernels.tiles import dense, width
+
+_COLUMNS, _ROWS = 64, 16  # of a tile
+
+
+@triton.jit
+def row_product_kernel(
+    part,
+    table,
+    rows,
+    out,
+    part_batch,
+    part_head,
+    part_member,
+    table_batch,
+    table_head,
+    table_row,
+    rows_batch,
+    rows_head,
+    heads,
+    group,
+    taken,
+    columns,
+    GROUP_WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A tile of columns of one head, for all members of its group."""
+    own = (tl.program_id(0) % heads).to(tl.int64)
+    batch = (tl.program_id(0) // heads).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = column < columns
+    member = tl.arange(0, GROUP_WIDTH)
+    part += batch * part_batch + own * part_head
+    table += batch * table_batch + own * table_head
+    rows += batch * rows_batch + own * rows_head
+    total = tl.zeros((GROUP_WIDTH, COLUMNS), tl.float32)
+    for first in range(0, taken, ROWS):
+        place = first + tl.arange(0, ROWS)
+        real = place < taken
+        row = tl.load(rows + place, mask=real, other=0).to(tl.int64)
+        numbers = tl.load(
+            part + member[:, None] * part_member + place[None, :],
+            mask=(member < group)[:, None] & real[None, :],
+            other=0.0,
+        )
+        tile = tl.load(
+            table + row[:, None] * table_row + column[None, :],
+            mask=real[:, None] & there[None, :],
+            other=0.0,
+        )
+        total += tl.dot(numbers, tile, input_precision="ieee")
+    line = tl.program_id(0).to(tl.int64) * group + member
+    tl.store(
+        out + line[:, None] * columns + column[None, :],
+        total,
+        mask=(member < group)[:, None] & there[None, :],
+    )
+
+
+def row_product(part: Tensor, table: Tensor, rows: Tensor, columns: int) -> Tensor:
+    """As `kvtool.kernels.tables.row_product`."""
+    part, table, rows = dense(part), dense(table), dense(rows)
+    batch, heads, group, taken = part.shape
+    out = torch.empty((batch, heads, group, columns), dtype=torch.float32, device=part.device)
+    row_product_kernel[(batch * heads, triton.cdiv(columns, _COLUMNS))](
+        part,
+        table,
+        rows,
+        out,
+        *part.stride()[:3],
+        *table.stride()[:3],
+        *rows.stride()[:2],
+        heads,
+        group,
+        taken,
+        columns,
+        GROUP_WIDTH=width(group),
+        COLUMNS=_COLUMNS,
+        ROWS=_ROWS,
+    )
+    return out

@@ -1,0 +1,47 @@
+"""What readers compute over their tables: by a kernel where one can run, else in plain torch."""
+
+import torch
+from torch import Tensor
+
+from kvtool.kernels import usable
+from kvtool.maths.channels import take_rows
+
+
+def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
+    """Upper bounds of the dot products with the keys of each page, summed over a group.
+
+    The bound of a page is sum_d max(q_d upper_d, q_d lower_d): the upper bound counts where the
+    query is positive, the lower one where it is negative.
+
+    Args:
+        query: (batch, kv_heads, group, head_dim).
+        bounds: (batch, kv_heads, 2 * head_dim, at least `pages`), of
+            `kvtool.maths.pages.page_bounds`.
+
+    Returns:
+        (batch, kv_heads, pages) float32.
+    """
+    if usable(query):
+        from kvtool.kernels import page_scores as kernel
+
+        return kernel.page_scores(query, bounds, pages)
+    both = torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
+    return torch.matmul(both, bounds[..., :pages]).float().sum(2)
+
+
+def row_product(part: Tensor, table: Tensor, rows: Tensor, width: int) -> Tensor:
+    """Products of a few numbers of each query with as many rows of a table.
+
+    Args:
+        part: (batch, kv_heads, group, count).
+        table: (batch, kv_heads, all, at least `width`), contiguous.
+        rows: (batch, kv_heads, count) int64.
+
+    Returns:
+        (batch, kv_heads, group, width) float32.
+    """
+    if usable(part):
+        from kvtool.kernels import row_product as kernel
+
+        return kernel.row_product(part, table, rows, width)
+    return torch.matmul(part, take_rows(table, rows)[..., :width]).float()

@@ -1,0 +1,78 @@
+"""What readers compute over their tables, by kernel, against plain torch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtool import kernels
+from kvtool.kernels import tables
+from kvtool.maths.pages import page_bounds
+from tests.kernels.drawn import DEVICE, TOLERANCE
+
+pytest.importorskip("triton")
+
+SIZES = {
+    "batch": st.integers(1, 2),
+    "heads": st.integers(1, 3),
+    "group": st.integers(1, 8),
+    "dim": st.sampled_from([8, 24, 40]),
+    "width": st.integers(1, 150),
+    "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    "seed": st.integers(0, 999),
+}
+
+
+def by_both(compute, *args):
+    """The kernel's answer and plain torch's."""
+    with pytest.MonkeyPatch.context() as patch:
+        answers = []
+        for usable in (True, False):
+            patch.setattr(tables, "usable", lambda tensor, usable=usable: usable)
+            answers.append(compute(*args))
+    return answers
+
+
+def normal(generator, dtype, *shape):
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+@settings(max_examples=15, deadline=None)
+@given(**SIZES)
+def test_pages_are_scored_as_in_plain_torch(batch, heads, group, dim, width, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    query = normal(generator, dtype, batch, heads, group, dim)
+    bounds = normal(generator, dtype, batch, heads, 2 * dim, width + 3)
+    found, expected = by_both(tables.page_scores, query, bounds, width)
+    assert found.shape == (batch, heads, width)
+    tolerance = 4 * TOLERANCE[dtype] * dim**0.5
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=TOLERANCE[dtype])
+
+
+@settings(max_examples=15, deadline=None)
+@given(count=st.integers(1, 20), **SIZES)
+def test_rows_are_multiplied_as_in_plain_torch(count, batch, heads, group, dim, width, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    count = min(count, dim)
+    part = normal(generator, dtype, batch, heads, group, count)
+    table = normal(generator, dtype, batch, heads, dim, width + 3)
+    order = torch.rand(batch, heads, dim, generator=generator).argsort(-1)[..., :count]
+    found, expected = by_both(tables.row_product, part, table, order.to(DEVICE), width)
+    assert found.shape == (batch, heads, group, width)
+    tolerance = TOLERANCE[dtype] * (1 + count**0.5)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=TOLERANCE[dtype])
+
+
+def test_a_page_is_never_scored_below_one_of_its_keys():
+    generator = torch.Generator().manual_seed(0)
+    keys = normal(generator, torch.float32, 1, 2, 50, 16)
+    query = normal(generator, torch.float32, 1, 2, 3, 16)
+    found, _ = by_both(tables.page_scores, query, page_bounds(keys, 7), 8)
+    logits = torch.einsum("bhgd,bhnd->bhgn", query, keys)
+    for page in range(8):
+        highest = logits[..., 7 * page : 7 * page + 7].amax(-1).sum(-1)
+        assert (found[..., page] >= highest - 1e-4).all()
+
+
+def test_no_kernel_runs_on_a_cpu():
+    assert not kernels.usable(torch.zeros(1))
