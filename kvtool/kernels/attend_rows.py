@@ -13,7 +13,7 @@ from torch import Tensor
 from kvtool.kernels.tiles import dense, load_tile, logits_of, tile_edge, visible_tile, width
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "kv_len", "window"])
 def attend_rows_kernel(
     query,
     key,
@@ -57,9 +57,11 @@ def attend_rows_kernel(
     SINKS: tl.constexpr,
 ):
     """A tile of queries of one head, over all keys that they can see."""
-    first = tl.program_id(0) * ROWS
-    head = tl.program_id(1) % heads
-    batch = (tl.program_id(1) // heads).to(tl.int64)
+    tiles = tl.cdiv(q_len, ROWS)
+    first = tl.program_id(0) % tiles * ROWS
+    own = tl.program_id(0) // tiles
+    head = own % heads
+    batch = (own // heads).to(tl.int64)
     rows = first + tl.arange(0, ROWS)
     inside = rows < q_len
     query += batch * query_batch + head.to(tl.int64) * query_head
@@ -103,7 +105,7 @@ def attend_rows_kernel(
         mean = mean * shrink[:, None]
         highest = top
 
-    line = tl.program_id(1).to(tl.int64) * q_len + rows
+    line = own.to(tl.int64) * q_len + rows
     columns = tl.arange(0, VALUE_WIDTH)
     tl.store(
         out + line[:, None] * VALUE_DIM + columns[None, :],
@@ -151,39 +153,40 @@ def attend_rows(
     seen = torch.empty_like(lse)
     query_positions, key_positions = dense(query_positions), dense(key_positions)
     edge = tile_edge(key, value)
-    attend_rows_kernel[(triton.cdiv(q_len, edge), batch * heads)](
-        query,
-        key,
-        value,
-        query_positions,
-        key_positions,
-        query if sinks is None else sinks,
-        out,
-        lse,
-        seen,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        query_positions.stride(0),
-        *key_positions.stride()[:2],
-        0 if sinks is None else sinks.stride(0),
-        heads,
-        heads // key.shape[1],
-        heads // key_positions.shape[1],
-        q_len,
-        kv_len,
-        window or 0,
-        scale,
-        softcap or 1.0,
-        DIM=head_dim,
-        DIM_WIDTH=width(head_dim),
-        VALUE_DIM=value_dim,
-        VALUE_WIDTH=width(value_dim),
-        ROWS=edge,
-        KEYS=edge,
-        CAPPED=softcap is not None,
-        WINDOWED=window is not None,
-        IN_ORDER=in_order,
-        SINKS=sinks is not None,
-    )
+    with torch.cuda.device_of(query):
+        attend_rows_kernel[(triton.cdiv(q_len, edge) * batch * heads,)](
+            query,
+            key,
+            value,
+            query_positions,
+            key_positions,
+            query if sinks is None else sinks,
+            out,
+            lse,
+            seen,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            query_positions.stride(0),
+            *key_positions.stride()[:2],
+            0 if sinks is None else sinks.stride(0),
+            heads,
+            heads // key.shape[1],
+            heads // key_positions.shape[1],
+            q_len,
+            kv_len,
+            window or 0,
+            scale,
+            softcap or 1.0,
+            DIM=head_dim,
+            DIM_WIDTH=width(head_dim),
+            VALUE_DIM=value_dim,
+            VALUE_WIDTH=width(value_dim),
+            ROWS=edge,
+            KEYS=edge,
+            CAPPED=softcap is not None,
+            WINDOWED=window is not None,
+            IN_ORDER=in_order,
+            SINKS=sinks is not None,
+        )
     return out, lse, seen

@@ -19,7 +19,7 @@ _PARTS = 64  # at most
 _KEYS = 128  # slots whose weights one program of the second launch finds
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "slots", "split"])
 def attend_part_kernel(
     query,
     key,
@@ -122,7 +122,7 @@ def attend_part_kernel(
     tl.store(part_seen + line, tl.zeros((SHARE_WIDTH,), tl.float32) + tl.sum(seen, 0), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "parts"])
 def join_parts_kernel(
     logits,
     part_mean,
@@ -265,66 +265,68 @@ def attend_slots(
     part_numbers = torch.empty((3, batch, heads, parts), **floats).unbind()
     stored = query if positions is None else dense(positions)
     listed = query if chosen is None else dense(chosen)
-    attend_part_kernel[(batch * lists, parts)](
-        query,
-        key,
-        value,
-        stored,
-        listed,
-        logits,
-        part_mean,
-        *part_numbers,
-        *query.stride()[:2],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *stored.stride()[:2],
-        *listed.stride()[:2],
-        lists,
-        share,
-        heads // key_heads,
-        heads // stored.shape[1],
-        capacity,
-        slots,
-        split,
-        scale,
-        softcap or 1.0,
-        DIM=head_dim,
-        DIM_WIDTH=width(head_dim),
-        VALUE_DIM=value_dim,
-        VALUE_WIDTH=width(value_dim),
-        SHARE_WIDTH=width(share),
-        KEYS=tile_edge(key, value),
-        CAPPED=softcap is not None,
-        MASKED=positions is not None,
-        CHOSEN=chosen is not None,
-    )
+    with torch.cuda.device_of(query):
+        attend_part_kernel[(batch * lists, parts)](
+            query,
+            key,
+            value,
+            stored,
+            listed,
+            logits,
+            part_mean,
+            *part_numbers,
+            *query.stride()[:2],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *stored.stride()[:2],
+            *listed.stride()[:2],
+            lists,
+            share,
+            heads // key_heads,
+            heads // stored.shape[1],
+            capacity,
+            slots,
+            split,
+            scale,
+            softcap or 1.0,
+            DIM=head_dim,
+            DIM_WIDTH=width(head_dim),
+            VALUE_DIM=value_dim,
+            VALUE_WIDTH=width(value_dim),
+            SHARE_WIDTH=width(share),
+            KEYS=tile_edge(key, value, rows=width(share)),
+            CAPPED=softcap is not None,
+            MASKED=positions is not None,
+            CHOSEN=chosen is not None,
+        )
     out = value.new_empty((batch, heads, 1, value_dim))
     strides = {total.stride() for total in sums.values()} or {(0, 0, 1)}
     (stride,) = strides  # alike, or this raises
     sums_heads = next((total.shape[1] for total in sums.values()), key_heads)
     tiles = triton.cdiv(slots, _KEYS) if sums or weights else 1
-    join_parts_kernel[(batch * sums_heads, tiles)](
-        logits,
-        part_mean,
-        *part_numbers,
-        query if sinks is None else sinks,
-        query if valid is None else valid.to(torch.int32),
-        out,
-        *(sums.get(name, out) for name in COLUMNS),
-        0 if sinks is None else sinks.stride(0),
-        *stride[:2],
-        sums_heads,
-        heads // sums_heads,
-        slots,
-        parts,
-        VALUE_DIM=value_dim,
-        VALUE_WIDTH=width(value_dim),
-        PARTS_WIDTH=triton.next_power_of_2(parts),
-        KEYS=_KEYS,
-        SINKS=sinks is not None,
-        RAGGED=valid is not None,
-        WEIGHTS=weights,
-        **{name.upper(): name in sums for name in COLUMNS},
-        LEAST=NEARLY_ONE,
-    )
+    with torch.cuda.device_of(query):
+        join_parts_kernel[(batch * sums_heads, tiles)](
+            logits,
+            part_mean,
+            *part_numbers,
+            query if sinks is None else sinks,
+            query if valid is None else valid.to(torch.int32),
+            out,
+            *(sums.get(name, out) for name in COLUMNS),
+            0 if sinks is None else sinks.stride(0),
+            *stride[:2],
+            sums_heads,
+            heads // sums_heads,
+            slots,
+            parts,
+            VALUE_DIM=value_dim,
+            VALUE_WIDTH=width(value_dim),
+            PARTS_WIDTH=triton.next_power_of_2(parts),
+            KEYS=_KEYS,
+            SINKS=sinks is not None,
+            RAGGED=valid is not None,
+            WEIGHTS=weights,
+            **{name.upper(): name in sums for name in COLUMNS},
+            LEAST=NEARLY_ONE,
+        )
     return out, logits if weights else None

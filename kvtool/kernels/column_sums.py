@@ -5,6 +5,7 @@ walks over the queries that can see them, so nothing is added up by two programs
 depend on the order in which programs run.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +14,7 @@ from kvtool.kernels.tiles import dense, load_tile, logits_of, tile_edge, visible
 from kvtool.maths.columns import COLUMNS, NEARLY_ONE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "kv_len", "window"])
 def column_sums_kernel(
     query,
     key,
@@ -58,9 +59,10 @@ def column_sums_kernel(
     LEAST: tl.constexpr,
 ):
     """A tile of keys under all queries that can see them, the mean over `group` query heads."""
-    low = tl.program_id(0) * KEYS
-    own = tl.program_id(1) % sums_heads
-    batch = (tl.program_id(1) // sums_heads).to(tl.int64)
+    tiles = tl.cdiv(kv_len, KEYS)
+    low = tl.program_id(0) % tiles * KEYS
+    own = tl.program_id(0) // tiles % sums_heads
+    batch = (tl.program_id(0) // tiles // sums_heads).to(tl.int64)
     heads = sums_heads * group
     places = low + tl.arange(0, KEYS)
     there = places < kv_len
@@ -157,34 +159,35 @@ def column_sums(
     (stride,) = {total.stride() for total in sums.values()}  # alike, or this raises
     sums_heads = next(iter(sums.values())).shape[1]
     edge = tile_edge(key)
-    column_sums_kernel[(triton.cdiv(kv_len, edge), batch * sums_heads)](
-        query,
-        key,
-        query_positions,
-        key_positions,
-        lse,
-        seen,
-        *(sums.get(name, lse) for name in COLUMNS),
-        *query.stride()[:3],
-        *key.stride()[:3],
-        query_positions.stride(0),
-        *key_positions.stride()[:2],
-        *stride[:2],
-        sums_heads,
-        heads // sums_heads,
-        heads // key.shape[1],
-        heads // key_positions.shape[1],
-        q_len,
-        kv_len,
-        window or 0,
-        scale,
-        softcap or 1.0,
-        DIM=head_dim,
-        DIM_WIDTH=width(head_dim),
-        ROWS=edge,
-        KEYS=edge,
-        CAPPED=softcap is not None,
-        WINDOWED=window is not None,
-        **{name.upper(): name in sums for name in COLUMNS},
-        LEAST=NEARLY_ONE,
-    )
+    with torch.cuda.device_of(query):
+        column_sums_kernel[(triton.cdiv(kv_len, edge) * batch * sums_heads,)](
+            query,
+            key,
+            query_positions,
+            key_positions,
+            lse,
+            seen,
+            *(sums.get(name, lse) for name in COLUMNS),
+            *query.stride()[:3],
+            *key.stride()[:3],
+            query_positions.stride(0),
+            *key_positions.stride()[:2],
+            *stride[:2],
+            sums_heads,
+            heads // sums_heads,
+            heads // key.shape[1],
+            heads // key_positions.shape[1],
+            q_len,
+            kv_len,
+            window or 0,
+            scale,
+            softcap or 1.0,
+            DIM=head_dim,
+            DIM_WIDTH=width(head_dim),
+            ROWS=edge,
+            KEYS=edge,
+            CAPPED=softcap is not None,
+            WINDOWED=window is not None,
+            **{name.upper(): name in sums for name in COLUMNS},
+            LEAST=NEARLY_ONE,
+        )

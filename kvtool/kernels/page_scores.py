@@ -10,7 +10,7 @@ from kvtool.kernels.tiles import dense
 _PAGES, _CHANNELS = 64, 32  # of a tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages"])
 def page_scores_kernel(
     query,
     bounds,
@@ -46,11 +46,12 @@ def page_scores_kernel(
             number = number.to(tl.float32)
             above += tl.maximum(number, 0.0)
             below += tl.minimum(number, 0.0)
-        place = bounds + channel.to(tl.int64)[:, None] * bounds_row + page[None, :]
+        row = channel.to(tl.int64)[:, None]
         inside = real[:, None] & there[None, :]
-        upper = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        lower = tl.load(place + DIM * bounds_row.to(tl.int64), mask=inside, other=0.0)
-        score += tl.sum(above[:, None] * upper + below[:, None] * lower.to(tl.float32), 0)
+        upper = tl.load(bounds + row * bounds_row + page[None, :], mask=inside, other=0.0)
+        lower = tl.load(bounds + (row + DIM) * bounds_row + page[None, :], mask=inside, other=0.0)
+        upper, lower = upper.to(tl.float32), lower.to(tl.float32)
+        score += tl.sum(above[:, None] * upper + below[:, None] * lower, 0)
     tl.store(scores + tl.program_id(0).to(tl.int64) * pages + page, score, mask=there)
 
 
@@ -59,17 +60,18 @@ def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
     query, bounds = dense(query), dense(bounds)
     batch, heads, group, dim = query.shape
     scores = torch.empty((batch, heads, pages), dtype=torch.float32, device=query.device)
-    page_scores_kernel[(batch * heads, triton.cdiv(pages, _PAGES))](
-        query,
-        bounds,
-        scores,
-        *query.stride()[:3],
-        *bounds.stride()[:3],
-        heads,
-        group,
-        pages,
-        DIM=dim,
-        PAGES=_PAGES,
-        CHANNELS=_CHANNELS,
-    )
+    with torch.cuda.device_of(query):
+        page_scores_kernel[(batch * heads, triton.cdiv(pages, _PAGES))](
+            query,
+            bounds,
+            scores,
+            *query.stride()[:3],
+            *bounds.stride()[:3],
+            heads,
+            group,
+            pages,
+            DIM=dim,
+            PAGES=_PAGES,
+            CHANNELS=_CHANNELS,
+        )
     return scores

@@ -10,7 +10,7 @@ from kvtool.kernels.tiles import dense, width
 _COLUMNS, _ROWS = 64, 16  # of a tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns"])
 def row_product_kernel(
     part,
     table,
@@ -70,20 +70,21 @@ def row_product(part: Tensor, table: Tensor, rows: Tensor, columns: int) -> Tens
     part, table, rows = dense(part), dense(table), dense(rows)
     batch, heads, group, taken = part.shape
     out = torch.empty((batch, heads, group, columns), dtype=torch.float32, device=part.device)
-    row_product_kernel[(batch * heads, triton.cdiv(columns, _COLUMNS))](
-        part,
-        table,
-        rows,
-        out,
-        *part.stride()[:3],
-        *table.stride()[:3],
-        *rows.stride()[:2],
-        heads,
-        group,
-        taken,
-        columns,
-        GROUP_WIDTH=width(group),
-        COLUMNS=_COLUMNS,
-        ROWS=_ROWS,
-    )
+    with torch.cuda.device_of(part):
+        row_product_kernel[(batch * heads, triton.cdiv(columns, _COLUMNS))](
+            part,
+            table,
+            rows,
+            out,
+            *part.stride()[:3],
+            *table.stride()[:3],
+            *rows.stride()[:2],
+            heads,
+            group,
+            taken,
+            columns,
+            GROUP_WIDTH=width(group),
+            COLUMNS=_COLUMNS,
+            ROWS=_ROWS,
+        )
     return out

@@ -10,14 +10,19 @@ def width(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def tile_edge(*operands: Tensor) -> int:
-    """Rows of a tile: few enough for tiles of all operands to fit in a GPU's shared memory.
+def tile_edge(*operands: Tensor, rows: int = 0) -> int:
+    """Rows of a tile: few enough for a GPU's shared memory to hold those of all operands.
 
-    Products of float32 in full precision take several times the room of halves.
+    Some are read ahead: the memory holds three tiles of each. Products of float32 in full precision
+    take several times the room of halves.
+
+    Args:
+        rows: of the tile that they are multiplied with, where it may be tall.
     """
     size = operands[0].element_size()
-    room = 32768 if size == 2 else 8192  # bytes of one tile
-    return min(64, max(16, room // (size * max(width(tensor.shape[-1]) for tensor in operands))))
+    room = 16384 if size == 2 else 8192  # bytes of one tile
+    widest = max(*(width(tensor.shape[-1]) for tensor in operands), 2 * rows)
+    return min(64, max(16, room // (size * widest)))
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -1,72 +1,131 @@
-"""Compile every kernel to machine code for a kind of GPU, without one; prints what each takes.
+"""Compile the kernels to machine code as calls on a kind of GPU would, without one.
 
-python -m tests.kernels.compiling 80 bf16 128
+The functions around the kernels run as they are, on tensors of the CPU. So every argument is
+specialised as in a real call: a stride or a count that is 1 becomes a constant, and one that 16
+divides is known to be so. Prints what each kernel takes.
+
+python -m tests.kernels.compiling 80 bf16 wide long
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
-from kvtool.kernels import attend_rows, attend_slots, column_sums, page_scores, row_product
-from kvtool.kernels.tiles import tile_edge, width
+from kvtool.kernels.attend_rows import attend_rows
+from kvtool.kernels.attend_slots import attend_slots
+from kvtool.kernels.column_sums import column_sums
+from kvtool.kernels.page_scores import page_scores
+from kvtool.kernels.row_product import row_product
 from kvtool.maths.columns import COLUMNS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FLOATS = ("scale", "softcap")
-INTEGERS = {"query_positions": "*i64", "chosen": "*i64", "rows": "*i64"}
-INTEGERS |= {"key_positions": "*i32", "positions": "*i32", "valid": "*i32"}
-# in the dtype of the model
-TENSORS = ("query", "key", "value", "sinks", "out", "bounds", "part", "table")
-NUMBERS = (
-    *COLUMNS,
-    *("lse", "seen", "logits", "part_mean", "part_top", "part_total", "part_seen", "scores"),
-)
 
 
-def types(kernel, dtype: str) -> dict[str, str]:
-    """The type of every argument, in Triton's words."""
-    known = dict.fromkeys(TENSORS, f"*{dtype}") | dict.fromkeys(NUMBERS, "*fp32")
-    known |= INTEGERS | dict.fromkeys(FLOATS, "fp32")
-    return {
-        p.name: "constexpr" if p.is_constexpr else known.get(p.name, "i32") for p in kernel.params
-    }
+@dataclass(frozen=True)
+class Case:
+    """Sizes of the calls.
+
+    Attributes:
+        shown: heads of the attention; `cached` of them are stored.
+        plain: whether nothing is masked, capped or padded, and one column is wanted.
+    """
+
+    batch: int = 2
+    cached: int = 2
+    shown: int = 2
+    heads: int = 8
+    new: int = 33
+    kept: int = 95
+    dim: int = 128
+    value_dim: int = 128
+    plain: bool = False
 
 
-def constants(kernel, dtype: str, dim: int) -> dict[str, object]:
-    """Everything switched on, at this head dimension."""
-    edge = tile_edge(torch.empty(1, dim, dtype=DTYPES[dtype]))
-    values = {"DIM": dim, "VALUE_DIM": dim, "DIM_WIDTH": width(dim), "VALUE_WIDTH": width(dim)}
-    values |= {"ROWS": edge, "KEYS": edge, "SHARE_WIDTH": width(8), "PARTS_WIDTH": 64}
-    values |= {"GROUP_WIDTH": width(8), "PAGES": 64, "CHANNELS": 32, "COLUMNS": 64}
-    values |= {"LEAST": 1 - 1e-6}
-    names = [p.name for p in kernel.params if p.is_constexpr]
-    return {name: values.get(name, True) for name in names}
+CASES = {
+    "usual": Case(),
+    "ones": Case(1, 1, 1, 1, new=1, kept=0, dim=64, value_dim=64),  # every count and stride is 1
+    "plain": Case(1, 8, 8, 32, new=512, kept=1024, plain=True),
+    "odd": Case(3, 1, 1, 71, new=7, kept=1301, dim=80, value_dim=80),  # 71 queries of one head
+    "mla": Case(1, 1, 16, 16, new=64, kept=700, dim=192, value_dim=128),
+    "narrow": Case(dim=64, value_dim=64, plain=True),
+    "96": Case(dim=96, value_dim=96),
+    "wide": Case(dim=256, value_dim=256),
+}
 
 
-def main(arch: str, dtype: str, dim: str) -> None:
-    found = {}
-    for kernel in (
-        attend_rows.attend_rows_kernel,
-        column_sums.column_sums_kernel,
-        attend_slots.attend_part_kernel,
-        attend_slots.join_parts_kernel,
-        page_scores.page_scores_kernel,
-        row_product.row_product_kernel,
-    ):
-        source = ASTSource(
-            kernel,
-            signature=types(kernel, dtype),
-            constexprs=constants(kernel, dtype, int(dim)),
+class NoDevice:
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def call_kernels(case: Case, dtype: torch.dtype) -> None:
+    """One call of each function at least; with most options, or with few."""
+    batch, total = case.batch, case.kept + case.new
+    query = torch.empty(batch, case.new, case.heads, case.dim, dtype=dtype).transpose(1, 2)
+    key = torch.empty(batch, case.shown, total, case.dim, dtype=dtype)
+    value = torch.empty(batch, case.shown, total, case.value_dim, dtype=dtype)
+    new = torch.zeros(batch, case.new, dtype=torch.int64)
+    stored = torch.zeros(batch, case.cached, total, dtype=torch.int32)
+    sinks = None if case.plain else torch.zeros(batch, case.heads, dtype=dtype)
+    softcap = None if case.plain else 30.0
+    names = COLUMNS[:1] if case.plain else COLUMNS
+    sums = {name: torch.zeros(batch, case.cached, total) for name in names}
+    masks = {"scale": 0.1, "softcap": softcap, "window": None if case.plain else 40}
+    for in_order in (False, True):
+        _, lse, seen = attend_rows(
+            query, key, value, new, stored, sinks=sinks, in_order=in_order, **masks
         )
-        compiled = triton.compile(source, target=GPUTarget("cuda", int(arch), 32))
+    column_sums(query, key, new, stored, lse, seen, sums, **masks)
+    decode = {"scale": 0.1, "softcap": softcap, "sinks": sinks}
+    token = query[:, :, :1]
+    if case.plain:
+        attend_slots(token, key, value, None, sums, **decode)
+    else:
+        valid = torch.ones(batch, dtype=torch.bool)
+        attend_slots(token, key, value, stored, sums, valid=valid, weights=True, **decode)
+    chosen = torch.zeros(batch, case.shown, min(total, 100), dtype=torch.int64)
+    attend_slots(token, key, value, None, {}, chosen=chosen, **decode)
+    grouped = token.reshape(batch, case.shown, -1, case.dim)
+    bounds = torch.empty(batch, case.shown, 2 * case.dim, total, dtype=dtype)
+    page_scores(grouped, bounds, total)
+    rows = torch.zeros(batch, case.shown, 16, dtype=torch.int64)
+    row_product(grouped[..., :16], bounds, rows, total)
+
+
+def main(arch: str, dtype: str, *cases: str) -> None:
+    found: dict[str, int] = {}
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         assert compiled.asm["cubin"]
-        found[kernel.__name__] = compiled.metadata.shared
+        assert grid[0] < 2**31
+        assert max(*grid[1:], 0, 0) < 2**16
+        name = self.fn.__name__
+        found[name] = max(found.get(name, 0), compiled.metadata.shared)
+
+    JITFunction.run = compile_only
+    driver.set_active(NoDevice(int(arch)))
+    for case in cases:
+        call_kernels(CASES[case], DTYPES[dtype])
     sys.stdout.write(json.dumps(found))
 
 
