@@ -13,21 +13,30 @@ from kvtool import kernels
 from kvtool.cache.eviction import Block, column_variance, decode_needs_rows, used_state
 from kvtool.cache.kernels import Call
 from kvtool.cache.slots import SlotLayer
+from kvtool.kernels import Family
 from kvtool.policies.parts import Evidence, Rows
 
 
-def can_count(layer: SlotLayer, call: Call) -> bool:
+def can_count(layer: SlotLayer, call: Call, family: Family) -> bool:
     """Whether kernels can run the call, and the policy needs no more than they can tell."""
-    return not layer.policy.observes_rows and can_run(call)
+    return not layer.policy.observes_rows and can_run(call, family, layer.window)
 
 
-def can_run(call: Call) -> bool:
-    """Whether kernels can run the call.
+def can_run(call: Call, family: Family, window: int | None = None) -> bool:
+    """Whether kernels can run the call: a block (`ROWS`) or a decoded token (`SLOTS`).
 
     `eager` asks for plain torch, unless transformers has nothing else for the model's attention.
     """
     eager = call.kernel == "eager" and call.softcap is None and call.sinks is None
-    return not eager and kernels.usable(call.query)
+    return not eager and kernels.usable(
+        family,
+        call.query,
+        group=call.query.shape[1] // call.key.shape[1],
+        value_dim=call.value.shape[-1],
+        softcap=call.softcap is not None,
+        sinks=call.sinks is not None,
+        window=window is not None and family is Family.ROWS,
+    )
 
 
 def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:

@@ -14,6 +14,7 @@ from kvtool.cache.kernels import Call, call_weights, packed_attention
 from kvtool.cache.read_budgets import ReadBudgets
 from kvtool.cache.reading import Reading, take_slots
 from kvtool.cache.slots import SlotLayer
+from kvtool.kernels import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.read.reader import Choice, ReadView
 
@@ -92,7 +93,7 @@ def _attend_rows(reading: Reading, call: Call, keys: Tensor, values: Tensor) -> 
     slots = choice.slots
     if slots is not None and reading.index is not None:
         slots = reading.index.gather(2, slots.flatten(2)).view(slots.shape)
-    if slots is not None and can_run(call):
+    if slots is not None and can_run(call, Family.SLOTS):
         out, pairs = attend_chosen(call, query, keys, values, slots), slots.numel()
     else:
         if slots is None:

@@ -38,6 +38,7 @@ from kvtool.cache.slots import SlotLayer, take
 from kvtool.cache.sparse_step import sparse_decode
 from kvtool.cache.turning import turn_block, turn_decoded
 from kvtool.errors import KvtoolError
+from kvtool.kernels import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.parts import Rows
 
@@ -111,7 +112,7 @@ def _attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> _Token:
     if not (observed or call.needs_weights or needs_lse):
         mask = None if visible is None else visible[:, :, 0]
         return _Token(packed_attention(call.query, call.key, call.value, mask, call.scale))
-    if not needs_lse and can_count(layer, call):
+    if not needs_lse and can_count(layer, call, Family.SLOTS):
         out, rows = count_slots(layer, call)
         return _Token(out, rows=rows, counted=True)
     if needs_lse:
@@ -226,7 +227,7 @@ def _attend_block(layer: SlotLayer, call: Call) -> tuple[Tensor, Tensor | None]:
     corrected = calibration is not None and calibration.active
     if not (observed or call.needs_weights or corrected):
         out = fused_block(layer, call, block)
-    elif can_count(layer, call) and not corrected:
+    elif not corrected and can_count(layer, call, Family.ROWS):
         out = count_block(layer, call, block, observed)
     else:
         out = explicit_block(layer, call, block, observed)

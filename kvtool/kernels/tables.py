@@ -1,10 +1,9 @@
 """What readers compute over their tables: by a kernel where one can run, else in plain torch."""
 
-import torch
 from torch import Tensor
 
-from kvtool.kernels import usable
-from kvtool.maths.channels import take_rows
+from kvtool import kernels
+from kvtool.kernels import Family, twins
 
 
 def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
@@ -21,12 +20,11 @@ def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
     Returns:
         (batch, kv_heads, pages) float32.
     """
-    if usable(query):
+    if kernels.usable(Family.PAGES, query, group=query.shape[2]):
         from kvtool.kernels import page_scores as kernel
 
         return kernel.page_scores(query, bounds, pages)
-    both = torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
-    return torch.matmul(both, bounds[..., :pages]).float().sum(2)
+    return twins.page_scores(query, bounds, pages)
 
 
 def row_product(part: Tensor, table: Tensor, rows: Tensor, width: int) -> Tensor:
@@ -40,8 +38,8 @@ def row_product(part: Tensor, table: Tensor, rows: Tensor, width: int) -> Tensor
     Returns:
         (batch, kv_heads, group, width) float32.
     """
-    if usable(part):
+    if kernels.usable(Family.PRODUCTS, part, group=part.shape[2]):
         from kvtool.kernels import row_product as kernel
 
         return kernel.row_product(part, table, rows, width)
-    return torch.matmul(part, take_rows(table, rows)[..., :width]).float()
+    return twins.row_product(part, table, rows, width)

@@ -8,7 +8,7 @@ import torch
 import kvtool
 from kvtool import kernels
 from kvtool.generation import decode_step, prefill
-from kvtool.kernels import tables
+from kvtool.kernels import Family, trust
 from tests.families import family_model
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import peaky_model, random_ids
@@ -33,10 +33,10 @@ def run(model, policy, mode, ids, mask=None):
 def compare(monkeypatch, model, policy, mode, ids, mask=None, tolerance=1e-4):
     model, ids = model.to(DEVICE), ids.to(DEVICE)
     mask = None if mask is None else mask.to(DEVICE)
-    monkeypatch.setattr(kernels, "usable", lambda tensor: False)
+    monkeypatch.setattr(kernels, "usable", lambda *_, **__: False)
     plain = run(model, policy, mode, ids, mask)
     asked = []
-    monkeypatch.setattr(kernels, "usable", lambda tensor: asked.append(1) or True)
+    monkeypatch.setattr(kernels, "usable", lambda *_, **__: asked.append(1) or True)
     counted = run(model, policy, mode, ids, mask)
     assert asked, "no kernel was offered"
     torch.testing.assert_close(counted[0], plain[0], atol=tolerance, rtol=tolerance)
@@ -81,11 +81,30 @@ def test_padded_rows(monkeypatch, policy):
     compare(monkeypatch, peaky_model("llama"), policy, "block:16", ids, mask)
 
 
+@pytest.mark.parametrize("policy", ["h2o", "quest(page=2)"])
+def test_kernels_that_fail_their_check_leave_plain_torch(monkeypatch, caplog, policy):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no such instruction")
+
+    model, ids = peaky_model("llama").to(DEVICE), random_ids(LENGTH).to(DEVICE)
+    monkeypatch.setattr(kernels, "_can_run", lambda query: False)
+    plain = run(model, policy, "block:16", ids)
+    monkeypatch.setattr(kernels, "_can_run", lambda query: not query.requires_grad)
+    for family in Family:
+        monkeypatch.setitem(trust._CHECKS, family, fail)
+    trust.trusted.cache_clear()
+    fallen_back = run(model, policy, "block:16", ids)
+    trust.trusted.cache_clear()
+    assert torch.equal(fallen_back[0], plain[0])
+    said = [record.message for record in caplog.records if "no such instruction" in record.message]
+    assert said
+    assert len(said) == len(set(said)), "each is said once"
+
+
 @pytest.mark.parametrize("policy", ["quest(page=2)", "hsa(page=2,k1=8)", "sparq", "loki"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_readers_choose_and_attend_the_same(monkeypatch, family, policy):
     model = peaky_model("llama") if family == "llama" else family_model(family)
-    monkeypatch.setattr(tables, "usable", lambda tensor: kernels.usable(tensor))
     compare(monkeypatch, model, policy, "full", random_ids(LENGTH))
 
 
@@ -105,24 +124,31 @@ def test_a_score_that_looks_at_rows_itself_is_given_them(monkeypatch):
     from kvtool.policies.policy import Policy
     from kvtool.policies.scores.h2o import H2O
 
-    monkeypatch.setattr(kernels, "usable", lambda tensor: True)
+    monkeypatch.setattr(kernels, "usable", lambda *_, **__: True)
 
     class Rows(H2O):
         evidence = Evidence.ALL_ROWS
 
     class Layer:
-        policy = Policy(Rows())
+        policy, window = Policy(Rows()), None
 
     class Call:
-        kernel, query, softcap, sinks = "sdpa", None, None, None
+        kernel, softcap, sinks = "sdpa", None, None
+        query, key, value = (
+            torch.zeros(1, 4, 1, 8),
+            torch.zeros(1, 2, 9, 8),
+            torch.zeros(1, 2, 9, 8),
+        )
 
-    assert not can_count(Layer, Call)
-    Layer.policy = Policy(H2O())
-    assert can_count(Layer, Call)
-    Call.kernel = "eager"
-    assert not can_count(Layer, Call)
-    Call.softcap = 50.0
-    assert can_count(Layer, Call)
+    for family in (Family.ROWS, Family.SLOTS):
+        Layer.policy, Call.kernel, Call.softcap = Policy(Rows()), "sdpa", None
+        assert not can_count(Layer, Call, family)
+        Layer.policy = Policy(H2O())
+        assert can_count(Layer, Call, family)
+        Call.kernel = "eager"
+        assert not can_count(Layer, Call, family)
+        Call.softcap = 50.0
+        assert can_count(Layer, Call, family)
 
 
 @pytest.mark.gpu

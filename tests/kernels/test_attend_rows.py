@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.kernels import twins
+from kvtool.kernels import twins
 from tests.kernels.drawn import TOLERANCE, Drawn, Sizes, sizes
 
 pytest.importorskip("triton")

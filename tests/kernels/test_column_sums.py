@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtool.kernels import twins
 from kvtool.maths.columns import COLUMNS
-from tests.kernels import twins
 from tests.kernels.drawn import Drawn, Sizes, copied, sizes
 
 pytest.importorskip("triton")

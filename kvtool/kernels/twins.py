@@ -1,4 +1,7 @@
-"""The kernels in plain torch: same arguments, same results, weights in full."""
+"""The kernels in plain torch: same arguments, same results, weights in full and rows copied.
+
+The kernels are compared with these, in tests and on a device that they are about to run on.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from kvtool.maths.attention import (
     visible_keys,
     weighted_values,
 )
+from kvtool.maths.channels import take_rows
 from kvtool.maths.columns import add_columns
 
 
-def rows_logits(query, key, query_positions, key_positions, scale, window, softcap):
+def _logits(query, key, query_positions, key_positions, scale, window, softcap):
     """(batch, heads, q_len, kv_len) float32 logits, -inf where a key is not visible."""
     batch, heads = query.shape[:2]
     grouped = group_queries(query.float(), key.shape[1])
@@ -38,9 +42,7 @@ def attend_rows(
     sinks=None,
     in_order=False,
 ):
-    logits, visible = rows_logits(
-        query, key, query_positions, key_positions, scale, window, softcap
-    )
+    logits, visible = _logits(query, key, query_positions, key_positions, scale, window, softcap)
     lse = logits.logsumexp(-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.float()[..., None])
@@ -61,14 +63,11 @@ def column_sums(
     window=None,
     softcap=None,
 ):
-    logits, visible = rows_logits(
-        query, key, query_positions, key_positions, scale, window, softcap
-    )
+    logits, visible = _logits(query, key, query_positions, key_positions, scale, window, softcap)
     heads = next(iter(sums.values())).shape[1]
     valid = query_positions >= 0
     weights = (logits - lse[..., None]).exp() * valid[:, None, :, None]
     visible = group_queries(visible, heads)[:, :, 0]
-    assert torch.equal(group_queries(seen[..., None], heads)[:, :, 0, :, 0], visible.sum(-1))
     add_columns(sums, group_queries(weights, heads), visible, valid)
 
 
@@ -115,3 +114,12 @@ def attend_slots(
         visible = None if positions is None else (positions >= 0)[:, :, None]
         add_columns(sums, group_queries(full, kv_heads), visible, valid)
     return out, full[:, :, 0] if weights else None
+
+
+def page_scores(query, bounds, pages):
+    both = torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
+    return torch.matmul(both, bounds[..., :pages]).float().sum(2)
+
+
+def row_product(part, table, rows, columns):
+    return torch.matmul(part, take_rows(table, rows)[..., :columns]).float()

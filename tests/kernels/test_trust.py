@@ -1,0 +1,188 @@
+"""Kernels are used only where they were right once; else plain torch, and one line says so."""
+
+import logging
+
+import pytest
+import torch
+
+from kvtool import kernels
+from kvtool.kernels import Family, tables, trust, twins
+from kvtool.maths.columns import COLUMNS
+from tests.kernels.drawn import DEVICE
+
+pytest.importorskip("triton")
+
+from kvtool.kernels import attend_rows, attend_slots, column_sums, page_scores, row_product
+
+MODULES = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (attend_rows, attend_slots, column_sums, page_scores, row_product)
+}
+FAMILIES = {
+    "attend_rows": Family.ROWS,
+    "column_sums": Family.ROWS,
+    "attend_slots": Family.SLOTS,
+    "page_scores": Family.PAGES,
+    "row_product": Family.PRODUCTS,
+}
+
+
+@pytest.fixture(autouse=True)
+def small_problems(monkeypatch):
+    """The interpreter is slow."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(trust, "_KEPT", 70)
+        monkeypatch.setattr(trust, "_NEW", 20)
+    trust.trusted.cache_clear()
+    yield
+    trust.trusted.cache_clear()
+
+
+def kind(family: Family, dtype=torch.float32, options: bool = False) -> trust.Kind:
+    return trust.Kind(family, torch.device(DEVICE), dtype, 24, 16, 2, *3 * [options])
+
+
+@pytest.mark.parametrize("options", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", Family)
+def test_right_kernels_are_trusted(caplog, family, dtype, options):
+    assert trust.trusted(kind(family, dtype, options)), caplog.text
+    assert not caplog.records
+
+
+def spoil(monkeypatch, name: str, change) -> None:
+    """Let `change` alter what a kernel's function returns, or the sums that it was given."""
+    right = getattr(MODULES[name], name)
+
+    def wrong(*args, **kwargs):
+        found = right(*args, **kwargs)
+        sums = [arg for arg in args if isinstance(arg, dict)]
+        return change(found, sums[0] if sums else None)
+
+    monkeypatch.setattr(MODULES[name], name, wrong)
+
+
+def last_is_nan(found, sums):
+    found = found[0] if isinstance(found, tuple) else found
+    found[-1, ..., -1] = float("nan")
+    return (found, None) if sums is not None else found
+
+
+def weights_in_empty_slots(found, sums):
+    return found[0], found[1] + 0.1
+
+
+def one_key_more(found, sums):
+    return found[0], found[1], found[2] + 1
+
+
+def later_queries_left_out(found, sums):
+    return found[0] * (torch.arange(found[0].shape[2], device=DEVICE) < 15)[:, None], *found[1:]
+
+
+def one_slot_too_high(column):
+    def change(found, sums):
+        sums[column][-1, -1, -1] += 0.2
+        return found
+
+    return change
+
+
+def counts_double(found, sums):
+    sums["above_average"] += 1
+    return found
+
+
+WRONG = [
+    ("attend_rows", later_queries_left_out),
+    ("attend_rows", one_key_more),
+    *(("column_sums", one_slot_too_high(name)) for name in COLUMNS[:3]),
+    *(("attend_slots", one_slot_too_high(name)) for name in COLUMNS[:3]),
+    ("column_sums", counts_double),
+    ("attend_slots", weights_in_empty_slots),
+    ("page_scores", last_is_nan),
+    ("row_product", last_is_nan),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), WRONG)
+def test_wrong_kernels_are_never_used_and_one_line_says_so(monkeypatch, caplog, name, change):
+    spoil(monkeypatch, name, change)
+    for _ in range(2):
+        assert not trust.trusted(kind(FAMILIES[name]))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "plain torch instead" in record.message
+    assert "is off by" in record.message
+    assert "\n" not in record.message
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kernels_that_raise_are_never_used(monkeypatch, caplog, name):
+    def out_of_room(*args, **kwargs):
+        raise RuntimeError("at 3:4: keys = load\n\nout of resource: shared memory\n")
+
+    monkeypatch.setattr(MODULES[name], name, out_of_room)
+    for _ in range(2):
+        assert not trust.trusted(kind(FAMILIES[name], torch.bfloat16))
+    (record,) = caplog.records
+    assert record.message.endswith("RuntimeError: out of resource: shared memory")
+    assert "(bfloat16, 24/16)" in record.message
+
+
+def ask(query: torch.Tensor) -> bool:
+    return kernels.usable(Family.PAGES, query, group=query.shape[2])
+
+
+def test_a_kind_is_checked_once_and_every_kind_for_itself(monkeypatch):
+    checked = []
+    monkeypatch.setattr(kernels, "_can_run", lambda query: True)
+    monkeypatch.setattr(trust, "_disagreement", lambda kind: checked.append(kind))
+    for dim, group, dtype in ((8, 2, torch.float32),) * 3 + ((16, 2, torch.float32),):
+        assert ask(torch.zeros(1, 1, group, dim, dtype=dtype))
+    assert [kind.head_dim for kind in checked] == [8, 16]
+    assert ask(torch.zeros(1, 1, 3, 8))
+    assert ask(torch.zeros(1, 1, 2, 8, dtype=torch.float16))
+    assert len(checked) == 4
+
+
+def test_plain_torch_takes_the_place_of_kernels_that_fail(monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("the kernel was called")
+
+    monkeypatch.setattr(kernels, "_can_run", lambda query: True)
+    monkeypatch.setattr(page_scores, "page_scores", fail)
+    query, bounds = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 16, 5)
+    found = tables.page_scores(query, bounds, 5)
+    assert torch.equal(found, twins.page_scores(query, bounds, 5))
+
+
+def test_checking_leaves_random_numbers_alone():
+    before = torch.get_rng_state()
+    assert trust.trusted(kind(Family.PAGES))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_no_kernel_runs_on_a_cpu_or_where_gradients_are_wanted(monkeypatch):
+    class Query:
+        is_cuda, dtype, requires_grad = True, torch.bfloat16, False
+
+    assert not kernels._can_run(torch.zeros(1))
+    assert kernels._can_run(Query)
+    Query.requires_grad = True
+    assert not kernels._can_run(Query)
+    Query.requires_grad, Query.dtype = False, torch.float64
+    assert not kernels._can_run(Query)
+
+
+def test_compiled_code_is_given_plain_torch_without_a_break(monkeypatch):
+    monkeypatch.setattr(kernels, "_can_run", lambda query: True)
+    monkeypatch.setattr(trust, "_disagreement", lambda kind: None)
+
+    def doubled_by_kernels(query):
+        return query * 2 if ask(query) else query
+
+    query = torch.ones(1, 1, 2, 8)
+    assert torch.equal(doubled_by_kernels(query), 2 * query)
+    compiled = torch.compile(doubled_by_kernels, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(query), query)
