@@ -71,12 +71,19 @@ class Call:
         return self.kernel == "eager" or self.softcap is not None or self.sinks is not None
 
 
+def needs_mask(layer: SlotLayer, call: Call, block: Block) -> bool:
+    """Whether `fused_block` has to make masks, with which sdpa may write all weights on a GPU."""
+    if call.kernel == "flash_attention_2" and not layer.ragged:
+        return False
+    return layer.ragged or layer.window is not None or block.kept > 0
+
+
 def fused_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:
     q_len, heads = call.q_len, call.query.shape[1]
     grouped = heads != call.key.shape[1]
     if call.kernel == "flash_attention_2" and not layer.ragged:
         return _flash_block(layer, call)
-    if block.kept == 0 and not layer.ragged and layer.window is None:
+    if not needs_mask(layer, call, block):
         return functional.scaled_dot_product_attention(
             call.query, call.key, call.value, is_causal=True, scale=call.scale, enable_gqa=grouped
         )

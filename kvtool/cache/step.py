@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvtool.cache.counting import can_count, count_block, count_slots
+from kvtool.cache.counting import can_count, can_run, count_block, count_slots
 from kvtool.cache.eviction import (
     Block,
     block_needs_all_rows,
@@ -32,6 +32,7 @@ from kvtool.cache.kernels import (
     fused_block,
     last_of_prompt,
     last_rows,
+    needs_mask,
     packed_attention,
 )
 from kvtool.cache.slots import SlotLayer, take
@@ -226,7 +227,8 @@ def _attend_block(layer: SlotLayer, call: Call) -> tuple[Tensor, Tensor | None]:
         calibration.begin_block(call.query, call.value.shape[-1], block.new)
     corrected = calibration is not None and calibration.active
     if not (observed or call.needs_weights or corrected):
-        out = fused_block(layer, call, block)
+        masked = needs_mask(layer, call, block) and can_run(call, Family.ROWS, layer.window)
+        out = count_block(layer, call, block, False) if masked else fused_block(layer, call, block)
     elif not corrected and can_count(layer, call, Family.ROWS):
         out = count_block(layer, call, block, observed)
     else:

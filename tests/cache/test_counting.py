@@ -7,6 +7,8 @@ import torch
 
 import kvtool
 from kvtool import kernels
+from kvtool.cache import step
+from kvtool.cache.kernels import fused_block, needs_mask
 from kvtool.generation import decode_step, prefill
 from kvtool.kernels import Family, trust
 from tests.families import family_model
@@ -81,7 +83,51 @@ def test_padded_rows(monkeypatch, policy):
     compare(monkeypatch, peaky_model("llama"), policy, "block:16", ids, mask)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "quest(page=2)"])
+@pytest.mark.parametrize(
+    ("family", "padding", "mode", "fused"),
+    [
+        ("llama", 0, "full", 2),  # whole and causal: a block of each of two layers
+        ("llama", 0, "block:16", 2),  # the first of three
+        ("llama", 9, "block:16", 2),  # the first: padding goes behind the tokens
+        ("mistral", 0, "full", 0),  # slides
+        ("mistral", 9, "block:16", 0),
+    ],
+)
+def test_blocks_that_need_a_mask_run_in_kernels(monkeypatch, family, padding, mode, fused):
+    """With a mask, sdpa would write all weights where query heads share keys."""
+    causal = []
+
+    def counted(layer, call, block):
+        if kernels.usable():
+            assert not needs_mask(layer, call, block)
+            causal.append(1)
+        return fused_block(layer, call, block)
+
+    monkeypatch.setattr(step, "fused_block", counted)
+    ids = random_ids(LENGTH, batch=2)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    changes = {"sliding_window": 11} if family == "mistral" else {}
+    compare(monkeypatch, peaky_model(family, **changes), "streaming", mode, ids, mask)
+    assert len(causal) == fused
+
+
+def test_flash_attention_keeps_its_blocks():
+    class Layer:
+        ragged, window = False, 11
+
+    class OneBlock:
+        kept = 5
+
+    class Call:
+        kernel = "flash_attention_2"
+
+    assert not needs_mask(Layer, Call, OneBlock)
+    Layer.ragged = True  # which flash-attn cannot do
+    assert needs_mask(Layer, Call, OneBlock)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "streaming", "quest(page=2)"])
 def test_kernels_that_fail_their_check_leave_plain_torch(monkeypatch, caplog, policy):
     def fail(*args, **kwargs):
         raise RuntimeError("no such instruction")
