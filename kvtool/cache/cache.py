@@ -22,6 +22,7 @@ from kvtool.cache.report import CacheReport, make_report
 from kvtool.cache.shards import heads_of_layer
 from kvtool.cache.slots import SlotLayer
 from kvtool.cache.sparse_step import start_reading
+from kvtool.cache.static import StaticSteps
 from kvtool.cache.surprisals import Surprisals
 from kvtool.cache.together import form_groups
 from kvtool.documents.plan import PlanDocument
@@ -68,6 +69,7 @@ class KVCache(Cache):
         super().__init__(layers=make_layers(config, policy))
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         self._grouped = False
+        self._static = StaticSteps()
         self.surprisals: Surprisals | None = None  # of a policy that goes by the model's logits
         free = any(layer.window is None for layer in self.slot_layers)
         if policy.score.evidence is Evidence.LOGITS and free:
@@ -99,7 +101,7 @@ class KVCache(Cache):
                 "and this forward runs a part of it only",
                 hint="call kvtool.attach(model) and then the model itself",
             )
-        if self.renumbers and (self.fed is None or self.fed.seen != layer.seen):
+        if self.renumbers and (self.fed is None or not self.fed.follows(layer)):
             raise KvtoolError(
                 f"`{self.policy}` numbers tokens by their place in the cache, "
                 "and this forward has not asked for it",
@@ -110,7 +112,8 @@ class KVCache(Cache):
             self._ungroup()
         else:
             self.start_reading(layer)
-        if decoding and not self._grouped and layer is self.first_layer:
+        alone = self._grouped or layer.clock is not None
+        if decoding and not alone and layer is self.first_layer:
             self._grouped = form_groups(self.slot_layers)
         raw_key, raw_value = layer.update(key_states, value_states, decoding=decoding)
         if not decoding:
@@ -130,7 +133,8 @@ class KVCache(Cache):
 
     def decodes(self, layer: SlotLayer, q_len: int) -> bool:
         """Whether so many new tokens are one decoded token, and not a block of a prompt."""
-        return q_len == 1 and layer.seen > 0 and not self._in_prompt
+        counted = layer.clock is not None or layer.seen > 0
+        return q_len == 1 and counted and not self._in_prompt
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         if not self.hooked:
@@ -148,8 +152,9 @@ class KVCache(Cache):
     def _ungroup(self) -> None:
         """Let every layer decide alone again: their buffers are about to change."""
         if self._grouped:
-            for layer in self.slot_layers:
-                layer.group = None
+            for group in {id(each.group): each.group for each in self.slot_layers}.values():
+                if group is not None:
+                    group.dissolve()
             self._grouped = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -307,6 +312,8 @@ class KVCache(Cache):
 
     def layer_done(self, layer: SlotLayer) -> None:
         """Cut what was held back, if this was the last layer of a prompt that came at once."""
+        if layer is self.slot_layers[-1]:
+            self.fed = None
         if layer.held_back and self.budgets.is_last(layer) and not self._in_prompt:
             self.budgets.cut_held_back(self.tokens_seen())
 
@@ -327,12 +334,20 @@ class KVCache(Cache):
             return False  # what is set aside grows, and the host decides when it is fetched
         if any(store.grows for layer in self.slot_layers for store in layer.stores):
             return False
-        if not self._grouped:
-            self._grouped = form_groups(self.slot_layers)
+        self._ungroup()
         for layer in self.slot_layers:
             if layer.appends and layer.room_until <= layer.seen:
                 layer.hold_room(tokens)
         return True
+
+    @contextmanager
+    def static_step(self) -> Iterator[None]:
+        """Let the forward inside, of one token per row, change nothing but contents of tensors.
+
+        Only while `fix_shapes` says that shapes are fixed.
+        """
+        with self._static.step(self.slot_layers):
+            yield
 
     # ---- what is in it
 

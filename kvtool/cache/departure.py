@@ -127,7 +127,7 @@ def close_ranks(state: State, positions: Tensor, chosen: Tensor) -> None:
     """
     if TURN in state:
         before = ((positions >= 0).cumsum(-1) - 1).gather(2, chosen)
-        state[TURN] += torch.arange(chosen.shape[2], device=chosen.device) - before
+        state[TURN].add_(torch.arange(chosen.shape[2], device=chosen.device) - before)
 
 
 def close_rank(state: State, positions: Tensor, victim: Tensor) -> None:
@@ -140,4 +140,4 @@ def close_rank(state: State, positions: Tensor, victim: Tensor) -> None:
     """
     if TURN in state:
         gone = positions.gather(2, victim[..., None])
-        state[TURN] -= ((positions > gone) & (gone >= 0)).float()
+        state[TURN].sub_(((positions > gone) & (gone >= 0)).float())

@@ -87,8 +87,7 @@ def _before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] 
     padded = _new_positions(layer, kwargs.get("attention_mask"), q_len, decoding)
     new = padded
     if padded is None:
-        start = layer.lengths[:, None] if layer.ragged else layer.seen
-        new = (start + torch.arange(q_len, device=hidden.device)).expand(batch, q_len)
+        new = (_first_new(layer) + torch.arange(q_len, device=hidden.device)).expand(batch, q_len)
     visible = visible_keys(new, _stored_positions(layer, new, decoding))
     cache.hook_note = (padded, visible)
     blocked = torch.finfo(hidden.dtype).min
@@ -110,14 +109,21 @@ def _new_positions(
     valid = valid if valid.dtype == torch.bool else valid == 0
     if not layer.ragged and bool(valid.all()):
         return None
-    start = layer.lengths[:, None] if layer.ragged else layer.seen
-    return torch.where(valid, start + valid.long().cumsum(-1) - 1, -1)
+    return torch.where(valid, _first_new(layer) + valid.long().cumsum(-1) - 1, -1)
+
+
+def _first_new(layer: SlotLayer) -> int | Tensor:
+    """Position of the first token that the layer has not taken in yet: one, or (rows or 1, 1)."""
+    if layer.ragged:
+        return layer.lengths[:, None]
+    return layer.seen if layer.clock is None else layer.clock[0] - 1
 
 
 def _stored_positions(layer: SlotLayer, new: Tensor, decoding: bool) -> Tensor:
     """Positions of the keys that the module is about to attend to: (batch, kv_heads, keys)."""
-    if decoding and layer.pending is not None:
-        slot = layer.pending[..., None]
+    slot = layer.pending if layer.next is None else layer.next
+    if decoding and slot is not None:
+        slot = slot[..., None]
         stored = layer.stored_positions().long()
         return stored.scatter(2, slot, new[:, None].expand_as(slot))
     layer.settle()

@@ -63,7 +63,7 @@ def enter_block(
     view = SlotView(
         values=(values_by_kv_head(layer, value),),
         positions=stored,
-        tokens_seen=tokens_seen(layer),
+        tokens_seen=layer.count,
         budget=layer.budget,
         held=held_slots(layer, stored),
         layer=layer.index,
@@ -283,9 +283,13 @@ def count_decoded(layer: SlotLayer, positions: Tensor | None) -> int | Tensor:
         layer.lengths = torch.full_like(positions[:, 0], layer.seen - 1)
     layer.pairs_read = layer.used
     if not layer.ragged:
-        return layer.seen - 1
+        return layer.seen - 1 if layer.clock is None else layer.clock.flatten() - 1
     new = layer.lengths if positions is None else positions[:, 0].to(layer.lengths.device)
-    layer.lengths = layer.lengths + (new >= 0)
+    if layer.clock is None:
+        layer.lengths = layer.lengths + (new >= 0)
+        return new
+    new = new.clone()
+    layer.lengths.add_(new >= 0)
     return new
 
 
@@ -313,6 +317,7 @@ def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None, counted: bo
         rows: the weights, if the policy wants them.
         counted: whether the row is in the statistics already.
     """
+    layer.written = None
     observed = layer.policy.needs_all_rows and not counted
     if layer.group is not None:
         layer.group.arrive(layer, values_by_kv_head(layer, value), rows, observed)
@@ -342,7 +347,7 @@ def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None, counted: bo
         unused = empty & over
         protected = unused if protected is None else (protected & over) | unused
     distinct = score.distinct and layer.policy.rescore is None
-    layer.pending = lowest(importance, view.positions, protected, distinct)
+    layer.give_up(lowest(importance, view.positions, protected, distinct))
     close_rank(state, view.positions, layer.pending)
     part_decoded(layer, view.tokens_seen)
 
@@ -357,7 +362,7 @@ def _used_view(layer: SlotLayer, value: Tensor) -> SlotView:
     return SlotView(
         values=(values_by_kv_head(layer, value),),
         positions=positions,
-        tokens_seen=tokens_seen(layer),
+        tokens_seen=layer.count,
         budget=layer.budget,
         held=held_slots(layer, positions),
         layer=layer.index,
@@ -384,10 +389,6 @@ def judge(
     if layer.policy.rescore is not None:
         importance = layer.policy.rescore.rescore(importance, view)
     return importance.expand_as(view.positions), score.protected(state, view, victims)
-
-
-def tokens_seen(layer: SlotLayer) -> Count:
-    return layer.lengths[:, None, None] if layer.ragged else layer.seen
 
 
 def held_slots(layer: SlotLayer, positions: Tensor) -> Count:

@@ -52,15 +52,19 @@ class Fed:
     """Where the model has placed the new tokens of a forward.
 
     Attributes:
-        seen: tokens that the cache had seen before, padding included.
+        seen: tokens that the cache had seen before, padding included; None in a static step.
         start: position id of the first one, of all rows or (rows,); the next ones follow, padding
             left out.
         end: no position id of theirs, nor of a token before, is as large as this.
     """
 
-    seen: int
+    seen: int | None
     start: Count
     end: int
+
+    def follows(self, layer: SlotLayer) -> bool:
+        """Whether the forward is the one that comes next to a layer."""
+        return layer.clock is not None or self.seen == layer.seen
 
     def behind(self, tokens: int) -> Fed:
         """The same for the new tokens without the first ones."""

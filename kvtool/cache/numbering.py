@@ -44,10 +44,11 @@ def _renumber(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict
 def _number(cache: KVCache, q_len: int) -> Fed:
     """Where the new tokens of each row begin: behind the longest of its heads, in layer 0."""
     first = cache.first_layer
-    if first.seen == 0 or not (first.ragged or first.lanes):
-        return Fed(first.seen, first.kept, first.kept + q_len)
+    seen = first.seen if first.clock is None else None
+    if seen == 0 or not (first.ragged or first.lanes):
+        return Fed(seen, first.kept, first.kept + q_len)
     stored = first.stored_positions()
-    return Fed(first.seen, (stored >= 0).sum(-1).amax(1), stored.shape[2] + q_len)
+    return Fed(seen, (stored >= 0).sum(-1).amax(1), stored.shape[2] + q_len)
 
 
 def _places(fed: Fed, batch: int, q_len: int, mask: Tensor | None, device: torch.device) -> Tensor:

@@ -50,6 +50,8 @@ class SlotLayer(CacheLayerMixin):
             everybody but the writer.
         next: (batch, kv_heads) int64, the slot of the next token where room for `room_until` tokens
             seen is held, so that shapes stay as they are; empty slots count as used then.
+        clock: (1, 1, 1) int64, `seen` on the device, during a step that may neither read nor change
+            numbers on the host: see `kvtool.cache.static`.
         group: the layers that this one decides with, None while it decides alone.
         budget: tokens that a row may keep, one number or (batch, 1, 1); set when a prompt begins.
             None: no limit.
@@ -109,6 +111,7 @@ class SlotLayer(CacheLayerMixin):
         self.pending: Tensor | None = None
         self.written: Tensor | None = None
         self.next: Tensor | None = None
+        self.clock: Tensor | None = None
         self.room_until = 0
         self.ordered = True
         self.group: Group | None = None
@@ -143,17 +146,20 @@ class SlotLayer(CacheLayerMixin):
             for name in self.policy.statistics
         }
         if isinstance(self.policy.fate, Merging):
-            self.memory = self.policy.fate.start(batch, heads, self.device)
+            with torch.inference_mode(False):
+                self.memory = self.policy.fate.start(batch, heads, self.device)
         self.is_initialized = True
 
-    def get_seq_length(self) -> int:
-        return self.seen
+    def get_seq_length(self) -> int | Tensor:
+        return self.seen if self.clock is None else self.clock.view(()) - 1
 
     def get_max_length(self) -> int:
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that attention will see, and how many tokens lie before them."""
+        if self.clock is not None:
+            return self.used, 0  # of no interest to the mask of a decoded token
         kept = self.kept
         return kept + query_length, self.seen - kept
 
@@ -175,7 +181,8 @@ class SlotLayer(CacheLayerMixin):
             self.settle()
             self.seen += key_states.shape[2]
             return self.joined(key_states, value_states)
-        self.seen += 1
+        if self.clock is None:
+            self.seen += 1
         if self.lanes is not None:
             return key_states, value_states  # each store takes in its own part of them
         return self._write(key_states, value_states)
@@ -242,6 +249,13 @@ class SlotLayer(CacheLayerMixin):
         """Slots in use that are not waiting to be overwritten, nor for the first time written."""
         empty = 0 if self.next is None else self.room_until - self.seen
         return self.used - empty - (self.pending is not None)
+
+    @property
+    def count(self) -> Count:
+        """Tokens of each row so far: one number, or int64 (batch or 1, 1, 1)."""
+        if self.ragged:
+            return self.lengths[:, None, None]
+        return self.seen if self.clock is None else self.clock
 
     @property
     def cuts_itself(self) -> bool:
@@ -344,9 +358,11 @@ class SlotLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def _write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if self.clock is None and self.seen > self.room_until:
+            self.next = None  # the room is used up
         if self.next is not None:
-            slot, self.next = self.next[..., None], self.next + 1
-            self._write_at(slot, key, value)
+            self._write_at(self.next[..., None].clone(), key, value)
+            self.next.add_(1)
         elif self.pending is None:
             self._reserve(self.used + 1)
             self.keys[:, :, self.used] = key[:, :, 0]
@@ -360,13 +376,22 @@ class SlotLayer(CacheLayerMixin):
             if self.group is None:
                 for number in self.state.values():
                     number.scatter_(2, slot, 0)
-            self.pending, self.ordered = None, False
+            if self.clock is None:
+                self.pending = None
+            self.ordered = False
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
     def _write_at(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
         self.keys.scatter_(2, slot[..., None].expand_as(key), key)
         self.values.scatter_(2, slot[..., None].expand_as(value), value)
         self.written = slot
+
+    def give_up(self, victim: Tensor) -> None:
+        """Have the next token written over this slot of each head: (batch, kv_heads) int64."""
+        if self.clock is None:
+            self.pending = victim
+        else:
+            self.pending.copy_(victim)
 
     @property
     def stores(self) -> list[SlotLayer]:
@@ -395,7 +420,8 @@ class SlotLayer(CacheLayerMixin):
             for store in self.lanes.stores:
                 store.hold_room(tokens)
             return
-        self.next = torch.full(self.positions.shape[:2], self.used, device=self.device)
+        with torch.inference_mode(False):
+            self.next = torch.full(self.positions.shape[:2], self.used, device=self.device)
         self.fill_to(self.used + tokens)
 
     @torch.no_grad()
@@ -403,7 +429,8 @@ class SlotLayer(CacheLayerMixin):
         """Note the position of the token that `update` has just written.
 
         Args:
-            position: one number, or (batch,) with -1 where a row had padding instead of a token.
+            position: one number, or (batch or 1,) with -1 where a row had padding instead of a
+                token.
         """
         if self.group is not None:
             return  # it has placed the token of every layer already

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.eviction import held_slots, tokens_seen
+from kvtool.cache.eviction import held_slots
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import keep_top, lowest, take
 from kvtool.maths.surprisal import surprisals
@@ -204,7 +204,7 @@ class Surprisals:
         return SlotView(
             values=(),
             positions=positions,
-            tokens_seen=tokens_seen(first),
+            tokens_seen=first.count,
             budget=first.budget,
             held=held_slots(first, positions),
             block=count,

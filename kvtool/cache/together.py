@@ -41,6 +41,14 @@ class Group:
         self._rows: list[Rows | None] = []
         self._make_room(torch.cat([layer.pending for layer in layers]))
 
+    def dissolve(self) -> None:
+        """Let the layers decide alone again, on numbers of their own."""
+        for layer in self.layers:
+            layer.group = None
+            with torch.inference_mode(False):
+                layer.positions = layer.positions.clone()
+                layer.state = {name: number.clone() for name, number in layer.state.items()}
+
     def arrive(self, layer: SlotLayer, values: Tensor, rows: Rows | None, observed: bool) -> None:
         """Take a layer's evidence; at the last layer, choose every layer's next victims.
 
@@ -65,7 +73,7 @@ class Group:
         view = SlotView(
             values=tuple(self._values),
             positions=self._positions,
-            tokens_seen=first.seen,
+            tokens_seen=first.count,
             budget=first.budget,
             held=first.used,
             layer=self._index,
@@ -82,15 +90,19 @@ class Group:
             importance.expand_as(self._positions), self._positions, protected, distinct
         )
         for layer, victim in zip(self.layers, victims.split(self._batch), strict=True):
-            layer.pending = victim
-            part_decoded(layer, first.seen)
+            layer.give_up(victim)
+            part_decoded(layer, first.count)
         close_rank(self._state, self._positions, victims)
         self._make_room(victims)
+        self._values, self._rows = [], []
 
     def _make_room(self, victims: Tensor) -> None:
         """Clear what is beside the victims' slots and give them the position of the next token."""
         slot = victims[..., None]
-        self._positions.scatter_(2, slot, self.layers[0].seen)
+        following = self.layers[0].count
+        if isinstance(following, Tensor):
+            following = following.to(self._positions.dtype).expand_as(slot)
+        self._positions.scatter_(2, slot, following)
         for number in self._state.values():
             number.scatter_(2, slot, 0)
 

@@ -90,9 +90,12 @@ class GenerateOptions(PromptOptions):
         bool, Option("--compare-full", help="Measure how close the run stays to a full cache.")
     ] = False
     compile: Annotated[
-        bool,
-        Option("--compile", help="Decode through torch.compile; pays off for many new tokens."),
-    ] = False
+        bool | None,
+        Option(
+            "--compile/--no-compile",
+            help="Decode through torch.compile.  [default: from 1024 new tokens on, on CUDA]",
+        ),
+    ] = None
 
     @property
     def cache_path(self) -> Path | None:

@@ -85,13 +85,16 @@ class CompileSection(Section):
     eager_steps: NonNegativeInt
     compiled_steps: NonNegativeInt
     compile_s: NonNegativeFloat
+    cuda_graphs: bool
 
     def in_words(self) -> str:
         """Say what was compiled."""
         steps = self.eager_steps + self.compiled_steps
+        how = ", as CUDA graphs" if self.cuda_graphs else ""
+        graphs = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
         return (
-            f"{self.compiled_steps} of {steps} steps ran compiled "
-            f"({self.graphs} graphs, {self.compile_s:.1f} s of the decode time)"
+            f"{self.compiled_steps} of {steps} steps ran compiled{how} "
+            f"({graphs}, {self.compile_s:.1f} s of the decode time)"
         )
 
 

@@ -1,20 +1,27 @@
-"""Decode through torch.compile: one graph for every step, once the cache's shapes are fixed."""
+"""Decode through torch.compile: one graph for every step, once the cache's shapes are fixed.
+
+On CUDA devices the graph is a CUDA graph as well: nothing in it depends on a number of the host, it
+returns nothing but logits, and what it changes lies at fixed addresses (`kvtool.cache.static`).
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvtool.cache.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.generation.feeding import decode_step
+
+_PAYS_FROM = 1024  # new tokens: compiling takes as long as many steps
 
 
 @dataclass(frozen=True)
@@ -22,21 +29,40 @@ class CompileReport:
     """What was compiled.
 
     Attributes:
-        graphs: graphs made: the first step's, and one in which the count of tokens may change.
-        eager_steps: decoded tokens before the shapes were fixed.
+        graphs: graphs made; none where an earlier run has left one that fits.
+        eager_steps: decoded tokens that did not run compiled, such as those before the shapes were
+            fixed.
         compiled_steps: decoded tokens that ran compiled.
         compile_s: seconds of the steps that made graphs.
+        cuda_graphs: whether the compiled steps ran as CUDA graphs.
     """
 
     graphs: int
     eager_steps: int
     compiled_steps: int
     compile_s: float
+    cuda_graphs: bool = False
 
     @classmethod
     def join(cls, reports: Iterable[CompileReport]) -> CompileReport:
         """Sum the reports of one run after another."""
-        return cls(*map(sum, zip(*map(astuple, reports), strict=True)))
+        reports = list(reports)
+        return cls(
+            graphs=sum(each.graphs for each in reports),
+            eager_steps=sum(each.eager_steps for each in reports),
+            compiled_steps=sum(each.compiled_steps for each in reports),
+            compile_s=sum(each.compile_s for each in reports),
+            cuda_graphs=any(each.cuda_graphs for each in reports),
+        )
+
+
+def pays(model: PreTrainedModel, new_tokens: int) -> bool:
+    """Whether to compile where nobody has said: many tokens on one CUDA device.
+
+    There a step of many small operations waits for the host; on a CPU it waits for the weights.
+    """
+    devices = set((getattr(model, "hf_device_map", None) or {"": 0}).values())
+    return model.device.type == "cuda" and len(devices) == 1 and new_tokens >= _PAYS_FROM
 
 
 class CompiledDecoding:
@@ -45,33 +71,42 @@ class CompiledDecoding:
     Args:
         tokens: how many more tokens layers that append take room for at a time.
         backend: of torch.compile.
+        required: whether what cannot be compiled is an error; else it runs as it is.
     """
 
-    def __init__(self, model: PreTrainedModel, tokens: int, backend: str = "inductor") -> None:
-        self._model, self._tokens = model, tokens
-        self._forward = torch.compile(model.forward, fullgraph=True, backend=backend)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokens: int,
+        backend: str = "inductor",
+        required: bool = True,
+    ) -> None:
+        self._model, self._tokens, self._required = model, tokens, required
+        self._cuda = model.device.type == "cuda"
+        mode = "reduce-overhead" if self._cuda and backend == "inductor" else None
+        self._forward = torch.compile(model.forward, fullgraph=True, backend=backend, mode=mode)
         self._graphs = self._eager = self._compiled = 0
         self._seconds = 0.0
+        self._skipped = counters["inductor"]["cudagraph_skips"]
+        self._failed = False
 
     def __call__(self, model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Tensor:
         """Feed one token per row: see `decode_step`.
 
         Raises:
-            KvtoolError: the policy or the model cannot be compiled.
+            KvtoolError: the policy or the model cannot be compiled, and must be.
         """
-        if not cache.fix_shapes(self._tokens):
+        if self._failed or not cache.fix_shapes(self._tokens):
             self._eager += 1
             return decode_step(model, cache, token_ids)
         before, start = counters["stats"]["unique_graphs"], time.perf_counter()
         try:
-            logits = decode_step(model, cache, token_ids, self._forward)
+            logits = self._step(cache, token_ids)
         except TorchDynamoException as error:
-            reason = str(error).strip().splitlines()[0]
-            raise KvtoolError(
-                f"policy `{cache.policy}` on `{model.config.model_type}` cannot be compiled: "
-                f"{reason[:1].lower()}{reason[1:]}",
-                hint="leave out --compile (`compiled` in Python)",
-            ) from error
+            if self._required:
+                raise _explain(error, model, cache) from error
+            self._failed = True
+            return self(model, cache, token_ids)
         made = counters["stats"]["unique_graphs"] - before
         if made:
             self._graphs += made
@@ -79,6 +114,34 @@ class CompiledDecoding:
         self._compiled += 1
         return logits
 
+    def _step(self, cache: KVCache, token_ids: Tensor) -> Tensor:
+        if self._cuda:
+            torch.compiler.cudagraph_mark_step_begin()
+        try:
+            logits = decode_step(self._model, cache, token_ids, self._run(cache))
+        except FailOnRecompileLimitHit:  # of other policies, budgets and batches before
+            torch._dynamo.reset()
+            logits = decode_step(self._model, cache, token_ids, self._run(cache))
+        return logits.clone() if self._cuda else logits  # the next step writes over it
+
+    def _run(self, cache: KVCache):
+        def forward(**inputs) -> CausalLMOutputWithPast:
+            with cache.static_step():
+                return self._forward(**inputs)
+
+        return forward
+
     def report(self) -> CompileReport:
         """What has been compiled so far."""
-        return CompileReport(self._graphs, self._eager, self._compiled, self._seconds)
+        skipped = counters["inductor"]["cudagraph_skips"] - self._skipped
+        graphs = self._cuda and self._compiled > 0 and skipped == 0
+        return CompileReport(self._graphs, self._eager, self._compiled, self._seconds, graphs)
+
+
+def _explain(error: Exception, model: PreTrainedModel, cache: KVCache) -> KvtoolError:
+    reason = str(error).strip().splitlines()[0]
+    return KvtoolError(
+        f"policy `{cache.policy}` on `{model.config.model_type}` cannot be compiled: "
+        f"{reason[:1].lower()}{reason[1:]}",
+        hint="leave out --compile (`compiled` in Python)",
+    )

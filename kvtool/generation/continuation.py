@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCrite
 from kvtool.cache.cache import KVCache
 from kvtool.cache.report import CacheReport
 from kvtool.errors import UsageError
-from kvtool.generation.compiled import CompiledDecoding, CompileReport
+from kvtool.generation.compiled import CompiledDecoding, CompileReport, pays
 from kvtool.generation.decoding import (
     Callback,
     StopsAt,
@@ -101,7 +101,7 @@ def generate(
     compare_full: bool = False,
     stop: Sequence[str] = (),
     min_new_tokens: int = 0,
-    compiled: bool = False,
+    compiled: bool | None = False,
 ) -> Generation:
     """Generate after a prompt, after a loaded cache, or after both.
 
@@ -116,7 +116,8 @@ def generate(
         stop: texts that end a row where they come up; they stay in the text.
         min_new_tokens: before so many tokens neither the end-of-text token nor `stop` ends a row.
         compiled: run the steps through torch.compile once the cache's shapes no longer change; the
-            first such steps take the seconds that compiling takes.
+            first such steps take the seconds that compiling takes. None: where it pays, which is
+            for many tokens on a CUDA device, and where it can be done.
 
     Raises:
         UsageError: nothing to start from, or a comparison of padded rows.
@@ -128,7 +129,7 @@ def generate(
         raise UsageError("the comparison with the full cache needs rows of equal length")
     ids, logits, prefill_s = _run_prompt(model, cache, prompt_ids, attention_mask, max_new_tokens)
     kept: list[Tensor] | None = [] if compare_full else None
-    step = CompiledDecoding(model, max_new_tokens) if compiled else decode_step
+    step = _decode_steps(model, max_new_tokens, compiled)
     start = time.perf_counter()
     everything = model.generate(
         ids,
@@ -161,8 +162,16 @@ def generate(
         fidelity=None
         if kept is None
         else compare_with_full(model, everything, torch.stack(kept, 1)),
-        compiled=step.report() if compiled else None,
+        compiled=step.report() if isinstance(step, CompiledDecoding) else None,
     )
+
+
+def _decode_steps(
+    model: PreTrainedModel, tokens: int, compiled: bool | None
+) -> Callable[[PreTrainedModel, KVCache, Tensor], Tensor]:
+    if compiled or (compiled is None and pays(model, tokens)):
+        return CompiledDecoding(model, tokens, required=compiled is not None)
+    return decode_step
 
 
 def _run_prompt(

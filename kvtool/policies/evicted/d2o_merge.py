@@ -153,7 +153,7 @@ class D2OMerge(Merging):
         similarity, target = (torch.cat(part, -1) for part in zip(*parts, strict=True))
         valid = leaving.gone_positions >= 0
         tau = next_threshold(memory["tau"], similarity, valid, self.beta)
-        memory["tau"] = tau
+        memory["tau"].copy_(tau)
         merged = valid & (similarity >= tau[..., None])
         weight = torch.where(merged, similarity.exp(), 0.0)
         both = [(leaving.values, leaving.kept_values)]

@@ -76,8 +76,8 @@ class RoCo(Score):
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
         recent = self._protect_recent(view.budget)
         forced = view.recent(recent) | view.sinks(self.sinks)
-        # forced tokens never leave, so the row holds as many of them as it has seen
-        free = at_least_zero(view.held - minimum(recent + self.sinks, view.tokens_seen) - victims)
+        # forced tokens never leave, so they are all held once there are enough of them
+        free = at_least_zero(view.held - minimum(recent + self.sinks, view.held) - victims)
         deviation = attention_deviation(*(state[name] for name in self.statistics))
         scope = minimum(half(view.budget) if self.scope is None else self.scope, free)
         return forced | top_mask(deviation, view.positions, scope, among=~forced)
