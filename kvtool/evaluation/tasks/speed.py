@@ -18,6 +18,7 @@ from kvtool.sizes import Budget
 if TYPE_CHECKING:
     from kvtool.evaluation.bench import Bench
 
+_COMPILING = 3  # steps: one that fills the budget, one that makes the graph, one that runs it
 _GRIDS = {  # prompt, new tokens, batch
     "d2o": [(256, 1024, 1), (512, 2048, 1), (1024, 4096, 1), (2048, 8192, 1)],
     "calidrop": [(1024, 128, batch) for batch in (1, 2, 4, 8, 16, 32)],
@@ -44,6 +45,7 @@ class Speed(Task):
         batch: prompts at a time, one number or several.
         memory: in place of `batch`, as many prompts as have room in it (`512MiB`), of each arm; see
             `kvtool.evaluation.room`.
+        compile: whether decoding is compiled; graphs are made before the clock starts.
         samples: timed repetitions of each size.
         preset: the sizes that a paper measured, in place of `lengths`, `new_tokens` and `batch`.
     """
@@ -52,6 +54,7 @@ class Speed(Task):
     new_tokens: Tokens = 64
     batch: Lengths = (1,)
     memory: Memory | None = None
+    compile: bool = False
     samples: PositiveInt = 3
     preset: Literal["d2o", "calidrop", "rocketkv"] | None = None
 
@@ -108,15 +111,21 @@ class Speed(Task):
         import torch
 
         from kvtool import generation
+        from kvtool.generation.compiled import CompiledDecoding
 
         draws = torch.Generator().manual_seed(self.seed)
         vocabulary = bench.model.get_input_embeddings().weight.shape[0]
         ids = torch.randint(vocabulary, (batch, length), generator=draws).to(bench.model.device)
         cache = bench.new_cache()
         logits = bench.feed(cache, ids).to(bench.model.device)
+        step = generation.decode_step
+        if self.compile:
+            step = CompiledDecoding(bench.model, new + _COMPILING)
+            for _ in range(_COMPILING):
+                logits = step(bench.model, cache, logits.argmax(-1))
         start = time.perf_counter()
         for _ in range(new):
-            logits = generation.decode_step(bench.model, cache, logits.argmax(-1))
+            logits = step(bench.model, cache, logits.argmax(-1))
         logits.sum().item()  # waits for a GPU
         bench.count_decoding(cache, steps=new * batch, seconds=time.perf_counter() - start)
         meter = bench.meter

@@ -1,5 +1,6 @@
 """Fidelity, reconstruction, output error and speed on the reference model."""
 
+import functools
 import re
 
 import pytest
@@ -15,6 +16,7 @@ from kvtool.evaluation.tasks.fidelity import FidelityTask
 from kvtool.evaluation.tasks.output_error import OutputError
 from kvtool.evaluation.tasks.reconstruct import Reconstruct
 from kvtool.evaluation.tasks.speed import Speed
+from kvtool.generation.compiled import CompiledDecoding
 
 FULL, TINY, FITS = make_arms(["streaming"], ["24", "4K"])
 
@@ -202,6 +204,29 @@ def test_speed_counts_what_it_times(loaded, counter):
         scores = task.score(record)
         assert scores["decode_tokens_per_s"] == pytest.approx(10 / record["decode_s"])
         assert scores["ttft_s"] == record["prefill_s"]
+
+
+def test_speed_compiles_before_the_clock_starts(loaded, counter, monkeypatch):
+    torch._dynamo.reset()
+    steps, reports = CompiledDecoding.__call__, []
+
+    def noting(self, *args):
+        logits = steps(self, *args)
+        reports.append(self.report())
+        return logits
+
+    monkeypatch.setattr(CompiledDecoding, "__call__", noting)
+    plain = functools.partialmethod(CompiledDecoding.__init__, backend="eager")
+    monkeypatch.setattr(CompiledDecoding, "__init__", plain)
+    task = Speed(name="speed", lengths="64", new_tokens=5, samples=1, compile=True)
+    _, records = measure(loaded, counter, task, TINY, FULL)
+    for arm in (TINY, FULL):
+        assert records[arm][0]["decoded"] == records[arm][0]["cost"]["new_tokens"] == 5
+    assert len(reports) == 2 * 2 * 8  # of each arm the run that warms up, and the one that counts
+    for run in range(4):
+        first, *_, last = reports[8 * run + 2 : 8 * run + 8]
+        assert last.compiled_steps == first.compiled_steps + 5
+        assert last.graphs == first.graphs  # none is made while the clock runs
 
 
 def test_another_seed_times_other_tokens(counter):
