@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ class StaticSteps:
     """The buffers and clocks of a cache whose shapes are fixed."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[int, int, str], Tensor] = {}
+        self._fixed: list[_Fixed] = []
         self._clocks: dict[torch.device, Tensor] = {}
 
     @contextmanager
@@ -32,56 +31,76 @@ class StaticSteps:
 
         What is raised before the step has begun leaves the cache as it was.
         """
-        counting = [(layer, *layer.lanes.stores) if layer.lanes else (layer,) for layer in layers]
-        for i, counters in enumerate(counting):
-            for j, each in enumerate(counters):
-                self._adopt((i, j), each)
-                each.seen += 1
-                each.clock = self._clock(each)
+        counting = [each for layer in layers for each in _counting(layer)]
+        if [fixed.store for fixed in self._fixed] != counting:
+            self._fixed = [_Fixed(each) for each in counting]
+        for fixed in self._fixed:
+            fixed.adopt()
+            fixed.store.seen += 1
+            fixed.store.clock = self._clock(fixed.store.device)
         for clock in self._clocks.values():
             clock.fill_(layers[0].seen)
         try:
             yield
         except BaseException:
-            for each in chain(*counting):
+            for each in counting:
                 each.seen -= 1
             raise
         finally:
-            for each in chain(*counting):
+            for each in counting:
                 each.clock = None
 
     def clocks(self) -> list[Tensor]:
         """The counts of tokens on the devices."""
         return list(self._clocks.values())
 
-    def _adopt(self, place: tuple[int, int], store: SlotLayer) -> None:
+    def _clock(self, device: torch.device) -> Tensor:
+        if device not in self._clocks:
+            with torch.inference_mode(False):
+                clock = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
+            _keep_in_place([clock])
+            self._clocks[device] = clock
+        return self._clocks[device]
+
+
+class _Fixed:
+    """One layer or store of lanes, and the buffers for what its steps would replace."""
+
+    def __init__(self, store: SlotLayer) -> None:
+        self.store = store
+        self._held: tuple[Tensor | None, ...] = ()
+
+    def adopt(self) -> None:
         """Move what the last step outside has left into the buffers."""
+        store = self.store
         if store.pending is not None:
             store.own()
-        for name in _REPLACED:
+        now = _held(store)
+        if len(now) == len(self._held) and all(map(_same, now, self._held)):
+            return
+        for name, buffer in zip(_REPLACED, self._held or [None] * len(_REPLACED), strict=False):
             value = getattr(store, name)
-            if value is None:
-                continue
-            buffer = self._buffers.get((*place, name))
-            if buffer is value:
+            if value is None or value is buffer:
                 continue
             with torch.inference_mode(False):
                 if buffer is None or buffer.shape != value.shape:
-                    buffer = self._buffers[(*place, name)] = torch.empty_like(value)
-                buffer.copy_(value)
-            setattr(store, name, buffer)
-        if store.device.type == "cuda":
-            for tensor in stationary(store):
-                torch._dynamo.mark_static_address(tensor)
+                    buffer = torch.empty_like(value)
+                setattr(store, name, buffer.copy_(value))
+        self._held = _held(store)
+        _keep_in_place(stationary(store))
 
-    def _clock(self, store: SlotLayer) -> Tensor:
-        if store.device not in self._clocks:
-            with torch.inference_mode(False):
-                clock = torch.zeros(1, 1, 1, dtype=torch.int64, device=store.device)
-            if store.device.type == "cuda":
-                torch._dynamo.mark_static_address(clock)
-            self._clocks[store.device] = clock
-        return self._clocks[store.device]
+
+def _held(store: SlotLayer) -> tuple[Tensor | None, ...]:
+    """What tells whether a tensor of a layer has been replaced: others are replaced with these."""
+    return store.pending, store.next, store.lengths, store.keys, store.positions
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other
+
+
+def _counting(layer: SlotLayer) -> list[SlotLayer]:
+    return [layer] if layer.lanes is None else [layer, *layer.lanes.stores]
 
 
 def stationary(store: SlotLayer) -> list[Tensor]:
@@ -89,3 +108,10 @@ def stationary(store: SlotLayer) -> list[Tensor]:
     own = [store.keys, store.values, store.positions, *store.state.values()]
     replaced = (getattr(store, name) for name in _REPLACED)
     return [*own, *store.memory.values(), *(tensor for tensor in replaced if tensor is not None)]
+
+
+def _keep_in_place(tensors: list[Tensor]) -> None:
+    """Tell CUDA graphs that they need no copies of these."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            torch._dynamo.mark_static_address(tensor)
