@@ -110,6 +110,7 @@ class KVCache(Cache):
         decoding = self.decodes(layer, key_states.shape[2])
         if not decoding:
             self._ungroup()
+            self._static.forget()
         else:
             self.start_reading(layer)
         alone = self._grouped or layer.clock is not None
@@ -179,6 +180,7 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         self._ungroup()
+        self._static.forget()
         if self.surprisals is not None:
             self.surprisals.reset()
         self.input_ids = self.next_logits = self.fed = None

@@ -102,8 +102,9 @@ def _new_positions(
     """Positions of the new tokens, None where no row is padded.
 
     They follow from the model's own mask: its last query sees every new token that is not padding.
+    In a static step no row is padded, and the mask says nothing.
     """
-    if mask is None or (decoding and not layer.ragged):
+    if mask is None or layer.clock is not None or (decoding and not layer.ragged):
         return None
     valid = mask[:, 0, -1, -q_len:]
     valid = valid if valid.dtype == torch.bool else valid == 0

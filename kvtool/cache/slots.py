@@ -358,11 +358,11 @@ class SlotLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def _write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if self.clock is None and self.seen > self.room_until:
-            self.next = None  # the room is used up
         if self.next is not None:
             self._write_at(self.next[..., None].clone(), key, value)
             self.next.add_(1)
+            if self.clock is None:
+                self.leave_room()
         elif self.pending is None:
             self._reserve(self.used + 1)
             self.keys[:, :, self.used] = key[:, :, 0]
@@ -424,6 +424,11 @@ class SlotLayer(CacheLayerMixin):
             self.next = torch.full(self.positions.shape[:2], self.used, device=self.device)
         self.fill_to(self.used + tokens)
 
+    def leave_room(self) -> None:
+        """Append behind all slots again, if the room that was held is used up."""
+        if self.seen >= self.room_until:
+            self.next = None
+
     @torch.no_grad()
     def place(self, position: int | Tensor) -> None:
         """Note the position of the token that `update` has just written.
@@ -454,7 +459,7 @@ class SlotLayer(CacheLayerMixin):
             self.replace(*whole)
             return
         if self.next is not None:
-            self.used, self.next = self.kept, None
+            self.used, self.next, self.room_until = self.kept, None, 0
         if self.ordered and self.pending is None:
             return
         self.replace(*self.sorted_slots())
@@ -499,6 +504,7 @@ class SlotLayer(CacheLayerMixin):
             self.state[name][:, :, :count] = number
             self.state[name][:, :, count:] = 0
         self.used, self.pending, self.next, self.ordered = count, None, None, True
+        self.room_until = 0
 
     def split_by_head(self) -> None:
         """Store heads of different counts apart, by their `head_budgets`."""

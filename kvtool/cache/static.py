@@ -36,19 +36,25 @@ class StaticSteps:
             self._fixed = [_Fixed(each) for each in counting]
         for fixed in self._fixed:
             fixed.adopt()
-            fixed.store.seen += 1
-            fixed.store.clock = self._clock(fixed.store.device)
-        for clock in self._clocks.values():
-            clock.fill_(layers[0].seen)
+        seen = layers[0].seen
         try:
+            for each in counting:
+                each.seen, each.clock = seen + 1, self._clock(each.device)
+            for clock in self._clocks.values():
+                clock.fill_(seen + 1)
             yield
         except BaseException:
             for each in counting:
-                each.seen -= 1
+                each.seen = seen
             raise
         finally:
             for each in counting:
                 each.clock = None
+                each.leave_room()
+
+    def forget(self) -> None:
+        """Let go of the layers, whose tensors are about to be replaced and would be held here."""
+        self._fixed = []
 
     def clocks(self) -> list[Tensor]:
         """The counts of tokens on the devices."""

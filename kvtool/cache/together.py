@@ -26,10 +26,11 @@ class Group:
         self.layers = layers
         first = layers[0]
         self._batch = first.positions.shape[0]
-        self._positions = torch.cat([layer.positions for layer in layers])
-        self._state = {
-            name: torch.cat([layer.state[name] for layer in layers]) for name in first.state
-        }
+        with torch.inference_mode(False):  # what is made inside it could not be written outside
+            self._positions = torch.cat([layer.positions for layer in layers])
+            self._state = {
+                name: torch.cat([layer.state[name] for layer in layers]) for name in first.state
+            }
         index = torch.tensor([layer.index for layer in layers], device=first.device)
         self._index = index.repeat_interleave(self._batch)[:, None, None]
         for i, layer in enumerate(layers):
@@ -73,7 +74,7 @@ class Group:
         view = SlotView(
             values=tuple(self._values),
             positions=self._positions,
-            tokens_seen=first.count,
+            tokens_seen=first.seen,
             budget=first.budget,
             held=first.used,
             layer=self._index,
@@ -91,7 +92,7 @@ class Group:
         )
         for layer, victim in zip(self.layers, victims.split(self._batch), strict=True):
             layer.give_up(victim)
-            part_decoded(layer, first.count)
+            part_decoded(layer, first.seen)
         close_rank(self._state, self._positions, victims)
         self._make_room(victims)
         self._values, self._rows = [], []
@@ -99,10 +100,7 @@ class Group:
     def _make_room(self, victims: Tensor) -> None:
         """Clear what is beside the victims' slots and give them the position of the next token."""
         slot = victims[..., None]
-        following = self.layers[0].count
-        if isinstance(following, Tensor):
-            following = following.to(self._positions.dtype).expand_as(slot)
-        self._positions.scatter_(2, slot, following)
+        self._positions.scatter_(2, slot, self.layers[0].seen)
         for number in self._state.values():
             number.scatter_(2, slot, 0)
 

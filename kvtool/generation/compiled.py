@@ -57,12 +57,13 @@ class CompileReport:
 
 
 def pays(model: PreTrainedModel, new_tokens: int) -> bool:
-    """Whether to compile where nobody has said: many tokens on one CUDA device.
+    """Whether to compile where nobody has said: many tokens on one CUDA device, in one process.
 
     There a step of many small operations waits for the host; on a CPU it waits for the weights.
     """
     devices = set((getattr(model, "hf_device_map", None) or {"": 0}).values())
-    return model.device.type == "cuda" and len(devices) == 1 and new_tokens >= _PAYS_FROM
+    whole = len(devices) == 1 and (getattr(model, "tp_size", None) or 1) == 1
+    return model.device.type == "cuda" and whole and new_tokens >= _PAYS_FROM
 
 
 class CompiledDecoding:
@@ -139,7 +140,8 @@ class CompiledDecoding:
 
 
 def _explain(error: Exception, model: PreTrainedModel, cache: KVCache) -> KvtoolError:
-    reason = str(error).strip().splitlines()[0]
+    cause = getattr(error, "inner_exception", error)  # what a compiler raised, without its frame
+    reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
     return KvtoolError(
         f"policy `{cache.policy}` on `{model.config.model_type}` cannot be compiled: "
         f"{reason[:1].lower()}{reason[1:]}",

@@ -81,6 +81,8 @@ class Policy:
                 f"`{self.score.name}` with `{self.head_split.modifier}` has them",
                 hint=f"put it on a policy that cuts a prompt: adakv+{self.fate.name}",
             )
+        for name in ("statistics", "columns", "needs_all_rows"):  # and what they follow from
+            getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
 
     def _check_evicted(self, name: str) -> None:
         if self.score.when == "never":

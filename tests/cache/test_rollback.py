@@ -174,6 +174,16 @@ def test_inference_mode_leaves_tensors_that_can_be_written_outside_it(model):
     assert torch.equal(steps(model, cache), steps(model, never))
 
 
+def test_steps_in_inference_mode_are_followed_by_others(model):
+    cache, never = new_cache(model, "h2o+caote"), new_cache(model, "h2o+caote")
+    with torch.inference_mode():
+        prefill(model, cache, random_ids(50))
+        steps(model, cache)
+    prefill(model, never, random_ids(50))
+    steps(model, never)
+    assert torch.equal(steps(model, cache), steps(model, never))
+
+
 @pytest.mark.parametrize(
     ("policy", "turn", "copied"),
     [

@@ -4,14 +4,18 @@ The graphs are run as they are traced (backend `eager`): what is tested is that 
 models make whole graphs that hold from step to step, not the compiler behind them.
 """
 
+import gc
 import json
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor.exc import InvalidCxxCompiler
 
 import kvtool
+from kvtool.cache.slots import SlotLayer
 from kvtool.cache.static import stationary
 from kvtool.cli.main import main
 from kvtool.errors import KvtoolError
@@ -25,6 +29,7 @@ from tests.models_for_tests import peaky_model, random_ids
 STEADY = ["streaming", "h2o+caote", "roco", "tova", "d2o+uniform", "streaming+cam"]
 STEADY += ["h2o(positions=cache)"]
 APPENDING = ["full", "snapkv(window=4)"]
+ROOMY = [*APPENDING, "adakv(window=4)"]
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +137,39 @@ def test_turns_go_on_after_compiled_steps(policy):
     torch.testing.assert_close(prefill(model, compiled, more), prefill(model, eager, more))
 
 
+@pytest.mark.parametrize("policy", ["adakv(window=4)", "snapkv(window=4)", "full"])
+def test_a_turn_gives_up_the_room_and_later_steps_take_another(policy):
+    model = kvtool.attach(peaky_model("llama"))
+    *_, eager, compiled = run_both(model, policy, False, room=50, steps=3)
+    for cache in (eager, compiled):
+        prefill(model, cache, random_ids(7, seed=3, batch=2))
+    step, held = CompiledDecoding(model, 9, backend="eager"), []
+    for i in range(4):
+        token = torch.tensor([i + 2, i + 3])
+        logits = step(model, compiled, token)
+        torch.testing.assert_close(logits, decode_step(model, eager, token))
+        held.append([store.used for layer in compiled.slot_layers for store in layer.stores])
+    assert held == held[:1] * 4
+
+
+@pytest.mark.parametrize("policy", ["adakv(window=4)", "full"])
+def test_what_a_turn_replaces_is_not_held_on_to(policy):
+    model = kvtool.attach(peaky_model("llama"))
+    *_, compiled = run_both(model, policy, False, room=5, steps=3)
+    before = [weakref.ref(store.keys) for store in compiled.slot_layers[0].stores]
+    prefill(model, compiled, random_ids(40, seed=3, batch=2))
+    gc.collect()
+    assert [each() for each in before] == [None] * len(before)
+
+
+@pytest.mark.parametrize("name", ["falcon", "gptj"])
+@pytest.mark.parametrize("policy", ["h2o", "snapkv(window=4)"])
+def test_hooked_families_know_padded_rows(name, policy):
+    model = kvtool.attach(family_model(name))
+    worst, *_ = run_both(model, policy, True, room=64, steps=5)
+    assert worst < 1e-4
+
+
 def test_rooms_that_are_used_up_are_followed_by_others():
     model = kvtool.attach(peaky_model("llama"))
     cache = filled(model, "snapkv(window=4)", False)
@@ -144,10 +182,11 @@ def test_rooms_that_are_used_up_are_followed_by_others():
     assert cache.report().kept_per_layer == [29, 29]
 
 
-def test_steps_outside_go_on_when_the_room_is_used_up():
-    model = kvtool.attach(peaky_model("llama"))
-    for policy in ("snapkv(window=4)", "adakv(window=4)", "h2o+caote"):
-        _, _, eager, compiled = run_both(model, policy, False, room=5, steps=5)
+@pytest.mark.parametrize(("name", "policy"), [*(("llama", p) for p in ROOMY), ("falcon", "full")])
+def test_steps_outside_go_on_when_the_room_is_used_up(name, policy):
+    model = kvtool.attach(family_model(name))
+    for padded in (False, True):
+        _, _, eager, compiled = run_both(model, policy, padded, room=5, steps=5)
         for i in range(4):
             token = torch.tensor([i + 2, i + 3])
             logits = decode_step(model, compiled, token)
@@ -211,6 +250,21 @@ def test_saved_caches_hold_no_empty_room(tmp_path):
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.parametrize("policy", ["full", "snapkv(window=4)", "adakv(window=4)", "d2o+uniform"])
+def test_a_loaded_cache_goes_on_compiled(tmp_path, policy):
+    model = kvtool.attach(peaky_model("llama"))
+    *_, eager, compiled = run_both(model, policy, False, room=9, steps=5)
+    kvtool.save_cache(compiled, tmp_path / "cache", model=model)
+    torch._dynamo.reset()
+    loaded = kvtool.load_cache(tmp_path / "cache", model)
+    step = CompiledDecoding(model, 9, backend="eager")
+    for i in range(5):
+        token = torch.tensor([i + 2, i + 3])
+        logits = step(model, loaded, token)
+        torch.testing.assert_close(logits, decode_step(model, eager, token), atol=1e-4, rtol=0)
+    assert step.report().compiled_steps >= 4
+
+
 @dataclass(frozen=True)
 class Asking(Recency):
     """Looks at the device in every step, as no policy of ours does."""
@@ -230,6 +284,37 @@ def test_what_cannot_be_compiled_says_so():
         step(model, cache, torch.tensor([2, 3]))
 
 
+def test_a_machine_that_has_no_compiler_is_told():
+    model = kvtool.attach(peaky_model("llama"))
+    cache = filled(model, "h2o", False)
+
+    def lacking(module, inputs):
+        raise InvalidCxxCompiler
+
+    step = CompiledDecoding(model, 8, backend=lacking)
+    step(model, cache, torch.tensor([2, 3]))
+    with pytest.raises(KvtoolError, match=r"cannot be compiled: no working C\+\+ compiler"):
+        step(model, cache, torch.tensor([2, 3]))
+
+
+def test_a_step_that_cannot_begin_leaves_the_cache_as_it_was(monkeypatch):
+    model = kvtool.attach(peaky_model("llama"))
+    cache = filled(model, "h2o", False)
+    step = CompiledDecoding(model, 8, backend="eager")
+    step(model, cache, torch.tensor([2, 3]))
+    last, held = cache.slot_layers[-1], cache.kept_positions(0)
+
+    def own(layer):
+        if layer is last:
+            raise MemoryError
+
+    monkeypatch.setattr(SlotLayer, "own", own)
+    with pytest.raises(MemoryError):
+        step(model, cache, torch.tensor([2, 3]))
+    assert cache.tokens_seen() == [61, 61]
+    assert torch.equal(cache.kept_positions(0), held)
+
+
 def test_what_cannot_be_compiled_and_need_not_runs_as_it_is():
     model = kvtool.attach(peaky_model("llama"))
     eager, cache = (filled(model, Policy(Asking()), False) for _ in range(2))
@@ -247,6 +332,8 @@ def test_compiling_pays_for_long_runs_on_one_cuda_device():
     assert pays(model("cuda"), 2000)
     assert not pays(model("cuda"), 100)
     assert not pays(model("cuda", 0, 1), 2000)
+    split = SimpleNamespace(device=torch.device("cuda"), tp_size=2)
+    assert not pays(split, 2000)
     assert not pays(model("cpu"), 2000)
 
 

@@ -112,6 +112,7 @@ class Speed(Task):
 
         from kvtool import generation
         from kvtool.generation.compiled import CompiledDecoding
+        from kvtool.generation.feeding import wait
 
         draws = torch.Generator().manual_seed(self.seed)
         vocabulary = bench.model.get_input_embeddings().weight.shape[0]
@@ -123,6 +124,7 @@ class Speed(Task):
             step = CompiledDecoding(bench.model, new + _COMPILING)
             for _ in range(_COMPILING):
                 logits = step(bench.model, cache, logits.argmax(-1))
+            wait(bench.model)
         start = time.perf_counter()
         for _ in range(new):
             logits = step(bench.model, cache, logits.argmax(-1))
