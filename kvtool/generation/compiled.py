@@ -21,6 +21,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.generation.feeding import decode_step
 
+_MOST_ROOM = 2048  # tokens, since every step attends to the empty slots as well
 _PAYS_FROM = 1024  # new tokens: compiling takes as long as many steps
 
 
@@ -70,7 +71,8 @@ class CompiledDecoding:
     """Decode steps of one model; those that find fixed shapes run compiled.
 
     Args:
-        tokens: how many more tokens layers that append take room for at a time.
+        tokens: how many are to come. Layers that append take room for them, or for 2048 at a time;
+            two more graphs serve all rooms after the first.
         backend: of torch.compile.
         required: whether what cannot be compiled is an error; else it runs as it is.
     """
@@ -82,7 +84,7 @@ class CompiledDecoding:
         backend: str = "inductor",
         required: bool = True,
     ) -> None:
-        self._model, self._tokens, self._required = model, tokens, required
+        self._model, self._room, self._required = model, min(tokens, _MOST_ROOM), required
         self._cuda = model.device.type == "cuda"
         mode = "reduce-overhead" if self._cuda and backend == "inductor" else None
         self._forward = torch.compile(model.forward, fullgraph=True, backend=backend, mode=mode)
@@ -97,7 +99,7 @@ class CompiledDecoding:
         Raises:
             KvtoolError: the policy or the model cannot be compiled, and must be.
         """
-        if self._failed or not cache.fix_shapes(self._tokens):
+        if self._failed or not cache.fix_shapes(self._room):
             self._eager += 1
             return decode_step(model, cache, token_ids)
         before, start = counters["stats"]["unique_graphs"], time.perf_counter()

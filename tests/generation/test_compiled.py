@@ -170,6 +170,13 @@ def test_hooked_families_know_padded_rows(name, policy):
     assert worst < 1e-4
 
 
+def test_room_for_a_long_text_is_taken_in_parts():
+    model = kvtool.attach(peaky_model("llama"))
+    cache = filled(model, "snapkv(window=4)", False)
+    CompiledDecoding(model, 10**6, backend="eager")(model, cache, torch.tensor([2, 3]))
+    assert cache.layers[0].used == 20 + 2048
+
+
 def test_rooms_that_are_used_up_are_followed_by_others():
     model = kvtool.attach(peaky_model("llama"))
     cache = filled(model, "snapkv(window=4)", False)
