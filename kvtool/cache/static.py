@@ -56,10 +56,6 @@ class StaticSteps:
         """Let go of the layers, whose tensors are about to be replaced and would be held here."""
         self._fixed = []
 
-    def clocks(self) -> list[Tensor]:
-        """The counts of tokens on the devices."""
-        return list(self._clocks.values())
-
     def _clock(self, device: torch.device) -> Tensor:
         if device not in self._clocks:
             with torch.inference_mode(False):

@@ -114,7 +114,7 @@ def test_a_graph_can_be_a_cuda_graph(policy, padded):
     ]
     stores = [store for layer in cache.slot_layers for store in {layer, *layer.stores}]
     fixed = {each.data_ptr() for store in stores for each in stationary(store)}
-    clocks = {clock.data_ptr() for clock in cache._static.clocks()}
+    clocks = {clock.data_ptr() for clock in cache._static._clocks.values()}
     assert set(changed) <= fixed | clocks
     assert len(changed) >= 2 * model.config.num_hidden_layers  # keys and values of every layer
 
@@ -342,6 +342,12 @@ def test_compiling_pays_for_long_runs_on_one_cuda_device():
     split = SimpleNamespace(device=torch.device("cuda"), tp_size=2)
     assert not pays(split, 2000)
     assert not pays(model("cpu"), 2000)
+
+
+def test_the_command_says_when_nothing_was_compiled(capsys):
+    assert main(["generate", "-p", "quest", "-b", "128", "-n", "4", "--compile"]) == 0
+    expected = "none of 3 steps ran compiled, as the cache's shapes were never fixed"
+    assert expected in capsys.readouterr().err
 
 
 def test_what_asks_the_host_is_left_as_it_is():
