@@ -91,7 +91,7 @@ class Group:
             importance.expand_as(self._positions), self._positions, protected, distinct
         )
         for layer, victim in zip(self.layers, victims.split(self._batch), strict=True):
-            layer.give_up(victim)
+            layer.pending = victim
             part_decoded(layer, first.seen)
         close_rank(self._state, self._positions, victims)
         self._make_room(victims)

@@ -91,7 +91,8 @@ class CompileSection(Section):
         """Say what was compiled."""
         steps = self.eager_steps + self.compiled_steps
         if self.compiled_steps == 0:
-            return f"none of {steps} steps ran compiled, as the cache's shapes were never fixed"
+            why = "their shapes change, or they cannot be compiled"
+            return f"none of {steps} steps ran compiled: {why}"
         how = ", as CUDA graphs" if self.cuda_graphs else ""
         graphs = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
         return (
