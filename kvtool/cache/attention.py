@@ -7,7 +7,6 @@ import sys
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
@@ -16,6 +15,7 @@ from kvtool.cache.kernels import Call
 from kvtool.cache.layers import check_layers
 from kvtool.cache.step import attend
 from kvtool.errors import KvtoolError
+from kvtool.transformers_versions import layer_types
 
 NAME = "kvtool"
 
@@ -122,7 +122,7 @@ def notes(config: PreTrainedConfig) -> list[str]:
             f"`{text.model_type}` runs its own eager attention, watched by hooks: "
             "a prompt's attention weights exist in full while it runs"
         )
-    _, options = get_layer_types_and_kwargs(text)
+    options = [option for _, option in layer_types(text)]
     windows = [option["sliding_window"] for option in options if "sliding_window" in option]
     if windows:
         rest = len(options) - len(windows)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from kvtool.cache.slots import HybridSlotLayer, SlotLayer
 from kvtool.errors import KvtoolError
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
+from kvtool.transformers_versions import layer_types, shares_caches
 
 
 def check_layers(config: PreTrainedConfig) -> None:
@@ -17,13 +18,13 @@ def check_layers(config: PreTrainedConfig) -> None:
     Raises:
         KvtoolError: shared, chunked or indexed attention; no attention at all.
     """
-    kinds, _ = get_layer_types_and_kwargs(config)
-    if any(mode == "reuse" for mode in getattr(config, "kv_sharing_modes", None) or ()):
+    kinds = [kind for kind, _ in layer_types(config)]
+    if shares_caches(config):
         raise KvtoolError(
             f"`{config.model_type}` lets layers share a cache, which eviction here does not support"
         )
     known = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"}
-    stock = {"linear_attention", "conv", "mamba", "dummy", "recurrent"}
+    stock = {"linear_attention", "conv", "mamba", "dummy", "recurrent", "moe", "mlp"}
     for kind in kinds:
         if kind not in known | stock:
             raise KvtoolError(
@@ -39,7 +40,7 @@ def make_layers(config: PreTrainedConfig, policy: Policy) -> list:
     """Make a slot layer for each attention layer, and transformers' own for the others."""
     sliding = Policy(Recency(positions=policy.score.positions))
     layers = []
-    for i, (kind, options) in enumerate(zip(*get_layer_types_and_kwargs(config), strict=True)):
+    for i, (kind, options) in enumerate(layer_types(config)):
         window = options.get("sliding_window")
         own = policy if window is None else sliding
         if kind in ("full_attention", "sliding_attention"):

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtool.errors import KvtoolError
 from kvtool.policies.heads import ALL_HERE, KVHeads
+from kvtool.transformers_versions import tensor_parallel_group
 
 
 class ShardedHeads(KVHeads):
@@ -60,10 +61,8 @@ class ShardedHeads(KVHeads):
 
 def shards_of(model: PreTrainedModel) -> KVHeads:
     """Return how a model's heads are split over processes."""
-    mesh = getattr(model, "_device_mesh", None)
-    if mesh is None or (getattr(model, "tp_size", None) or 1) == 1:
-        return ALL_HERE
-    return ShardedHeads(mesh["tp"].get_group())
+    group = tensor_parallel_group(model)
+    return ALL_HERE if group is None else ShardedHeads(group)
 
 
 def heads_of_layer(

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvtool.documents.profile import ModelShape
 from kvtool.identity import config_hash
+from kvtool.transformers_versions import layer_configs, layer_types
 
 ATTENDS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 """Kinds of layers that store keys and values, by transformers' names."""
@@ -43,10 +44,8 @@ def model_shape(
 
 def layer_kinds(config: Any) -> tuple[list[str], list[int | None]]:
     """Return the kind of every layer and the width of its sliding window, None without one."""
-    from transformers.cache_utils import get_layer_types_and_kwargs
-
-    kinds, options = get_layer_types_and_kwargs(config)
-    return list(kinds), [option.get("sliding_window") for option in options]
+    kinds = layer_types(config)
+    return [kind for kind, _ in kinds], [option.get("sliding_window") for _, option in kinds]
 
 
 def stored_dtype(config: Any, dtype: str | None) -> str:
@@ -66,7 +65,7 @@ def layer_bytes(config: Any, dtype: str) -> list[int]:
     kinds, _ = layer_kinds(config)
     size = getattr(torch, dtype).itemsize
     found = []
-    for kind, own in zip(kinds, config.per_layer_config, strict=True):
+    for kind, own in zip(kinds, layer_configs(config), strict=True):
         if kind not in ATTENDS:
             found.append(0)
         elif _latent(own):

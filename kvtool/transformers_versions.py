@@ -1,0 +1,69 @@
+"""What differs between the releases of transformers that kvtool runs on, 5.17 and later.
+
+The only file that knows; each difference names the release that ends it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_WINDOWS = {
+    "sliding_attention": "sliding_window",
+    "hybrid_sliding": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+_STATES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
+
+
+def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return the kind of every cache layer and the arguments that make it.
+
+    Releases before 5.19 give the arguments once for all layers, those of all kinds together. Releases
+    before 5.23 leave out layers that share the cache of another.
+
+    Args:
+        config: of a decoder.
+    """
+    from transformers.cache_utils import get_layer_types_and_kwargs
+
+    kinds, options = get_layer_types_and_kwargs(config)
+    if not isinstance(options, dict):
+        return list(zip(kinds, options, strict=True))
+    return [(kind, _options_of(kind, config, options)) for kind in kinds]
+
+
+def _options_of(kind: str, config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one layer out of those of all."""
+    own = {}
+    if kind in _WINDOWS:
+        own["sliding_window"] = getattr(config, _WINDOWS[kind])
+    if kind in _STATES:
+        own["number_of_states"] = options.get("number_of_states", 1)
+    if "config" in options:
+        own["config"] = options["config"]
+    return own
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """Return the configuration of every layer, of which releases before 5.18 know one."""
+    own = getattr(config, "per_layer_config", None)
+    return [config] * config.num_hidden_layers if own is None else list(own)
+
+
+def shares_caches(config: Any) -> bool:
+    """Say whether some layers use the cache of another, whose modes 5.23 names."""
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    return any(mode == "reuse" for mode in modes) or bool(
+        getattr(config, "num_kv_shared_layers", None)
+    )
+
+
+def tensor_parallel_group(model: Any) -> Any | None:
+    """Return the processes that a model's heads are split over, None where they are not.
+
+    Releases before 5.23 do not name the axes of a mesh that has one.
+    """
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or (getattr(model, "tp_size", None) or 1) == 1:
+        return None
+    return (mesh["tp"] if mesh.mesh_dim_names else mesh).get_group()
