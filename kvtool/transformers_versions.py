@@ -18,7 +18,7 @@ _STATES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return the kind of every cache layer and the arguments that make it.
 
-    Releases before 5.19 give the arguments once for all layers, those of all kinds together. Releases
+    Releases before 5.19 give the arguments once for all layers, those of all kinds together; those
     before 5.23 leave out layers that share the cache of another.
 
     Args:

@@ -62,9 +62,18 @@ def trusted(kind: Kind) -> bool:
     return False
 
 
-def _disagreement(kind: Kind) -> str | None:
+def comparisons(kind: Kind) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Compute a small random problem by the kernels of a kind, and by plain torch on the CPU.
+
+    Yields:
+        The name of a result, what the kernels found and what was expected, both float32 on the CPU.
+    """
     for name, (found, expected) in _CHECKS[kind.family](_Draw(kind)):
-        found = found.to("cpu", torch.float32)
+        yield name, found.to("cpu", torch.float32), expected
+
+
+def _disagreement(kind: Kind) -> str | None:
+    for name, found, expected in comparisons(kind):
         difference = (found - expected).abs() / (1 + expected.abs())
         off = difference.mean() if name == "above_average" else difference.max()
         allowed = _FEW if name == "above_average" else TOLERANCE[kind.dtype]

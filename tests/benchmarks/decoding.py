@@ -74,12 +74,14 @@ def with_own_code(function: FunctionType) -> FunctionType:
 class FullCacheSteps:
     """Compiled steps over a full cache, filled so far that the steps to come just fit."""
 
-    def __init__(self, model: PreTrainedModel, length: int, room: int, backend: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, length: int, room: int, backend: str, batch: int = 1
+    ) -> None:
         config = model.config
-        self._device, self._seen = model.device, length - room
+        self._device, self._seen, self._batch = model.device, length - room, batch
         self._cache = StaticCache(config=config, max_cache_len=length)
         self._cache.early_initialization(
-            1, config.num_key_value_heads, config.head_dim, model.dtype, model.device
+            batch, config.num_key_value_heads, config.head_dim, model.dtype, model.device
         )
         for layer in self._cache.layers:
             layer.keys.normal_()
@@ -101,8 +103,8 @@ class FullCacheSteps:
     @torch.no_grad()
     def __call__(self) -> None:
         torch.compiler.cudagraph_mark_step_begin()
-        positions = torch.full((1, 1), self._seen, device=self._device)
-        token = torch.full((1, 1), 7, device=self._device)
+        positions = torch.full((self._batch, 1), self._seen, device=self._device)
+        token = torch.full((self._batch, 1), 7, device=self._device)
         self._forward(token, positions)
         self._seen += 1
 
@@ -119,11 +121,18 @@ class PolicySteps:
     """
 
     def __init__(
-        self, model: PreTrainedModel, policy: str, budget: int, room: int, backend: str
+        self,
+        model: PreTrainedModel,
+        policy: str,
+        budget: int,
+        room: int,
+        backend: str,
+        batch: int = 1,
     ) -> None:
         self._model, self._policy, self._budget = model, policy, budget
-        self._token = torch.tensor([7], device=model.device)
-        self._ids = torch.randint(0, model.config.vocab_size, (1, 2 * budget), device=model.device)
+        self._token = torch.full((batch,), 7, device=model.device)
+        shape = batch, 2 * budget
+        self._ids = torch.randint(0, model.config.vocab_size, shape, device=model.device)
         self._compiled = CompiledDecoding(model, room, backend=backend)
 
     def refill(self) -> None:

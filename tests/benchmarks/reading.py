@@ -42,10 +42,12 @@ class Line:
     decode_ratio: float
 
 
-def random_slots(config, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of every layer."""
-    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
-    return [(torch.randn(shape), torch.randn(shape)) for _ in range(config.num_hidden_layers)]
+def random_slots(model, tokens: int, batch: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of every layer, where the model is and in its dtype."""
+    config, place = model.config, {"device": model.device, "dtype": model.dtype}
+    shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
+    layers = range(config.num_hidden_layers)
+    return [(torch.randn(shape, **place), torch.randn(shape, **place)) for _ in layers]
 
 
 def filled_dynamic(model, slots) -> DynamicCache:
@@ -67,22 +69,22 @@ def filled(model, policy: str, budget: int, slots) -> kvtool.cache.cache.KVCache
         if cache.policy.score.reads:
             count = reads.stored(layer, length)
             layer.budget = layer.least = layer.most = count
-        positions = torch.arange(length - count, length, dtype=torch.int32)
-        positions = positions.expand(1, keys.shape[1], -1)
+        whole = torch.arange(length, dtype=torch.int32, device=keys.device)
+        whole = whole.expand(*keys.shape[:2], -1)
+        positions = whole[..., length - count :]
         if cache.policy.score.marks:
             layer.marked = positions
-            count, positions = length, torch.arange(length, dtype=torch.int32)
-            positions = positions.expand(1, keys.shape[1], -1)
+            count, positions = length, whole
         layer.seen = length
         layer.replace(keys[:, :, -count:], values[:, :, -count:], positions, {})
         if reads is not None:
-            reads.end_prompt([length])
+            reads.end_prompt([length] * len(slots[0][0]))
     return cache
 
 
 def measure(args: argparse.Namespace, note) -> list[Line]:
     ours, plain = build_models()
-    slots = random_slots(ours.config, args.length)
+    slots = random_slots(ours, args.length)
     full, token = filled_dynamic(plain, slots), torch.tensor([7])
     base_step = lambda: plain(token[None], past_key_values=full)  # noqa: E731
     lines = []

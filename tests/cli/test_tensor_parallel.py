@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import transformers
 
 from kvtool.documents.results import ResultsDocument
 from kvtool.errors import KvtoolError, UsageError
@@ -13,7 +14,13 @@ GENERATE = ("generate", "-p", "tova", "-b", "64", "-f", "json")
 EVAL = ("eval", "-t", "niah", "--lengths", "256", "--depths", "3", "-p", "tova,snapkv")
 EVAL = (*EVAL, "-b", "64", "--no-plots", "-f", "json", "-q")
 
+splits_any_vocabulary = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21),
+    reason="transformers before 5.21 splits a vocabulary into equal parts only; this has 1195",
+)
 
+
+@splits_any_vocabulary
 def test_generate_says_what_one_process_says(kvtool, tmp_path):
     alone = json.loads(kvtool(*GENERATE).out)
     program = ("-m", "kvtool", *GENERATE, "--tensor-parallel", "--compare-full")
@@ -26,6 +33,7 @@ def test_generate_says_what_one_process_says(kvtool, tmp_path):
     assert err.count("prompt: a built-in text") == 1
 
 
+@splits_any_vocabulary
 def test_eval_scores_what_one_process_scores(kvtool, tmp_path):
     alone = ResultsDocument(**json.loads(kvtool(*EVAL, "-o", "alone").out))
     program = ("-m", "kvtool", *EVAL, "--tensor-parallel", "-o", "split", "--fail-under", "niah=1")

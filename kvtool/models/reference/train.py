@@ -3,14 +3,16 @@
     python -m kvtool.models.reference.train --out DIR
 
 A stage ends when its measured accuracy is reached, so no clock drives the schedule. The run may be
-killed at any time: the same command goes on from the last checkpoint, optimisers and random
-numbers included. For several processes, start the command with `torchrun --nproc-per-node N`.
+killed at any time, or ended by `--minutes`: the same command goes on from the last checkpoint,
+optimisers and random numbers included. For several processes, start the command with `torchrun
+--nproc-per-node N`.
 """
 
 import argparse
 import copy
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +239,12 @@ class Run:
         )
 
     def train(self) -> None:
-        """Run the curriculum from wherever it stands."""
-        while not self.finished():
+        """Run the curriculum from wherever it stands, until its end or the end of the time."""
+        minutes = self.options.minutes
+        deadline = None if minutes is None else time.monotonic() + 60 * minutes
+        while not self.finished() and not self._agreed(
+            deadline is not None and time.monotonic() >= deadline
+        ):
             self.step()
             if self.progress["step"] % self.options.log_every == 0:
                 self.log()
@@ -283,6 +289,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=48, help="prompts per task at each gate")
     parser.add_argument("--check-every", type=int, default=200, help="steps between gates")
     parser.add_argument("--log-every", type=int, default=50, help="steps between log lines")
+    parser.add_argument("--minutes", type=float, help="stop after so many, to go on another time")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)

@@ -1,0 +1,1 @@
+"""Everything about a GPU in one command: `python -m tests.benchmarks.gpu --help`."""

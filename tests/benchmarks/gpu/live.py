@@ -1,0 +1,21 @@
+"""How many bytes of tensors are alive: what a call must give back."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+
+def live_bytes(device: torch.device) -> int:
+    """Return the bytes that tensors hold: those allocated on a GPU, or of Python's on a CPU."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    storages = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
