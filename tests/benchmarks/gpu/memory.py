@@ -102,7 +102,7 @@ def planned(settings: Settings, policy: str) -> Record:
     Raises:
         Wrong: the run holds more than was planned.
     """
-    ours, (prompt, budget, new) = model(settings.device, settings.tiny), sizes(settings)
+    ours, (prompt, _, new) = model(settings.device, settings.tiny), sizes(settings)
     config = ours.config
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     target = token * ours.dtype.itemsize * prompt // 2

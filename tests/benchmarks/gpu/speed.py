@@ -305,14 +305,8 @@ def _decode_table(records: dict[str, Record], machine: Record) -> list[Table]:
         for arm, record in here.items():
             total = weights + record["read_bytes"]
             speed = total / record["ms"] * 1e3
-            cells = [
-                f"{record['ms']:.2f}",
-                f"{record.get('eager_ms', 0):.2f}",
-                f"{speed / 1e9:.0f}",
-            ]
-            if "eager_ms" not in record:
-                cells[1] = ""
-            cells.append(f"{speed / bandwidth:.0%}")
+            eager = f"{record['eager_ms']:.2f}" if "eager_ms" in record else ""
+            cells = [f"{record['ms']:.2f}", eager, f"{speed / 1e9:.0f}", f"{speed / bandwidth:.0%}"]
             if fastest is not None:
                 cells.append(f"{fastest['ms'] / record['ms']:.2f}")
                 possible = (weights + fastest["read_bytes"]) / total
@@ -321,9 +315,9 @@ def _decode_table(records: dict[str, Record], machine: Record) -> list[Table]:
             shown.add_row(f"{rows} x {n}", arm, *cells)
         shown.add_section()
     shown.caption = (
-        "times as fast: as the fastest full cache of the same rows and context; possible: the bytes "
-        "that one reads over those read here, weights included; an evictor's step is measured once "
-        "for any context, on which it does not depend"
+        "times as fast: as the fastest full cache of the same rows and context; possible: bytes "
+        "read there over bytes read here, weights included; an evictor's step is measured once for "
+        "any context, on which it does not depend"
     )
     return [shown]
 
