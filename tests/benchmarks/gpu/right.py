@@ -37,6 +37,7 @@ PADDING = 17
 LOGITS = 1e-3  # of float32, beside the CPU's
 HALVES = 0.05  # of the norm of the logits, of bfloat16
 LEAK = 256 * 1024  # bytes that a call may leave, for what libraries set up once
+WORKSPACE = 64 * 2**20  # bytes that compiled code may keep for the matrix products of its graphs
 CALLS = 3
 SOME = ("full", "h2o", "h2o+caote", "snapkv(window=4)", "quest", "rocketkv", "h2o+calidrop", "d2o")
 COMPILED = ("streaming", "h2o", "h2o+caote", "roco", "snapkv(window=4)", "tova", "adakv(window=4)")
@@ -75,11 +76,16 @@ def cases(settings: Settings) -> Iterator[Case]:
         for mode in ("full", "block:16"):
             yield Case(f"{policy} {mode}", partial(same_as_cpu, settings, policy, mode))
     for policy in ("h2o",) if settings.tiny else ("full", "h2o", "roco", "snapkv(window=4)", "hsa"):
-        yield Case(f"{policy} bfloat16", partial(halves, settings, policy))
+        yield Case(
+            f"{policy} bfloat16", partial(twice, settings, partial(halves, settings, policy))
+        )
     for policy in ("h2o",) if settings.tiny else COMPILED:
         yield Case(f"{policy} compiled", partial(compiled, settings, policy))
-    yield Case("calidrop in pinned memory", partial(pinned, settings))
-    yield Case("h2o over two devices", partial(over_devices, settings))
+    for name, run in (
+        ("calidrop in pinned memory", pinned),
+        ("h2o over two devices", over_devices),
+    ):
+        yield Case(name, partial(twice, settings, partial(run, settings)))
     yield Case("main job --device-map auto", partial(main_job, settings, ("--device-map", "auto")))
     yield Case("flash_attention_2", partial(flash, settings))
 
@@ -193,13 +199,26 @@ def check_memory(call: Callable[[], object], settings: Settings) -> int:
     Raises:
         Wrong: memory is not back where it was.
     """
-    device = torch.device(settings.device)
     call()
+    return _left_by(call, settings, CALLS)
+
+
+def twice(settings: Settings, run: Callable[[], Record]) -> Record:
+    """Run a case, and once more to see that it gives its memory back.
+
+    Raises:
+        Wrong: it does not.
+    """
+    return run() | {"left_bytes": _left_by(run, settings, 1)}
+
+
+def _left_by(call: Callable[[], object], settings: Settings, calls: int) -> int:
+    device = torch.device(settings.device)
     before = live_bytes(device)
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
-    left = (live_bytes(device) - before) // CALLS
-    if left > LEAK // CALLS:
+    left = (live_bytes(device) - before) // calls
+    if left > LEAK // calls:
         raise Wrong(f"every call leaves {left} bytes", {"left_bytes": left})
     return left
 
@@ -233,7 +252,7 @@ def compiled(settings: Settings, policy: str) -> Record:
         Wrong: other logits, steps that did not run compiled, or no CUDA graphs.
     """
     model, steps = device_model(settings), 12
-    runs = {}
+    before, runs = live_bytes(torch.device(settings.device)), {}
     for name in ("eager", "compiled"):
         torch._dynamo.reset()
         cache = build(model, policy, "full")
@@ -248,6 +267,11 @@ def compiled(settings: Settings, policy: str) -> Record:
     report = step.report()
     worst = (runs["eager"] - runs["compiled"]).abs().max().item()
     found = {"logits": worst, "graphs": report.graphs, "cuda_graphs": report.cuda_graphs}
+    del cache, logits, ids, step
+    torch._dynamo.reset()
+    found["left_bytes"] = live_bytes(torch.device(settings.device)) - before
+    if found["left_bytes"] > WORKSPACE:
+        raise Wrong(f"{found['left_bytes']} bytes are left", found)
     if not worst <= LOGITS:
         raise Wrong(f"compiled logits differ by {worst:.2g}", found)
     if report.compiled_steps < steps - 2:
