@@ -7,7 +7,7 @@ come in one order everywhere: batch, kv_heads, group, q_len, slots, head_dim.
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -33,6 +33,11 @@ class Evidence(enum.Enum):
     ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
     COLUMNS = "columns"  # sums over every query: statistics named as in `kvtool.maths.columns`
     LOGITS = "logits"  # each token's surprisal, as `state["surprisal"]`; one cut for all layers
+
+
+def _all_here() -> KVHeads:
+    """Return the default of a view: torch 2.11's compiler cannot trace an object in its place."""
+    return ALL_HERE
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ class SlotView:
     held: Count
     layer: Count = 0
     block: Count = 1
-    heads: KVHeads = ALL_HERE
+    heads: KVHeads = field(default_factory=_all_here)
     above: Tensor | None = None
     widest: Count | None = None
 
@@ -260,7 +265,7 @@ class Departure:
     tokens_seen: Count
     layer: int
     whole: bool = False
-    heads: KVHeads = ALL_HERE
+    heads: KVHeads = field(default_factory=_all_here)
     importance: Tensor | None = None
 
     @property
