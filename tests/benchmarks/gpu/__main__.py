@@ -20,6 +20,7 @@ time was up before the last case. On a CPU, `--device cpu --tiny` runs all of it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -152,14 +153,17 @@ def _drive(args: argparse.Namespace) -> None:
     options += [each for part in args.part for each in ("--part", part)]
     options += ["--deadline", f"{deadline}", *(["--tiny"] if args.tiny else [])]
     command = [sys.executable, "-m", "tests.benchmarks.gpu", *map(str, options)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     while time.time() < deadline:
         worker = subprocess.Popen(command, env=environment, start_new_session=True)
         try:
             code = worker.wait(deadline + GRACE - time.time())
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            os.killpg(worker.pid, signal.SIGKILL)
-            worker.wait()
+        except subprocess.TimeoutExpired:
             return
+        finally:  # also where this command is interrupted or ended
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
         if code == 0:
             return
         print(f"a case has ended its process (exit code {code})", file=sys.stderr)
