@@ -261,6 +261,8 @@ def _over_budget(layer: SlotLayer, block: Block) -> bool:
     score = layer.policy.ranking
     if score.when == "never" or score.evidence is Evidence.LOGITS:
         return False
+    if layer.head_budgets is not None:
+        return True  # heads that were cut are full, whatever the mean over all heads
     return block.view.positions.shape[2] > layer.least
 
 

@@ -7,12 +7,14 @@ a prompt sees all heads side by side again, while it runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvtool.cache.slots import SlotLayer
+from kvtool.policies.allocate.room import UNLIMITED
 from kvtool.policies.parts import State
 
 _TIGHT = 7 / 8  # a lane joins a store if it fills at least so much of it
@@ -87,8 +89,12 @@ def split_lanes(
     budgets = layer.head_budgets.flatten().tolist()
     filled = (positions >= 0).sum(-1).flatten().tolist()
     needs = budgets if layer.policy.score.when == "always" else filled
+    needs = [min(need, positions.shape[2]) for need in needs]
+    # a store makes room for its largest budget, so what grows without end stands apart
+    growing = [lane for lane, budget in enumerate(budgets) if budget >= UNLIMITED]
+    limited = [lane for lane, budget in enumerate(budgets) if budget < UNLIMITED]
     stores, order = [], []
-    for lanes in _bins([min(need, positions.shape[2]) for need in needs]):
+    for lanes in _bins(growing, needs) + _bins(limited, needs):
         index = torch.tensor(lanes, device=positions.device)
         rows, own = index // heads, index % heads
         width = max(filled[lane] for lane in lanes)
@@ -118,10 +124,10 @@ def split_lanes(
     layer.lanes = Lanes(stores, order, order.argsort(), heads)
 
 
-def _bins(needs: list[int]) -> list[list[int]]:
+def _bins(lanes: Iterable[int], needs: list[int]) -> list[list[int]]:
     """Put lanes together whose needs are close; the widest first, and lanes in ascending order."""
     bins: list[list[int]] = []
-    for lane in sorted(range(len(needs)), key=lambda lane: -needs[lane]):
+    for lane in sorted(lanes, key=lambda lane: -needs[lane]):
         widest = needs[bins[-1][0]] if bins else 0
         if bins and needs[lane] >= min(widest * _TIGHT, widest - _CLOSE):
             bins[-1].append(lane)

@@ -216,6 +216,7 @@ def test_what_has_no_scores_cannot_compete():
 
 
 def test_lanes_of_like_size_share_a_store():
-    assert _bins([100, 99, 50, 98, 49]) == [[0, 1, 3], [2, 4]]
-    assert _bins([8, 1, 4]) == [[0, 1, 2]]
-    assert _bins([1000, 10]) == [[0], [1]]
+    assert _bins(range(5), [100, 99, 50, 98, 49]) == [[0, 1, 3], [2, 4]]
+    assert _bins(range(3), [8, 1, 4]) == [[0, 1, 2]]
+    assert _bins(range(2), [1000, 10]) == [[0], [1]]
+    assert _bins([0, 2], [8, 1, 4]) == [[0, 2]]

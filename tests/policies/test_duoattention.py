@@ -8,6 +8,7 @@ from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.allocate.duo import rank_heads
 from tests.models_for_tests import peaky_model, random_ids
+from tests.reference.duoattention import Head
 
 LAYERS, HEADS = 3, 4
 SCORES = torch.tensor([[0.1, 0.9, 0.0, 0.2], [0.8, 0.3, 0.4, 0.0], [0.5, 0.5, 0.6, 0.1]])
@@ -120,6 +121,106 @@ def test_rows_of_a_padded_batch_have_their_own_share(model, policy):
         for i, cache in enumerate(alone):
             for head in range(HEADS):
                 assert head_positions(both, layer, i, head) == head_positions(cache, layer, 0, head)
+
+
+def twins(budget):
+    """A slow head for every head of the model: [layer][head]."""
+    ranks = rank_heads(SCORES).tolist()
+    return [[Head(budget, rank, LAYERS * HEADS) for rank in row] for row in ranks]
+
+
+def feed_twins(text, tokens, block):
+    for head in [head for layer in text for head in layer]:
+        for start in range(0, tokens, block or tokens):
+            head.block(min(block or tokens, tokens - start))
+
+
+def same_as_twins(cache, row, text):
+    for layer, heads in enumerate(text):
+        for head, twin in enumerate(heads):
+            assert head_positions(cache, layer, row, head) == twin.kept
+
+
+def padded(*rows):
+    longest = max(len(row) for row in rows)
+    ids, mask = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
+    for i, row in enumerate(rows):
+        if len(row):
+            ids[i, -len(row) :], mask[i, -len(row) :] = row, 1
+    return ids, mask
+
+
+def texts(lengths, seed=0):
+    return [random_ids(length, seed=seed + i)[0] for i, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("block", [None, 16, 100])
+@pytest.mark.parametrize(
+    ("budget", "turns"),
+    [
+        (40, [(60, 36)]),  # one row fits, the other does not
+        (40, [(60, 36), (3, 20), (1, 1)]),
+        (40, [(60, 36, 39, 41), (2, 9, 1, 5)]),
+        (650, [(700, 645)]),
+        (700, [(705, 300), (30, 2)]),  # heads that retrieve hold little more than the others
+    ],
+)
+def test_rows_that_fit_beside_rows_that_do_not(model, policy, budget, turns, block):
+    mode = "full" if block is None else f"block:{block}"
+    cache = kvtool.build_cache(model, policy, budget, prefill=mode)
+    rows = [twins(budget) for _ in turns[0]]
+    alone = [kvtool.build_cache(model, policy, budget, prefill=mode) for _ in turns[0]]
+    for turn, lengths in enumerate(turns):
+        words = texts(lengths, seed=10 * turn)
+        logits = prefill(model, cache, *padded(*words))
+        for row, tokens in enumerate(lengths):
+            single = prefill(model, alone[row], words[row][None])[0]
+            torch.testing.assert_close(logits[row], single, atol=1e-4, rtol=1e-4)
+            feed_twins(rows[row], tokens, block)
+            same_as_twins(cache, row, rows[row])
+            same_as_twins(alone[row], 0, rows[row])
+        for token in (3, 4, 5, 6, 7):
+            logits = decode_step(model, cache, torch.tensor([token] * len(rows)))
+            for row, text in enumerate(rows):
+                single = decode_step(model, alone[row], torch.tensor([token]))[0]
+                torch.testing.assert_close(logits[row], single, atol=1e-4, rtol=1e-4)
+                for head in [head for layer in text for head in layer]:
+                    head.token()
+                same_as_twins(cache, row, text)
+    most = max(budget + 1, cache.kept_positions(0).shape[2])
+    filled = len(rows) * LAYERS * HEADS * most * 16 * 2 * 4
+    assert cache.allocated_bytes() < 1.5 * filled
+
+
+@pytest.mark.parametrize("modifier", ["", "streaming(sinks=4)+duo"])
+@pytest.mark.parametrize(
+    ("lengths", "block"),
+    [([750], 105), ([725, 16], None), ([725, 1, 15], None), ([725, 1, 1], None)],
+)
+def test_a_short_block_or_turn_leaves_no_head_above_its_limit(
+    model, policy, modifier, lengths, block
+):
+    """At a budget of 660 a share of 20 / (n - 640) retrieves, so whole layers stream."""
+    name = policy if not modifier else modifier + policy.removeprefix("duoattention")
+    mode = "full" if block is None else f"block:{block}"
+    cache = kvtool.build_cache(model, name, 660, prefill=mode)
+    text = twins(660)
+    for turn, tokens in enumerate(lengths):
+        if tokens == 1:  # a turn of one token has to be called one
+            with cache.prompt():
+                model(torch.tensor([[5]]), past_key_values=cache)
+        else:
+            prefill(model, cache, random_ids(tokens, seed=turn))
+        feed_twins(text, tokens, block)
+    for _ in range(3):
+        for layer, heads in enumerate(text):
+            for head, twin in enumerate(heads):
+                kept = head_positions(cache, layer, 0, head)
+                assert kept == twin.kept if not modifier else len(kept) == len(twin.kept)
+        decode_step(model, cache, torch.tensor([9]))
+        for head in [head for layer in text for head in layer]:
+            head.token()
+    assert any(all(head.limit == 640 for head in layer) for layer in text)
 
 
 def test_turns_and_files_go_on(model, policy, tmp_path):

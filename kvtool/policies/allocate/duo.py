@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.errors import UsageError
-from kvtool.policies.allocate.room import Heads, HeadSplit
+from kvtool.policies.allocate.room import UNLIMITED, Heads, HeadSplit
 
 PROXY = "proxy"
-UNLIMITED = 2**30  # tokens of a head that keeps everything
 _SINK, _RECENT = 128, 512  # of streaming heads, where the budget has room for them
 _SINK_DIVISOR = 5  # sinks are this part of a budget of 256 tokens and less
 
@@ -143,4 +142,5 @@ class Duo(HeadSplit):
         # a share this close below a whole number of heads is that number
         whole = (retrieval_share(budget, seen) * heads.of + 1e-9).floor()
         streaming = budget.clamp(max=_SINK + _RECENT).expand(batch, kv_heads)
-        return torch.where(heads.rank < whole, UNLIMITED, streaming)
+        split = torch.where(heads.rank < whole, UNLIMITED, streaming)
+        return torch.where(seen <= budget, budget, split)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.maths.allocation import Allocation, allocate
 
+UNLIMITED = 2**30  # tokens of a head that keeps everything, whatever comes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -126,5 +128,8 @@ class HeadSplit(Allocator):
         return room.by_weight([0.0] * room.layers)
 
     def tokens(self, heads: Heads) -> Tensor:
-        """Tokens that each head may keep: (batch, kv_heads) int64. No device sync."""
+        """Tokens that each head may keep: (batch, kv_heads) int64. No device sync.
+
+        A row whose text fits its budget gives every head that budget, as it would have alone.
+        """
         raise NotImplementedError
