@@ -9,9 +9,10 @@ import kvtool
 from kvtool.cache.lanes import _bins
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
-from tests.cache.test_oracle import follow
+from tests.cache.test_oracle import Run, follow
 from tests.families import family_model
 from tests.models_for_tests import peaky_model, random_ids
+from tests.reference import oracle
 from tests.reference.ada import Competing
 from tests.reference.models import peaky, prompt
 from tests.reference.policies import build
@@ -57,6 +58,37 @@ def test_kept_positions_and_logits_equal_the_oracle(model, base, modifier, optio
     )
     counts = {len(head) for heads in trace.kept[0].values() for head in heads}
     assert len(counts) > 1, "the heads of this model keep alike, so nothing was tried"
+
+
+@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("share", [0.2, 0.9])
+@pytest.mark.parametrize(
+    ("base", "modifier", "options"), [case for case in CASES if case[0] != "roco"]
+)
+def test_turns_of_any_length_equal_the_oracle(model, base, modifier, options, share):
+    """Heads compete anew after every turn; one that offers less than it is due leaves the rest."""
+    slow = oracle.Oracle(
+        model, lambda: Competing(lambda tokens: build(base, tokens, modifier, **options), 20, share)
+    )
+    policy, run = spell(base, modifier, options, f"share={share}"), None
+    texts = [prompt(length, seed=seed) for seed, length in enumerate([61, 1, 1, 7, 30])]
+    for text in texts:
+        slow.in_prompt = True
+        expected = slow.feed(text)
+        if run is None:
+            run = Run(kvtool.detach(model), policy, 20, "full", text)
+        else:
+            run.logits = prefill(kvtool.attach(model), run.cache, torch.tensor([text]))[0]
+        for token in [None, 5, 9]:
+            if token is not None:
+                kvtool.detach(model)
+                slow.in_prompt = False
+                expected = slow.feed([token])
+                kvtool.attach(model)
+                run.feed(token)
+            assert run.kept() == slow.kept
+            torch.testing.assert_close(run.logits, expected, atol=1e-4, rtol=1e-4)
+        kvtool.detach(model)
 
 
 @pytest.mark.parametrize("family", ["llama"])
@@ -109,7 +141,7 @@ def test_later_turns_share_the_same_budget(policy):
     model = kvtool.attach(peaky_model("llama", num_hidden_layers=3))
     cache = kvtool.build_cache(model, policy, 20)
     for turn in range(4):
-        prefill(model, cache, random_ids(30, seed=turn))
+        prefill(model, cache, random_ids((30, 1, 2, 30)[turn], seed=turn))
         assert cache.report().kv_bytes == 20 * 3 * 2 * TOKEN_BYTES
         for token in range(2, 6):
             decode_step(model, cache, torch.tensor([token]))

@@ -118,15 +118,26 @@ def test_a_plain_generate_runs_the_same_blocks(policy):
         assert together[i, -10:].tolist() == alone[0, -10:].tolist()
 
 
-@pytest.mark.parametrize("policy", ["h2o+caote", "h2o(positions=cache)+caote"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "h2o+caote",
+        "h2o(positions=cache)+caote",
+        "h2o+ada",
+        "tova+ada",
+        "adakv(window=3,kernel=3)",
+        "duoattention",
+    ],
+)
 @pytest.mark.parametrize("mode", ["full", "block:16"])
-def test_a_second_turn_of_padded_rows(mode, policy):
+@pytest.mark.parametrize("shortest", [12, 1])
+def test_a_second_turn_of_padded_rows(mode, policy, shortest):
     """Rows of different length twice: padding lies before the text and between the turns."""
     model = kvtool.attach(peaky_model("llama"))
     ids, mask, rows = batch()
     turn = random_ids(21, seed=5, batch=3)
     turn_mask = torch.ones_like(turn)
-    turn_mask[1, :9] = 0
+    turn_mask[1, :-shortest] = 0
     both = kvtool.build_cache(model, policy, 20, prefill=mode)
     prefill(model, both, ids, mask)
     together = prefill(model, both, turn, turn_mask)

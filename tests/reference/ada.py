@@ -1,6 +1,7 @@
 """Heads of a layer that compete for its budget, head by head and entry by entry."""
 
 from copy import deepcopy
+from fractions import Fraction
 
 from .policies import Reference
 from .selection import choose_kept
@@ -8,23 +9,42 @@ from .selection import choose_kept
 STATE = ("total", "seen", "voters", "last")  # what a policy has learned, whatever its budget
 
 
-def head_counts(scores, base, share, least=0):
+def apportion(wishes, total, most):
+    """Fractions that sum to the total -> whole numbers, none above its limit.
+
+    What a head cannot use goes to the others in proportion, until nobody is above the limit; then
+    the largest remainders are rounded up, the lower head first.
+    """
+    shares = list(wishes)
+    while any(share > limit for share, limit in zip(shares, most, strict=True)):
+        bound = [share >= limit for share, limit in zip(shares, most, strict=True)]
+        left = total - sum(limit for limit, is_bound in zip(most, bound, strict=True) if is_bound)
+        free = sum(wish for wish, is_bound in zip(wishes, bound, strict=True) if not is_bound)
+        shares = [
+            Fraction(limit) if is_bound else wish * left / free
+            for wish, limit, is_bound in zip(wishes, most, bound, strict=True)
+        ]
+    counts = [int(share) for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda head: (counts[head] - shares[head], head))
+    for head in by_rest[: total - sum(counts)]:
+        counts[head] += 1
+    return counts
+
+
+def head_counts(scores, total, share, least=0):
     """How many entries each head gets: scores[head] lists those that compete."""
     entries = []
     for head, row in enumerate(scores):
         own = sorted((-score, place) for place, score in enumerate(row))
         for i, (score, place) in enumerate(own):
             entries.append((0 if i < least else 1, score, place, head))
-    best = sorted(entries)[: base * len(scores)]
+    best = sorted(entries)[:total]
+    share = Fraction(str(share))
     mixed = [
-        (1 - share) * sum(entry[3] == head for entry in best) + share * base
+        (1 - share) * sum(entry[3] == head for entry in best) + share * total / len(scores)
         for head in range(len(scores))
     ]
-    counts = [int(x + 1e-9) for x in mixed]
-    by_rest = sorted(range(len(mixed)), key=lambda head: (counts[head] - mixed[head], head))
-    for head in by_rest[: base * len(scores) - sum(counts)]:
-        counts[head] += 1
-    return counts
+    return apportion(mixed, total, [len(row) for row in scores])
 
 
 class Competing(Reference):
@@ -46,8 +66,9 @@ class Competing(Reference):
             policy.observe(attention)
 
     def compete(self, heads):
-        """See [(positions, values)] of all heads before any of them is cut."""
-        if self.own or len(heads[0][0]) <= self.budget:
+        """See [(positions, values)] of all heads before any of them is cut, prompt by prompt."""
+        total, held = self.budget * len(heads), sum(len(positions) for positions, _ in heads)
+        if held <= total:
             return
         scores, forced, free = [], [], []
         for head, (positions, values) in enumerate(heads):
@@ -57,9 +78,8 @@ class Competing(Reference):
             free.append(
                 [s for s, p in zip(scores[-1], positions, strict=True) if p not in forced[-1]]
             )
-        base = self.budget - len(forced[0])
-        least = 0 if self.prompt_only else 1
-        counts = head_counts(free, base, self.share, least)
+        left = total - sum(len(positions) for positions in forced)
+        counts = head_counts(free, left, self.share, 0 if self.prompt_only else 1)
         self.first = {}
         for head, (positions, _) in enumerate(heads):
             tokens = counts[head] + len(forced[head])

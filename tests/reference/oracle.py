@@ -87,7 +87,7 @@ class Oracle:
         policy = self.policies[layer]
         policy.observe(attention)
         side_by_side = value[0].view(cached, -1, seen, width).transpose(1, 2).flatten(2)
-        if hasattr(policy, "compete"):
+        if hasattr(policy, "compete") and self.in_prompt:
             values = [dict(enumerate(side_by_side[head].tolist())) for head in range(cached)]
             policy.compete([(kept[head] + new, values[head]) for head in range(cached)])
         for head in range(cached):

@@ -100,7 +100,7 @@ class Counting(Reference):
         return [self.total[head][p] for p in positions]
 
     def forced(self, head, positions, victims):
-        return set(positions[len(positions) - self.recent :])
+        return {p for p in positions if p > positions[-1] - self.recent}
 
     def forget(self, head, kept):
         self.total[head] = {p: self.total[head][p] for p in kept}

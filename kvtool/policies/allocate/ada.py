@@ -7,6 +7,7 @@ so that the sum drifts from the budget; here it is exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar, Literal
 
 import torch
@@ -18,12 +19,12 @@ from kvtool.policies.allocate.room import Heads, HeadSplit
 
 _FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
 _ABSENT = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity included
-_WHOLE = 1e-9  # a share this close below a whole number is that number
+_FINEST = 10_000  # denominator of a share at most: four decimals
 
 
 def split_heads(
     scores: Tensor,
-    base: int | Tensor,
+    total: int | Tensor,
     *,
     share: float = 0.2,
     safeguard: Literal["mix", "force"] = "mix",
@@ -31,45 +32,51 @@ def split_heads(
     among: Tensor | None = None,
     least: int = 0,
 ) -> Tensor:
-    """Count how many tokens each head of a layer keeps: kv_heads * base in every row.
+    """Count how many tokens each head of a layer keeps: `total` in every row.
 
-    The best kv_heads * base entries of all heads together are counted head by head; equal scores
-    go to the lower position, then to the lower head. No device sync.
+    The best `total` entries of all heads together are counted head by head; equal scores go to the
+    lower position, then to the lower head. No head is given more than it offers: what it leaves
+    goes to the others in proportion to their counts. No device sync.
 
     Args:
         scores: (batch, kv_heads, n) float32 on one scale for all heads, higher = keep.
-        base: mean tokens per head, one number or (batch, 1, 1). Where the heads together offer
-            fewer than kv_heads * base, every head is given at least what it offers.
+        total: tokens of all heads together, one number or (batch, 1); where the heads offer fewer,
+            all that they offer.
         share: part of the budget that every head has for sure, 0 to 1.
         safeguard: `mix` moves the counts towards the mean by this share; `force` lets every head
-            keep the best `share * base` of its own before the heads compete for the rest.
-        normalise: first weigh each head by how much of its score its own best `base` hold.
+            keep the best `share * mean` of its own before the heads compete for the rest.
+        normalise: first weigh each head by how much of its score its own best `mean` hold.
         among: bool (batch, kv_heads, n), the entries that compete; None: all.
-        least: tokens that each head has for sure before the shares are mixed; at most `base`.
+        least: tokens that each head has for sure before the shares are mixed; at most the mean.
 
     Returns:
         (batch, kv_heads) int64.
     """
     batch, heads, n = scores.shape
     among = torch.ones_like(scores, dtype=torch.bool) if among is None else among
-    if not isinstance(base, Tensor):
-        base = torch.full((1, 1, 1), base, device=scores.device)
-    base = base.expand(batch, 1, 1)
+    offered = among.sum(-1)
+    total = torch.minimum(torch.as_tensor(total, device=scores.device), offered.sum(1, True))
+    mean = (total // heads)[..., None]
     rank = _rank(scores, among)
     if normalise:
-        scores = scores * _coverage(scores, among, rank < base)
-    sure = base.double() * (share if safeguard == "force" else 0.0)
-    sure = (sure + _WHOLE).floor().clamp(min=least)
-    competing = torch.where(among & (rank < sure), _FORCED, _keys(scores, among))
+        scores = scores * _coverage(scores, among, rank < mean)
+    part, whole = _as_ratio(share)
+    sure = mean * (part if safeguard == "force" else 0) // whole
+    competing = torch.where(among & (rank < sure.clamp(min=least)), _FORCED, _keys(scores, among))
     # position by position, so that heads of equal scores share alike
     order = competing.transpose(1, 2).reshape(batch, n * heads).argsort(-1, descending=True)
-    taken = torch.arange(n * heads, device=scores.device) < heads * base[:, 0]
+    taken = torch.arange(n * heads, device=scores.device) < total
     counts = torch.zeros(batch, heads, dtype=torch.int64, device=scores.device)
     counts = counts.scatter_add_(1, order % heads, taken.long())
     if safeguard == "force":
         return counts
-    mixed = counts.double() * (1 - share) + base[:, 0].double() * share
-    return _round(mixed, heads * base[:, 0])
+    # the mixed counts times `heads * whole`: in whole numbers, equal remainders stay equal
+    return _apportion(heads * (whole - part) * counts + part * total, total, offered)
+
+
+def _as_ratio(share: float) -> tuple[int, int]:
+    """Return a share as the ratio of whole numbers that was meant: 0.2 as 1 / 5."""
+    return Fraction(str(share)).limit_denominator(_FINEST).as_integer_ratio()
 
 
 def _keys(scores: Tensor, among: Tensor) -> Tensor:
@@ -95,20 +102,44 @@ def _coverage(scores: Tensor, among: Tensor, best: Tensor) -> Tensor:
     return torch.where(whole > 0, part / whole, 1.0).nan_to_num(1.0)  # infinite scores: all of it
 
 
-def _round(shares: Tensor, total: Tensor) -> Tensor:
-    """Whole numbers of the same sum: the largest remainders are rounded up, ties to lower heads.
+def _apportion(weights: Tensor, total: Tensor, most: Tensor) -> Tensor:
+    """Whole numbers in proportion to weights, within limits, by their largest remainders.
+
+    What a limit binds keeps that limit, and the others the ratios of their weights, as in
+    `kvtool.maths.allocation.allocate`; here rows are tensors and every remainder is exact. Equal
+    remainders go to the lower head.
 
     Args:
-        shares: (batch, kv_heads) float64, whose rows sum to a whole number.
-        total: (batch, 1) that number.
+        weights: (batch, kv_heads) int64, at least 0.
+        total: (batch, 1) int64, at most the sum of `most`.
+        most: (batch, kv_heads) int64; what a weight of 0 has is no more than its proportion, 0.
     """
-    down = (shares + _WHOLE).floor()
-    order = (shares - down).argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(
-        -1, order, torch.arange(shares.shape[-1], device=shares.device).expand_as(order)
-    )
-    down = down.long()
-    return down + (rank < total - down.sum(-1, keepdim=True))
+    bound = _bound(weights, total, most)
+    left = total - most.masked_fill(~bound, 0).sum(-1, keepdim=True)
+    over = weights.masked_fill(bound, 0).sum(-1, keepdim=True).clamp(min=1)
+    common = torch.gcd(left, over)
+    left, over = left // common, over // common
+    counts = torch.where(bound, most, weights * left // over)
+    remainder = (weights * left % over).masked_fill(bound, 0)
+    order = remainder.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, places)
+    return counts + (rank < total - counts.sum(-1, keepdim=True))
+
+
+def _bound(weights: Tensor, total: Tensor, most: Tensor) -> Tensor:
+    """Which proportions are cut off by their limits: bool (batch, kv_heads).
+
+    From the head whose limit is lowest for its weight on: one is bound if, with those before it at
+    their limits, its proportion of what is left is above its own.
+    """
+    weights, most = weights.double(), most.double()
+    order = (most / weights).nan_to_num(torch.inf, torch.inf).argsort(-1)
+    weight, limit = weights.gather(-1, order), most.gather(-1, order)
+    left = total - (limit.cumsum(-1) - limit)
+    over = weights.sum(-1, keepdim=True) - (weight.cumsum(-1) - weight)
+    bound = (limit * over < weight * left).long().cumprod(-1).bool()
+    return torch.zeros_like(bound).scatter_(-1, order, bound)
 
 
 @dataclass(frozen=True)
@@ -135,22 +166,22 @@ class Ada(HeadSplit):
 
     def tokens(self, heads: Heads) -> Tensor:
         among = heads.positions >= 0
-        forced = torch.zeros_like(among[..., :1]).long()
+        stored = among.sum(-1)
+        forced = torch.zeros_like(stored)
         if heads.protected is not None:
-            forced = (heads.protected & among).sum(-1, keepdim=True)
+            forced = (heads.protected & among).sum(-1)
             among = among & ~heads.protected
-        stored = (heads.positions >= 0).sum(-1)
-        mean = torch.as_tensor(heads.budget, device=among.device).expand(len(among), 1, 1)
-        # what protection leaves of the layer's budget, which every head has in equal numbers
-        base = (mean - forced.amax(1, keepdim=True)).clamp(min=0)
+        mean = torch.as_tensor(heads.budget, device=among.device).expand(len(among), 1, 1)[..., 0]
+        total = mean * among.shape[1]
         counts = split_heads(
             heads.importance,
-            base,
+            # what protection leaves of the layer's budget
+            (total - forced.sum(1, keepdim=True)).clamp(min=0),
             share=self.share,
             safeguard=self.safeguard,
             normalise=self.normalise,
             among=among,
             least=heads.least,
         )
-        spare = mean[:, 0] - stored.double().mean(1, keepdim=True).ceil().long()
-        return torch.where(spare >= 0, stored + spare, counts + forced[..., 0])
+        spare = total - stored.sum(1, keepdim=True)
+        return torch.where(spare >= 0, stored + spare // among.shape[1], counts + forced)
