@@ -126,6 +126,8 @@ def test_a_plain_generate_runs_the_same_blocks(policy):
         "h2o+ada",
         "tova+ada",
         "adakv(window=3,kernel=3)",
+        "streaming+cam(deterministic=true,m=5)",
+        "h2o+cam",
         "duoattention",
     ],
 )

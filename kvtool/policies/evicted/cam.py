@@ -63,6 +63,25 @@ def spans(gone: Tensor, kept: Tensor, m: int) -> tuple[Tensor, Tensor]:
     return first, torch.minimum(first + m, held)
 
 
+def span_sums(numbers: Tensor, kept: Tensor, first: Tensor, m: int) -> Tensor:
+    """Sum over the next m kept tokens of each evicted one.
+
+    Each span is summed by itself: a difference of running sums would lose what is small beside
+    their total.
+
+    Args:
+        numbers: (batch, kv_heads, kept) float32.
+        kept: (batch, kv_heads, kept) positions, -1 = empty at the end.
+        first: (batch, kv_heads, victims) from `spans`.
+
+    Returns:
+        (batch, kv_heads, victims) float32; 0 where nothing follows.
+    """
+    m = min(m, numbers.shape[-1])
+    numbers = functional.pad(numbers.masked_fill(kept < 0, 0), (0, m))
+    return numbers.unfold(-1, m, 1).sum(-1).gather(2, first)
+
+
 def spread(
     values: Tensor, source: Tensor, gone: Tensor, amount: Tensor, first: Tensor, last: Tensor
 ) -> Tensor:
@@ -119,8 +138,8 @@ class CaM(Merging):
             return
         own = leaving.state["attention_sum"].gather(2, leaving.gone)
         first, last = spans(leaving.gone_positions, leaving.kept_positions, self.m)
-        sums = functional.pad(leaving.kept_state["attention_sum"].double().cumsum(-1), (1, 0))
-        following = (sums.gather(2, last) - sums.gather(2, first)).float()
+        sums = leaving.kept_state["attention_sum"]
+        following = span_sums(sums, leaving.kept_positions, first, self.m)
         amount = self._amount(leaving, own, following, last - first)
         kept = leaving.kept_values
         kept.copy_(spread(kept, leaving.values, leaving.gone, amount, first, last))

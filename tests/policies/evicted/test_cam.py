@@ -1,5 +1,7 @@
 """CaM: worked examples, then what must hold of it."""
 
+import math
+
 import pytest
 import torch
 
@@ -101,6 +103,25 @@ def test_many_victims_add_up_from_what_was_before():
             chance = min(float(sums[i] / sums[targets].mean()), 1.0)
             expected[targets] += chance * values[i] / len(targets)
     torch.testing.assert_close(got, expected[kept], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+@pytest.mark.parametrize("m", [1, 3, 32])
+def test_followers_of_next_to_no_attention_are_summed_by_themselves(decoded, m):
+    """Beside a sink of 1e4, whose running sums in float64 are multiples of 1.8e-12."""
+    sums = [1e4, 3.8e-22, *[1e-15] * 3, 2.5e3, 1e-21, 2e-15, 3e-15]
+    kept, gone = [0, 2, 3, 4, 5, 7, 8], [1] if decoded else [1, 6]
+    values = [[1.0 if p in gone else 0.0] for p in range(len(sums))]
+    part = CaM(m=m, deterministic=True)
+    got = leave(part, sums, values, gone, kept, decoded=decoded)[:, 0]
+    expected = dict.fromkeys(kept, 0.0)
+    for victim in gone:
+        targets = [p for p in kept if p > victim][:m]
+        chance = min(sums[victim] * len(targets) / math.fsum(sums[p] for p in targets), 1.0)
+        for p in targets:
+            expected[p] += chance / len(targets)
+    assert 0 < max(expected.values()) < 1e-6
+    torch.testing.assert_close(got, torch.tensor(list(expected.values())), rtol=1e-5, atol=1e-20)
 
 
 def test_zeros():
