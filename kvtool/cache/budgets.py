@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvtool.cache.density import Density
 from kvtool.cache.eviction import cut_stored
 from kvtool.cache.read_budgets import ReadBudgets
 from kvtool.cache.slots import SlotLayer
@@ -22,7 +23,8 @@ class Budgets:
     """The budget of a cache, in tokens of its layers and rows.
 
     Attributes:
-        spreads: how the attention of each row is spread, once an allocator has looked at it.
+        spreads: how each row's attention was spread over the last prompt of which it had a part,
+            for an allocator that looks at it.
         reads: what a reader may look at; None: no reader.
     """
 
@@ -52,7 +54,7 @@ class Budgets:
     @property
     def wait(self) -> bool:
         """Whether nothing may be cut before all layers have seen the prompt."""
-        if self._split is None or self._planned or self.spreads is not None:
+        if self._split is None or self._planned:
             return False
         return self.policy.allocator.metric is not None
 
@@ -129,7 +131,8 @@ class Budgets:
             return
         lengths = lengths or self._count(layer, positions, q_len)
         if self.wait:
-            layer.held_back = True
+            if not layer.held_back:
+                layer.held_back, layer.density = True, Density()
             layer.budget = layer.least = layer.most = max(lengths)
             return
         self._set_rows(layer, self._of_rows(layer, lengths), q_len)
@@ -168,11 +171,19 @@ class Budgets:
             lengths: tokens that each row has seen.
         """
         device = self._free[0].device  # layers may be on several
-        variance = torch.stack([layer.variance.to(device) for layer in self._free], 1)
-        rows = zip(variance.tolist(), lengths, strict=True)
-        self.spreads = [Spread(row, n) for row, n in rows]
+        found = [
+            layer.density.measure(layer.positions[:, :, : layer.used], layer.heads).to(device)
+            for layer in self._free
+        ]
+        before, self._known = self.spreads, {}
+        self.spreads = []
+        for row, layers in enumerate(torch.stack(found, 1).tolist()):
+            variance, queries, held = zip(*layers, strict=True)
+            spread = Spread(variance, int(queries[0]), [int(slots) for slots in held])
+            silent = spread.queries == 0 and before is not None  # a row of padding alone
+            self.spreads.append(before[row] if silent else spread)
         for layer in self._free:
-            layer.held_back = False
+            layer.held_back, layer.density = False, None
             self._set_rows(layer, self._of_rows(layer, lengths), 0)
             cut_stored(layer)
 

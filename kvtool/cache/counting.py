@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvtool import kernels
-from kvtool.cache.eviction import Block, column_variance, decode_needs_rows, used_state
+from kvtool.cache.eviction import Block, decode_needs_rows, used_state
 from kvtool.cache.kernels import Call
 from kvtool.cache.slots import SlotLayer
 from kvtool.kernels import Family
@@ -78,7 +78,7 @@ def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> T
         by_head = out.new_zeros((batch, heads, total), dtype=torch.float32)
         column_sums(*given, {"attention_sum": by_head}, **masks)
         grouped = by_head.view(batch, layer.positions.shape[1], -1, total)
-        layer.variance = column_variance(grouped, block.view.tokens_seen, block.view.heads)
+        layer.density.add(grouped, block.view.block)
     return out
 
 

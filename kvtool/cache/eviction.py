@@ -13,7 +13,6 @@ from kvtool.cache.lanes import split_lanes
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import keep_top, lowest
 from kvtool.policies.allocate.room import Heads
-from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.parts import Count, Evidence, Rows, SlotView, State, at_least_zero
 
 
@@ -123,22 +122,6 @@ def last_queries(layer: SlotLayer, new: Tensor) -> Tensor:
     return place[:, -count:]
 
 
-def column_variance(sums: Tensor, tokens: Count, heads: KVHeads = ALL_HERE) -> Tensor:
-    """Population variance of the column sums of attention over a prompt, mean over query heads.
-
-    D2O (https://arxiv.org/abs/2406.13035), equation 4: the sums have mean 1.
-
-    Args:
-        sums: (batch, kv_heads, group, slots) float32, 0 in slots of padding.
-        tokens: length of the prompt, one number or (batch, 1, 1).
-
-    Returns:
-        (batch,) float32.
-    """
-    count = tokens.view(-1, 1, 1) if isinstance(tokens, Tensor) else tokens
-    return heads.mean((sums.square().sum(-1) / count - 1).mean(2))
-
-
 class WatchedBlock:
     """Hands the rows of a block, as they come, to whoever wants all of them."""
 
@@ -161,8 +144,7 @@ class WatchedBlock:
     def end(self) -> None:
         """Say that all rows have come."""
         if self._sums is not None:
-            view = self._block.view
-            self._layer.variance = column_variance(self._sums, view.tokens_seen, view.heads)
+            self._layer.density.add(self._sums, self._block.view.block)
 
 
 def leave_block(
@@ -182,7 +164,7 @@ def leave_block(
     if layer.held_back:
         importance, _ = judge(layer, view, block.state, rows, 0)
         layer.waiting = importance, view.block
-        layer.extend(raw_key, raw_value, view.positions, block.state)
+        store_block(layer, block, raw_key, raw_value)
         return None
     layer.marked = None
     if not _over_budget(layer, block):
@@ -209,7 +191,7 @@ def store_block(layer: SlotLayer, block: Block, raw_key: Tensor, raw_value: Tens
 def cut_stored(layer: SlotLayer) -> None:
     """Cut what was held back to the budget that the layer has got meanwhile."""
     (importance, block), layer.waiting = layer.waiting, None
-    if layer.used <= layer.least:
+    if layer.used <= layer.least and layer.head_budgets is None:
         return
     view = replace(_used_view(layer, layer.values), block=block)
     state = used_state(layer)

@@ -69,8 +69,11 @@ def save_cache(
     if next_logits is not None:
         tensors["next_logits"] = next_logits.float().cpu()
     if cache.budgets.spreads is not None:
-        tensors["spread.variance"] = torch.tensor([row.variance for row in cache.budgets.spreads])
-        tensors["spread.tokens"] = torch.tensor([row.tokens for row in cache.budgets.spreads])
+        rows = cache.budgets.spreads
+        variance = torch.tensor([row.variance for row in rows], dtype=torch.float64)
+        tensors["spread.variance"] = variance
+        tensors["spread.queries"] = torch.tensor([row.queries for row in rows])
+        tensors["spread.held"] = torch.tensor([list(row.held) for row in rows])
     if cache.head_ranks is not None:
         tensors["head_ranks"] = cache.head_ranks
     if cache.surprisals is not None:
@@ -149,11 +152,10 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
             _fill_slots(layer, tensors, f"layer.{i}", int(metadata["seen"]), model)
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             _fill_recurrent(layer, tensors, f"layer.{i}", model)
-    if "spread.variance" in tensors:
-        rows = zip(tensors["spread.variance"], tensors["spread.tokens"], strict=True)
-        cache.budgets.spreads = [
-            Spread(variance.tolist(), int(tokens)) for variance, tokens in rows
-        ]
+    if "spread.held" in tensors:
+        names = ("spread.variance", "spread.queries", "spread.held")
+        rows = zip(*(tensors[name].tolist() for name in names), strict=True)
+        cache.budgets.spreads = [Spread(*row) for row in rows]
     if cache.surprisals is not None:
         own = [tensors[f"state.{name}"].to(model.device) for name in ("surprisal", "next_logits")]
         cache.surprisals.fill(*own)

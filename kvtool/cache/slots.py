@@ -25,6 +25,7 @@ from kvtool.policies.policy import Policy
 from kvtool.policies.read.reader import Read
 
 if TYPE_CHECKING:
+    from kvtool.cache.density import Density
     from kvtool.cache.lanes import Lanes
     from kvtool.cache.rotary import Rotation
     from kvtool.cache.together import Group
@@ -58,7 +59,7 @@ class SlotLayer(CacheLayerMixin):
         least, most: smallest and largest budget of the rows, known to the host.
         held_back: whether a prompt is stored whole until all layers have been seen.
         waiting: of what is held back, the scores (batch, kv_heads, slots) and the block's tokens.
-        variance: (batch,) variance of the column sums of the prompt's attention (D2O's F).
+        density: column sums of the attention of what is held back (D2O); None: nothing is.
         lanes: where the tokens are while KV heads hold different counts; the layer's own buffers
             are empty then.
         head_budgets: (batch, kv_heads) int64, what each head may keep where heads differ.
@@ -121,7 +122,7 @@ class SlotLayer(CacheLayerMixin):
         self.least = self.most = 0
         self.held_back = False
         self.waiting: tuple[Tensor, Count] | None = None
-        self.variance: Tensor | None = None
+        self.density: Density | None = None
         self.lanes: Lanes | None = None
         self.head_budgets: Tensor | None = None
         self.memory: State = {}

@@ -40,6 +40,25 @@ def add_columns(
         total += _COLUMN[name](mean, visible, valid)
 
 
+def column_variance(sums: Tensor, stored: Tensor) -> Tensor:
+    """Population variance of what slots receive, whatever its mean.
+
+    D2O (https://arxiv.org/abs/2406.13035), equation 4. The mean is 1 only where a whole prompt
+    attends to itself and no part of the attention goes to a sink beside the keys.
+
+    Args:
+        sums: (..., slots) float32.
+        stored: bool, broadcastable to (..., slots): the slots that count.
+
+    Returns:
+        (...) float32; 0 where nothing is stored.
+    """
+    count = stored.sum(-1, keepdim=True).clamp(min=1)
+    mean = sums.masked_fill(~stored, 0).sum(-1, keepdim=True) / count
+    apart = (sums - mean).masked_fill(~stored, 0)
+    return (apart.square().sum(-1, keepdim=True) / count)[..., 0]
+
+
 def _attention_sum(mean: Tensor, visible: Tensor | None, valid: Tensor | None) -> Tensor:
     return _down(mean)
 

@@ -41,7 +41,8 @@ def evidence(
         )
     if metric == "output_error":
         return {"curves": _curves(measured.budgets, _of(measured.errors, free, metric), scale)}
-    return {"variance": _of(measured, free, metric), "variance_tokens": profile.data.tokens}
+    variance = _of(measured, free, metric)
+    return {"variance": variance, "largest": [profile.data.tokens - 1] * len(variance)}
 
 
 def _of(values: Sequence[Any], free: Sequence[int], metric: str) -> list[Any]:

@@ -2,10 +2,11 @@
 
 D2O (https://arxiv.org/abs/2406.13035) gives more of the cache to layers whose attention is spread
 evenly: equation 4 takes the variance of the column sums, appendix A.9 argues with entropy. With
-s_j the attention that token j gets from all n queries of a prompt (their sum is n):
+s_j the attention that token j gets from all n queries of a prompt (their sum is n, or less where a
+sink beside the keys draws a part):
 
-    F = mean s_j^2 - 1          the population variance; nothing is divided by n
-    H = -sum p_j log p_j        with p_j = s_j / n; we report H / log n, which is 1 at its most
+    F = mean (s_j - mean s)^2   the population variance; nothing is divided by n
+    H = -sum p_j log p_j        with p_j = s_j / sum s; we report H / log n, which is 1 at its most
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from kvtool.generation import compress, decode_step, prefill
 from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.pyramid import pyramid_line
 from kvtool.policies.allocate.room import Room
+from kvtool.policies.allocate.split import Spread
 from tests.families import family_model
 from tests.models_for_tests import peaky_model, random_ids
 
@@ -67,7 +70,7 @@ def test_d2o_splits_by_the_variance_of_the_prompts_attention(model, norm):
         lo=[policy.least] * LAYERS,
         hi=[70] * LAYERS,
         variance=column_variances(model, ids),
-        variance_tokens=70,
+        largest=[69] * LAYERS,
     )
     expected = D2O(norm=norm).split(room).tokens
     cache, _ = filled(model, f"streaming+d2o-alloc(norm={norm})", 20, ids)
@@ -194,6 +197,143 @@ def test_rows_of_a_batch_keep_their_own_split_in_later_turns(model):
         for layer in range(LAYERS):
             kept = alone.kept_positions(layer)[0]
             assert torch.equal(both.kept_positions(layer)[row][:, : kept.shape[1]], kept)
+
+
+def slow_variance(call, positions, group):
+    """F of one row of a layer, from its queries and keys alone: loops over lists.
+
+    Args:
+        positions: of the keys, -1 = empty; the newest tokens are the queries'.
+    """
+    stored = [i for i, position in enumerate(positions) if position >= 0]
+    first = max(positions) + 1 - call.query.shape[2]
+    found = []
+    for head in range(call.query.shape[1]):
+        sums = dict.fromkeys(stored, 0.0)
+        for row, query in enumerate(call.query[0, head].double()):
+            seen = [i for i in stored if positions[i] <= first + row]
+            keys = call.key[0, head // group, seen].double()
+            logits = [float(keys[i] @ query) * call.scale for i in range(len(seen))]
+            powers = [math.exp(logit - max(logits)) for logit in logits]
+            whole = math.fsum(powers)
+            if call.sinks is not None:  # a sink takes its share and is no key
+                whole += math.exp(call.sinks.flatten().tolist()[head] - max(logits))
+            for i, power in zip(seen, powers, strict=True):
+                sums[i] += power / whole
+        mean = math.fsum(sums.values()) / len(sums)
+        found.append(math.fsum((value - mean) ** 2 for value in sums.values()) / len(sums))
+    return sum(found) / len(found)
+
+
+def slow_reciprocal(variances, held, total, least):
+    """Shares in proportion to 1 / F, none above what a layer holds, largest remainders first."""
+    shares, bound = [0.0] * len(held), {}
+    while True:
+        free = [i for i in range(len(held)) if i not in bound]
+        left = total - sum(bound.values())
+        for i in free:
+            shares[i] = left / variances[i] / sum(1 / variances[j] for j in free)
+        over = {i: held[i] for i in free if shares[i] > held[i]}
+        under = {i: least for i in free if shares[i] < least}
+        if not over and not under:
+            break
+        # the side that moves more tokens is bound for good
+        excess = sum(shares[i] - limit for i, limit in over.items())
+        lack = sum(limit - shares[i] for i, limit in under.items())
+        bound |= over if excess >= lack else under
+        shares = [float(bound.get(i, shares[i])) for i in range(len(held))]
+    tokens = [int(share + 1e-9) for share in shares]
+    order = sorted(range(len(held)), key=lambda i: (tokens[i] - shares[i], i))
+    for i in order[: total - sum(tokens)]:
+        tokens[i] += 1
+    return tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("base", ["streaming", "h2o", "snapkv(window=3)"])
+def test_every_turn_is_split_by_the_variance_of_its_own_attention(family, base):
+    """Queries attend to what earlier turns have left, or in part to a sink logit: no mean of 1."""
+    settings = {"num_hidden_layers": LAYERS, "layer_types": ["full_attention"] * LAYERS}
+    if family == "llama":
+        model = kvtool.attach(peaky_model("llama", num_hidden_layers=LAYERS))
+    else:
+        model = kvtool.attach(peaky_model("gpt_oss", "eager", num_local_experts=4, **settings))
+        for layer in model.model.layers:
+            torch.nn.init.constant_(layer.self_attn.sinks, 2.0)
+    policy = kvtool.parse_policy(base)
+    cache = kvtool.build_cache(model, f"{base}+d2o-reciprocal", 16)
+    calls = {}
+    cache.watch = lambda taken, call, out: calls.setdefault(taken.layer.index, call)
+    seen = 0
+    for turn, length in enumerate([60, 25, 1, 40]):
+        calls.clear()
+        places = [
+            [] if not seen else [p for p in cache.kept_positions(layer)[0, 0].tolist() if p >= 0]
+            for layer in range(LAYERS)
+        ]
+        prefill(model, cache, random_ids(length, seed=turn))
+        new = list(range(seen, seen + length))
+        seen += length
+        found, held = [], []
+        for layer in range(LAYERS):
+            positions = places[layer] + new
+            stored = calls[layer].key.shape[2]  # rows of a batch are padded to the longest
+            positions = places[layer] + [-1] * (stored - len(positions)) + new
+            found.append(slow_variance(calls[layer], positions, 4))
+            held.append(len(places[layer]) + length)
+        assert cache.budgets.spreads[0].variance == pytest.approx(found, rel=1e-4)
+        expected = slow_reciprocal(found, held, 16 * LAYERS, min(policy.least, 16))
+        assert cache.report().kept_per_layer == expected
+        assert sum(expected) == 16 * LAYERS
+        assert len(set(expected)) > 1
+
+
+def test_the_length_norm_knows_the_largest_variance_of_a_turn(model):
+    """Of q queries over S tokens, all on one of them: q^2 (S - 1) / S^2, n - 1 if both are n."""
+    for queries, held in ((60, 60), (7, 30), (1, 12)):
+        sums = [float(queries)] + [0.0] * (held - 1)
+        mean = queries / held
+        variance = sum((value - mean) ** 2 for value in sums) / held
+        spread = Spread([variance], queries, [held])
+        assert spread.largest == [pytest.approx(variance)]
+    assert Spread([59.0], 60, [60]).largest == [pytest.approx(59)]
+
+
+@pytest.mark.parametrize("policy", ["h2o+d2o-reciprocal", "d2o", "snapkv(window=3)+d2o-alloc"])
+def test_a_prompt_in_several_forwards_is_split_as_one(model, policy):
+    ids = random_ids(70)
+    whole, _ = filled(model, policy, 16, ids)
+    parts = kvtool.build_cache(model, policy, 16)
+    with parts.prompt([70]):
+        for part in ids.split(23, 1):
+            model(part, past_key_values=parts)
+    assert parts.budgets.spreads[0].variance == pytest.approx(whole.budgets.spreads[0].variance)
+    assert parts.report().kept_per_layer == whole.report().kept_per_layer
+
+
+@pytest.mark.parametrize("policy", ["h2o+d2o-reciprocal", "d2o", "h2o+ada+d2o-alloc(norm=minmax)"])
+def test_turns_of_padded_rows_are_split_as_alone(model, policy):
+    """A row that is silent in a turn is left as it is."""
+    turns = [(60, 37, 12), (9, 1, 30), (20, 0, 3)]
+    both = kvtool.build_cache(model, policy, 16)
+    alone = [kvtool.build_cache(model, policy, 16) for _ in range(3)]
+    for turn, lengths in enumerate(turns):
+        rows = [random_ids(max(n, 1), seed=10 * turn + i)[0][:n] for i, n in enumerate(lengths)]
+        ids = torch.zeros(3, max(lengths), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            if len(row):
+                ids[i, -len(row) :], mask[i, -len(row) :] = row, 1
+        logits = prefill(model, both, ids, mask)
+        for i, row in enumerate(rows):
+            if len(row):
+                single = prefill(model, alone[i], row[None])[0]
+                assert torch.allclose(logits[i], single, atol=1e-3)
+            for layer in range(LAYERS):
+                kept = alone[i].kept_positions(layer)[0]
+                ours = both.kept_positions(layer)[i]
+                assert torch.equal(ours[:, : kept.shape[1]], kept)
+                assert (ours[:, kept.shape[1] :] == -1).all()
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"prefill_chunk_size": 16}])

@@ -1,11 +1,13 @@
 """Columns of attention against plain loops over rows."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.maths.columns import COLUMNS, add_columns
+from kvtool.maths.columns import COLUMNS, add_columns, column_variance
 
 
 def looped(weights, visible, valid):
@@ -68,3 +70,23 @@ def test_an_even_row_is_above_average_everywhere():
 def test_an_unknown_column_is_an_error():
     with pytest.raises(KeyError):
         add_columns({"largest": torch.zeros(1, 1, 2)}, torch.ones(1, 1, 1, 1, 2))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_variance_of_column_sums_is_that_of_its_definition(seed):
+    generator = torch.Generator().manual_seed(seed)
+    sums = torch.rand(2, 3, 4, 9, generator=generator) * 10 ** (seed % 5 - 2)
+    stored = torch.rand(2, 3, 1, 9, generator=generator) < 0.7
+    got = column_variance(sums * stored, stored)
+    for place in itertools.product(range(2), range(3), range(4)):
+        batch, head, _ = place
+        values = sums[place][stored[batch, head, 0]].tolist()
+        mean = sum(values) / max(len(values), 1)
+        expected = sum((value - mean) ** 2 for value in values) / max(len(values), 1)
+        assert got[place].item() == pytest.approx(expected, rel=1e-5, abs=1e-12)
+
+
+def test_sums_that_are_all_alike_have_no_variance():
+    """Of 3 queries over 12 tokens, where mean square - 1 would be -15/16."""
+    stored = torch.ones(12, dtype=torch.bool)
+    assert column_variance(torch.full((12,), 0.25), stored).item() == 0

@@ -2,13 +2,15 @@
 
 Wan et al., 2024, https://arxiv.org/abs/2406.13035, equations 4 and 5. F of a layer is the variance
 of the column sums of its attention over a prompt, low where attention is dense; a layer's share is
-the softmax of -F over the layers.
+the softmax of -F over the layers. Every turn of a conversation is measured anew: its queries, over
+what the layer still holds and the turn itself; no layer is given more than that.
 
-The column sums have mean 1, so a sink that takes a share p of every row makes F about p^2 n: with
-a sink in every layer, exp(-F) is 0 in any float, and even a stable softmax gives one layer all.
-Hence the default divides F by n - 1, its largest possible value. The authors' code takes the
-min-max across the heads of a layer instead, which measures how heads differ, and does not spend
-exactly the budget; it is not offered.
+The column sums of a prompt have mean 1, so a sink that takes a share p of every row makes F about
+p^2 n: with a sink in every layer, exp(-F) is 0 in any float, and even a stable softmax gives one
+layer all. Hence the default divides F by its largest possible value, n - 1 (of a later turn of q
+queries over S tokens q^2 (S - 1) / S^2). The authors' code takes the min-max across the heads of a
+layer instead, which measures how heads differ, and does not spend exactly the budget; it is not
+offered.
 """
 
 from __future__ import annotations
@@ -25,17 +27,18 @@ from kvtool.policies.allocate.room import Allocator, Room
 _EPSILON = 1e-6  # of the min-max norm, as the authors' code has it
 
 
-def normalise(variance: Sequence[float], tokens: int, norm: str) -> list[float]:
+def normalise(variance: Sequence[float], largest: Sequence[float], norm: str) -> list[float]:
     """Bring the variances of the layers to a scale on which their exponentials compare.
 
     Args:
         variance: F of each layer, population variance of the column sums.
-        tokens: length of the prompt they were measured on.
-        norm: `length` divides by tokens - 1, so that 1 is all attention on one token; `minmax`
+        largest: the largest F of each layer, n - 1 over a prompt of n tokens.
+        norm: `length` divides by the largest, so that 1 is all attention on one token; `minmax`
             maps the layers to 0 .. 1; `raw` leaves them as equation 5 has them.
     """
     if norm == "length":
-        return [value / max(tokens - 1, 1) for value in variance]
+        pairs = zip(variance, largest, strict=True)
+        return [value / most if most > 0 else 0.0 for value, most in pairs]
     if norm == "minmax":
         low, high = min(variance), max(variance)
         return [(value - low) / (high - low + _EPSILON) for value in variance]
@@ -66,7 +69,7 @@ class D2O(Allocator):
             raise UsageError(f"{self.name}: temperature must be above 0, got {self.temperature}")
 
     def split(self, room: Room) -> Allocation:
-        exponents = normalise(room.variance, room.variance_tokens, self.norm)
+        exponents = normalise(room.variance, room.largest, self.norm)
         return room.by_weight([-exponent / self.temperature for exponent in exponents])
 
 

@@ -40,7 +40,7 @@ class Room:
         hi: most of each layer: the tokens of the prompt.
         window: newest tokens that every layer keeps, where the policy has such a window.
         variance: F of each layer (see `kvtool.policies.allocate.d2o`), None if not measured.
-        variance_tokens: length of the prompts on which it was measured.
+        largest: the largest F that each layer could have had, n - 1 over a prompt of n tokens.
         curves: output error against budget, None if not measured.
     """
 
@@ -49,7 +49,7 @@ class Room:
     hi: Sequence[int]
     window: int | None = None
     variance: Sequence[float] | None = None
-    variance_tokens: int = 0
+    largest: Sequence[float] | None = None
     curves: ErrorCurves | None = None
 
     @property

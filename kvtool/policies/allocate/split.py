@@ -13,10 +13,22 @@ from kvtool.policies.policy import Policy
 
 @dataclass(frozen=True)
 class Spread:
-    """F of each layer (`kvtool.policies.allocate.d2o`), and the prompt's length it was taken on."""
+    """How the queries of a prompt spread their attention over what each layer held of it.
+
+    Attributes:
+        variance: F of each layer (`kvtool.policies.allocate.d2o`).
+        queries: tokens of the prompt or turn.
+        held: tokens that each layer held, earlier ones included; of a first prompt all of them.
+    """
 
     variance: Sequence[float]
-    tokens: int
+    queries: int
+    held: Sequence[int]
+
+    @property
+    def largest(self) -> list[float]:
+        """The largest F of each layer, where all queries attend to the same token."""
+        return [self.queries**2 * (held - 1) / held**2 if held else 0.0 for held in self.held]
 
 
 class Split(Protocol):
@@ -52,15 +64,18 @@ class AllocatedSplit:
             )
 
     def for_prompt(self, mean: int, n: int, spread: Spread | None = None) -> list[int]:
-        if mean >= n:
-            return [mean] * self.layers  # the prompt fits; what is generated grows alike
+        held = [n] * self.layers if spread is None else spread.held
+        total = mean * self.layers
+        spare = total - sum(held)
+        if spare >= 0:  # the prompt fits; what is generated grows alike
+            return [tokens + spare // self.layers for tokens in held]
         score = self.policy.score
         room = Room(
-            total=mean * self.layers,
-            lo=[min(self.policy.least, mean, n)] * self.layers,
-            hi=[n] * self.layers,
+            total=total,
+            lo=[min(self.policy.least, mean, tokens) for tokens in held],
+            hi=held,
             window=score.window if score.when == "prompt" else None,
             variance=spread.variance if spread else None,
-            variance_tokens=spread.tokens if spread else 0,
+            largest=spread.largest if spread else None,
         )
         return self.policy.allocator.split(room).tokens

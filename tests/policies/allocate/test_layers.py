@@ -16,9 +16,7 @@ F = [2.0, 5.0, 300.0, 600.0]
 
 
 def d2o_room(share):
-    return Room(
-        total=int(4000 * share), lo=[16] * 4, hi=[1000] * 4, variance=F, variance_tokens=1000
-    )
+    return Room(total=int(4000 * share), lo=[16] * 4, hi=[1000] * 4, variance=F, largest=[999] * 4)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,7 @@ def test_d2o_at_four_fifths_fills_layers_up_to_the_prompt(allocator, expected):
 
 
 def test_d2o_by_its_formula_where_no_limit_binds():
-    room = Room(total=800, lo=[0] * 4, hi=[1000] * 4, variance=F, variance_tokens=1000)
+    room = Room(total=800, lo=[0] * 4, hi=[1000] * 4, variance=F, largest=[999] * 4)
     parts = [math.exp(-value / 999) for value in F]
     shares = [800 * part / sum(parts) for part in parts]
     assert shares == pytest.approx([243.26, 242.53, 180.52, 133.69], abs=0.005)
@@ -70,13 +68,13 @@ def test_the_length_norm_is_1_where_one_token_draws_all():
     tokens = 512
     sums = [float(tokens)] + [0.0] * (tokens - 1)
     variance = sum((value - 1) ** 2 for value in sums) / tokens
-    assert normalise([variance], tokens, "length") == [1.0]
+    assert normalise([variance], [tokens - 1], "length") == [1.0]
 
 
 def test_layers_without_variance_do_not_break_the_reciprocal():
-    room = Room(total=100, lo=[1] * 3, hi=[99] * 3, variance=[0.0, 2.0, 4.0], variance_tokens=50)
+    room = Room(total=100, lo=[1] * 3, hi=[99] * 3, variance=[0.0, 2.0, 4.0])
     assert D2OReciprocal().split(room).tokens == [40, 40, 20]
-    flat = Room(total=99, lo=[1] * 3, hi=[99] * 3, variance=[0.0] * 3, variance_tokens=50)
+    flat = Room(total=99, lo=[1] * 3, hi=[99] * 3, variance=[0.0] * 3)
     assert D2OReciprocal().split(flat).tokens == [33] * 3
 
 
@@ -144,7 +142,7 @@ def test_every_split_spends_the_total_within_the_limits():
             hi=[n] * layers,
             window=rng.choice([None, 8, 32]),
             variance=variance,
-            variance_tokens=n,
+            largest=[n - 1] * layers,
         )
         split = allocator.split(room)
         assert (split.total, split.clamped) == (total, False)
