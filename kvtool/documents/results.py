@@ -10,7 +10,11 @@ from kvtool.documents.document import Document, Section
 
 
 class ModelUsed(Section):
-    """The model of a run, and how it ran."""
+    """The model of a run, and how it ran.
+
+    Heads are those that store keys, one in latent attention (MLA), and `head_dim` is the size of
+    what one stores as its key.
+    """
 
     id: str
     revision: str | None

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvtool.documents.results import Environment, ModelUsed
 from kvtool.models.load import Loaded
+from kvtool.profiling.shape import model_shape
 
 _PACKAGES = (
     "torch",
@@ -89,7 +90,7 @@ def model_used(loaded: Loaded) -> ModelUsed:
     from kvtool.models.length import trained_length
 
     config = loaded.model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
+    shape = model_shape(loaded.model.config, name=loaded.name)
     return ModelUsed(
         id=without_home(loaded.name),
         revision=loaded.revision,
@@ -97,9 +98,9 @@ def model_used(loaded: Loaded) -> ModelUsed:
         dtype=str(loaded.model.dtype).removeprefix("torch."),
         device=loaded.model.device.type,
         attn_implementation=kernel_of(loaded.model),
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         trained_length=trained_length(config),
     )
 
