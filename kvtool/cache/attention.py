@@ -10,7 +10,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from kvtool.cache import eager_hooks, handover, logit_hooks, numbering
+from kvtool.cache import eager_hooks, handover, logit_hooks, numbering, unused
 from kvtool.cache.kernels import Call
 from kvtool.cache.layers import check_layers
 from kvtool.cache.step import attend
@@ -49,7 +49,8 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
             )
         # these families refuse `set_attn_implementation`, and read the name at every call
         model.config._attn_implementation = "eager"
-        previous.hooks = eager_hooks.install(model)
+        previous.eager = True
+        previous.hooks += eager_hooks.install(model)
     else:
         if not model._can_set_attn_implementation():
             raise KvtoolError(
@@ -61,8 +62,8 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
             raise KvtoolError(
                 f"transformers did not switch `{model.config.model_type}` to kvtool's attention"
             )
-    previous.logit_hooks = logit_hooks.install(model)
-    previous.numbering = numbering.install(model)
+    previous.hooks += unused.install(model)  # first of all, so that nothing has happened yet
+    previous.hooks += [*logit_hooks.install(model), numbering.install(model)]
     model._kvtool_attachment = previous
     return model
 
@@ -76,9 +77,9 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     previous = handover.attachment(model)
     if previous is None:
         return model
-    for hook in (*previous.hooks, *previous.logit_hooks, previous.numbering):
+    for hook in previous.hooks:
         hook.remove()
-    if previous.hooks:
+    if previous.eager:
         model.config._attn_implementation = previous.implementation
     else:
         model.set_attn_implementation(previous.implementation)

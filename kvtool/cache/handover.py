@@ -80,17 +80,16 @@ class Attachment:
     """What `attach` changed in a model, so that `detach` can undo it, and what was learned of it.
 
     Attributes:
+        eager: whether the model's own eager attention runs, watched by hooks.
         head_ranks: (attention layers, kv_heads) int64, once somebody has ranked the heads.
-        numbering: the hook that numbers tokens by their place in the cache.
         rotations: how each attention layer turns its keys, by the model's device and dtype, once
             somebody has asked.
     """
 
     implementation: str
-    hooks: list = field(default_factory=list)  # on eager attention modules
-    logit_hooks: list = field(default_factory=list)  # on the model itself
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    eager: bool = False
     head_ranks: Tensor | None = None
-    numbering: RemovableHandle | None = None
     rotations: dict[tuple, list[Rotation | None]] = field(default_factory=dict)
 
 

@@ -73,7 +73,7 @@ def measure(
         KvtoolError: a model that does not show its queries and keys.
     """
     attached = attachment(model)
-    if attached is not None and attached.hooks:
+    if attached is not None and attached.eager:
         raise KvtoolError(
             f"`{model.config.model_type}` does not show its queries and keys, so it has no profile",
             hint="--metrics memory needs only its configuration",

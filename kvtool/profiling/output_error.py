@@ -88,7 +88,7 @@ def output_error(
         KvtoolError: a model whose attention is only watched, or stored in latent form.
     """
     attached = attachment(model)
-    if attached is not None and attached.hooks:
+    if attached is not None and attached.eager:
         raise KvtoolError(f"`{model.config.model_type}` does not show its attention outputs")
     if mode == "isolated":
         return _isolated(model, cache, prompt_ids, token_ids)

@@ -114,11 +114,38 @@ def test_what_a_family_limits_is_said():
     assert "nothing to evict" in notes(family_model("mistral-window").config)[0]
 
 
-@pytest.mark.parametrize("family", HOOKED)
+@pytest.mark.parametrize("family", [*HOOKED, "llama"])
 def test_detach_takes_the_hooks_away(family):
     model = family_model(family)
     kvtool.detach(kvtool.attach(model))
-    assert not any(module._forward_hooks for module in model.modules())
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_that_is_not_to_be_used_is_refused(family):
+    """Transformers' generate would feed it the whole text at every step."""
+    model = kvtool.attach(family_model(family))
+    ids = random_ids(LENGTH)
+    for policy in ("h2o", "sirllm"):
+        cache = kvtool.build_cache(model, policy, 20)
+        settings = {"past_key_values": cache, "use_cache": False}
+        calls = (
+            lambda settings=settings: model.generate(ids, max_new_tokens=3, **settings),
+            lambda settings=settings: model(ids, **settings),
+            lambda settings=settings: model.get_decoder()(ids, **settings),
+        )
+        for call in calls:
+            with pytest.raises(
+                kvtool.UsageError, match=r"use_cache=False .* a kvtool cache"
+            ) as told:
+                call()
+            assert "use_cache=True" in told.value.hint
+        assert cache.get_seq_length() == 0
+        fresh = kvtool.build_cache(model, policy, 20)
+        torch.testing.assert_close(prefill(model, cache, ids), prefill(model, fresh, ids))
+    model(ids, use_cache=False)  # without a cache it is nobody's business
 
 
 def test_an_eager_family_may_be_loaded_with_another_attention():
