@@ -20,7 +20,7 @@ class PoliciesOptions(OutputOptions):
 
 
 def policies(options: PoliciesOptions, terminal: Terminal) -> None:
-    """List policies and modifiers, with their parameters and papers."""
+    """List policies and modifiers: parameters, papers, and what each modifier goes on."""
     options.check_output()
     from kvtool.policies.table import describe
 
@@ -37,27 +37,28 @@ def _print_table(entries: list[Entry], terminal: Terminal) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "what it does", "parameters", "budget", "paper"):
-        table.add_column(column, overflow="fold")
-    for kind in ("base", "modifier"):
+    console = Console(file=terminal.data, markup=False, highlight=False)
+    for kind, last in (("base", "budget"), ("modifier", "goes on")):
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in (kind, "what it does", "parameters", last, "paper"):
+            table.add_column(column, overflow="fold")
         for entry in entries:
             if entry.kind == kind:
-                name = entry.name if kind == "base" else f"+{entry.name}"
-                table.add_row(name, entry.summary, _spell(entry), entry.budget_kind, entry.paper)
-    Console(file=terminal.data, markup=False, highlight=False).print(table)
+                end = entry.budget_kind if kind == "base" else " ".join(entry.goes_on)
+                table.add_row(_name(entry), entry.summary, _spell(entry), end, entry.paper)
+        console.print(table)
 
 
 def _as_text(entries: list[Entry]) -> str:
     """One block per policy: a line `name - summary`, then indented lines."""
     blocks = []
     for entry in entries:
-        name = entry.name if entry.kind == "base" else f"+{entry.name}"
         blocks.append(
-            f"{name} - {entry.summary}\n"
+            f"{_name(entry)} - {entry.summary}\n"
             f"    parameters: {_spell(entry) or 'none'}\n"
             f"    budget: {entry.budget_kind}\n"
-            f"    paper: {entry.paper}\n"
+            + (f"    goes on: {' '.join(entry.goes_on)}\n" if entry.goes_on else "")
+            + f"    paper: {entry.paper}\n"
         )
     return "".join(blocks)
 
@@ -69,12 +70,16 @@ def _as_json(entries: list[Entry]) -> str:
 def _as_yaml(entries: list[Entry]) -> str:
     import yaml
 
-    data = [asdict(entry) for entry in entries]
+    data = json.loads(_as_json(entries))  # tuples are lists, as in JSON
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _name(entry: Entry) -> str:
+    return entry.name if entry.kind == "base" else f"+{entry.name}"
 
 
 def _spell(entry: Entry) -> str:
     def spell(value: object) -> str:
-        return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
 
     return ", ".join(f"{name}={spell(value)}" for name, value in entry.parameters.items())

@@ -1,9 +1,25 @@
-"""How the settings of a part of a policy are written; free of torch, as planning is."""
+"""How the settings of a part of a policy are declared and written; free of torch."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import field, fields
 from typing import Any
+
+_COMPUTED = "computed"
+
+
+def computed(default: str) -> Any:
+    """Declare a parameter whose default, None, stands for a number that is computed.
+
+    Args:
+        default: what from, as a reader of `kvtool policies` should see it: `budget/2`.
+    """
+    return field(default=None, metadata={_COMPUTED: default})
+
+
+def defaults(part: type) -> dict[str, Any]:
+    """Return the default of every parameter by name; of a computed one, what it comes from."""
+    return {each.name: each.metadata.get(_COMPUTED, each.default) for each in fields(part)}
 
 
 def spell_settings(part: Any) -> str:

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from kvtool.errors import UsageError
 from kvtool.policies.allocate import table as allocators
 from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import Evicted, Rescore, Score
 from kvtool.policies.read.reader import Read
+from kvtool.policies.spelling import defaults
 
 BASES: dict[str, str] = {
     "full": "scores.full:Full",
@@ -60,7 +62,13 @@ _READ_AFTER_CUT = "pairs of key and value read per decoded token; the rest follo
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the policy table."""
+    """One line of the policy table.
+
+    Attributes:
+        parameters: defaults by name; one that is computed is told as what it comes from.
+        goes_on: bases that take the modifier, with the setting under which they do; empty for a
+            base.
+    """
 
     name: str
     kind: Literal["base", "modifier"]
@@ -68,6 +76,7 @@ class Entry:
     parameters: dict[str, Any]
     paper: str
     budget_kind: str
+    goes_on: tuple[str, ...] = ()
 
 
 Part = type[Score] | type[Read] | type[Rescore] | type[Allocator] | type[Evicted]
@@ -85,13 +94,43 @@ def describe() -> list[Entry]:
     for name in BASES | MODIFIERS:
         cls = policy_class(name)
         summary = (cls.__doc__ or "").strip().splitlines()[0]
-        parameters = {field.name: field.default for field in fields(cls)}
         kind = "base" if name in BASES else "modifier"
         budget = _budget_kind(cls) if kind == "base" else "that of its base"
         if name in ALLOCATORS:
             budget = f"the mean over {'heads' if issubclass(cls, HeadSplit) else 'layers'}"
-        entries.append(Entry(name, kind, summary, parameters, cls.paper, budget))
+        goes_on = () if kind == "base" else _taken_by(name)
+        entries.append(Entry(name, kind, summary, defaults(cls), cls.paper, budget, goes_on))
     return entries
+
+
+def _taken_by(modifier: str) -> tuple[str, ...]:
+    """Return the bases that a policy string may put the modifier on, as they have to be spelled."""
+    taken = (
+        next((s for s in _spellings(base) if _parses(f"{s}+{modifier}")), None) for base in BASES
+    )
+    return tuple(spelling for spelling in taken if spelling is not None)
+
+
+def _spellings(base: str) -> list[str]:
+    """Return a base as it is, and with each value that one of its choices may have."""
+    hints = get_type_hints(policy_class(base))
+    choices = {each.name: hints[each.name] for each in fields(policy_class(base))}
+    return [base] + [
+        f"{base}({name}={value})"
+        for name, kind in choices.items()
+        if get_origin(kind) is Literal
+        for value in get_args(kind)
+    ]
+
+
+def _parses(policy: str) -> bool:
+    from kvtool.policies.grammar import parse_policy
+
+    try:
+        parse_policy(policy)
+    except UsageError:
+        return False
+    return True
 
 
 def _budget_kind(base: type[Score] | type[Read]) -> str:

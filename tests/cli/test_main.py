@@ -137,6 +137,14 @@ def test_policies(kvtool):
         assert entry["summary"] in text
     streaming = next(entry for entry in entries if entry["name"] == "streaming")
     assert streaming["parameters"] == {"sinks": 4, "positions": "text"}
+    h2o = text.split("\nh2o - ")[1].split("\ntova - ")[0]
+    assert "    parameters: recent=budget/2, positions=text\n" in h2o
+    assert "goes on" not in h2o
+    assert "=none" not in text.replace("d2o(merge=none)", "")
+    ada = next(entry for entry in entries if entry["name"] == "ada")
+    bases = ["scissorhands", "h2o", "tova", "roco", "snapkv", "pyramidkv", "adakv"]
+    assert ada["goes_on"] == [*bases, "d2o(merge=none)"]
+    assert f"    goes on: {' '.join(ada['goes_on'])}\n" in text
 
 
 def test_policies_in_a_file(kvtool, tmp_path):
@@ -148,3 +156,5 @@ def test_policies_on_a_terminal_are_a_table(on_terminal):
     shown = on_terminal(KVTOOL, "policies", columns=200)
     assert "what it does" in shown
     assert "+caote" in shown
+    assert "goes on" in shown
+    assert "recent=budget/2" in shown

@@ -15,6 +15,7 @@ from typing import ClassVar
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.policies.allocate.room import Allocator, Room
+from kvtool.policies.spelling import computed
 
 _WINDOW = 8  # where the policy has none, as in the authors' scripts
 
@@ -55,7 +56,7 @@ class Pyramid(Allocator):
     """
 
     beta: float = 20.0
-    window: int | None = None
+    window: int | None = computed("the policy's, else 8")
 
     name: ClassVar = "pyramid"
     paper: ClassVar = "https://arxiv.org/abs/2406.02069"

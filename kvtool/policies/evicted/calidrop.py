@@ -29,6 +29,7 @@ from kvtool.errors import UsageError
 from kvtool.maths.attention import join_attention
 from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.parts import Evicted
+from kvtool.policies.spelling import computed
 
 
 def query_cosine(
@@ -97,7 +98,7 @@ class CaliDrop(Evicted):
 
     theta1: float = 0.7
     theta2: float = 0.85
-    calibration_size: int | None = None
+    calibration_size: int | None = computed("all")
     store: Literal["exact", "bf16", "int8", "file"] = "exact"
     granularity: Literal["head", "layer"] = "head"
 

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 from kvtool.maths.attention import attention_weights
 from kvtool.maths.selection import top_slots
 from kvtool.policies.read.reader import Choice, Read, ReadView, StepBudget, check_sizes
+from kvtool.policies.spelling import computed
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ExactTopK(Read):
     """
 
     scope: Literal["query_head", "group"] = "query_head"
-    k: int | None = None
+    k: int | None = computed("budget")
     skip_layers: int = 0
 
     name: ClassVar = "exact-topk"

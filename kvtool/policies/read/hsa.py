@@ -29,6 +29,7 @@ from kvtool.policies.read.reader import (
     StepBudget,
     check_sizes,
 )
+from kvtool.policies.spelling import computed
 
 LEAST_BUDGET = 16
 """As in the authors' code, pairs of key and value."""
@@ -45,9 +46,9 @@ class HSA(Paged):
         skip_layers: so many first layers read all that they store.
     """
 
-    page: int | None = None
-    k1: int | None = None
-    k: int | None = None
+    page: int | None = computed("by RocketKV's plan")
+    k1: int | None = computed("by RocketKV's plan")
+    k: int | None = computed("budget/2")
     skip_layers: int = 0
 
     name: ClassVar = "hsa"

@@ -29,6 +29,7 @@ from kvtool.policies.read.reader import (
     Stored,
     check_sizes,
 )
+from kvtool.policies.spelling import computed
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class Loki(Read):
         skip_layers: so many first layers read all that they store.
     """
 
-    d: int | None = None
-    k: int | None = None
-    basis: str | None = None
+    d: int | None = computed("head_dim*budget/prompt")
+    k: int | None = computed("budget/2")
+    basis: str | None = computed("that of the prompt")
     scope: Literal["group", "query_head"] = "group"
     skip_layers: int = 0
 

@@ -25,6 +25,7 @@ from kvtool.policies.read.reader import (
     StepBudget,
     check_sizes,
 )
+from kvtool.policies.spelling import computed
 
 _LEAST_PAGES = 3
 
@@ -39,8 +40,8 @@ class Quest(Paged):
         skip_layers: so many first layers read all that they store.
     """
 
-    page: int | None = None
-    k: int | None = None
+    page: int | None = computed("2*prompt/budget")
+    k: int | None = computed("budget/2")
     skip_layers: int = 0
 
     name: ClassVar = "quest"

@@ -30,6 +30,7 @@ from kvtool.policies.read.reader import (
     Stored,
     check_sizes,
 )
+from kvtool.policies.spelling import computed
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class SparQ(Read):
         skip_layers: so many first layers read all that they store.
     """
 
-    r: int | None = None
-    k: int | None = None
+    r: int | None = computed("head_dim*budget/prompt")
+    k: int | None = computed("budget/2")
     local: int = 0
     reallocate: bool = True
     skip_layers: int = 0

@@ -4,7 +4,9 @@ Zhang et al., 2023, https://arxiv.org/abs/2306.14048, section 4.2.
 
 Differences from the authors' code: the sums are per KV head, of the mean over its query heads (they
 have one query head per KV head), and per batch row. The recent window is half of the budget, as in
-their experiments; `recent=0` gives the window-less form that CAOTE seems to compare with.
+their experiments; `recent=0` gives the window-less form that CAOTE seems to compare with. Where
+heads have budgets of their own (`+ada`), half of the layer's mean is the window in every head when
+the budget is split, and from then on, at every token, half of the head's own budget.
 """
 
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.policies.parts import Count, Evidence, Positions, Rows, Score, SlotView, State, half
+from kvtool.policies.spelling import computed
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class H2O(Score):
         positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
-    recent: int | None = None
+    recent: int | None = computed("budget/2")
     positions: Positions = "text"
 
     name: ClassVar = "h2o"

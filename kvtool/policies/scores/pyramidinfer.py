@@ -1,11 +1,12 @@
 """PyramidInfer, for the cache alone: each layer keeps part of what the layer above it keeps.
 
 Yang et al., 2024, https://arxiv.org/abs/2405.12532, section 3.3. Once a layer has attended to a
-prompt of n tokens, its last int(0.2 n) queries vote: the mean of their attention over all heads,
-the newest query weighing 1.2 times as much as the oldest. What stays is the first 4 tokens, the
-recent ones and the best voted of those that the layer above kept; how many is the schedule of
-`kvtool.policies.allocate.pyramidinfer`. Prompts that come at once only: a prompt fed in chunks is
-cut after each, by the queries of that chunk.
+prompt, the last int(0.2 n) queries vote: the mean of their attention over all heads, the newest
+query weighing 1.2 times as much as the oldest. n is what the first layer keeps: the whole prompt,
+or where the budget is too small for that the shorter one whose schedule spends it. What stays is
+the first 4 tokens, the newest int(0.2 n) + 1 and the best voted of those that the layer above kept;
+how many is the schedule of `kvtool.policies.allocate.pyramidinfer`. Prompts that come at once only:
+a prompt fed in chunks is cut after each, by the queries of that chunk.
 
 Differences from the paper: tokens that a layer drops are still computed in the layers below, so
 memory shrinks and the work of the prompt does not; the authors' method cannot be had from a cache
@@ -32,7 +33,8 @@ class PyramidInfer(Score):
     """Keep fewer tokens layer by layer, by recent queries; the budget is the mean over layers.
 
     Args:
-        recent_ratio: share of the prompt whose queries vote, and which is kept.
+        recent_ratio: so large a share of what the first layer keeps votes, the last queries of the
+            prompt; these tokens and one more are kept in every layer.
         min_context: tokens beside the recent ones that the schedule leaves in any case.
         sinks: first tokens that are always kept.
     """

@@ -17,6 +17,7 @@ from typing import ClassVar
 from kvtool.errors import UsageError
 from kvtool.policies.read.hsa import HSA
 from kvtool.policies.scores.snapkv import SnapKV
+from kvtool.policies.spelling import computed
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class RocketKV(SnapKV):
     """
 
     kernel: int = 63
-    split: float | None = None
+    split: float | None = computed("min(0.8, 0.2 + 0.06 log2 compression)")
     skip_layers: int = 0
 
     name: ClassVar = "rocketkv"

@@ -27,6 +27,7 @@ from kvtool.policies.parts import (
     half,
     minimum,
 )
+from kvtool.policies.spelling import computed
 
 
 def mean_attention(attention_sum: Tensor, count: Tensor) -> Tensor:
@@ -53,8 +54,8 @@ class RoCo(Score):
         positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
-    scope: int | None = None
-    protect_recent: int | None = None
+    scope: int | None = computed("budget/2")
+    protect_recent: int | None = computed("min(10, budget/4)")
     sinks: int = 4
     positions: Positions = "text"
 

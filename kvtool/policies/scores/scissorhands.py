@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.policies.parts import Count, Evidence, Positions, Rows, Score, SlotView, State, half
+from kvtool.policies.spelling import computed
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Scissorhands(Score):
         positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
-    recent: int | None = None
+    recent: int | None = computed("budget/2")
     positions: Positions = "text"
 
     name: ClassVar = "scissorhands"
