@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ class KVCache(Cache):
         self.peak_bytes = 0
         self.input_ids: Tensor | None = None  # the text so far, where kvtool drove it or loaded it
         self.next_logits: Tensor | None = None  # after the text, where all of it has been fed
+        # what the text ends with, where it is a conversation in the words of a chat template
+        self.chat: Literal["open", "answer"] | None = None
         self._prompt_lengths: list[int] | None = None
         self._in_prompt = False
         self.last_block = True  # whether the running forward ends its prompt
@@ -183,7 +186,7 @@ class KVCache(Cache):
         self._static.forget()
         if self.surprisals is not None:
             self.surprisals.reset()
-        self.input_ids = self.next_logits = self.fed = None
+        self.input_ids = self.next_logits = self.fed = self.chat = None
         self.budgets.reset()
         super().reset()
         self.peak_bytes = 0

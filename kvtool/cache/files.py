@@ -107,6 +107,8 @@ def save_cache(
         "weights": weights_fingerprint(model),
         "kvtool": kvtool.__version__,
     }
+    if cache.chat is not None and input_ids is not None:
+        metadata["chat"] = cache.chat
     metadata["sha256"] = _digest(tensors, metadata)
     write_with(Path(path), lambda temporary: save_file(tensors, temporary, metadata))
 
@@ -115,8 +117,8 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
     """Read a cache back for the model that made it.
 
     Returns:
-        The cache, with the text's tokens in `input_ids` and, if all of them had been fed,
-        `next_logits`.
+        The cache, with the text's tokens in `input_ids`, `next_logits` if all of them had been fed,
+        and in `chat` where its conversation stands, if it is one.
 
     Raises:
         KvtoolError: no such file, not a whole and untouched cache file, or one of another model.
@@ -164,6 +166,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
         cache.budgets.reads.reserve = int(tensors["read.reserve"])
     cache.input_ids = tensors.get("input_ids")
     cache.next_logits = tensors.get("next_logits")
+    cache.chat = metadata.get("chat")
     return cache
 
 

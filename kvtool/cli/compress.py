@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtool.cli.conversation import begin
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.prompt import encode, note_text, typed_prompt
 from kvtool.cli.request import (
@@ -35,6 +36,7 @@ class CompressOptions(PromptOptions):
 
 def compress(options: CompressOptions, terminal: Terminal) -> None:
     """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
+    options.check_system()
     options, plan = settle(options, "kvtool compress")
     check_alone("compress")
     check_paths(options)
@@ -71,11 +73,18 @@ def _run(
     from kvtool.documents.generation import CacheSection, CompressionDocument, CompressionTiming
 
     model = loaded.model
-    prompt_ids = encode(loaded, request.prompt, first=True, source=request.source)
-    request.check_length(prompt_ids.shape[1])
     cache = request.new_cache(model)
+    talk = begin(options, loaded, cache, options.system, terminal)
+    if talk is None:
+        prompt_ids = encode(loaded, request.prompt, first=True, source=request.source)
+    else:
+        prompt_ids = talk.context_ids(request.prompt)
+    request.check_length(prompt_ids.shape[1])
     note_text(cache, model.config, prompt_ids.shape[1], 0, terminal)
-    result = generation.compress(model, cache, prompt_ids)
+    if talk is None:
+        result = generation.compress(model, cache, prompt_ids)
+    else:
+        result = talk.read(request.prompt)
     save_cache(
         cache,
         options.save_path,

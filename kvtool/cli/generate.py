@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from kvtool.cli.conversation import converse
+from kvtool.cli.conversation import begin, converse, read_said, spell_turn
 from kvtool.cli.generated import choose_stream, document_of, summary, text_on_stdout
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.prompt import encode, note_text, typed_prompt
@@ -50,13 +50,10 @@ class GenerateOptions(PromptOptions):
         Option(
             "--turns",
             metavar="FILE|-",
-            help="Answer the user's turns, one a line (text or JSON Lines), after the prompt.",
+            help="Answer the user's turns, one a line (text or JSON Lines) or messages in a JSON "
+            "array, after the prompt.",
         ),
     ] = None
-    chat_template: Annotated[
-        Literal["auto", "on", "off"],
-        Option("--chat-template", help="Put turns into the model's chat template."),
-    ] = "auto"
     cache: Annotated[
         str | None,
         Option("--cache", metavar="CACHE.safetensors", help="Go on from this saved cache."),
@@ -128,8 +125,7 @@ class GenerateOptions(PromptOptions):
 
     def check(self) -> None:
         """Refuse options that are wrong by themselves."""
-        if self.turns is None and self.chat_template != "auto":
-            raise UsageError("--chat-template is for --turns; a prompt goes in as it stands")
+        self.check_system()
         if self.new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
         if self.temperature is not None and not 0 <= self.temperature < math.inf:
@@ -147,16 +143,13 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     options, plan = settle(options, "kvtool generate")
     _check_processes(options)
     check_paths(options)
-    turns = None
-    if options.turns is not None:
-        from kvtool.documents.turns import read_turns
-
-        turns = read_turns(options.turns)
+    turns = None if options.turns is None else read_said(options)
     request = _resolve(options, plan, terminal)
     if options.dry_run:
         more = {"max_new_tokens": options.new_tokens, "temperature": options.temperature}
         if turns is not None:
-            more |= {"turns": [turn.text for turn in turns], "chat_template": options.chat_template}
+            more["turns"] = [spell_turn(turn) for turn in turns.turns]
+            more["system"] = turns.system or options.system
         resolved = configuration(options, request) | more | {"cache": options.cache}
         write_configuration(resolved, options, terminal)
         return
@@ -250,24 +243,28 @@ def _answer(
 ) -> GenerationDocument:
     """Answer the prompt, or go on from the saved cache without one."""
     from kvtool import generation
+    from kvtool.documents.turns import UserTurn
 
-    going_on, tokens = options.cache_path is not None, 0
-    prompt_ids = None
+    talk = begin(options, loaded, cache, options.system, terminal)
+    prompt_ids, tokens = None, 0
     if request.prompt is not None:
-        prompt_ids = encode(loaded, request.prompt, first=not going_on, source=request.source)
+        if talk is None:
+            first = cache.get_seq_length() == 0
+            prompt_ids = encode(loaded, request.prompt, first=first, source=request.source)
+        else:
+            prompt_ids = talk.turn_ids(UserTurn(request.prompt))
         tokens = prompt_ids.shape[1]
-    if not going_on:
+    if options.cache_path is None:
         request.check_length(tokens)
     note_text(cache, loaded.model.config, tokens, options.new_tokens, terminal)
     stream = choose_stream(options, options.stream, terminal)
-    result = generation.generate(
-        loaded.model,
-        loaded.tokenizer,
-        cache,
-        prompt_ids,
-        **options.drawing(),
-        on_text=stream,
-    )
+    drawing = options.drawing() | {"on_text": stream}
+    if talk is None:
+        result = generation.generate(loaded.model, loaded.tokenizer, cache, prompt_ids, **drawing)
+    elif request.prompt is None:
+        result = talk.answer(**drawing)
+    else:
+        result = talk.say(UserTurn(request.prompt), **drawing)
     if stream is not None:
         stream("\n")
     elif text_on_stdout(options):

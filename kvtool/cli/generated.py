@@ -13,6 +13,7 @@ from kvtool.cli.terminal import Terminal
 from kvtool.models.load import Loaded
 
 if TYPE_CHECKING:
+    from kvtool.cache.report import CacheReport
     from kvtool.documents.generation import (
         CompileSection,
         GenerationDocument,
@@ -65,32 +66,35 @@ def document_of(request: Request, loaded: Loaded, result: Generation) -> Generat
 def document_of_turns(
     request: Request,
     loaded: Loaded,
-    turns: Sequence[UserTurn],
-    answers: Sequence[Generation],
-    context: Compressed | None,
+    turns: Sequence[tuple[UserTurn, Generation]],
+    read: Sequence[Compressed],
+    held: CacheReport,
 ) -> GenerationDocument:
     """Put a conversation into a document.
 
     Args:
-        context: what was read before the first turn.
+        turns: what was answered, and the answers.
+        read: what was read beside them: the prompt, and turns whose answers were given.
+        held: what the cache holds at the end.
     """
     from kvtool.documents.generation import CacheSection, Fidelity, GenerationDocument
     from kvtool.generation.fidelity import join_fidelities
 
+    answers = [answer for _, answer in turns]
     fidelity = join_fidelities([(each.fidelity, each.new_tokens) for each in answers])
     return GenerationDocument(
         model=loaded.name,
         policy=str(request.policy),
         budget=spell_budget(request.budget),
-        prompt_tokens=sum(each.prompt_tokens for each in [*answers, *filter(None, [context])]),
+        prompt_tokens=sum(each.prompt_tokens for each in [*answers, *read]),
         new_tokens=sum(each.new_tokens for each in answers),
         text="\n".join(each.text[0] for each in answers),
         token_ids=[token for each in answers for token in each.token_ids[0]],
-        cache=CacheSection.of(answers[-1].report),
-        timing=_timing(answers, 0.0 if context is None else context.prefill_s),
+        cache=CacheSection.of(held),
+        timing=_timing(answers, sum(each.prefill_s for each in read)),
         fidelity=None if fidelity is None else Fidelity.of(fidelity),
         compiled=_compiled(answers),
-        turns=[_turn(*pair) for pair in zip(turns, answers, strict=True)],
+        turns=[_turn(*pair) for pair in turns],
     )
 
 

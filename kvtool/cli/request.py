@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from typer import Option
 
@@ -13,6 +13,7 @@ from kvtool.cli.prompt import check_stdin
 from kvtool.cli.recipes import Flags, resolve, with_allocator
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable
+from kvtool.documents.prompts import check_prompt
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, Loaded, check_folder, load
 from kvtool.processes import started
@@ -49,6 +50,17 @@ class PromptOptions(RecipeOptions):
             "--prompt-file", metavar="FILE|-", help="Read the prompt from a UTF-8 file, - stdin."
         ),
     ] = None
+    system: Annotated[
+        str | None,
+        Option("--system", metavar="TEXT", help="System message of the chat template."),
+    ] = None
+    chat_template: Annotated[
+        Literal["auto", "on", "off"],
+        Option(
+            "--chat-template",
+            help="Put what the user says into the model's chat template; off: as it stands.",
+        ),
+    ] = "auto"
     policy: Annotated[
         str | None,
         Option(
@@ -80,6 +92,16 @@ class PromptOptions(RecipeOptions):
         str | None,
         Option("--save", metavar="CACHE.safetensors", help="Save the compressed cache here."),
     ] = None
+
+    def check_system(self) -> None:
+        """Refuse a system message that has no place, without importing torch."""
+        if self.system is None:
+            return
+        check_prompt(self.system, "--system")
+        if self.chat_template == "off":
+            raise UsageError("--system goes into the chat template, and --chat-template is off")
+        if getattr(self, "cache", None) is not None:
+            raise UsageError("--system goes before everything, and --cache holds a text already")
 
     @property
     def save_path(self) -> Path | None:
@@ -312,6 +334,8 @@ def configuration(options: PromptOptions, request: Request) -> dict[str, Any]:
         "prefill": request.prefill,
         "prompt": request.source,
         "prompt_characters": None if request.prompt is None else len(request.prompt),
+        "system": options.system,
+        "chat_template": options.chat_template,
         "seed": options.seed,
         "save": options.save,
     }

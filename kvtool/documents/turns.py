@@ -1,24 +1,31 @@
-"""Turns of a conversation from a file: what the user says, one turn a line.
+"""Turns of a conversation from a file: what the user says, and answers that are given.
 
-Plain text, or JSON Lines. There `"..."` and `{"user": "..."}` are what the user says, as a line of
-plain text is, and `{"prompt": "..."}` is text that goes in as it stands, with nothing around it.
+Lines of plain text, JSON Lines, or one JSON array, which hold
+
+    "text", {"user": "text"}              what the user says, as a line of plain text is
+    {"prompt": "text"}                    text that goes in as it stands, with nothing around it
+    {"role": "user", "content": "text"}   a message as chat interfaces have it; an answer of the
+                                          role `assistant` is given, `system` comes before all
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvtool.documents.json_reader import parse_json
 from kvtool.documents.problems import DocumentError, Mark, Problem
 from kvtool.documents.prompts import read_utf8
+from kvtool.documents.tree import Node
 from kvtool.documents.validation import show
 from kvtool.errors import UsageError, did_you_mean
 
-_FORMS = '"text", {"user": "text"} or {"prompt": "text"}'
-_KEYS = ("user", "prompt")
+_FORMS = '"text", {"user": "text"}, {"prompt": "text"} or {"role": "user", "content": "text"}'
+_KEYS = ("user", "prompt", "role", "content")
+_ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True)
@@ -26,43 +33,131 @@ class UserTurn:
     """What is said in one turn.
 
     Attributes:
-        text: never empty.
+        text: of the user; empty only where an answer is given to what was said before the turns.
         verbatim: whether nothing goes around it, no chat template and no line end.
+        answer: the answer that is given; None: one is generated.
     """
 
     text: str
     verbatim: bool = False
+    answer: str | None = None
 
 
-def read_turns(path: str) -> list[UserTurn]:
+@dataclass(frozen=True)
+class Turns:
+    """What a file of turns holds; at least one turn wants an answer."""
+
+    turns: list[UserTurn]
+    system: str | None = None
+
+
+def read_turns(path: str) -> Turns:
     """Read a file of turns, `-` for stdin; blank lines are left out.
 
-    `.jsonl` is JSON Lines and `.txt` is text; what is called otherwise is JSON Lines if its first
-    line that is not blank is a JSON string or begins with `{`.
+    `.json` is a JSON array, `.jsonl` is JSON Lines and `.txt` is text; what is called otherwise is
+    JSON Lines if its first line that is not blank is a JSON string or begins with `{`. A file that
+    is one JSON array as a whole is read as that, whatever it is called.
 
     Raises:
         UsageError: missing, unreadable, not UTF-8, or without a turn.
-        DocumentError: every line that is no turn, with its place.
+        DocumentError: everything that is no turn, with its place.
     """
     name, text = read_utf8(path, "turns file")
     lines = [(start, line) for start, line in _lines(text) if line.strip()]
     if not lines:
         raise UsageError(f"{name} holds no turn", hint="write one turn a line")
-    if not _is_jsonl(path, lines[0][1].strip()):
-        return [UserTurn(line) for _, line in lines]
     shown = "<stdin>" if path == "-" else path
-    turns, problems = [], []
+    if _is_array(path, text):
+        items = _read_array(text, shown)
+    elif _is_jsonl(path, lines[0][1].strip()):
+        items = _read_lines(text, shown, lines)
+    else:
+        return Turns([UserTurn(line) for _, line in lines])
+    turns = _join(items)
+    if all(turn.answer is not None for turn in turns.turns):
+        raise UsageError(
+            f"{name} holds no message to answer", hint="its last message must be one of the user"
+        )
+    return turns
+
+
+def _is_array(path: str, text: str) -> bool:
+    """Whether a text is meant as one JSON array: it is one, or begins as one of these would."""
+    suffix, start = Path(path).suffix.lower(), text.lstrip()
+    if suffix == ".json":
+        return True
+    if not start.startswith("["):
+        return False
+    if suffix not in (".txt", ".jsonl") and start[1:].lstrip()[:1] in ("{", '"'):
+        return True
+    try:
+        return isinstance(json.loads(text), list)
+    except (json.JSONDecodeError, RecursionError):
+        return False
+
+
+def _read_array(text: str, shown: str) -> list[tuple[Mark, _Item]]:
+    node = parse_json(text, shown)
+    if not isinstance(node.value, list):
+        node = replace(node, value=[node])
+    items, problems = [], []
+    for item in node.value:
+        _collect(item, items, problems)
+    return _checked(items, problems)
+
+
+def _read_lines(
+    text: str, shown: str, lines: Iterable[tuple[int, str]]
+) -> list[tuple[Mark, _Item]]:
+    items, problems = [], []
     for start, line in lines:
         try:
-            turns.append(_parse(line))
+            value = json.loads(line)
         except json.JSONDecodeError as error:
             place = Mark(shown, text, start + error.pos)
             problems.append(Problem(place, (), f"is not JSON: {error.msg.lower()}"))
-        except UsageError as error:
-            problems.append(Problem(Mark(shown, text, start), (), str(error)))
+        else:
+            _collect(Node.of(value, Mark(shown, text, start)), items, problems)
+    return _checked(items, problems)
+
+
+def _collect(node: Node, items: list[tuple[Mark, _Item]], problems: list[Problem]) -> None:
+    try:
+        items.append((node.mark, _parse(node.data)))
+    except UsageError as error:
+        problems.append(Problem(node.mark, (), str(error)))
+
+
+def _checked(items: list[tuple[Mark, _Item]], problems: list[Problem]) -> list[tuple[Mark, _Item]]:
     if problems:
-        raise DocumentError(problems, hint=f"a line of JSON Lines is {_FORMS}")
-    return turns
+        raise DocumentError(problems, hint=f"a turn is {_FORMS}")
+    return items
+
+
+def _join(items: list[tuple[Mark, _Item]]) -> Turns:
+    """Put answers that are given to their questions.
+
+    Raises:
+        DocumentError: messages in an order that no conversation has.
+    """
+    turns: list[UserTurn] = []
+    system, problems = None, []
+    for i, (mark, item) in enumerate(items):
+        if item.role == "system":
+            if i > 0:
+                problems.append(Problem(mark, (), "a system message comes before all others"))
+            system = item.text
+        elif item.role == "user":
+            turns.append(UserTurn(item.text, item.verbatim))
+        elif not turns:
+            turns.append(UserTurn("", answer=item.text))
+        elif turns[-1].answer is None and not turns[-1].verbatim:
+            turns[-1] = replace(turns[-1], answer=item.text)
+        else:
+            problems.append(Problem(mark, (), "an assistant message comes after one of the user"))
+    if problems:
+        raise DocumentError(problems)
+    return Turns(turns, system)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -83,19 +178,42 @@ def _is_jsonl(path: str, first: str) -> bool:
         return False
 
 
-def _parse(line: str) -> UserTurn:
-    value: Any = json.loads(line)
-    key = "user"
+@dataclass(frozen=True)
+class _Item:
+    role: str
+    text: str
+    verbatim: bool = False
+
+
+def _parse(value: Any) -> _Item:
+    """Read one item of a file.
+
+    Raises:
+        UsageError: what is wrong with it, without its place.
+    """
+    role, key = "user", "user"
     if isinstance(value, dict):
         unknown = [key for key in value if key not in _KEYS]
         if unknown:
             hint = did_you_mean(unknown[0], _KEYS)
             raise UsageError(f"unknown key `{unknown[0]}`" + (f"; {hint}" if hint else ""))
-        if len(value) != 1:
+        if "role" in value or "content" in value:
+            role, value = _parse_message(value)
+        elif len(value) != 1:
             raise UsageError("a turn has either `user` or `prompt`")
-        ((key, value),) = value.items()
+        else:
+            ((key, value),) = value.items()
     if not isinstance(value, str):
         raise UsageError(f"a turn is text, got {show(value)}")
     if not value.strip():
         raise UsageError("a turn must not be empty")
-    return UserTurn(value, verbatim=key == "prompt")
+    return _Item(role, value, verbatim=key == "prompt")
+
+
+def _parse_message(message: dict[str, Any]) -> tuple[str, Any]:
+    if set(message) != {"role", "content"}:
+        raise UsageError("a message has `role` and `content`, and nothing else")
+    role = message["role"]
+    if role not in _ROLES:
+        raise UsageError(f"no role {show(role)}; choose one of: {', '.join(_ROLES)}")
+    return role, message["content"]

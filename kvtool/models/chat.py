@@ -18,29 +18,42 @@ class Frame:
     """The text around the parts of a conversation; empty without a chat template.
 
     Attributes:
-        opening: before the first message.
+        opening: before the first message of the user; a system message is part of it.
         closing: after a message, where the answer begins.
+        given: after a message, before an answer that is given, not generated.
         next: after an answer, before the next message.
         special: whether the tokenizer's special tokens go in front of the text.
+        trims: whether messages lose the space around them, as the template has it.
     """
 
     opening: str = ""
     closing: str = ""
+    given: str = ""
     next: str = ""
     special: bool = True
+    trims: bool = False
+
+    def message(self, text: str) -> str:
+        """Return what stands in the template for a message."""
+        return text.strip() if self.trims else text
 
 
 def make_frame(
-    tokenizer: PreTrainedTokenizerBase, wanted: Literal["auto", "on", "off"], chat: bool
+    tokenizer: PreTrainedTokenizerBase,
+    wanted: Literal["auto", "on", "off"],
+    chat: bool,
+    system: str | None = None,
 ) -> Frame:
     """Return what goes around messages.
 
     Args:
         wanted: `auto` uses the tokenizer's chat template if it has one and the task takes one.
         chat: whether the task takes one.
+        system: the system message.
 
     Raises:
-        UsageError: a template is wanted and there is none, or it cannot be used.
+        UsageError: a template is wanted, or needed for a system message, and there is none, or it
+            cannot be used.
     """
     template = getattr(tokenizer, "chat_template", None)
     if wanted == "on" and not template:
@@ -48,22 +61,40 @@ def make_frame(
             "the tokenizer has no chat template", hint="--chat-template auto uses one if there is"
         )
     if wanted == "off" or not template or (wanted == "auto" and not chat):
+        if system is not None:
+            why = "it is off" if template else "the tokenizer has none"
+            raise UsageError(
+                f"a system message needs a chat template, and {why}",
+                hint="put its text at the beginning of the prompt",
+            )
         return Frame()
-    first, answer, second = _MARKS
-    user, model = {"role": "user", "content": first}, {"role": "assistant", "content": answer}
-    again = {"role": "user", "content": second}
     try:
-        one = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-        two = tokenizer.apply_chat_template(
-            [user, model, again], tokenize=False, add_generation_prompt=True
-        )
-        opening, closing = one.split(first)
-        between = two[two.index(answer) + len(answer) : two.index(second)]
+        return _read_frame(tokenizer, system)
     except Exception as error:  # any: the template is a program of the checkpoint
         raise UsageError(
             f"the tokenizer's chat template cannot be used: {error}", hint="--chat-template off"
         ) from error
-    return Frame(opening, closing, between, special=False)
+
+
+def _read_frame(tokenizer: PreTrainedTokenizerBase, system: str | None) -> Frame:
+    """Find out what a template sets around marks in place of messages."""
+    first, answer, second = _MARKS
+    spaced = f" {first} "
+
+    def render(*talk: tuple[str, str]) -> str:
+        messages = [{"role": role, "content": text} for role, text in talk]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    one = render(*([] if system is None else [("system", system)]), ("user", spaced))
+    trims = spaced not in one
+    opening, closing = one.split(first if trims else spaced)
+    if system is not None and system.strip() not in opening:
+        raise ValueError("it leaves out the system message")
+    # without the system message, which some templates put before the last message
+    two = render(("user", first), ("assistant", answer), ("user", second))
+    given = two[two.index(first) + len(first) : two.index(answer)]
+    between = two[two.index(answer) + len(answer) : two.index(second)]
+    return Frame(opening, closing, given, between, special=False, trims=trims)
 
 
 def continued_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

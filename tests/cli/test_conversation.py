@@ -16,6 +16,8 @@ CHAT = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
+SYSTEM = b'[{"role": "system", "content": "a"}, "b"]'
+
 
 @pytest.fixture
 def turns(tmp_path):
@@ -168,7 +170,17 @@ def test_dry_run_lists_the_turns_and_loads_nothing(kvtool, turns, monkeypatch):
         (["--turns", "-"], b"", "stdin holds no turn"),
         (["--turns", "gone"], b"", "turns file `gone` does not exist"),
         (["--turns", "-"], b'"a"\n{"usr": "b"}\n', "<stdin>:2:1: unknown key `usr`; did you mean"),
-        (["--chat-template", "on"], b"", "--chat-template is for --turns"),
+        (["--chat-template", "on"], b"", "the tokenizer has no chat template"),
+        (
+            ["--prompt", "a", "--system", "b"],
+            b"",
+            "a system message needs a chat template, and",
+        ),
+        (["--system", " "], b"", "--system is empty"),
+        (["--system", "a", "--chat-template", "off"], b"", "--system goes into the chat template"),
+        (["--turns", "-"], b'[{"role": "assistant", "content": "a"}, "b"]', "--turns begins with"),
+        (["--turns", "-", "--system", "a"], SYSTEM, "--system and --turns both give a system"),
+        (["--turns", "-", "--chat-template", "off"], SYSTEM, "--turns gives a system message, and"),
         (["--turns", "-", "--chat-template", "on"], b"a", "the tokenizer has no chat template"),
     ],
 )

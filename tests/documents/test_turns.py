@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from kvtool.documents.problems import DocumentError
-from kvtool.documents.turns import UserTurn, read_turns
+from kvtool.documents.turns import Turns, UserTurn, read_turns
 from kvtool.errors import UsageError
 
 SAID = [UserTurn("How?"), UserTurn(" Why?")]
@@ -21,30 +21,30 @@ def write(tmp_path, text, name="turns.jsonl"):
 @pytest.mark.parametrize("name", ["turns.txt", "turns", "turns.md"])
 def test_text_is_a_turn_a_line(tmp_path, name, end):
     text = end.join(["How?", "", "  ", " Why?", ""])
-    assert read_turns(write(tmp_path, text, name)) == SAID
+    assert read_turns(write(tmp_path, text, name)).turns == SAID
 
 
 @pytest.mark.parametrize("name", ["turns.jsonl", "turns", "TURNS.JSONL"])
 @pytest.mark.parametrize("first", ['"How?"', '{"user": "How?"}'])
 def test_json_lines_hold_strings_or_objects(tmp_path, name, first):
     text = f'\n{first}\n\n{{"user": " Why?"}}\n{{"prompt": "As\\nis"}}'
-    turns = read_turns(write(tmp_path, text, name))
+    turns = read_turns(write(tmp_path, text, name)).turns
     assert turns == [*SAID, UserTurn("As\nis", verbatim=True)]
 
 
 def test_json_may_hold_other_line_ends(tmp_path):
     turn = "one\u2028two\x85three\x0bfour"
     text = json.dumps(turn, ensure_ascii=False) + "\n"
-    assert read_turns(write(tmp_path, text)) == [UserTurn(turn)]
+    assert read_turns(write(tmp_path, text)).turns == [UserTurn(turn)]
 
 
 @pytest.mark.parametrize("text", ["[1] is a note\n", '"Who?" he said\n', "42\n", "null\n"])
 def test_text_that_only_looks_like_json_is_text(tmp_path, text):
-    assert read_turns(write(tmp_path, text, "turns")) == [UserTurn(text.strip())]
+    assert read_turns(write(tmp_path, text, "turns")).turns == [UserTurn(text.strip())]
 
 
 def test_a_name_decides_against_the_first_line(tmp_path):
-    assert read_turns(write(tmp_path, '"How?"', "a.txt")) == [UserTurn('"How?"')]
+    assert read_turns(write(tmp_path, '"How?"', "a.txt")).turns == [UserTurn('"How?"')]
     with pytest.raises(DocumentError, match="is not JSON"):
         read_turns(write(tmp_path, "How?", "a.jsonl"))
 
@@ -52,7 +52,7 @@ def test_a_name_decides_against_the_first_line(tmp_path):
 @pytest.mark.parametrize(("text", "turns"), [("How?\n Why?\n", SAID), ('"How?"\n" Why?"', SAID)])
 def test_stdin(monkeypatch, text, turns):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    assert read_turns("-") == turns
+    assert read_turns("-").turns == turns
 
 
 def test_every_bad_line_is_told_with_its_place(tmp_path):
@@ -99,3 +99,76 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "a").write_bytes(b"caf\xe9")
     with pytest.raises(UsageError, match="not UTF-8: byte 0xe9 at offset 3"):
         read_turns(str(tmp_path / "a"))
+
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How?"},
+    {"role": "assistant", "content": "So."},
+    {"role": "user", "content": " Why?"},
+]
+HEARD = Turns([UserTurn("How?", answer="So."), UserTurn(" Why?")], system="Be brief.")
+
+
+@pytest.mark.parametrize("name", ["turns.jsonl", "turns", "turns.md"])
+def test_messages_a_line(tmp_path, name):
+    text = "\n".join(map(json.dumps, MESSAGES))
+    assert read_turns(write(tmp_path, text, name)) == HEARD
+
+
+@pytest.mark.parametrize("name", ["turns.json", "turns.jsonl", "turns", "turns.txt", "turns.md"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_one_array_is_never_a_line_of_text(tmp_path, name, indent):
+    text = f"\n{json.dumps(MESSAGES, indent=indent)}\n"
+    assert read_turns(write(tmp_path, text, name)) == HEARD
+    others = ["How?", {"user": " Why?"}, {"prompt": "As is"}]
+    turns = read_turns(write(tmp_path, json.dumps(others, indent=indent), name))
+    assert turns == Turns([*SAID, UserTurn("As is", verbatim=True)])
+
+
+def test_an_answer_may_be_given_to_what_came_before_the_turns(tmp_path):
+    turns = read_turns(write(tmp_path, json.dumps([MESSAGES[2], MESSAGES[3]])))
+    assert turns == Turns([UserTurn("", answer="So."), UserTurn(" Why?")])
+
+
+@pytest.mark.parametrize(
+    ("messages", "place", "message"),
+    [
+        ([1, 0], "1:54", "a system message comes before all others"),
+        ([1, 2, 2, 3], "1:106", "an assistant message comes after one of the user"),
+    ],
+)
+def test_messages_in_an_order_that_no_conversation_has(tmp_path, messages, place, message):
+    padded = [json.dumps(MESSAGES[i]).ljust(50) for i in messages]
+    path = write(tmp_path, f"[{', '.join(padded)}]", "a.json")
+    with pytest.raises(DocumentError) as caught:
+        read_turns(path)
+    assert str(caught.value.problems[0]) == f"{path}:{place}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"role": "tool", "content": "a"}]', "no role `tool`; choose one of: system, user, assi"),
+        ('[{"role": "user"}]', "a message has `role` and `content`"),
+        ('[{"role": "user", "content": "a", "user": "b"}]', "a message has `role` and `content`"),
+        ('[{"role": "user", "content": [{"type": "text"}]}]', "a turn is text, got a list"),
+        ('[{"role": "user", "content": null}]', "a turn is text, got null"),
+        ('[{"role": "user", "content": ""}]', "a turn must not be empty"),
+        ('[["a"]]', "a turn is text, got a list"),
+        ('[{"user": "a"}, {"user": "b"]', "not valid JSON"),
+        ('[{"user": "a"}]\n[{"user": "b"}]', "not valid JSON: text after the end"),
+        ('["a", "b"', "not valid JSON"),
+    ],
+)
+def test_arrays_that_hold_no_turns_are_refused_with_the_place(tmp_path, text, message):
+    with pytest.raises(DocumentError, match=r"turns:1:\d+|turns:2:1") as caught:
+        read_turns(write(tmp_path, text, "turns"))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("kept", [[0], [1, 2], [0, 1, 2], []])
+def test_turns_without_a_message_to_answer_are_refused(tmp_path, kept):
+    path = write(tmp_path, json.dumps([MESSAGES[i] for i in kept]))
+    with pytest.raises(UsageError, match="holds no message to answer"):
+        read_turns(path)

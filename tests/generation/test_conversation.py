@@ -5,7 +5,7 @@ import torch
 
 import kvtool
 from kvtool.documents.turns import UserTurn
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import Conversation, decode_step, prefill
 from kvtool.models.load import load
 
@@ -156,3 +156,37 @@ def test_a_cache_that_does_not_know_its_text_is_refused(loaded):
     prefill(loaded.model, cache, torch.tensor([[1, 5, 9]]))
     with pytest.raises(KvtoolError, match="does not know its text"):
         Conversation(loaded.model, loaded.tokenizer, cache)
+
+
+@pytest.mark.parametrize("mode", ["full", "block:7"])
+@pytest.mark.parametrize(("policy", "budget"), POLICIES)
+def test_a_given_answer_is_fed_with_its_turn(loaded, policy, budget, mode):
+    conversation = talk(loaded, policy, budget, mode)
+    by_hand = kvtool.build_cache(loaded.model, policy, budget, prefill=mode)
+    given = UserTurn(CONTEXT, answer=" 7429103.")
+    ids = conversation.turn_ids(given)
+    assert conversation.hear(given).prompt_tokens == ids.shape[1]
+    prefill(loaded.model, by_hand, ids)
+    assert text_of(conversation).endswith(" 7429103.")
+    new = conversation.turn_ids(SAID[0])
+    answer = conversation.say(SAID[0], max_new_tokens=1)
+    logits = prefill(loaded.model, by_hand, new)
+    assert answer.token_ids == [[logits.argmax(-1).item()]]
+    assert answer.report.kept_per_layer == by_hand.report().kept_per_layer
+    assert conversation.cache.input_ids[0].tolist() == [
+        *ids[0].tolist(),
+        *new[0].tolist(),
+        *answer.token_ids[0],
+    ]
+
+
+def test_an_answer_that_answers_nothing_is_refused(loaded):
+    with pytest.raises(UsageError, match="answers a message of the user, and none is open"):
+        talk(loaded).hear(UserTurn("", answer="So."))
+
+
+def test_a_system_message_behind_a_text_is_refused(loaded):
+    conversation = talk(loaded)
+    conversation.read(CONTEXT)
+    with pytest.raises(UsageError, match="goes before everything, and the cache holds a text"):
+        Conversation(loaded.model, loaded.tokenizer, conversation.cache, system="Be brief.")

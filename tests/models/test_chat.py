@@ -45,6 +45,50 @@ def test_a_template_that_is_not_there_or_does_not_work_is_refused(loaded):
         make_frame(loaded.tokenizer, "auto", True)
 
 
+def render(tokenizer, *talk):
+    messages = [{"role": role, "content": text} for role, text in talk]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_system_message_is_part_of_the_opening(loaded):
+    loaded.tokenizer.chat_template = CHAT
+    frame = make_frame(loaded.tokenizer, "auto", True, "Be brief.")
+    whole = render(loaded.tokenizer, ("system", "Be brief."), ("user", "How?"))
+    assert frame.opening + "How?" + frame.closing == whole
+    assert frame.next == make_frame(loaded.tokenizer, "auto", True).next
+
+
+def test_a_system_message_that_has_no_place_is_refused(loaded):
+    with pytest.raises(UsageError, match="and the tokenizer has none"):
+        make_frame(loaded.tokenizer, "auto", True, "Be brief.")
+    loaded.tokenizer.chat_template = CHAT
+    with pytest.raises(UsageError, match="needs a chat template, and it is off"):
+        make_frame(loaded.tokenizer, "off", True, "Be brief.")
+    loaded.tokenizer.chat_template = "{% set messages = messages[1:] %}" + CHAT
+    with pytest.raises(UsageError, match="leaves out the system message"):
+        make_frame(loaded.tokenizer, "auto", True, "Be brief.")
+
+
+def test_messages_lose_the_space_around_them_where_the_template_has_it_so(loaded):
+    loaded.tokenizer.chat_template = CHAT
+    frame = make_frame(loaded.tokenizer, "auto", True)
+    assert frame.message("\n How? ") == "\n How? "
+    loaded.tokenizer.chat_template = CHAT.replace("m.content", "m.content | trim")
+    frame = make_frame(loaded.tokenizer, "auto", True)
+    text = frame.opening + frame.message("\n How? ") + frame.closing
+    assert text == render(loaded.tokenizer, ("user", "\n How? "))
+
+
+def test_an_answer_that_is_given_may_begin_otherwise_than_one_that_is_generated(loaded):
+    thinking = "{% if add_generation_prompt %}[assistant] <think>{% endif %}"
+    loaded.tokenizer.chat_template = CHAT[: CHAT.index("{% if add")] + thinking
+    frame = make_frame(loaded.tokenizer, "auto", True)
+    talk = [("user", "How?"), ("assistant", "So."), ("user", "Why?")]
+    parts = [frame.opening, "How?", frame.given, "So.", frame.next, "Why?", frame.closing]
+    assert "".join(parts) == render(loaded.tokenizer, *talk)
+    assert frame.closing != frame.given
+
+
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
 def test_a_text_that_goes_on_gets_no_space_in_front_of_it(scheme):
     vocabulary = ["<unk>", "\n", "▁", *map(chr, range(33, 127))]
