@@ -9,20 +9,27 @@ from collections.abc import Iterable
 class KvtoolError(ValueError):
     """A failure that is told in one line: what is wrong with the value given, what would work.
 
+    >>> str(KvtoolError("no model", hint="--model DIR"))
+    'no model; --model DIR'
+
     Args:
         message: one line, lower case, no full stop.
-        hint: what to do about it, printed as a second line ``hint: ...``.
+        hint: what to do about it, which a terminal shows as a second line ``hint: ...``.
     """
 
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
+        self.message = message
         self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}; {self.hint}"
 
     def report(self) -> str:
         """Return what a terminal shows: here one line."""
-        return " ".join(str(self).split()).rstrip(".")
+        return " ".join(self.message.split()).rstrip(".")
 
 
 class UsageError(KvtoolError):

@@ -42,8 +42,7 @@ def read_tasks(
         try:
             names = expand(entry.task)
         except UsageError as error:
-            hint = f"; {error.hint}" if error.hint else ""
-            problems.append(source.problem((*at, "task"), f"{error}{hint}"))
+            problems.append(source.problem((*at, "task"), str(error)))
             continue
         for name in names:
             kind = task_class(name)

@@ -130,6 +130,10 @@ class GenerateOptions(PromptOptions):
             raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
         if self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise UsageError(f"--temperature must be 0 or more, got {self.temperature}")
+        if "" in self.stop:
+            raise UsageError("--stop is empty, and every text holds that", hint="--stop TEXT")
+        if self.cache_path is not None and self.cache_path.is_dir():
+            raise UsageError(f"cache file `{self.cache}` is a folder", hint="give the file in it")
         if self.cache_path is not None and not self.cache_path.is_file():
             raise UsageError(f"cache file `{self.cache}` does not exist")
 

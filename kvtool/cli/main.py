@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ import kvtool
 from kvtool.cli.compress import compress
 from kvtool.cli.eval import evaluate
 from kvtool.cli.generate import generate
-from kvtool.cli.options import command
+from kvtool.cli.options import OneOfEach, command
 from kvtool.cli.plan_budget import plan_budget
 from kvtool.cli.policies import policies
 from kvtool.cli.profile import profile
+from kvtool.cli.terminal import ReaderGone
 from kvtool.documents.validation import first_mistake
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, did_you_mean
 
 app = typer.Typer(
     name="kvtool",
@@ -44,9 +46,16 @@ def root(
         raise typer.Exit(2)
 
 
-for function in (generate, compress, policies, profile, plan_budget):
-    app.command()(command(function))
-app.command("eval")(command(evaluate))
+COMMANDS = (
+    ("generate", generate),
+    ("compress", compress),
+    ("policies", policies),
+    ("profile", profile),
+    ("plan-budget", plan_budget),
+    ("eval", evaluate),
+)
+for name, function in COMMANDS:
+    app.command(name, cls=OneOfEach)(command(function))
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -62,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
             if not debug:
                 warnings.simplefilter("ignore")
             return app(list(arguments), prog_name="kvtool", standalone_mode=False) or 0
-    except BrokenPipeError:
+    except ReaderGone:
         _forget_stdout()
         return 141  # as a program that SIGPIPE ended
     except KeyboardInterrupt:
@@ -98,9 +107,11 @@ def _explain_usage(error: typer.TyperException) -> KvtoolError:
     else:
         text = error.format_message()
     message, _, suggestion = text.replace("'", "`").rstrip(".").partition(" Did you mean ")
-    told = KvtoolError(
-        message[:1].lower() + message[1:], hint=f"did you mean {suggestion}" if suggestion else None
-    )
+    hint = f"did you mean {suggestion}" if suggestion else None
+    unknown = re.fullmatch("No such command `(.*)`", message)
+    if unknown and hint is None:
+        hint = did_you_mean(unknown[1], [name for name, _ in COMMANDS])
+    told = KvtoolError(message[:1].lower() + message[1:], hint=hint)
     told.exit_code = error.exit_code
     return told
 

@@ -15,10 +15,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
+from typer.core import TyperCommand, TyperOption
 
 from kvtool.cli.terminal import Terminal, open_terminal
 from kvtool.documents.files import check_writable
+from kvtool.errors import UsageError
+from kvtool.policies.allocate.table import ALLOCATORS
 
 Format = Literal["text", "json", "yaml"]
 _SUFFIXES: dict[str, Format] = {
@@ -129,7 +132,7 @@ class RecipeOptions(ModelOptions):
         Option(
             "--allocator",
             metavar="NAME",
-            help="Split the budget over layers: uniform, d2o, d2o-reciprocal, d2o-exp, pyramid.",
+            help=f"Split the budget over layers: {', '.join(ALLOCATORS)}.",
         ),
     ] = None
     tensor_parallel: Annotated[
@@ -146,6 +149,18 @@ class RecipeOptions(ModelOptions):
     unset: Annotated[
         list[str], Option("--unset", metavar="KEY", help="Remove a key of the recipe.")
     ] = field(default_factory=list)
+
+
+class OneOfEach(TyperCommand):
+    """A command that refuses an option given twice, where it would take the last one only."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        order = self.make_parser(ctx).parse_args(args=list(args))[2] if args else []
+        for option in {id(each): each for each in order}.values():
+            single = isinstance(option, TyperOption) and not (option.is_flag or option.multiple)
+            if single and sum(each is option for each in order) > 1:
+                raise UsageError(f"{option.opts[0]} is given twice, and takes one value")
+        return super().parse_args(ctx, args)
 
 
 def command(function: Callable[[Any, Terminal], None]) -> Callable[..., None]:

@@ -18,7 +18,7 @@ from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable, write_with
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, check_folder
-from kvtool.profiling.names import DEFAULT, parse_metrics
+from kvtool.profiling.names import DEFAULT, METRICS, parse_metrics
 from kvtool.sizes import Budget, parse_count
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ class ProfileOptions(ModelOptions):
         Option(
             "--metrics",
             metavar="NAME,..",
-            help="What to measure: f_variance, entropy, query_cosine, recompute_frequency, "
-            "topk_union, jaccard, robustness, output_error, memory.",
+            help=f"What to measure: {', '.join(METRICS)}.",
         ),
     ] = ",".join(DEFAULT)
     policy: Annotated[

@@ -81,9 +81,8 @@ def _from_data(
     try:
         texts, fingerprint = documents(data, task="--data")
     except KvtoolError as error:
-        if data.path is None:
-            error.hint = "give the name of a dataset on the hub, a file, or builtin"
-        raise
+        names = "give the name of a dataset on the hub, a file, or builtin"
+        raise UsageError(error.message, hint=error.hint if data.path else names) from error
     order = generator(seed, "profile").permutation(len(texts))
     pieces = list(_pieces(tokenizer, [texts[i][1] for i in order], samples, tokens))
     if not pieces:

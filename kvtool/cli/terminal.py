@@ -14,6 +14,10 @@ from typing import TextIO
 from kvtool.processes import started
 
 
+class ReaderGone(Exception):
+    """Whoever read stdout has left; no `OSError`, which typer would end with a code of its own."""
+
+
 @dataclass(frozen=True)
 class Terminal:
     """Where a command prints.
@@ -31,9 +35,16 @@ class Terminal:
     progress: bool
 
     def write(self, text: str) -> None:
-        """Print data, at once."""
-        self.data.write(text)
-        self.data.flush()
+        """Print data, at once.
+
+        Raises:
+            ReaderGone: nobody reads it any more.
+        """
+        try:
+            self.data.write(text)
+            self.data.flush()
+        except BrokenPipeError as error:
+            raise ReaderGone from error
 
     def note(self, text: str) -> None:
         """Tell the person at the terminal something that is not data."""

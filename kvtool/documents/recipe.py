@@ -69,8 +69,19 @@ def _named(value: Any) -> Any:
     return {"task": value} if isinstance(value, str) else value
 
 
+TASK_SETTINGS = (
+    *("batch", "chunk", "compile", "data", "depths", "golden", "haystack", "instruction"),
+    *("lengths", "memory", "mode", "new_tokens", "preset", "prompts", "reference", "samples"),
+    *("skip", "turns"),
+)
+
+
 class Evaluation(RecipeSection):
     """What is measured, and how prompts are made; `query_aware: null` is the task's own."""
+
+    refused_keys: ClassVar[dict[str, str]] = {
+        name: f"unknown key `{name}`; did you mean `eval.tasks.N.{name}`?" for name in TASK_SETTINGS
+    }
 
     tasks: Annotated[list[Annotated[TaskEntry, BeforeValidator(_named)]], Listed] = Field(
         default_factory=list

@@ -205,5 +205,5 @@ def _check(text: str, parse: Callable[[str], Any]) -> str | None:
     try:
         parse(text)
     except UsageError as error:
-        return f"{error}" + (f"; {error.hint}" if error.hint else "")
+        return str(error)
     return None

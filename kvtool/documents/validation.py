@@ -121,8 +121,7 @@ def _told(details: ErrorDetails) -> str:
         return "is required"
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, ValueError):
-        hint = getattr(cause, "hint", None)
-        return f"{cause}" + (f"; {hint}" if hint else "")
+        return str(cause)
     if kind == "string_too_short" and not details["input"]:
         return "must not be empty"
     if kind in ("too_short", "too_long"):

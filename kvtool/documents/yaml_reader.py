@@ -1,7 +1,7 @@
 """YAML texts as trees that remember where each value stands.
 
 Refused: tags, merge keys, keys that are not text, a key given twice, numbers that are not finite,
-more than one document, and texts that grow without bounds through aliases.
+more than one document, and aliases that stand for many values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from kvtool.documents.problems import DocumentError, Keys, Mark, Problem
 from kvtool.documents.scalars import join_surrogates, read_plain
 from kvtool.documents.tree import DEEPEST, Node
 
-_MOST_NODES = 100_000  # aliases counted as often as they are used
+_MOST_NODES = 100_000
+_MOST_ALIASED = 1_000  # values that aliases add, those of aliases inside them included
 
 
 def parse_yaml(text: str, name: str) -> Node:
@@ -31,7 +32,9 @@ def parse_yaml(text: str, name: str) -> Node:
     """
     try:
         loader = _Loader(text, name)
-        node = loader.build(loader.compose_single(), ())
+        top = loader.compose_single()
+        loader.check_aliases(top)
+        node = loader.build(top, ())
     except yaml.MarkedYAMLError as error:
         at = (error.problem_mark or error.context_mark).index
         raise DocumentError([Problem(Mark(name, text, at), (), _explain(error))]) from None
@@ -56,6 +59,7 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
         self.source, self.label = text, name
         self.problems: list[Problem] = []
         self.depth = self.count = 0
+        self.aliases: list[int] = []  # where they stand
         Reader.__init__(self, text)
         Scanner.__init__(self)
         Parser.__init__(self)
@@ -83,11 +87,38 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
             self.problems.append(
                 self.problem(event.start_mark.index, (), f"tags are not read, got `{tag}`")
             )
+        if isinstance(event, yaml.AliasEvent):
+            self.aliases.append(event.start_mark.index)
         self.depth += 1
         self._check_depth(self.depth, event.start_mark.index, ())
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+    def check_aliases(self, top: yaml.Node) -> None:
+        """Refuse aliases that add many values, before any of them is followed twice."""
+        sizes: dict[int, int] = {}  # of values, by node, written out; 0 while it is counted
+        places, added = iter(self.aliases), 0
+
+        def size(node: yaml.Node) -> int:
+            nonlocal added
+            known = sizes.get(id(node))
+            if known is None:
+                sizes[id(node)] = 0
+                inside = node.value if isinstance(node, yaml.CollectionNode) else []
+                pairs = (pair if isinstance(pair, tuple) else (pair,) for pair in inside)
+                sizes[id(node)] = 1 + sum(size(each) for pair in pairs for each in pair)
+                return sizes[id(node)]
+            at = next(places)
+            if known == 0:
+                raise DocumentError([self.problem(at, (), "an alias inside what it stands for")])
+            added += known
+            if added > _MOST_ALIASED:
+                message = f"aliases stand for more than {_MOST_ALIASED} values; write them out"
+                raise DocumentError([self.problem(at, (), message)])
+            return known
+
+        size(top)
 
     def _check_depth(self, depth: int, index: int, keys: Keys) -> None:
         if depth > DEEPEST:
@@ -99,7 +130,7 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
         self.count += 1
         self._check_depth(len(keys), at, keys)
         if self.count > _MOST_NODES:
-            message = f"more than {_MOST_NODES} values, aliases counted each time"
+            message = f"more than {_MOST_NODES} values"
             raise DocumentError([self.problem(at, keys[:3], message)])
         if isinstance(node, yaml.MappingNode):
             value: Any = self._mapping(node, keys)

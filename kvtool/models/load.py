@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 REFERENCE = "reference"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+_SENTENCE_END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)\. ")
+_UNQUANTISED = "give the checkpoint that it was made from"
+_QUANTISED = {"gptq": "GPTQ", "awq": "AWQ"}  # others are called as they are named in config.json
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -66,7 +71,7 @@ def load(
         tensor_parallel: split every layer over the processes that torchrun has started.
         attn_implementation: `eager`, `sdpa` or `flash_attention_2`; `auto` leaves it to the model.
         trust_remote_code: allow code that comes with the checkpoint to run.
-        progress: show progress bars on stderr.
+        progress: show on stderr how far a download is.
 
     Raises:
         UsageError: no such folder or model, files missing in it, an option that cannot work here.
@@ -87,7 +92,10 @@ def load(
             split = _split_over_processes(config) if tensor_parallel else {}
         with _in_one_line("tokenizer", name, trust_remote_code):
             tokenizer = _load_tokenizer(source, where)
-        with _in_one_line("weights", name, trust_remote_code):
+        with (
+            _in_one_line("weights", name, trust_remote_code),
+            _named_if_quantised(name, config),
+        ):
             loaded = _load_weights(
                 name,
                 source,
@@ -160,6 +168,8 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
     if not source.strip():
         raise UsageError("the model name is empty", hint="give a folder or a hub ID")
     folder = Path(source)
+    if source.lower().endswith(".gguf") and not folder.is_dir():
+        raise _refuse_gguf(name)
     if not folder.is_dir():
         if folder.is_file():
             raise UsageError(f"model `{name}` is a file", hint="give the folder that holds it")
@@ -167,6 +177,9 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
             raise UsageError(f"model folder `{name}` does not exist")
         return
     config = folder / "config.json"
+    gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
+    if gguf is not None and not _has_weights(folder):
+        raise _refuse_gguf(str(gguf))
     if not config.is_file():
         raise UsageError(f"model folder `{name}` has no config.json")
     try:
@@ -181,6 +194,13 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
         raise UsageError(f"model folder `{name}` has no tokenizer (no tokenizer.json)")
 
 
+def _refuse_gguf(name: str) -> UsageError:
+    return UsageError(
+        f"`{name}` is a GGUF file, a format that kvtool does not read",
+        hint="give the checkpoint that it was made from, a folder or hub ID with safetensors",
+    )
+
+
 def resolve_device(device: str, device_map: str | None = None) -> str:
     """Turn `auto` into a device of this machine, and refuse one that it does not have.
 
@@ -190,22 +210,34 @@ def resolve_device(device: str, device_map: str | None = None) -> str:
 
     if device_map is not None and device != "auto":
         raise UsageError("--device and --device-map exclude each other; keep one")
+    if device_map is not None and device_map not in _MAPS:
+        _check_device(device_map, "--device-map", f"no device map `{device_map}`", _MAPS)
     if device == "auto":
         if not torch.cuda.is_available():
             return "cpu"
         processes = started()
         index = processes.local_rank % torch.cuda.device_count()
         return "cuda" if processes.count == 1 else f"cuda:{index}"
+    _check_device(device, "--device", f"no device `{device}`", ("auto",))
+    return device
+
+
+def _check_device(device: str, flag: str, wrong: str, besides: Sequence[str]) -> None:
+    """Refuse what is no device, and one that this machine does not have.
+
+    Args:
+        flag: where it was given.
+        wrong: what is wrong with it.
+        besides: what else could be given.
+    """
+    import torch
+
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or device.endswith(":"):
-        raise UsageError(f"no device `{device}`; choose auto, cpu, cuda or cuda:0, cuda:1 ..")
-    if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(index or 0) >= count:
-            raise UsageError(
-                f"no device `{device}`: {count} CUDA devices here", hint="--device cpu"
-            )
-    return device
+        raise UsageError(f"{wrong}; choose {', '.join(besides)}, cpu, cuda or cuda:0")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(index or 0) >= count:
+        raise UsageError(f"{wrong}: {count} CUDA devices here", hint=f"{flag} cpu")
 
 
 def _check_processes(device: str, device_map: str | None) -> None:
@@ -275,6 +307,10 @@ def _source(model: str | None) -> tuple[str, str]:
     return model, os.path.expanduser(model)
 
 
+def _has_weights(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in (*_WEIGHTS, *_INDEXES))
+
+
 def _check_weights(name: str, folder: Path) -> None:
     index = next((folder / file for file in _INDEXES if (folder / file).is_file()), None)
     if any((folder / file).is_file() for file in _WEIGHTS):
@@ -332,6 +368,12 @@ def _load_weights(name: str, source: str, **options: Any) -> Any:
             f"{tuple(stored)}, must be {tuple(expected)}"
         )
     missing = sorted(info["missing_keys"])
+    if missing and any(key.endswith(".qweight") for key in info["unexpected_keys"]):
+        raise KvtoolError(
+            f"the weights of `{name}` are quantised (GPTQ or AWQ), and its config.json has no "
+            "quantization_config that says how",
+            hint=_UNQUANTISED,
+        )
     if missing:
         raise KvtoolError(
             f"the weights of `{name}` lack {len(missing)} tensors of its architecture "
@@ -342,7 +384,12 @@ def _load_weights(name: str, source: str, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _library_output_on_stderr(progress: bool) -> Iterator[None]:
-    """Keep what libraries print while loading off stdout, and their advice quiet."""
+    """Keep what libraries print while loading off stdout, and their advice quiet.
+
+    Args:
+        progress: whether the hub may show how far a download is.
+    """
+    from huggingface_hub.utils import enable_progress_bars
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging as transformers
 
@@ -350,7 +397,9 @@ def _library_output_on_stderr(progress: bool) -> Iterator[None]:
     bars = transformers.is_progress_bar_enabled()
     for logging, _ in before:
         logging.set_verbosity_error()
-    _show_bars(progress)
+    _show_bars(False)
+    if progress:
+        enable_progress_bars()
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -377,8 +426,35 @@ def _in_one_line(part: str, name: str, trust_remote_code: bool) -> Iterator[None
         raise _translate(part, name, error, trust_remote_code) from error
 
 
+@contextlib.contextmanager
+def _named_if_quantised(name: str, config: Any) -> Iterator[None]:
+    """Say of weights that cannot be loaded that they are quantised, and how."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        yield
+        return
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(settings.get("quant_method") or "bitsandbytes")  # which early files do not name
+    try:
+        yield
+    except KvtoolError:
+        raise
+    except Exception as error:  # any: each format is a package of its own
+        if _is_out_of_memory(error):
+            raise
+        raise KvtoolError(
+            f"the weights of `{name}` are quantised with {_QUANTISED.get(method, method)}, and "
+            f"cannot be loaded here: {_one_line(error)}",
+            hint=_UNQUANTISED,
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
 def _translate(part: str, name: str, error: Exception, trust_remote_code: bool) -> KvtoolError:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if _is_out_of_memory(error):
         return KvtoolError(f"not enough memory for model `{name}`", hint="try --dtype bfloat16")
     text = " ".join(str(cause) for cause in _chain(error))
     if not trust_remote_code and "trust_remote_code" in text:
@@ -421,5 +497,5 @@ def _one_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
-    sentence = text.split(". ")[0].rstrip(".")
+    sentence = _SENTENCE_END.split(text)[0].rstrip(".")
     return sentence if len(sentence) <= 200 else sentence[:197] + "..."

@@ -1,11 +1,20 @@
 """Every mistake a user can make: one line, the right exit code, no traceback, no file."""
 
+import json
 import os
 import shutil
+from importlib.util import find_spec
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from kvtool.documents.recipe import TASK_SETTINGS
+from kvtool.errors import KvtoolError
+from kvtool.evaluation.tasks.table import TASKS, task_class
 from kvtool.models import reference
+from kvtool.policies.allocate.table import ALLOCATORS
+from kvtool.policies.grammar import parse_policy
+from kvtool.profiling.names import METRICS
 
 REFUSED = {  # arguments after `generate`: exit code, the error line, what the hint says
     "unknown policy": (["-p", "snapvk"], 2, "no policy named `snapvk`; choose", "`snapkv`"),
@@ -42,8 +51,30 @@ REFUSED = {  # arguments after `generate`: exit code, the error line, what the h
     "model without weights": (["-m", "empty"], 2, "model folder `empty` has no weights", None),
     "unsupported": (["-m", "vit"], 1, "model `vit` (vit) is not a causal language model", None),
     "own code": (["-m", "own"], 2, "brings its own code", "--trust-remote-code"),
-    "unknown device": (["--device", "tpu"], 2, "no device `tpu`", None),
+    "unknown device": (["--device", "tpu"], 2, "no device `tpu`; choose auto, cpu, cuda", None),
+    "no such device": (["--device", "cuda:99"], 2, "no device `cuda:99`: ", "--device cpu"),
+    "unknown map": (
+        ["--device-map", "foo"],
+        2,
+        "no device map `foo`; choose auto, balanced, balanced_low_0, sequential, cpu, cuda",
+        None,
+    ),
+    "no such map": (["--device-map", "cuda:99"], 2, "map `cuda:99`: ", "--device-map cpu"),
+    "two ways to places": (
+        ["--device", "cpu", "--device-map", "auto"],
+        2,
+        "--device and --device-map exclude each other",
+        None,
+    ),
+    "empty stop": (["--stop", ".", "--stop", ""], 2, "--stop is empty", "--stop TEXT"),
+    "twice": (["--prompt", "a", "--prompt=b"], 2, "--prompt is given twice", None),
+    "twice by two names": (["-b", "9", "--budget", "9"], 2, "--budget is given twice", None),
+    "GGUF": (["-m", "a.gguf"], 2, "`a.gguf` is a GGUF file, a format that", "safetensors"),
+    "GGUF on the hub": (["-m", "me/a/b.Q4.gguf"], 2, "`me/a/b.Q4.gguf` is a GGUF file", None),
+    "folder of GGUF": (["-m", "ggufs"], 2, "`ggufs/b.gguf` is a GGUF file", "safetensors"),
+    "quantised, not said": (["-m", "old"], 1, "`old` are quantised (GPTQ or AWQ)", "made from"),
     "missing cache": (["--cache", "gone.st"], 2, "cache file `gone.st` does not exist", None),
+    "folder as cache": (["--cache", "empty"], 2, "cache file `empty` is a folder", "file in it"),
     "no cache": (["--cache", "latin1.txt"], 1, "`latin1.txt` is not a whole cache file", None),
     "no folder to save": (
         ["--save", "gone/a.st"],
@@ -77,6 +108,14 @@ def mistakes(tmp_path):
     for name, kind in (("vit", '"vit"'), ("own", own)):
         shutil.copytree(reference.path(), tmp_path / name)
         (tmp_path / name / "config.json").write_text(f'{{"model_type": {kind}}}')
+    (tmp_path / "a.gguf").touch()
+    (tmp_path / "ggufs").mkdir()
+    (tmp_path / "ggufs" / "b.gguf").touch()
+    folder = shutil.copytree(reference.path(), tmp_path / "old")
+    weights = load_file(folder / "model.safetensors")
+    first = next(name for name in weights if name.endswith("q_proj.weight"))
+    weights[first.removesuffix("weight") + "qweight"] = weights.pop(first)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.usefixtures("mistakes")
@@ -96,6 +135,28 @@ def test_refused(kvtool, name):
     if hint is not None:
         assert hint in lines[1]
     assert set(os.listdir()) == files
+
+
+@pytest.mark.parametrize(
+    ("settings", "called", "package"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, "GPTQ", "optimum"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32}, "AWQ", "gptqmodel"),
+        ({"load_in_4bit": True}, "bitsandbytes", "bitsandbytes"),
+    ],
+)
+def test_quantised_weights_are_called_what_they_are(kvtool, tmp_path, settings, called, package):
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is here")
+    folder = shutil.copytree(reference.path(), tmp_path / "small")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    done = kvtool("generate", "-q", "-m", "small", "--prompt", "a")
+    told, hint = done.err.splitlines()
+    assert (done.code, done.out) == (1, "")
+    assert told.startswith(f"error: the weights of `small` are quantised with {called}, and cannot")
+    assert package in told
+    assert hint == "hint: give the checkpoint that it was made from"
 
 
 @pytest.mark.parametrize(
@@ -124,6 +185,81 @@ def test_an_unknown_command_is_refused(kvtool):
     done = kvtool("compres")
     assert done.code == 2
     assert done.err == "error: no such command `compres`\nhint: did you mean `compress`?\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("gen", "generate"), ("plan", "plan-budget"), ("prof", "profile")]
+)
+def test_the_beginning_of_a_command_is_understood_as_such(kvtool, typed, meant):
+    done = kvtool(typed)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"error: no such command `{typed}`\nhint: did you mean `{meant}`?\n"
+
+
+def test_options_that_take_many_values_and_flags_may_be_repeated(kvtool):
+    options = ["eval", "-t", "niah", "-t", "ppl", "-p", "h2o", "-p", "tova", "-b", "64", "-b", "32"]
+    more = [
+        "--set",
+        "seed=1",
+        "--set",
+        "name=a",
+        "--fail-under",
+        "niah=0",
+        "--fail-under",
+        "ppl=99",
+    ]
+    done = kvtool(*options, *more, "-q", "-q", "--dry-run")
+    assert (done.code, done.err) == (0, "")
+    done = kvtool(*options, "--lengths", "256", "--lengths", "512", "--dry-run")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "error: --lengths is given twice, and takes one value\n"
+
+
+def test_a_setting_of_a_task_that_stands_beside_the_tasks_is_led_there(kvtool):
+    done = kvtool("eval", "-t", "niah", "--set", "eval.samples=3", "--dry-run")
+    assert done.code == 2
+    assert "unknown key `samples`; did you mean `eval.tasks.N.samples`?" in done.err
+
+
+def test_every_setting_of_a_task_is_known_as_such():
+    settings = {name for task in TASKS for name in task_class(task).model_fields}
+    assert set(TASK_SETTINGS) == settings - {"name", "seed"}
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        ("profile", METRICS),
+        ("generate", ALLOCATORS),
+        ("compress", ALLOCATORS),
+        ("eval", ALLOCATORS),
+        ("plan-budget", ALLOCATORS),
+    ],
+)
+def test_help_lists_what_the_tables_hold(kvtool, command, names):
+    words = " ".join(kvtool(command, "--help").out.split())
+    assert ", ".join(names) in words
+
+
+@pytest.mark.parametrize("data", ["gone.jsonl", "empty", "bad.jsonl", "no-such-data-set"])
+@pytest.mark.usefixtures("mistakes")
+def test_data_of_a_profile_that_cannot_be_read_are_a_mistake_of_usage(
+    kvtool, tmp_path, monkeypatch, data
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"\n')
+    done = kvtool("profile", "--data", data, "--tokens", "8", "-q")
+    assert (done.code, done.out) == (2, ""), done.err
+    assert done.err.startswith("error: ")
+    assert data in done.err
+
+
+def test_a_mistake_as_text_holds_its_hint():
+    with pytest.raises(KvtoolError) as caught:
+        parse_policy("snapvk")
+    assert str(caught.value).endswith("; did you mean `snapkv`?")
+    assert caught.value.report() == caught.value.message
+    assert str(KvtoolError("no model")) == "no model"
 
 
 def test_debug_shows_the_traceback(kvtool):

@@ -1,6 +1,7 @@
 import io
 import json
 import sys
+import time
 from types import SimpleNamespace
 from typing import Annotated, Literal
 
@@ -142,7 +143,6 @@ def test_every_json_value_is_found_at_its_place(data):
         ("a: " + "9" * 5000, "a.yaml:1:4: a: a number of 5000 digits"),
         ('a: "\\ud800"\n', "a.yaml:1:4: a: half of a surrogate pair"),
         ("a: *x\n", "a.yaml:1:4: not valid YAML: found undefined alias"),
-        ("a: &x [*x]\n", "a.yaml:1:4: a.0.0: nested more than 64 levels deep"),
         ("a: " + "[" * 5000, "a.yaml:1:67: nested more than 64 levels deep"),
         ("- " * 5000 + "x", "a.yaml:1:129: nested more than 64 levels deep"),
         ('{"a": 1,\n "b": [1,\n ]}', "a.yaml:3:2: not valid JSON: expecting value"),
@@ -167,12 +167,29 @@ def test_a_text_that_is_refused_names_the_place(text, told):
     assert found[0].startswith(told)
 
 
-def test_a_laughing_bomb_is_refused_before_it_grows():
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    for i in range(1, 30):
-        lines.append(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]")
-    (told,) = problems("\n".join(lines))
-    assert told.endswith("more than 100000 values, aliases counted each time")
+def bomb(levels, width):
+    lines = [f"a0: &a0 [{', '.join(['x'] * width)}]"]
+    for i in range(1, levels):
+        lines.append(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("levels", "width", "place"), [(30, 10, "3:50"), (4, 9, "4:10"), (2, 40, "2:130")]
+)
+def test_aliases_that_stand_for_many_values_are_refused_before_they_are_followed(
+    levels, width, place
+):
+    start = time.perf_counter()
+    (told,) = problems(bomb(levels, width))
+    assert told == f"a.yaml:{place}: aliases stand for more than 1000 values; write them out"
+    assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize("text", ["a: &x [*x]\n", "a: &x {b: [*x]}\n"])
+def test_an_alias_inside_what_it_stands_for_is_refused(text):
+    (told,) = problems(text)
+    assert told.endswith(": an alias inside what it stands for")
 
 
 def test_aliases_are_read():
@@ -222,10 +239,10 @@ def test_reads_a_file_and_stdin(tmp_path, monkeypatch):
 
 def test_stdin_that_holds_nothing_is_refused(monkeypatch):
     feed(monkeypatch, b"  \n")
-    with pytest.raises(UsageError, match=r"^stdin is empty \(did the previous command fail\?\)$"):
+    with pytest.raises(UsageError, match=r"^stdin is empty \(did the previous command fail\?\)"):
         read_source("-", option="RECIPE")
     feed(monkeypatch, b"", terminal=True)
-    with pytest.raises(UsageError, match=r"^RECIPE: `-` reads stdin, which is a terminal$"):
+    with pytest.raises(UsageError, match=r"^RECIPE: `-` reads stdin, which is a terminal(;|$)"):
         read_source("-", option="RECIPE")
 
 
@@ -238,7 +255,7 @@ def test_files_that_are_no_documents_are_refused(tmp_path):
 
     refused(r"^RECIPE: `.*a\.yaml` does not exist$")
     path.write_bytes(b"a: \xe4\n")
-    refused(r"^RECIPE: `.*a\.yaml` is not UTF-8: byte 0xe4 at offset 3$")
+    refused(r"^RECIPE: `.*a\.yaml` is not UTF-8: byte 0xe4 at offset 3; convert it, .* iconv")
     path.write_text("# nothing\n")
     refused(r"^`.*a\.yaml` is empty$")
     path.write_bytes(b"#" * (4 * 2**20) + b"\n")
@@ -401,7 +418,7 @@ def test_lines_end_as_on_any_system():
 def kind_error(text, *takes):
     with pytest.raises(DocumentError) as caught:
         check_kind(Source.parse(text, "a.yaml"), takes=takes, command="kvtool eval")
-    return str(caught.value), caught.value.hint
+    return caught.value.message, caught.value.hint
 
 
 def test_kinds_that_a_command_takes_pass():

@@ -29,7 +29,7 @@ def test_one_missing_package_of_two_is_named(lacking):
     lacking("rouge_score")
     assert not extras.installed("eval")
     assert extras.installed("plots")
-    with pytest.raises(UsageError, match=r"ROUGE needs rouge-score$") as caught:
+    with pytest.raises(UsageError, match=r"ROUGE needs rouge-score;") as caught:
         extras.require("eval", needed_by="ROUGE")
     assert caught.value.hint == "pip install 'kvtool[eval]'"
 
