@@ -46,6 +46,7 @@ def compress(options: CompressOptions, terminal: Terminal) -> None:
         return
     loaded = load_model(options, terminal)
     document = _run(options, request, loaded, terminal)
+    request.note_bytes(document.cache, terminal)
     form = options.choose_format("text" if terminal.interactive else "json")
     write_data(render(document, form, _as_text(document)), options, terminal)
     terminal.note(f"saved {options.save_path}")
@@ -79,7 +80,7 @@ def _run(
         prompt_ids = encode(loaded, request.prompt, first=True, source=request.source)
     else:
         prompt_ids = talk.context_ids(request.prompt)
-    request.check_length(prompt_ids.shape[1])
+    request.check_length(prompt_ids.shape[1], terminal)
     note_text(cache, model.config, prompt_ids.shape[1], 0, terminal)
     if talk is None:
         result = generation.compress(model, cache, prompt_ids)

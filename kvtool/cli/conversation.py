@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.generated import choose_stream, document_of_turns, text_on_stdout
+from kvtool.cli.interruption import Interruption
 from kvtool.cli.prompt import note_text
 from kvtool.cli.request import PromptOptions, Request
 from kvtool.cli.terminal import Terminal
@@ -82,6 +83,7 @@ def converse(
     loaded: Loaded,
     cache: KVCache,
     terminal: Terminal,
+    interrupted: Interruption,
 ) -> GenerationDocument:
     """Read the prompt, if there is one, and answer every turn; text is printed as it is said."""
     from kvtool.generation import Conversation
@@ -100,12 +102,14 @@ def converse(
         if turn.answer is not None:
             read.append(talk.hear(turn))
             continue
-        answer = talk.say(turn, **options.drawing(i), on_text=stream)
+        answer = talk.say(turn, **options.drawing(i), on_text=stream, stop_when=interrupted)
         answers.append((turn, answer))
         if stream is not None:
             stream("\n")
         elif text_on_stdout(options):
             terminal.write(f"{answer.text[0]}\n")
+        if interrupted.pressed:
+            break
     return document_of_turns(request, loaded, answers, read, cache.report(of_all_processes=True))
 
 

@@ -15,7 +15,7 @@ from kvtool.cli.evaluation_end import exit_with, finish, rescore
 from kvtool.cli.evaluation_measure import measure
 from kvtool.cli.options import Format, RecipeOptions
 from kvtool.cli.output import write_configuration
-from kvtool.cli.prompt import note_length
+from kvtool.cli.prompt import note_handful, note_length
 from kvtool.cli.request import note_model
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
@@ -176,6 +176,9 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     plan = read_plan(options)
     if plan.left_out:
         terminal.note(f"left out, they need --data: {', '.join(plan.left_out)}")
+    sizes = [arm.budget.tokens for arm in plan.arms if arm.budget and arm.budget.tokens]
+    if sizes:
+        note_handful(min(sizes), terminal)
     folder = _folder(options, plan)
     check_folder(plan.recipe.model.id)
     tokenizer, config, dtype = _read_model(options, plan, terminal)

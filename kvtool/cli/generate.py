@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Exit, Option
 
 from kvtool.cli.conversation import begin, converse, read_said, spell_turn
 from kvtool.cli.generated import choose_stream, document_of, summary, text_on_stdout
+from kvtool.cli.interruption import Interruption
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.prompt import encode, note_text, typed_prompt
 from kvtool.cli.request import (
@@ -160,16 +161,20 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     with joined():
         loaded = load_model(options, terminal)
         cache = _open_cache(options, request, loaded)
-        if turns is None:
-            document = _answer(options, request, loaded, cache, terminal)
-        else:
-            document = converse(options, request, turns, loaded, cache, terminal)
+        with Interruption() as interrupted:
+            if turns is None:
+                document = _answer(options, request, loaded, cache, terminal, interrupted)
+            else:
+                document = converse(options, request, turns, loaded, cache, terminal, interrupted)
     if not text_on_stdout(options):
         text = render(document, options.choose_format("text"), f"{document.text}\n")
         write_data(text, options, terminal)
-    terminal.note(summary(document))
+    terminal.note(f"{'interrupted: ' if interrupted.pressed else ''}{summary(document)}")
+    request.note_bytes(document.cache, terminal)
     if options.save_path is not None:
         _save(options.save_path, cache, loaded, terminal)
+    if interrupted.pressed:
+        raise Exit(130)
 
 
 def _check_processes(options: GenerateOptions) -> None:
@@ -244,6 +249,7 @@ def _answer(
     loaded: Loaded,
     cache: KVCache,
     terminal: Terminal,
+    interrupted: Interruption,
 ) -> GenerationDocument:
     """Answer the prompt, or go on from the saved cache without one."""
     from kvtool import generation
@@ -259,10 +265,10 @@ def _answer(
             prompt_ids = talk.turn_ids(UserTurn(request.prompt))
         tokens = prompt_ids.shape[1]
     if options.cache_path is None:
-        request.check_length(tokens)
+        request.check_length(tokens, terminal)
     note_text(cache, loaded.model.config, tokens, options.new_tokens, terminal)
     stream = choose_stream(options, options.stream, terminal)
-    drawing = options.drawing() | {"on_text": stream}
+    drawing = options.drawing() | {"on_text": stream, "stop_when": interrupted}
     if talk is None:
         result = generation.generate(loaded.model, loaded.tokenizer, cache, prompt_ids, **drawing)
     elif request.prompt is None:

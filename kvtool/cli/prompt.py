@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
     from kvtool.cli.request import PromptOptions
 
+_HANDFUL = 16  # a budget below it is one of a handful of tokens
+
 
 def check_stdin(options: PromptOptions) -> None:
     """Refuse to read stdin for two things."""
@@ -49,6 +51,13 @@ def encode(loaded: Loaded, text: str, *, first: bool, source: str) -> Tensor:
     if not ids:
         raise UsageError(f"the prompt from {source} is empty for this tokenizer")
     return torch.tensor([ids], device=loaded.model.device)
+
+
+def note_handful(tokens: int, terminal: Terminal) -> None:
+    """Say of a budget of a handful of tokens that little can come of it."""
+    if tokens < _HANDFUL:
+        plural = "token is" if tokens == 1 else "tokens are"
+        terminal.note(f"note: {tokens} {plural} a handful; what comes of so few makes little sense")
 
 
 def note_text(

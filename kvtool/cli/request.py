@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from typer import Option
 
 from kvtool.cli.options import RecipeOptions
-from kvtool.cli.prompt import check_stdin
+from kvtool.cli.prompt import check_stdin, note_handful
 from kvtool.cli.recipes import Flags, resolve, with_allocator
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable
@@ -21,6 +21,7 @@ from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_count, parse_prefill
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
+    from kvtool.documents.generation import CacheSection
     from kvtool.documents.plan import PlanDocument
     from kvtool.documents.recipe import Recipe
     from kvtool.policies.policy import Policy
@@ -135,12 +136,19 @@ class Request:
         budget = self.budget if self.plan is None else None
         return build_cache(model, self.policy, budget, prefill=self.prefill, plan=self.plan)
 
-    def check_length(self, tokens: int) -> None:
+    def check_length(self, tokens: int, terminal: Terminal) -> None:
         """Refuse a share of this prompt that its protected tokens alone would fill."""
         if self.policy is not None and self.budget is not None and self.budget.ratio is not None:
             kept = self.budget.for_prompt(tokens)
             if kept < tokens:
                 self.policy.check_budget(kept)
+                note_handful(kept, terminal)
+
+    def note_bytes(self, held: CacheSection, terminal: Terminal) -> None:
+        """Say what a budget in bytes has come to, if it is a handful of tokens."""
+        kept = max(held.kept_per_layer)
+        if self.budget is not None and self.budget.bytes is not None and kept < held.tokens_seen:
+            note_handful(kept, terminal)
 
 
 def settle(options: Prompted, command: str) -> tuple[Prompted, PlanDocument | None]:
@@ -255,6 +263,7 @@ def choose_policy(
         terminal.note(f"budget: as planned, {size} split by {plan.layers.allocator}")
     elif size.tokens is not None:
         chosen.check_budget(size.tokens)
+        note_handful(size.tokens, terminal)
     return chosen, size
 
 

@@ -17,6 +17,7 @@ from kvtool.generation.compiled import CompiledDecoding, CompileReport, pays
 from kvtool.generation.decoding import (
     Callback,
     StopsAt,
+    StopsWhen,
     decode_loop,
     drawing_settings,
     until_end,
@@ -102,6 +103,7 @@ def generate(
     stop: Sequence[str] = (),
     min_new_tokens: int = 0,
     compiled: bool | None = False,
+    stop_when: Callable[[], bool] | None = None,
 ) -> Generation:
     """Generate after a prompt, after a loaded cache, or after both.
 
@@ -119,6 +121,9 @@ def generate(
             first such steps take the seconds that compiling takes. None: where it pays, which is
             for many tokens on a CUDA device, and where it can be done.
 
+        stop_when: asked once the prompt has been read, and after every token whether to end there;
+            then nothing is compared.
+
     Raises:
         UsageError: nothing to start from, or a comparison of padded rows.
         KvtoolError: a policy or model that cannot be compiled.
@@ -130,13 +135,18 @@ def generate(
     ids, logits, prefill_s = _run_prompt(model, cache, prompt_ids, attention_mask, max_new_tokens)
     kept: list[Tensor] | None = [] if compare_full else None
     step = _decode_steps(model, max_new_tokens, compiled)
+    if stop_when is not None:
+        stop_when()  # whoever watches for a reason to stop begins before the first token is shown
     start = time.perf_counter()
     everything = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=drawing_settings(model, max_new_tokens, temperature, min_new_tokens),
         stopping_criteria=StoppingCriteriaList(
-            [StopsAt(tokenizer, stop, ids.shape[1] + min_new_tokens)] if stop else []
+            [
+                *([StopsAt(tokenizer, stop, ids.shape[1] + min_new_tokens)] if stop else []),
+                *([StopsWhen(stop_when)] if stop_when is not None else []),
+            ]
         ),
         custom_generate=decode_loop,
         text_streamer=None if on_text is None else Callback(tokenizer, on_text),
@@ -149,6 +159,8 @@ def generate(
     wait(model)
     decode_s = time.perf_counter() - start
     cache.input_ids, cache.next_logits = everything.cpu(), None
+    if stop_when is not None and stop_when():
+        kept = None
     new = [until_end(row, model) for row in everything[:, ids.shape[1] :].tolist()]
     return Generation(
         token_ids=new,

@@ -85,6 +85,16 @@ class StopsAt(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)
 
 
+class StopsWhen(StoppingCriteria):
+    """Ends all rows once a function says so."""
+
+    def __init__(self, stop_when: Callable[[], bool]) -> None:
+        self._stop_when = stop_when
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
+        return torch.full((input_ids.shape[0],), self._stop_when(), device=input_ids.device)
+
+
 class Callback(TextStreamer):
     """Hands text to a function as soon as it is certain."""
 

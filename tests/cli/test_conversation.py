@@ -201,11 +201,12 @@ def short(tmp_path):
 
 
 def test_a_text_longer_than_the_trained_length_is_noted_once(kvtool, short, turns):
-    options = ["--prompt", FACTS, "-n", "9", *short]
+    prompt = ["--prompt", FACTS, *short]
+    options = [*prompt, "-n", "9"]
     tokens = generate(kvtool, *options).prompt_tokens
     assert "trained for" not in kvtool("generate", *options).err
     most = str(41 - tokens)
-    done = kvtool("generate", *options, "-n", most)
+    done = kvtool("generate", *prompt, "-n", most)
     assert f"note: {tokens} tokens and up to {most} new ones are more than the 40" in done.err
     done = kvtool("generate", *options, "--turns", turns)
     assert done.err.count("are more than the 40 that the model was trained for") == 1

@@ -47,8 +47,8 @@ def run(kvtool, command, *arguments, stdin=b""):
     return json.loads(done.out), done.err
 
 
-def generate(kvtool, *arguments, **more):
-    return run(kvtool, "generate", "-n", "4", "--save", "a.st", *arguments, **more)
+def generate(kvtool, *arguments, tokens=4, save="a.st", **more):
+    return run(kvtool, "generate", "-n", str(tokens), "--save", save, *arguments, **more)
 
 
 def told(tokenizer, document):
@@ -122,7 +122,7 @@ def test_compress_leaves_the_message_open_and_generate_goes_on_with_it(kvtool, c
     asked = render(chat, ("system", "Hm."), ("user", f"{BOOK}\n{ASKED}"))
     assert (text, record["chat"]) == (asked + told(chat, document), "answer")
 
-    again, _ = generate(kvtool, "--cache", "a.st", "--prompt", "Why?", "--save", "c.st")
+    again, _ = generate(kvtool, "--cache", "a.st", "--prompt", "Why?", save="c.st")
     text, record = saved(chat, "c.st")
     answer = told(chat, document).removesuffix("<eos>")
     expected = f"{asked}{answer}<eos>\n[user]Why?<eos>\n[assistant]{told(chat, again)}"
@@ -133,9 +133,9 @@ def test_compress_leaves_the_message_open_and_generate_goes_on_with_it(kvtool, c
 
 
 def test_an_answer_goes_on_where_it_was_cut_off(kvtool, chat):
-    whole, _ = generate(kvtool, "--prompt", ASKED, "-n", "6")
-    first, _ = generate(kvtool, "--prompt", ASKED, "-n", "2")
-    second, _ = generate(kvtool, "--cache", "a.st", "-n", "4")
+    whole, _ = generate(kvtool, "--prompt", ASKED, tokens=6)
+    first, _ = generate(kvtool, "--prompt", ASKED, tokens=2)
+    second, _ = generate(kvtool, "--cache", "a.st", tokens=4)
     assert first["token_ids"] + second["token_ids"] == whole["token_ids"]
     assert saved(chat)[1]["chat"] == "answer"
 

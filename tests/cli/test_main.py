@@ -1,14 +1,16 @@
 """The installed command as a process: speed, streams, interruption."""
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors import safe_open
 
 from kvtool.policies.table import BASES, MODIFIERS
 
@@ -98,24 +100,69 @@ def test_a_reader_that_leaves_early_is_no_error():
     assert done.stdout.startswith("full - ")
 
 
-def test_ctrl_c_ends_quietly():
-    command = [KVTOOL, "generate", "--prompt", "The old lamp", "-n", "32K"]
-    running = subprocess.Popen(
-        command,
+def start(*arguments):
+    return subprocess.Popen(
+        [KVTOOL, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         # a shell in the background has its children ignore it
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
+
+
+def test_ctrl_c_before_the_first_token_ends_quietly():
+    running = start("generate", "--prompt", "The old lamp", "-n", "32K")
     for line in running.stderr:
         if line.startswith("model:"):
             break
-    time.sleep(2)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_ctrl_c_ends_the_line_and_keeps_what_there_is(tmp_path, turns):
+    (tmp_path / "turns.txt").write_text("The old lamp was\nThe old school was\n")
+    said = ["--turns", tmp_path / "turns.txt"] if turns else ["--prompt", "The old lamp was"]
+    running = start("generate", *said, "-n", "32K", "--stream", "--save", tmp_path / "a.st")
+    first = os.read(running.stdout.fileno(), 64).decode()  # as soon as there is something
+    running.send_signal(signal.SIGINT)
+    rest, notes = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "Traceback" not in notes
+    assert first
+    assert rest.endswith("\n")
+    (told,) = (line for line in notes.splitlines() if " of prefill; kept " in line)
+    generated = int(re.match(r"interrupted: (\d+) tokens ", told)[1])
+    assert 1 <= generated < 32768
+    assert notes.count("turn ") == (1 if turns else 0)
+    with safe_open(tmp_path / "a.st", "pt") as file:
+        seen, ids = int(file.metadata()["tokens_seen"]), file.get_tensor("input_ids")
+    assert ids.shape[1] == seen + 1
+    done = process("generate", "-q", "--cache", tmp_path / "a.st", "-n", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "--prompt", "The old lamp", "-n", "2K", "--stream"],
+        ["generate", "--prompt", "The old lamp", "-n", "2", "-f", "json"],
+        ["policies"],
+    ],
+)
+def test_every_command_ends_alike_when_the_reader_of_stdout_leaves(arguments):
+    ours, theirs = os.pipe()
+    os.close(ours)  # nobody will read: the first write fails, whatever fits into a pipe
+    try:
+        done = subprocess.run(
+            [KVTOOL, *arguments, "-q"], stdout=theirs, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
