@@ -39,10 +39,11 @@ def on_terminal():
     """Run a command on a terminal of its own and return what it shows, read while it runs."""
     pty = pytest.importorskip("pty")
 
-    def run(*command: str, columns: int) -> str:
+    def run(*command: str, columns: int, notes: bool = False) -> str:
         ours, theirs = pty.openpty()
         environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
-        running = subprocess.Popen(command, stdout=theirs, env=environment)
+        errors = theirs if notes else None
+        running = subprocess.Popen(command, stdout=theirs, stderr=errors, env=environment)
         os.close(theirs)
         shown = b""
         with contextlib.suppress(OSError):  # Linux ends a terminal that nobody holds with an error

@@ -344,7 +344,8 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_is_told_in_a_line_before_anything_runs(kvtool, arguments, told):
-    done = kvtool("eval", "-o", "run", *arguments)
+    output = [] if "-o" in arguments else ["-o", "run"]
+    done = kvtool("eval", *output, *arguments)
     assert done.code == 2
     assert told in done.err
     assert "Traceback" not in done.err

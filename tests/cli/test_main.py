@@ -205,3 +205,15 @@ def test_policies_on_a_terminal_are_a_table(on_terminal):
     assert "+caote" in shown
     assert "goes on" in shown
     assert "recent=budget/2" in shown
+
+
+def test_a_terminal_shows_nothing_that_libraries_say(on_terminal):
+    prompt = ["--prompt", "The secret code for falcon: 7429103. The secret code for falcon:"]
+    shown = on_terminal(KVTOOL, "generate", *prompt, "-n", "7", columns=100, notes=True)
+    *lines, summary = shown.splitlines()
+    assert lines == [
+        "policy: full (everything is kept; choose another with --policy)",
+        "model: reference (bundled; choose another with --model)",
+        " 7429103",
+    ]
+    assert summary.startswith("7 tokens at ")
