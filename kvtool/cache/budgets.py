@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,16 +14,27 @@ from kvtool.cache.read_budgets import ReadBudgets
 from kvtool.cache.slots import SlotLayer
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
+from kvtool.planning.forecast import LayerShape, Text
+from kvtool.planning.held import tokens_for_bytes
 from kvtool.policies.allocate.planned import PlannedSplit
 from kvtool.policies.allocate.split import AllocatedSplit, Split, Spread
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, fraction_of
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """What bytes follow from beside the stored tensors: query heads, numbers of the logits."""
+
+    heads: int
+    vocabulary: int
+
+
 class Budgets:
     """The budget of a cache, in tokens of its layers and rows.
 
     Attributes:
+        reserve: tokens that will be generated, as far as is known.
         spreads: how each row's attention was spread over the last prompt of which it had a part,
             for an allocator that looks at it.
         reads: what a reader may look at; None: no reader.
@@ -34,21 +46,23 @@ class Budgets:
         policy: Policy,
         budget: Budget | None,
         plan: PlanDocument | None,
+        facts: ModelFacts,
     ) -> None:
-        self.policy, self.budget = policy, budget
+        self.policy, self.budget, self._layers, self._facts = policy, budget, layers, facts
         self.spreads: list[Spread] | None = None
-        self._windows = sum(layer.window - 1 for layer in layers if layer.window is not None)
+        self.reserve = 0
         self._free = [layer for layer in layers if layer.window is None]
         self._split: Split | None = None
         self.reads: ReadBudgets | None = None
         if policy.reader is not None:
-            self.reads = ReadBudgets(policy, budget, plan, self._tokens)
-        self._planned = plan is not None and not policy.reads_budget
+            self.reads = ReadBudgets(policy, budget, plan, self._tokens, self._reserved, self._free)
+        self._plan, self._planned = plan, plan is not None and not policy.reads_budget
         if self._planned:
             self._split = PlannedSplit(plan)
         elif policy.allocator is not None and self._free:
             self._split = AllocatedSplit(policy, len(self._free))
         self._known: dict[tuple, list[int]] = {}
+        self._of_bytes: dict[tuple, int] = {}
         self._counted: tuple[int, list[int]] | None = None
 
     @property
@@ -70,9 +84,9 @@ class Budgets:
     def reset(self) -> None:
         """Forget the text."""
         self.spreads = self._counted = None
-        self._known = {}
+        self._known, self.reserve = {}, 0
         if self.reads is not None:
-            self.reads.ends, self.reads.reserve = [], 0
+            self.reads.ends = []
 
     def choose_rows(self, choose: Callable[[Tensor], Tensor]) -> None:
         """Let what is known of each row follow the rows.
@@ -86,6 +100,12 @@ class Budgets:
         if self.spreads is not None:
             rows = choose(torch.arange(len(self.spreads))).tolist()
             self.spreads = [self.spreads[row] for row in rows]
+
+    def _reserved(self) -> int:
+        """Tokens to come; what the plan counts on where nobody says."""
+        if self._plan is not None and self.reserve == 0:
+            return self._plan.target.max_new_tokens
+        return self.reserve
 
     def check(self, lengths: list[int]) -> None:
         """Refuse a prompt of which a row or layer would keep no more than what always stays.
@@ -126,10 +146,14 @@ class Budgets:
             return
         if self.budget is None:
             return
-        if self._split is None and self.budget.ratio is None:
+        by_length = self._split is not None or self.budget.ratio is not None
+        if not (by_length or self._needs_length):
             layer.budget = layer.least = layer.most = self._tokens(layer)
             return
         lengths = lengths or self._count(layer, positions, q_len)
+        if not by_length:
+            layer.budget = layer.least = layer.most = self._tokens(layer, max(lengths))
+            return
         if self.wait:
             if not layer.held_back:
                 layer.held_back, layer.density = True, Density()
@@ -205,7 +229,8 @@ class Budgets:
         place = self._free.index(layer)
         rows = []
         for row, n in enumerate(lengths):
-            mean = shares[row] if shares else 0 if self._planned else self._tokens(layer)
+            longest = max(lengths) if self._needs_length else 0
+            mean = shares[row] if shares else 0 if self._planned else self._tokens(layer, longest)
             key = (mean, n, row if self.spreads else None)
             if key not in self._known:
                 spread = self.spreads[row] if self.spreads else None
@@ -215,6 +240,12 @@ class Budgets:
                 self._known[key] = budgets
             rows.append(self._known[key][place])
         return rows
+
+    @property
+    def _needs_length(self) -> bool:
+        """Whether bytes mean tokens by the prompt's length: some KV heads keep all of it."""
+        by_bytes = self.budget is not None and self.budget.bytes is not None
+        return by_bytes and self.policy.head_split is not None
 
     def _shares(self, lengths: list[int]) -> list[int]:
         """The mean over layers that each row may keep, for a ratio; empty for other budgets."""
@@ -227,21 +258,30 @@ class Budgets:
             raise UsageError(f"{self.budget} of {min(lengths)} tokens: {error}") from None
         return rows
 
-    def _tokens(self, layer: SlotLayer) -> int:
-        """The budget in tokens per layer and KV head, where it does not depend on the prompt."""
+    def _tokens(self, layer: SlotLayer, length: int = 0) -> int:
+        """The budget in tokens or pairs per layer and KV head, if it is no share of the prompt.
+
+        Args:
+            length: tokens that the longest row will have seen at the prompt's end.
+        """
         if self.budget.tokens is not None:
             return self.budget.tokens
-        heads = layer.positions.shape[1] * layer.heads.processes
-        per_token = layer.token_bytes() * layer.positions.shape[0] * heads
-        free = len(self._free)
-        tokens = (self.budget.bytes - self._windows * per_token) // (free * per_token)
-        if tokens < 1:
-            raise UsageError(
-                f"budget {self.budget} is too small: one token in every layer takes "
-                f"{(self._windows + free) * per_token} bytes"
-            )
-        self.policy.check_budget(tokens)
-        return tokens
+        key = (length, layer.batch_size, self.reserve)
+        if key not in self._of_bytes:
+            text = Text(length, self.reserve, layer.batch_size, self._facts.vocabulary)
+            shapes = self._shapes(layer)
+            self._of_bytes[key] = tokens_for_bytes(self.policy, shapes, text, self.budget.bytes)
+        return self._of_bytes[key]
+
+    def _shapes(self, layer: SlotLayer) -> list[LayerShape | None]:
+        """What each layer stores of a token, all as this one does it."""
+        kv_heads = layer.positions.shape[1] * layer.heads.processes
+        dims = (layer.keys.shape[-1], layer.values.shape[-1], layer.keys.element_size())
+        shapes: list[LayerShape | None] = [None] * (self._layers[-1].index + 1)
+        for each in self._layers:
+            window = None if each.window is None else each.window - 1
+            shapes[each.index] = LayerShape(kv_heads, self._facts.heads, *dims, window)
+        return shapes
 
     def _count(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> list[int]:
         """Tokens of each row at the end of the running block: a device sync if rows are padded."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -19,8 +18,8 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
-from kvtool.policies.allocate.room import HeadSplit
-from kvtool.policies.allocate.table import parse_allocator
+from kvtool.planning.held import planned_heads
+from kvtool.planning.run import check_run
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.parts import Evidence
 from kvtool.policies.policy import Policy
@@ -42,22 +41,24 @@ def build_cache(
         model: a decoder of transformers; `attach` it before use.
         policy: what stays, as a value or a policy string.
         budget: tokens per layer and KV head (int, `4K`), share of the prompt (float, `20%`) or
-            bytes of the whole cache (`64MiB`). None only for policies that keep everything. For
-            readers (`quest` and its like, `rocketkv`) it is not what is stored but what a decoded
-            token reads, in pairs of key and value.
+            bytes held by the whole cache, the policy's own numbers included (`64MiB`). None only
+            for policies that keep everything. For readers (`quest` and its like, `rocketkv`) tokens
+            and shares are not what is stored but what a decoded token reads, in pairs of key and
+            value.
         prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
             cutting after each. A policy that looks at the prompt to split the budget
             (`+d2o-alloc`, `+ada`), or whose queries vote by its length (`pyramidinfer`), reads it
             at once and cuts at its end; one that goes by the model's logits (`sirllm`) reads it in
             blocks in any case.
-        plan: what `kvtool plan-budget` decided, or its file: budgets of the layers, in place of
-            `budget` and of the policy's own allocator.
+        plan: what `kvtool plan-budget` decided, or its file: budgets of the layers and RocketKV's
+            stages, in place of `budget` and of the policy's own allocator.
         head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
             text, for a policy that ranks heads (duoattention); None: as the policy says.
 
     Raises:
         UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot
-            be read; a plan beside a budget, or one of another model; head scores that do not fit.
+            be read; a plan beside a budget, one of another model, or one whose bytes this policy or
+            dtype would exceed; head scores that do not fit.
         KvtoolError: a model whose layers cannot be compressed.
     """
     policy = parse_policy(policy)
@@ -69,6 +70,7 @@ def build_cache(
             raise UsageError(f"a plan brings its own budget; leave out {budget}")
         check_plan(plan, model.config)
         check_planned_layers(plan, policy)
+        check_run(plan, policy, str(model.dtype).removeprefix("torch."))
         budget = plan.target.budget
         policy = planned_heads(policy, plan)
     request = None if budget is None else Budget.parse(budget)
@@ -121,19 +123,6 @@ def check_plan(plan: PlanDocument, config: PreTrainedConfig) -> None:
             f"the plan was made for model `{plan.model.id}`, whose configuration is another one",
             hint="make the plan anew: kvtool plan-budget -m MODEL ..",
         )
-
-
-def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
-    """Return the policy with the plan's split over heads, if it has one and the policy none.
-
-    Raises:
-        UsageError: the policy cannot split a budget over heads.
-    """
-    split = parse_allocator(plan.layers.allocator)
-    if not isinstance(split, HeadSplit) or policy.head_split is not None:
-        return policy
-    keeps_equal = policy.score.when == "never" or policy.reads_budget
-    return policy if keeps_equal else replace(policy, heads=split)
 
 
 def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:

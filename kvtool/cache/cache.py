@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 )
 
 from kvtool.cache import handover
-from kvtool.cache.budgets import Budgets
+from kvtool.cache.budgets import Budgets, ModelFacts
 from kvtool.cache.kernels import Call
 from kvtool.cache.layers import make_layers
 from kvtool.cache.report import CacheReport, make_report
@@ -83,11 +83,19 @@ class KVCache(Cache):
             for i, layer in enumerate(nest):
                 layer.nest = nest[:i]
         self.plan = plan
-        self.budgets = Budgets(self.slot_layers, policy, budget, plan)
+        self.budgets = Budgets(
+            self.slot_layers,
+            policy,
+            budget,
+            plan,
+            ModelFacts(config.num_attention_heads, config.vocab_size),
+        )
         split = policy.head_split
         whole = split is not None and split.whole_prompt and plan is None
         if self.budgets.wait or whole or policy.score.nested:
             self.block = None
+        for layer in self.slot_layers:
+            layer.tight = plan is not None or (budget is not None and budget.bytes is not None)
 
     # ---- what transformers asks
 
@@ -233,8 +241,7 @@ class KVCache(Cache):
         Raises:
             UsageError: a row's share is not above the tokens that the policy always keeps.
         """
-        if self.budgets.reads is not None:
-            self.budgets.reads.reserve = new_tokens
+        self.budgets.reserve = new_tokens
         if lengths is not None:
             self.budgets.check(lengths)
         self._in_prompt, self._prompt_lengths = True, lengths
@@ -246,8 +253,19 @@ class KVCache(Cache):
                 self.budgets.cut_held_back(self.tokens_seen())
             for layer in self.slot_layers:
                 self.start_reading(layer)
+            self._foresee(new_tokens)
         finally:
             self._in_prompt, self._prompt_lengths, self.last_block = False, None, True
+
+    def _foresee(self, new_tokens: int) -> None:
+        """Let buffers be as large as the tokens to come need, and no larger."""
+        if self.plan is not None and new_tokens == 0:
+            new_tokens = self.plan.target.max_new_tokens
+        for layer in self.slot_layers:
+            if layer.is_initialized:
+                layer.foresee(new_tokens)
+        if self.surprisals is not None:
+            self.surprisals.fit()
 
     def rank_heads(self, ranks: Tensor) -> None:
         """Tell every layer which of its heads most need the whole text.
@@ -342,7 +360,7 @@ class KVCache(Cache):
         self._ungroup()
         for layer in self.slot_layers:
             if layer.appends and layer.room_until <= layer.seen:
-                layer.hold_room(tokens)
+                layer.hold_room(layer.expected or tokens)
         return True
 
     @contextmanager

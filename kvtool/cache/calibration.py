@@ -92,7 +92,7 @@ class Calibration:
         """
         batch, heads, q_len, dim = query.shape
         if not self.memory:
-            self._start(batch, heads, dim, value_dim, query.device)
+            self.memory = self.part.start(batch, heads, dim, value_dim, query.device)
         place = torch.arange(q_len, device=query.device)
         self._last = torch.where(new >= 0, place, -1).amax(-1).expand(batch)
         nothing = (
@@ -101,16 +101,6 @@ class Calibration:
         )
         inside, index = self._last_rows(query, 0)
         self._hold(inside[:, None], take(query, index)[:, :, 0], *nothing)
-
-    def _start(self, batch: int, heads: int, dim: int, value_dim: int, device) -> None:
-        self.memory = {
-            "query": torch.zeros(batch, heads, dim, device=device),
-            "out": torch.zeros(batch, heads, value_dim, device=device),
-            "lse": torch.full((batch, heads), _NOTHING, device=device),
-            "steps": torch.zeros(batch, heads, device=device),
-            "recomputed": torch.zeros(batch, heads, device=device),
-            "calibrated": torch.zeros(batch, heads, device=device),
-        }
 
     def correct_block(self, query: Tensor, out: Tensor, lse: Tensor, start: int) -> Tensor:
         """Join in the evicted part of every query, exactly.

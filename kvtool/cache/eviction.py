@@ -199,7 +199,7 @@ def cut_stored(layer: SlotLayer) -> None:
     protected = layer.policy.ranking.protected(state, view, victims)
     keys, values = layer.keys[:, :, : layer.used], layer.values[:, :, : layer.used]
     _cut(layer, view, state, keys, values, importance, protected)
-    layer.shrink()
+    layer.shrink(layer.used + (not layer.appends))
 
 
 def _cut(
@@ -234,6 +234,8 @@ def _cut(
     close_ranks(kept[-1], view.positions, chosen)
     if layer.head_budgets is None:
         layer.replace(*kept)
+        if layer.policy.score.once:  # the whole prompt was stored
+            layer.shrink(layer.used)
     else:
         split_lanes(layer, *kept)
     return chosen

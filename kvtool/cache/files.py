@@ -83,7 +83,7 @@ def save_cache(
     reads = cache.budgets.reads
     if reads is not None:
         tensors["read.ends"] = torch.tensor(reads.ends)
-        tensors["read.reserve"] = torch.tensor(reads.reserve)
+        tensors["read.reserve"] = torch.tensor(cache.budgets.reserve)
     first = cache.first_layer
     if first.ragged:
         tensors["lengths"] = first.lengths.cpu()
@@ -163,7 +163,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
         cache.surprisals.fill(*own)
     if cache.budgets.reads is not None:
         cache.budgets.reads.ends = tensors["read.ends"].tolist()
-        cache.budgets.reads.reserve = int(tensors["read.reserve"])
+        cache.budgets.reserve = int(tensors["read.reserve"])
     cache.input_ids = tensors.get("input_ids")
     cache.next_logits = tensors.get("next_logits")
     cache.chat = metadata.get("chat")

@@ -94,7 +94,8 @@ def split_lanes(
     growing = [lane for lane, budget in enumerate(budgets) if budget >= UNLIMITED]
     limited = [lane for lane, budget in enumerate(budgets) if budget < UNLIMITED]
     stores, order = [], []
-    for lanes in _bins(growing, needs) + _bins(limited, needs):
+    tight = layer.tight
+    for lanes in _bins(growing, needs, tight) + _bins(limited, needs, tight):
         index = torch.tensor(lanes, device=positions.device)
         rows, own = index // heads, index % heads
         width = max(filled[lane] for lane in lanes)
@@ -124,12 +125,17 @@ def split_lanes(
     layer.lanes = Lanes(stores, order, order.argsort(), heads)
 
 
-def _bins(lanes: Iterable[int], needs: list[int]) -> list[list[int]]:
-    """Put lanes together whose needs are close; the widest first, and lanes in ascending order."""
+def _bins(lanes: Iterable[int], needs: list[int], tight: bool = False) -> list[list[int]]:
+    """Put lanes together whose needs are close; the widest first, and lanes in ascending order.
+
+    Args:
+        tight: only those whose needs are equal.
+    """
     bins: list[list[int]] = []
     for lane in sorted(lanes, key=lambda lane: -needs[lane]):
         widest = needs[bins[-1][0]] if bins else 0
-        if bins and needs[lane] >= min(widest * _TIGHT, widest - _CLOSE):
+        least = widest if tight else min(widest * _TIGHT, widest - _CLOSE)
+        if bins and needs[lane] >= least:
             bins[-1].append(lane)
         else:
             bins.append([lane])

@@ -16,7 +16,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-_GATHER = 16  # tokens that gather on the device before they go to the host
+from kvtool.policies.evicted.calidrop import GATHERED
+
 _PIECE = 8192  # tokens of a head that are fetched at a time
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # keys, values, positions
@@ -127,13 +128,13 @@ class Store:
 
     def gather(self, part: Tokens, whole: bool) -> None:
         """Take in a few tokens, which wait on the device for more."""
-        if self.gathered + part[0].shape[2] > _GATHER:
+        if self.gathered + part[0].shape[2] > GATHERED:
             self._shelve()
         if self.gathering is None:
             with torch.inference_mode(False):
                 self.gathering = tuple(
                     torch.zeros(
-                        (*t.shape[:2], _GATHER, *t.shape[3:]), dtype=t.dtype, device=t.device
+                        (*t.shape[:2], GATHERED, *t.shape[3:]), dtype=t.dtype, device=t.device
                     )
                     for t in part
                 )

@@ -12,9 +12,11 @@ from kvtool.cache.key_basis import read_basis
 from kvtool.cache.slots import SlotLayer
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
-from kvtool.planning.rocketkv import RocketKVPlan, plan_rocketkv
+from kvtool.planning.stages import PlannedStages, planned_stages
+from kvtool.planning.traffic import sized_reader, tokens_left
+from kvtool.policies.allocate.planned import PlannedSplit
 from kvtool.policies.policy import Policy
-from kvtool.policies.read.reader import Read, StepBudget
+from kvtool.policies.read.reader import Read
 from kvtool.sizes import Budget, fraction_of
 
 
@@ -25,18 +27,22 @@ class ReadBudgets:
     Attributes:
         budget: pairs of key and value that a step reads of every layer and KV head, or a share of
             the prompt, or bytes of all layers and rows; None: the reader has its own `k`.
-        tokens: a budget of bytes as pairs of a layer.
+        plan: has RocketKV's stages, and the pairs of every layer for other readers.
+        tokens: a budget of tokens or bytes as pairs of a layer, for a prompt so long.
+        reserved: how many tokens will be generated, as far as is known.
+        layers: those whose budget is free.
         ends: tokens that each row had seen when its prompt ended; one number if all are alike.
-        reserve: tokens that will be generated, as far as is known.
     """
 
     policy: Policy
     budget: Budget | None
     plan: PlanDocument | None
-    tokens: Callable[[SlotLayer], int]
+    tokens: Callable[[SlotLayer, int], int]
+    reserved: Callable[[], int]
+    layers: list[SlotLayer]
     ends: list[int] = field(default_factory=list)
-    reserve: int = 0
     _bases: Tensor | None = None
+    _stages: dict[int, PlannedStages | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.policy.reader.basis is not None:
@@ -59,12 +65,23 @@ class ReadBudgets:
         """What a step may read of a row, its prompt being so long."""
         if not self.policy.reads_budget:
             return self.policy.reader.k * self.policy.reader.share
-        budget = self.budget
-        if self.plan is not None and self.plan.rocketkv is not None and budget.ratio is None:
-            return self.plan.rocketkv.token_budget
-        if budget.ratio is not None:
-            return fraction_of(budget.ratio, length)
-        return self.tokens(layer)
+        stages = self.stages(length)
+        if stages is not None:
+            return stages.token_budget
+        if self.plan is not None:
+            return PlannedSplit(self.plan).for_prompt(0, length)[self.layers.index(layer)]
+        if self.budget.ratio is not None:
+            return fraction_of(self.budget.ratio, length)
+        return self.tokens(layer, length)
+
+    def stages(self, length: int) -> PlannedStages | None:
+        """What a plan says of RocketKV's stages; None: no plan, or a reader without them."""
+        if self.plan is None or not (self.policy.reads_budget and self.policy.reader.planned):
+            return None
+        if length not in self._stages:
+            window = self.policy.score.window if self.policy.score.reads else 1
+            self._stages[length] = planned_stages(self.plan, length, window)
+        return self._stages[length]
 
     def stored(self, layer: SlotLayer, length: int) -> int:
         """What stage 1 of RocketKV leaves of a prompt.
@@ -72,9 +89,10 @@ class ReadBudgets:
         Raises:
             UsageError: a budget too small for its plan.
         """
-        pairs = self.pairs(layer, length)
-        plan = self._stages(pairs, length, head_dim=1, window=self.policy.score.window)
-        return length if length <= pairs else min(length, plan.prompt_tokens)
+        stages = self.stages(length)
+        if stages is not None:
+            return min(length, stages.kept[self.layers.index(layer)])
+        return tokens_left(self.policy, self.pairs(layer, length), length, self.reserved())
 
     def reader(self, layer: SlotLayer, row: int, stored: int) -> tuple[Read, int]:
         """The reader of a row with all its sizes, and the pairs that a step may read of it.
@@ -82,14 +100,13 @@ class ReadBudgets:
         Args:
             stored: tokens that the row held when its prompt ended.
         """
-        policy, head_dim = self.policy, layer.keys.shape[-1]
-        length = self.end(row) if policy.reads_budget else stored
-        pairs = self.pairs(layer, length)
-        stages = None
-        if policy.reader.planned:
-            stages = self._stages(pairs, length, head_dim, window=0, strict=True)
-        step = StepBudget(pairs, stored, head_dim, stages)
-        return policy.reader.sized(step), pairs
+        length = self.end(row) if self.policy.reads_budget else stored
+        pairs, head_dim = self.pairs(layer, length), layer.keys.shape[-1]
+        planned = self.stages(length)
+        reader = sized_reader(
+            self.policy, pairs, length, stored, head_dim, self.reserved(), planned
+        )
+        return reader, pairs
 
     def basis(self, layer: SlotLayer) -> Tensor | None:
         """The key basis of a layer, (kv_heads, head_dim, head_dim), from the reader's file.
@@ -107,24 +124,3 @@ class ReadBudgets:
                 f"with {shape[0]} KV heads of {shape[1]} channels"
             )
         return self._bases[layer.index].to(layer.device)
-
-    def _stages(
-        self, pairs: int, length: int, head_dim: int, window: int, strict: bool = False
-    ) -> RocketKVPlan:
-        """RocketKV's plan for a prompt; readers that keep everything have no stage 1.
-
-        Args:
-            strict: also for a prompt that fits: what is generated may exceed the budget.
-        """
-        reserve = self.reserve
-        if self.plan is not None and reserve == 0:
-            reserve = self.plan.target.max_new_tokens
-        return plan_rocketkv(
-            length + reserve,
-            pairs,
-            head_dim,
-            max_new_tokens=reserve,
-            window=window,
-            split=self.policy.score.split if self.policy.score.reads else 0.0,
-            strict=strict and pairs >= self.policy.reader.least,
-        )

@@ -11,8 +11,6 @@ from torch import Tensor
 from kvtool.policies.parts import State
 from kvtool.policies.read.reader import Read, Stored
 
-_GROWTH = 1.25  # of the last axis, so that a new token copies O(1) of its tables
-
 
 @dataclass
 class Reading:
@@ -79,14 +77,18 @@ class Reading:
         """
         slot, at = self.stored, self.tokens
         self.stored, self.tokens = slot + 1, at + 1
+        room = at + keys.shape[2] - slot  # as for the tokens that the buffers have room for
         if self.index is not None:
-            self.index = with_columns(self.index, at + 1)
+            self.index = with_columns(self.index, room)
             self.index[..., at] = slot
-        if self.tables is None:
+        made = self.tables is not None
+        if not made:
             self.build(keys, values)
+        if self.tables is None:
             return
-        self.tables = _with_room(self.tables, self.reader.columns(at + 1))
-        self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
+        self.tables = _with_room(self.tables, self.reader.columns(room))
+        if made:
+            self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
 
     def of_row(self, row: int, rows: slice) -> Reading:
         """A copy for one of the rows, which goes its own way as `rows` of another batch."""
@@ -138,7 +140,6 @@ def with_columns(table: Tensor, count: int) -> Tensor:
     if count <= columns:
         return table
     with torch.inference_mode(False):
-        shape = (*table.shape[:-1], max(count, int(columns * _GROWTH) + 16))
-        longer = torch.zeros(shape, dtype=table.dtype, device=table.device)
+        longer = table.new_zeros(*table.shape[:-1], count)
     longer[..., :columns] = table
     return longer

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvtool.cache.together import Group
 
 _GROWTH = 1.25  # of buffers without a budget, so that appending copies O(1) per token
+_STEP = 16  # slots that they grow by beyond that
 
 
 class SlotLayer(CacheLayerMixin):
@@ -57,6 +58,10 @@ class SlotLayer(CacheLayerMixin):
         budget: tokens that a row may keep, one number or (batch, 1, 1); set when a prompt begins.
             None: no limit.
         least, most: smallest and largest budget of the rows, known to the host.
+        foreseen: slots that will be in use once all expected tokens have been decoded; the buffers
+            grow up to these first.
+        tight: whether heads of different counts take no slot more than they hold, each count in a
+            store of its own: bytes have been promised.
         held_back: whether a prompt is stored whole until all layers have been seen.
         waiting: of what is held back, the scores (batch, kv_heads, slots) and the block's tokens.
         density: column sums of the attention of what is held back (D2O); None: nothing is.
@@ -101,6 +106,7 @@ class SlotLayer(CacheLayerMixin):
         self.heads_ranked = 0
         self.heads: KVHeads = ALL_HERE
         self.rotation: Rotation | None = None
+        self.tight = False
         self._clear()
 
     def _clear(self) -> None:
@@ -119,7 +125,7 @@ class SlotLayer(CacheLayerMixin):
         self.lent = False
         self.reach = 0
         self.budget: Count | None = None
-        self.least = self.most = 0
+        self.least = self.most = self.foreseen = 0
         self.held_back = False
         self.waiting: tuple[Tensor, Count] | None = None
         self.density: Density | None = None
@@ -516,14 +522,31 @@ class SlotLayer(CacheLayerMixin):
     def clear_slots(self) -> None:
         """Give back the memory of all slots."""
         self.used, self.pending, self.ordered = 0, None, True
-        self.shrink()
+        self.shrink(0)
 
-    def shrink(self) -> None:
-        """Give back the memory of slots that are not in use."""
-        count = self.used
-        self.keys, self.values = self.keys[:, :, :count].clone(), self.values[:, :, :count].clone()
-        self.positions = self.positions[:, :, :count].clone()
-        self.state = {name: number[:, :, :count].clone() for name, number in self.state.items()}
+    @torch.no_grad()
+    def shrink(self, count: int) -> None:
+        """Give back the memory of all but some slots, those in use or more."""
+        if count >= self.capacity:
+            return
+        with torch.inference_mode(False):
+            self.keys = self.keys[:, :, :count].clone()
+            self.values = self.values[:, :, :count].clone()
+            self.positions = self.positions[:, :, :count].clone()
+            self.state = {name: number[:, :, :count].clone() for name, number in self.state.items()}
+        self.lent = False
+
+    @property
+    def expected(self) -> int:
+        """Decoded tokens that are still to come, as far as is known."""
+        return max(0, self.stores[0].foreseen - self.stores[0].used)
+
+    def foresee(self, tokens: int) -> None:
+        """Say how many tokens will be decoded, and give back the memory that is not for them."""
+        for store in self.stores:
+            store.foreseen = store.used + tokens
+            full = not store.appends and store.used >= store.least
+            store.shrink(max(store.foreseen, store.most + 1) if full else store.foreseen)
 
     def fill_to(self, slots: int) -> None:
         """Count empty slots as used, so that rows of different budgets can grow into them."""
@@ -535,14 +558,17 @@ class SlotLayer(CacheLayerMixin):
         capacity = self.capacity
         if slots <= capacity:
             return
-        roomy = max(slots, int(capacity * _GROWTH) + 16) if capacity else slots
-        when, limit = self.policy.score.when, self.most + 1
+        roomy = max(slots, int(capacity * _GROWTH) + _STEP) if capacity else slots
+        when, limit, foreseen = self.policy.score.when, self.most + 1, self.foreseen
         if self.held_back:
             roomy = slots
         elif when == "always":
             roomy = max(limit, slots) if slots >= self.most else min(roomy, limit)
+            foreseen = min(foreseen, limit)
         elif when == "prompt" and slots <= self.most:
-            roomy = min(roomy, limit)
+            roomy = min(roomy, self.most)
+        if slots <= foreseen:
+            roomy = foreseen if roomy + _STEP >= foreseen else roomy
         roomy = max(roomy, slots)  # heads of different counts, side by side, may exceed the mean
         self.keys = _grown(self.keys, roomy, 0)
         self.values = _grown(self.values, roomy, 0)

@@ -170,8 +170,8 @@ class Surprisals:
             self._cut(view, first.most, first.most)
         if first.capacity > first.most + 1:
             for layer in self._layers:
-                layer.shrink()
-            self.table = self.table[:, :, : first.used].clone()
+                layer.shrink(layer.used)
+            self.fit()
 
     def _surprisals(self, new: Arriving, logits: Tensor) -> Tensor:
         """Surprisal of each new token, (batch, q_len) float32; keeps the logits of the last one."""
@@ -247,6 +247,12 @@ class Surprisals:
             self.table = _buffer(first.positions[:, :1, :0], width)
         elif self.table.shape[2] < width:
             self.table = _buffer(self.table, width)
+
+    def fit(self) -> None:
+        """Give back the memory of slots that the layers no longer have."""
+        capacity = self._layers[0].capacity
+        if self.table is not None and self.table.shape[2] > capacity:
+            self.table = _buffer(self.table[:, :, :capacity], capacity)
 
     # ---- files
 

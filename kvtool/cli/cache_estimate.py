@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import UsageError
 from kvtool.evaluation.task import Asking, Json, Sample, Task
-from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
+    from kvtool.documents.profile import ModelShape
     from kvtool.evaluation.arms import Arm
     from kvtool.evaluation.bench import Protocol
 
@@ -26,20 +26,22 @@ def bytes_held(config: Any, dtype: str, arm: Arm, prompt: int) -> int:
         prompt: tokens.
 
     Raises:
-        UsageError: the policy's protected tokens alone fill what the budget means here.
+        UsageError: the policy's protected tokens alone fill what the budget means here, or bytes
+            are too few.
     """
     from kvtool.profiling.memory import cache_bytes
-    from kvtool.profiling.shape import layer_bytes, layer_kinds, stored_dtype
+    from kvtool.profiling.shape import layer_bytes, layer_kinds, model_shape, stored_dtype
 
     text = config.get_text_config(decoder=True)
-    sizes = layer_bytes(text, stored_dtype(text, dtype))
-    widths = [None if width is None else width - 1 for width in layer_kinds(text)[1]]
+    dtype = stored_dtype(text, dtype)
+    sizes = layer_bytes(text, dtype)
     kept = None
     if arm.budget is not None:
-        kept = _tokens(arm.budget, sizes, widths, prompt)
+        kept = _tokens(arm, model_shape(config, name="", dtype=dtype), sizes, prompt)
         _check(arm, kept, prompt)
         if arm.policy.reads_budget:
             kept = _stored_of_read(arm, kept, prompt)
+    widths = [None if width is None else width - 1 for width in layer_kinds(text)[1]]
     return cache_bytes(sizes, [kept if width is None else width for width in widths], prompt)
 
 
@@ -54,32 +56,27 @@ def check_bytes(config: Any, dtype: str, arms: Sequence[Arm]) -> None:
             bytes_held(config, dtype, arm, prompt=0)
 
 
-def _tokens(budget: Budget, sizes: list[int], widths: list[int | None], prompt: int) -> int:
-    """Return the tokens of each layer without a window, as the cache fixes them."""
-    if budget.bytes is None:
-        return budget.for_prompt(prompt)
-    if None not in widths:
+def _tokens(arm: Arm, model: ModelShape, sizes: list[int], prompt: int) -> int:
+    """Return the tokens or pairs of each layer without a window, as the cache fixes them."""
+    from kvtool.documents.plan import FREE
+    from kvtool.planning.forecast import Text
+    from kvtool.planning.held import layer_shapes, tokens_for_bytes
+
+    if arm.budget.bytes is None:
+        return arm.budget.for_prompt(prompt)
+    if not set(model.layer_types) & set(FREE):
         return prompt
-    layers = list(zip(sizes, widths, strict=True))
-    windows = sum(size * width for size, width in layers if width is not None)
-    free = sum(size for size, width in layers if width is None)
-    kept = (budget.bytes - windows) // free
-    if kept < 1:
-        raise UsageError(
-            f"budget {budget} is too small: one token in every layer takes {windows + free} bytes"
-        )
-    return kept
+    text = Text(prompt, vocabulary=model.vocabulary)
+    return tokens_for_bytes(arm.policy, layer_shapes(model, sizes), text, arm.budget.bytes)
 
 
 def _stored_of_read(arm: Arm, pairs: int, prompt: int) -> int:
     """Return what is stored of a prompt where the budget is what a decoded token reads."""
-    score = arm.policy.score
-    if score.when == "never" or score.marks or pairs >= prompt:
-        return prompt
-    from kvtool.planning.rocketkv import plan_rocketkv
+    from kvtool.planning.traffic import tokens_left
 
-    plan = plan_rocketkv(prompt, pairs, head_dim=1, window=score.window, split=score.split)
-    return min(prompt, plan.prompt_tokens)
+    if arm.policy.score.marks:
+        return prompt
+    return tokens_left(arm.policy, pairs, prompt, 0)
 
 
 def _check(arm: Arm, kept: int, prompt: int) -> None:

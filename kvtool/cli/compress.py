@@ -62,7 +62,7 @@ def _resolve(options: CompressOptions, plan: PlanDocument | None, terminal: Term
     if prompt is None:
         raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
     prefill = read_prefill(options.prefill)
-    policy, budget = choose_policy(options.policy, options.budget, plan, terminal)
+    policy, budget = choose_policy(options, plan, terminal)
     return Request(prompt, source, policy, budget, prefill, plan)
 
 
@@ -101,6 +101,7 @@ def _run(
         prompt_tokens=prompt_ids.shape[1],
         saved=str(options.save_path),
         cache=CacheSection.of(cache.report()),
+        plan=request.plan_in_use(loaded, prompt_ids.shape[1], 0, terminal),
         timing=CompressionTiming(prefill_s=result.prefill_s),
     )
 
@@ -108,5 +109,6 @@ def _run(
 def _as_text(document: CompressionDocument) -> str:
     return (
         f"{document.prompt_tokens} tokens read in {document.timing.prefill_s:.2f} s; "
-        f"{document.cache.in_words()}\n"
+        f"{document.cache.in_words()}"
+        f"{'' if document.plan is None else '; ' + document.plan.in_words(document.cache)}\n"
     )

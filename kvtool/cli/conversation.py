@@ -110,7 +110,12 @@ def converse(
             terminal.write(f"{answer.text[0]}\n")
         if interrupted.pressed:
             break
-    return document_of_turns(request, loaded, answers, read, cache.report(of_all_processes=True))
+    held = cache.report(of_all_processes=True)
+    generated = max(answers[-1][1].new_tokens - 1, 0) if answers and turn.answer is None else 0
+    planned = request.plan_in_use(
+        loaded, held.tokens_seen - generated, options.new_tokens, terminal
+    )
+    return document_of_turns(request, loaded, answers, read, held, planned)
 
 
 def _shorten(text: str) -> str:

@@ -185,6 +185,7 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     for name in hub_data(plan.tasks):
         terminal.note(f"data: {name} (no such folder here, asking the hub)")
     check_bytes(config, dtype, plan.arms)
+    _note_budgets(plan, config, dtype, terminal)
     jobs = _draw(plan, tokenizer, config)
     if options.dry_run:
         estimate = Estimate(tokenizer, config, dtype, plan.protocol)
@@ -240,6 +241,26 @@ def _read_model(options: EvalOptions, plan: Plan, terminal: Terminal) -> tuple[A
     make_frame(tokenizer, plan.protocol.chat_template, chat=True)
     note_length(config, plan.protocol.max_length or 0, 0, terminal)
     return tokenizer, config, resolve_dtype(model.dtype, device)
+
+
+def _note_budgets(plan: Plan, config: Any, dtype: str, terminal: Terminal) -> None:
+    """Say what bytes and plans mean for the policies, and refuse plans whose bytes are exceeded."""
+    from kvtool.evaluation.arms import plan_of
+    from kvtool.planning.held import DEFAULT_TRAFFIC
+    from kvtool.planning.run import check_run
+    from kvtool.profiling.shape import stored_dtype
+
+    dtype = stored_dtype(config.get_text_config(decoder=True), dtype)
+    for arm in plan.arms:
+        planned = plan_of(arm)
+        for line in [] if planned is None else check_run(planned, arm.policy, dtype):
+            terminal.note(f"{arm.name}: {line.removeprefix('note: ')}")
+        by_bytes = planned is None and arm.budget is not None and arm.budget.bytes is not None
+        if by_bytes and arm.policy.stores_all:
+            terminal.note(
+                f"{arm.name}: bytes are for what is stored, which is everything; a token reads "
+                f"{DEFAULT_TRAFFIC} pairs of key and value per layer and KV head"
+            )
 
 
 def _draw(plan: Plan, tokenizer: Any, config: Any) -> list[Job]:

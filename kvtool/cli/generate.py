@@ -194,9 +194,15 @@ def _resolve(options: GenerateOptions, plan: PlanDocument | None, terminal: Term
     prompt, source = typed_prompt(options)
     prefill = read_prefill(options.prefill)
     if options.cache_path is not None:
+        if plan is not None:
+            raise UsageError(
+                "a plan and --cache exclude each other: a saved cache goes on by what it was made "
+                "with",
+                hint="leave out one of them",
+            )
         policy, budget = _of_cache(options, options.cache_path)
         return Request(prompt, source, policy, budget, prefill)
-    policy, budget = choose_policy(options.policy, options.budget, plan, terminal)
+    policy, budget = choose_policy(options, plan, terminal)
     if options.wants_needle:
         prompt, source = _needle_prompt(terminal)
     return Request(prompt, source, policy, budget, prefill, plan)
@@ -267,6 +273,7 @@ def _answer(
     if options.cache_path is None:
         request.check_length(tokens, terminal)
     note_text(cache, loaded.model.config, tokens, options.new_tokens, terminal)
+    planned = request.plan_in_use(loaded, tokens, options.new_tokens, terminal)
     stream = choose_stream(options, options.stream, terminal)
     drawing = options.drawing() | {"on_text": stream, "stop_when": interrupted}
     if talk is None:
@@ -279,7 +286,7 @@ def _answer(
         stream("\n")
     elif text_on_stdout(options):
         terminal.write(f"{result.text[0]}\n")
-    return document_of(request, loaded, result)
+    return document_of(request, loaded, result, planned)
 
 
 def _save(path: Path, cache: KVCache, loaded: Loaded, terminal: Terminal) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         CompileSection,
         GenerationDocument,
         GenerationTiming,
+        PlanSection,
         TurnSection,
     )
     from kvtool.documents.turns import UserTurn
@@ -44,8 +45,14 @@ def choose_stream(
     return None
 
 
-def document_of(request: Request, loaded: Loaded, result: Generation) -> GenerationDocument:
-    """Put an answer into a document."""
+def document_of(
+    request: Request, loaded: Loaded, result: Generation, plan: PlanSection | None = None
+) -> GenerationDocument:
+    """Put an answer into a document.
+
+    Args:
+        plan: what was taken from one.
+    """
     from kvtool.documents.generation import CacheSection, Fidelity, GenerationDocument
 
     return GenerationDocument(
@@ -57,6 +64,7 @@ def document_of(request: Request, loaded: Loaded, result: Generation) -> Generat
         text=result.text[0],
         token_ids=result.token_ids[0],
         cache=CacheSection.of(result.report),
+        plan=plan,
         timing=_timing([result]),
         fidelity=None if result.fidelity is None else Fidelity.of(result.fidelity),
         compiled=_compiled([result]),
@@ -69,6 +77,7 @@ def document_of_turns(
     turns: Sequence[tuple[UserTurn, Generation]],
     read: Sequence[Compressed],
     held: CacheReport,
+    plan: PlanSection | None = None,
 ) -> GenerationDocument:
     """Put a conversation into a document.
 
@@ -76,6 +85,7 @@ def document_of_turns(
         turns: what was answered, and the answers.
         read: what was read beside them: the prompt, and turns whose answers were given.
         held: what the cache holds at the end.
+        plan: what was taken from one for the last turn.
     """
     from kvtool.documents.generation import CacheSection, Fidelity, GenerationDocument
     from kvtool.generation.fidelity import join_fidelities
@@ -91,6 +101,7 @@ def document_of_turns(
         text="\n".join(each.text[0] for each in answers),
         token_ids=[token for each in answers for token in each.token_ids[0]],
         cache=CacheSection.of(held),
+        plan=plan,
         timing=_timing(answers, sum(each.prefill_s for each in read)),
         fidelity=None if fidelity is None else Fidelity.of(fidelity),
         compiled=_compiled(answers),
@@ -144,6 +155,8 @@ def summary(document: GenerationDocument) -> str:
         + f" after {timing.prefill_s:.2f} s of prefill",
         document.cache.in_words(),
     ]
+    if document.plan is not None:
+        parts.append(document.plan.in_words(document.cache))
     if document.fidelity is not None:
         parts.append(document.fidelity.in_words())
     if document.compiled is not None:

@@ -16,8 +16,8 @@ from kvtool.sizes import parse_count
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument, Target
     from kvtool.documents.profile import ModelShape, ProfileDocument
-    from kvtool.planning.plan import Needs
     from kvtool.policies.allocate.room import Allocator
+    from kvtool.policies.policy import Policy
     from kvtool.sizes import Budget
 
 
@@ -42,11 +42,11 @@ def plan_budget(options: PlanOptions, terminal: Terminal) -> None:
 
     allocator = parse_allocator(options.allocator or ("uniform" if profile is None else "d2o"))
     least = None if options.min_tokens is None else positive(options.min_tokens, "--min-tokens")
-    needs = _needs(options)
+    policy = _policy(options)
     model = _model(options, profile, terminal)
     target = _target(options, budget, model.shape, profile, terminal)
     if options.dry_run:
-        resolved = _configuration(options, model, allocator, target, needs, least)
+        resolved = _configuration(options, model, allocator, target, policy, least)
         write_configuration(resolved, options, terminal)
         return
     planned = make_plan(
@@ -54,7 +54,7 @@ def plan_budget(options: PlanOptions, terminal: Terminal) -> None:
         allocator,
         target,
         profile=profile,
-        needs=needs,
+        policy=policy,
         min_tokens=least,
         layer_bytes=model.layer_bytes,
     )
@@ -74,19 +74,16 @@ def _read_profile(options: PlanOptions) -> ProfileDocument | None:
     return source.validate(ProfileDocument)
 
 
-def _needs(options: PlanOptions) -> Needs:
-    """Return what the policy asks of every layer."""
-    from kvtool.planning.plan import Needs
-
+def _policy(options: PlanOptions) -> Policy | None:
+    """Return the policy to plan for."""
     if options.policy is None:
-        return Needs()
+        return None
     from kvtool.policies.grammar import parse_policy
 
     policy = parse_policy(options.policy)
-    if policy.score.when == "never":
+    if not policy.takes_budget:
         raise UsageError(f"policy `{policy}` keeps everything, so there is no budget to plan")
-    window = policy.score.window if policy.score.when == "prompt" else None
-    return Needs(str(policy), policy.least, window)
+    return policy
 
 
 def _model(options: PlanOptions, profile: ProfileDocument | None, terminal: Terminal) -> _Model:
@@ -98,8 +95,9 @@ def _model(options: PlanOptions, profile: ProfileDocument | None, terminal: Term
     from kvtool.models.load import load_config, resolve_device, resolve_dtype
     from kvtool.profiling.shape import layer_bytes, model_shape
 
-    device = resolve_device(options.device or "auto", options.device_map)
-    dtype = resolve_dtype(options.dtype or "auto", device)
+    dtype = options.dtype or "auto"
+    if options.model is None:  # whatever the bundled model runs in on this machine
+        dtype = resolve_dtype(dtype, resolve_device(options.device or "auto", options.device_map))
     config = load_config(
         options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
     )
@@ -112,6 +110,9 @@ def _model(options: PlanOptions, profile: ProfileDocument | None, terminal: Term
             f"of `{shape.id}`",
             hint=f"kvtool profile -m {shape.id}",
         )
+    if options.dtype in (None, "auto"):
+        why = "in which it would run here" if options.model is None else "the checkpoint's own"
+        terminal.note(f"dtype: {shape.dtype}, {why} (change: --dtype)")
     return _Model(shape, layer_bytes(config.get_text_config(decoder=True), shape.dtype))
 
 
@@ -181,7 +182,7 @@ def _configuration(
     model: _Model,
     allocator: Allocator,
     target: Target,
-    needs: Needs,
+    policy: Policy | None,
     least: int | None,
 ) -> dict[str, Any]:
     """Return what a dry run prints."""
@@ -194,7 +195,7 @@ def _configuration(
         "profile": options.profile,
         "target": target.model_dump(),
         "allocator": spell_allocator(allocator),
-        "policy": needs.policy,
+        "policy": None if policy is None else str(policy),
         "min_tokens": least,
     }
 

@@ -42,6 +42,23 @@ class Flags:
             value = {key: value}
         self.values.append((flag, value))
 
+    def check_beside_plan(self, plan: str) -> None:
+        """Refuse a budget or an allocator beside a plan, which brings both.
+
+        Args:
+            plan: where it stands.
+
+        Raises:
+            UsageError: the first such flag.
+        """
+        for flag, values in self.values:
+            if values.keys() & {"budget", "allocator"}:
+                raise UsageError(
+                    f"{flag} and the plan in `{plan}` exclude each other: a plan brings its own "
+                    "budgets",
+                    hint="leave out one of them, or make another plan with kvtool plan-budget",
+                )
+
     def take(self, options: RecipeOptions, name: str, *keys: str) -> None:
         """Set what an option holds under its own name in a section."""
         value = getattr(options, name)
@@ -70,10 +87,28 @@ def resolve(
         source = read_source(options.recipe, option="recipe or plan")
         check_kind(source, takes=("recipe", "plan"), command=command)
         if source.kind == "plan":
+            flags.check_beside_plan(source.name)
             given = [(source.name, _values_of_plan(source)), *given]
             source = Source.empty()
+        elif _names_plan(source):
+            flags.check_beside_plan(f"{source.name}: budget.plan")
     recipe, found = read_recipe(source, given, options.set, options.unset, check)
+    if recipe.plan is not None and recipe.allocator is not None:
+        raise UsageError(
+            f"allocator `{recipe.allocator}` and a plan exclude each other: the plan has split its "
+            "budget already",
+            hint="leave out one of them",
+        )
     return _with_plan(recipe, source), found
+
+
+def _names_plan(source: Source) -> bool:
+    """Whether a recipe, or one that it includes, gives its budget by a plan."""
+    from kvtool.documents.recipe_source import resolve_includes
+
+    budget = resolve_includes(source).node.child("budget")
+    plan = None if budget is None else budget.child("plan")
+    return plan is not None and plan.value is not None
 
 
 def _values_of_plan(source: Source) -> dict[str, Any]:

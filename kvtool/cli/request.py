@@ -21,7 +21,7 @@ from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_count, parse_prefill
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
-    from kvtool.documents.generation import CacheSection
+    from kvtool.documents.generation import CacheSection, PlanSection
     from kvtool.documents.plan import PlanDocument
     from kvtool.documents.recipe import Recipe
     from kvtool.policies.policy import Policy
@@ -136,6 +136,32 @@ class Request:
         budget = self.budget if self.plan is None else None
         return build_cache(model, self.policy, budget, prefill=self.prefill, plan=self.plan)
 
+    def plan_in_use(
+        self, loaded: Loaded, tokens: int, new: int, terminal: Terminal
+    ) -> PlanSection | None:
+        """Return what is taken from the plan for a prompt; say where more is held than it says.
+
+        Args:
+            tokens: of the prompt.
+            new: tokens that are generated at most.
+        """
+        if self.plan is None or not self.policy.takes_budget:
+            return None
+        from kvtool.documents.generation import PlanSection
+        from kvtool.planning.run import use_plan
+
+        dtype = str(loaded.model.dtype).removeprefix("torch.")
+        used = use_plan(self.plan, self.policy, prompt=tokens, new=new, dtype=dtype)
+        section = PlanSection.of(self.plan, used)
+        target = self.plan.target
+        if section.storage is not None and used.held > section.storage:
+            terminal.note(
+                f"note: after this prompt of {tokens} tokens and up to {new} new ones, "
+                f"{used.held} bytes are held; the plan's {section.storage} are for "
+                f"{target.prompt_tokens} and {target.max_new_tokens}"
+            )
+        return section
+
     def check_length(self, tokens: int, terminal: Terminal) -> None:
         """Refuse a share of this prompt that its protected tokens alone would fill."""
         if self.policy is not None and self.budget is not None and self.budget.ratio is not None:
@@ -233,10 +259,11 @@ def check_paths(options: PromptOptions) -> None:
 
 
 def choose_policy(
-    policy: str | None, budget: str | None, plan: PlanDocument | None, terminal: Terminal
+    options: PromptOptions, plan: PlanDocument | None, terminal: Terminal
 ) -> tuple[Policy, Budget | None]:
     """Read policy and budget, fill in what was not given, and refuse a budget that is too small."""
-    size = None if budget is None else Budget.parse(budget)
+    policy = options.policy
+    size = None if options.budget is None else Budget.parse(options.budget)
     if plan is not None:
         size = plan.target.budget
     if policy is None and size is not None:
@@ -252,19 +279,70 @@ def choose_policy(
                 f"note: policy `{chosen}` keeps everything; --budget {size} has no effect"
             )
         return chosen, None
+    if plan is not None:
+        _take_plan(options, plan, chosen, terminal)
+        return chosen, size
     if size is None:
         size = DEFAULT_BUDGET
         unit = "pairs of key and value that a token reads" if chosen.reads_budget else "tokens"
         terminal.note(f"budget: {size} {unit} per layer and KV head")
-    if plan is not None and chosen.reads_budget:
-        terminal.note(f"budget: as planned, {size}, which is what a token reads")
-    elif plan is not None:
-        chosen.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
-        terminal.note(f"budget: as planned, {size} split by {plan.layers.allocator}")
-    elif size.tokens is not None:
+    if size.tokens is not None:
         chosen.check_budget(size.tokens)
         note_handful(size.tokens, terminal)
+    if size.bytes is not None and chosen.stores_all:
+        from kvtool.planning.held import DEFAULT_TRAFFIC
+
+        terminal.note(
+            f"budget: {size} are for what is stored, which is everything; a token reads "
+            f"{DEFAULT_TRAFFIC} pairs of key and value per layer and KV head"
+        )
     return chosen, size
+
+
+def _take_plan(
+    options: PromptOptions, plan: PlanDocument, policy: Policy, terminal: Terminal
+) -> None:
+    """Say what is taken from a plan, and refuse one that does not fit the run."""
+    from kvtool.planning.run import check_run
+
+    budget = plan.target.budget
+    if not policy.reads_budget:
+        policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
+        terminal.note(f"budget: as planned, {budget} split by {plan.layers.allocator}")
+    elif policy.reader.planned and plan.rocketkv is not None:
+        terminal.note(f"budget: as planned, {_stages(plan, policy)}")
+    else:
+        terminal.note(f"budget: as planned, {budget}, which is what a token reads")
+    for line in check_run(plan, policy, _run_dtype(options)):
+        terminal.note(line)
+
+
+def _stages(plan: PlanDocument, policy: Policy) -> str:
+    """Say which of RocketKV's stages are taken from a plan."""
+    section, first = plan.rocketkv, ""
+    if policy.score.reads:
+        split = "" if section.split_factor is None else f"split factor {section.split_factor:.4g}, "
+        stage1 = section.stage1(plan.target.max_new_tokens)
+        first = f"{split}stage 1 keeps {stage1} of {section.context} tokens, "
+    scaled = ", counts scaled to the prompt" if plan.target.ratio is not None else ""
+    return (
+        f"{first}pages of {section.page_size}, {section.head_dims} channels, "
+        f"{section.top_k} tokens attended{scaled}"
+    )
+
+
+def _run_dtype(options: PromptOptions) -> str:
+    """Return the dtype that the model will run in here."""
+    from kvtool.models.load import load_config, resolve_device, resolve_dtype
+    from kvtool.profiling.shape import stored_dtype
+
+    dtype = resolve_dtype(options.dtype, resolve_device(options.device, options.device_map))
+    if dtype != "auto":
+        return dtype
+    config = load_config(
+        options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
+    )
+    return stored_dtype(config.get_text_config(decoder=True), dtype)
 
 
 def read_prefill(text: str | None) -> str:

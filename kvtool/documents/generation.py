@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt
+from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from kvtool.documents.document import Document, Section
 
 if TYPE_CHECKING:
     from kvtool.cache.report import CacheReport
+    from kvtool.documents.plan import PlanDocument
+    from kvtool.planning.run import PlanInUse
 
 
 class CacheSection(Section):
@@ -49,6 +51,68 @@ class CacheSection(Section):
             f"kept {span} of {self.tokens_seen} tokens, {_size(self.kv_bytes)} "
             f"of {_size(self.full_bytes)}{smaller}"
         )
+
+
+class StagesSection(Section):
+    """RocketKV's stages for the prompt, as the plan has them.
+
+    `stage1_tokens` are those of each layer whose budget is free, the planned new ones included.
+    """
+
+    split_factor: FiniteFloat | None
+    token_budget: NonNegativeInt
+    stage1_tokens: list[NonNegativeInt]
+    page_size: PositiveInt
+    head_dims: PositiveInt
+    top_k: PositiveInt
+
+
+class PlanSection(Section):
+    """What was taken from a plan.
+
+    Attributes:
+        prompt_tokens: of the prompt that was planned for.
+        storage: bytes that the plan says are held; null where it has no totals.
+        held: the same for this run: its prompt, new tokens, policy and dtype.
+        tokens: of every layer, for this prompt.
+        rocketkv: null for policies that do not go by its stages.
+    """
+
+    prompt_tokens: NonNegativeInt
+    storage: NonNegativeInt | None
+    held: NonNegativeInt
+    tokens: list[NonNegativeInt]
+    rocketkv: StagesSection | None
+
+    @classmethod
+    def of(cls, plan: PlanDocument, used: PlanInUse) -> PlanSection:
+        """Take from a plan what a run goes by."""
+        totals, stages = plan.totals, used.stages
+        storage = None if totals is None or totals.storage is None else totals.storage.bytes
+        rocketkv = stages and StagesSection(
+            split_factor=plan.rocketkv.split_factor,
+            token_budget=stages.token_budget,
+            stage1_tokens=[kept + plan.target.max_new_tokens for kept in stages.kept],
+            page_size=stages.page_size,
+            head_dims=stages.head_dims,
+            top_k=stages.top_k,
+        )
+        return cls(
+            prompt_tokens=plan.target.prompt_tokens,
+            storage=storage,
+            held=used.held,
+            tokens=used.tokens,
+            rocketkv=rocketkv,
+        )
+
+    def in_words(self, cache: CacheSection) -> str:
+        """Say what was planned, and what is held in fact."""
+        held = cache.allocated_bytes + cache.state_bytes
+        planned = "" if self.storage is None else f" of {self.storage} planned"
+        split = ""
+        if self.rocketkv is not None and self.rocketkv.split_factor is not None:
+            split = f", split factor {self.rocketkv.split_factor:.4g}"
+        return f"{held} bytes held{planned}, for prompts of {self.prompt_tokens}{split}"
 
 
 class GenerationTiming(Section):
@@ -130,6 +194,7 @@ class GenerationDocument(Document):
     text: str
     token_ids: list[NonNegativeInt]
     cache: CacheSection
+    plan: PlanSection | None = None
     timing: GenerationTiming
     fidelity: Fidelity | None = None
     compiled: CompileSection | None = None
@@ -152,6 +217,7 @@ class CompressionDocument(Document):
     prompt_tokens: NonNegativeInt
     saved: str
     cache: CacheSection
+    plan: PlanSection | None = None
     timing: CompressionTiming
 
 

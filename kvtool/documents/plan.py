@@ -17,8 +17,10 @@ from pydantic import (
     model_validator,
 )
 
+from kvtool.documents.disagreement import disagreement
 from kvtool.documents.document import Document, Section
 from kvtool.documents.profile import ModelShape
+from kvtool.documents.stages import compression_ratio, stage1_tokens
 from kvtool.errors import UsageError
 from kvtool.sizes import Budget
 
@@ -42,13 +44,17 @@ def _ratio(value: Any) -> Any:
     return number if exact else str(budget)
 
 
+_ROUNDING = 1e-6
+"""How far a number may be off that another one gives, as a share of it."""
+
+
 class Target(Section):
     """What the plan was made for: one of `ratio`, `tokens` and `bytes`, and the longest request.
 
     Attributes:
         ratio: share of the prompt that is kept.
         tokens: mean tokens per layer and KV head.
-        bytes: of the keys and values of all layers and rows.
+        bytes: memory held in all layers and rows, the policy's own numbers included.
         context: tokens of the prompt and of those generated.
         max_new_tokens: how many of the context are generated.
         batch: rows.
@@ -97,6 +103,9 @@ class LayerPlan(Section):
     Layers that slide over a window keep what that takes, and layers without attention nothing:
     both stand outside the target, without a fraction.
 
+    Where the plan has `totals`, `tokens` must agree with them and with `fractions`. A plan that was
+    edited goes without them: then `tokens` stand as they are, and their sum is the target.
+
     Attributes:
         allocator: how the target was split.
         min_tokens: least of a layer whose budget is free.
@@ -105,10 +114,10 @@ class LayerPlan(Section):
         fractions: tokens as a share of that prompt.
     """
 
-    allocator: str
+    allocator: str = "uniform"
     min_tokens: PositiveInt = 1
     tokens: list[NonNegativeInt]
-    fractions: list[Annotated[FiniteFloat, Field(gt=0, le=1)] | None]
+    fractions: list[Annotated[FiniteFloat, Field(gt=0, le=1)] | None] | None = None
 
 
 class Cost(Section):
@@ -123,63 +132,100 @@ class Cost(Section):
 
 
 class RocketKVSection(Section):
-    """The two stages of RocketKV for the target's context; see `kvtool.planning.rocketkv`."""
+    """The two stages of RocketKV for the target's context; see `kvtool.planning.rocketkv`.
+
+    `stage1_tokens`, `page_size`, `head_dims` and `top_k` are what a run goes by. `split_factor`
+    gives `stage1_tokens` where that is left out; where both stand they must agree, and so must
+    `compression_ratio` and `prompt_tokens` where they stand. `storage` and `traffic` are what comes
+    of it all.
+    """
 
     context: PositiveInt
     token_budget: PositiveInt
     dense: bool = False
-    compression_ratio: FiniteFloat
-    split_factor: FiniteFloat
-    stage1_tokens: PositiveInt
-    prompt_tokens: PositiveInt
+    compression_ratio: FiniteFloat | None = None
+    split_factor: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
+    stage1_tokens: PositiveInt | None = None
+    prompt_tokens: PositiveInt | None = None
     page_size: PositiveInt
     head_dims: PositiveInt
     top_k: PositiveInt
-    storage: Cost
-    traffic: Cost
+    storage: Cost | None = None
+    traffic: Cost | None = None
+
+    def stage1(self, max_new_tokens: int) -> int:
+        """Return C: as it stands, else as the split factor gives it."""
+        if self.stage1_tokens is not None:
+            return self.stage1_tokens
+        return stage1_tokens(self.context, self.token_budget, self.split_factor, max_new_tokens)
+
+
+class Amount(Section):
+    """Bytes, and the share of what a full cache of the whole context takes, or reads."""
+
+    bytes: NonNegativeInt
+    share_of_full: NonNegativeFloat
 
 
 class Totals(Section):
-    """What the layers hold together after the longest prompt.
+    """What all layers and rows hold together, the policy's own numbers included.
 
     Attributes:
-        tokens: summed over layers, windows included, per KV head.
-        bytes: keys and values of all rows.
-        share_of_full: bytes as a share of what a full cache would hold.
+        tokens: stored of the longest prompt, summed over layers, windows included, per KV head.
+        bytes: most that is held from the end of the prompt to the last planned token.
+        share_of_full: bytes as a share of the keys and values of a full cache.
+        storage: the same two.
+        traffic: of the last planned token.
+
+    Where no policy is named, `bytes` and `share_of_full` are the keys and values of the tokens,
+    `storage` and `traffic` those of a policy that stores so many and keeps no numbers of its own;
+    for one that reads so many, they are in the `rocketkv` section.
     """
 
     tokens: NonNegativeInt
     bytes: NonNegativeInt
     share_of_full: NonNegativeFloat
+    storage: Amount | None = None
+    traffic: Amount | None = None
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in serialize(self).items() if value is not None}
 
 
 class PlanDocument(Document):
-    """`plan.yaml`; `rocketkv` is left out where RocketKV cannot work."""
+    """`plan.yaml`; `rocketkv` is left out where RocketKV cannot work, `totals` where edited."""
 
     kind: Literal["plan"] = "plan"
     model: ModelShape
     target: Target
     layers: LayerPlan
     rocketkv: RocketKVSection | None = None
-    totals: Totals
+    totals: Totals | None = None
     policy: str | None = None
 
     @property
     def free_layers(self) -> list[int]:
         """Indices of the layers whose budget is free."""
-        return [i for i, fraction in enumerate(self.layers.fractions) if fraction is not None]
+        return [i for i, kind in enumerate(self.model.layer_types) if kind in FREE]
+
+    @property
+    def edited(self) -> bool:
+        """Whether the tokens of the layers stand as they are, whatever the target."""
+        return self.totals is None
 
     @model_validator(mode="after")
     def _fits_its_model(self) -> PlanDocument:
         kinds = self.model.layer_types
         for name in ("tokens", "fractions"):
-            count = len(getattr(self.layers, name))
-            if not count == len(kinds) == self.model.layers:
+            values = getattr(self.layers, name)
+            if values is not None and not len(values) == len(kinds) == self.model.layers:
                 raise ValueError(
-                    f"`layers.{name}` has {count} entries, but the model {self.model.layers} layers"
+                    f"`layers.{name}` has {len(values)} entries, but the model {self.model.layers} "
+                    "layers"
                 )
         for i, kind in enumerate(kinds):
-            if (kind in FREE) != (self.layers.fractions[i] is not None):
+            if self.layers.fractions and (kind in FREE) != (self.layers.fractions[i] is not None):
                 what = "needs a fraction" if kind in FREE else "has no budget of its own to plan"
                 raise ValueError(f"`layers.fractions.{i}`: a layer of kind `{kind}` {what}")
             least, tokens = self.layers.min_tokens, self.layers.tokens[i]
@@ -189,4 +235,70 @@ class PlanDocument(Document):
                 )
         if not self.free_layers:
             raise ValueError("no layer has a budget to plan")
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_agree(self) -> PlanDocument:
+        if self.totals is None:
+            return self
+        n = self.target.prompt_tokens
+        as_they_stand = "without `totals` the tokens stand as they are"
+        for i in self.free_layers if self.layers.fractions else []:
+            given, share = self.layers.tokens[i], self.layers.fractions[i]
+            if abs(given - share * n) > _ROUNDING * n:
+                message = (
+                    f"{given} tokens do not agree with `layers.fractions.{i}`, {share} of {n} "
+                    f"tokens; {as_they_stand}"
+                )
+                raise disagreement(("layers", "tokens", i), given, message)
+        held = sum(min(tokens, n) for tokens in self.layers.tokens)
+        if held != self.totals.tokens:
+            message = (
+                f"they are {held} together, and `totals.tokens` is {self.totals.tokens}; "
+                f"{as_they_stand}"
+            )
+            raise disagreement(("layers", "tokens"), self.layers.tokens, message)
+        budget = self.target.budget
+        mean = None if budget.bytes is not None else budget.for_prompt(n)
+        planned = sum(self.layers.tokens[i] for i in self.free_layers)
+        if mean is not None and planned != min(mean, n) * len(self.free_layers):
+            message = (
+                f"they are {planned} together in layers whose budget is free, and the target is "
+                f"{mean} in each of {len(self.free_layers)}; {as_they_stand}"
+            )
+            raise disagreement(("layers", "tokens"), self.layers.tokens, message)
+        return self
+
+    @model_validator(mode="after")
+    def _stages_agree(self) -> PlanDocument:
+        section, new = self.rocketkv, self.target.max_new_tokens
+        if section is None:
+            return self
+
+        def check(name: str, right: float, why: str) -> None:
+            given = getattr(section, name)
+            slack = 0 if isinstance(right, int) else _ROUNDING * abs(right)
+            if given is not None and abs(given - right) > slack:
+                message = f"{given} does not agree with {why}, which make it {right}"
+                raise disagreement(("rocketkv", name), given, message)
+
+        check("context", self.target.context, "`target.context`")
+        ratio = compression_ratio(section.context, section.token_budget)
+        check("compression_ratio", ratio, "`context` and `token_budget`")
+        if section.stage1_tokens is None and section.split_factor is None:
+            raise disagreement(
+                ("rocketkv",), None, "needs `stage1_tokens`, or `split_factor`, which gives it"
+            )
+        if section.split_factor is not None:
+            given = (section.context, section.token_budget, section.split_factor, new)
+            why = "`split_factor`, `context` and `token_budget`"
+            check("stage1_tokens", stage1_tokens(*given), why)
+        stage1 = section.stage1(new)
+        if not new < stage1 <= section.context:
+            message = f"stage 1 leaves {stage1} of {section.context} tokens, {new} of them new"
+            raise disagreement(("rocketkv", "stage1_tokens"), stage1, message)
+        check("prompt_tokens", stage1 - new, "`stage1_tokens` and `target.max_new_tokens`")
+        if section.head_dims > self.model.head_dim:
+            message = f"{section.head_dims} is more than the {self.model.head_dim} of a head"
+            raise disagreement(("rocketkv", "head_dims"), section.head_dims, message)
         return self

@@ -44,6 +44,7 @@ class ModelShape(Section):
     layer_types: list[str]
     sliding_window: PositiveInt | None = None
     kv_bytes_per_token: PositiveInt
+    vocabulary: PositiveInt | None = None
     trained_length: PositiveInt | None = None
 
 

@@ -47,6 +47,13 @@ class Arm:
         return re.sub(r"[^A-Za-z0-9.+@=,%_-]", "_", self.name)
 
 
+def plan_of(arm: Arm) -> PlanDocument | None:
+    """Return the plan of an arm, None if its budget does not come from one."""
+    from kvtool.documents.plan import PlanDocument
+
+    return None if arm.plan is None else PlanDocument(**json.loads(arm.plan))
+
+
 def make_arms(
     policies: list[str],
     budgets: list[str],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +13,8 @@ import torch
 from kvtool import generation
 from kvtool.cache.build import build_cache
 from kvtool.cache.cache import KVCache
-from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.arms import Arm
+from kvtool.evaluation.arms import Arm, plan_of
 from kvtool.evaluation.memory import Peak, watched_devices
 from kvtool.evaluation.prompts import first_prompt
 from kvtool.evaluation.task import Asking, Json, Sample, Task, TokenCounter, Turn
@@ -113,7 +111,7 @@ class Bench:
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.arm, self.protocol = arm, protocol
-        self.plan = None if arm.plan is None else PlanDocument(**json.loads(arm.plan))
+        self.plan = plan_of(arm)
         self.shared: dict[str, Any] = {} if shared is None else shared
         self.warm: tuple | None = None
         self._contexts: dict[tuple[int, ...], tuple[KVCache, Tensor]] = {}

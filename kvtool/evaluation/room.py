@@ -12,6 +12,8 @@ from typing import Any
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.arms import Arm
+from kvtool.planning.forecast import LayerShape, Text, forecast
+from kvtool.planning.held import even_budgets, forecast_plan, layer_shapes
 from kvtool.policies.allocate.planned import PlannedSplit
 from kvtool.policies.allocate.split import AllocatedSplit
 from kvtool.profiling.shape import layer_bytes, layer_kinds, model_shape, stored_dtype
@@ -44,7 +46,7 @@ def row_bytes(
     text = config.get_text_config(decoder=True)
     shape = model_shape(config, name="", dtype=dtype)
     stored = layer_bytes(text, stored_dtype(text, dtype))
-    beside = _NUMBER * shape.kv_heads * (1 + len(arm.policy.score.statistics))
+    beside = _NUMBER * shape.kv_heads * (1 + len(arm.policy.statistics))
     sizes = [size and size + beside for size in stored]
     windows = layer_kinds(text)[1]
     kept = _kept(arm, plan, windows, sum(window is None for window in windows), n)
@@ -62,14 +64,21 @@ def row_bytes(
         for k, window in zip(kept, windows, strict=True)
     ]
     running = max(size * (k + block) for size, k in zip(sizes, kept, strict=True))
-    ending = [
-        _slots(arm, k, whole, n, new) if window is None else min(window, n + new)
-        for k, window in zip(kept, windows, strict=True)
-    ]
-    spare = 8 / 7 if heads is not None else 1
     before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
-    after = sum(size * k * spare for size, k in zip(sizes, ending, strict=True))
-    return int(max(before, after))
+    spare = 8 / 7 if heads is not None else 1
+    return int(max(before, _held(arm, plan, layer_shapes(shape, stored), n, new) * spare))
+
+
+def _held(
+    arm: Arm, plan: PlanDocument | None, layers: list[LayerShape | None], n: int, new: int
+) -> int:
+    """Return what is held of a row from the end of its prompt on."""
+    text = Text(n, new)
+    if plan is not None and arm.budget is not None:
+        return forecast_plan(plan, arm.policy, text, layers).storage
+    tokens = n if arm.budget is None else arm.budget.for_prompt(n)
+    budgets = even_budgets(arm.policy, tokens, layers, text)
+    return forecast(arm.policy, layers, budgets, text).storage
 
 
 def largest_batch(
@@ -111,17 +120,6 @@ def _kept(
         of_free = [mean] * free if even else AllocatedSplit(arm.policy, free).for_prompt(mean, n)
     tokens = iter(of_free)
     return [min(n, next(tokens) if width is None else width - 1) for width in windows]
-
-
-def _slots(arm: Arm, kept: int, whole: int, n: int, new: int) -> int:
-    """Return the slots of a layer when all tokens have been decoded.
-
-    Args:
-        whole: slots of a prompt of which nothing leaves.
-    """
-    if kept < n:
-        return kept + 1 if arm.policy.score.when == "always" else _appended(kept, 1, new)
-    return _appended(whole, 1, n + new - whole)
 
 
 def _appended(slots: int, step: int, tokens: int) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from kvtool.documents.plan import (
     DTYPE_BYTES,
     FREE,
     SLIDING,
+    Amount,
     Cost,
     LayerPlan,
     PlanDocument,
@@ -21,29 +23,24 @@ from kvtool.documents.profile import ModelShape, ProfileDocument
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.planning.evidence import evidence, length_scale
+from kvtool.planning.forecast import Forecast, LayerShape, Text
+from kvtool.planning.held import (
+    DEFAULT_TRAFFIC,
+    forecast_plan,
+    largest,
+    layer_shapes,
+    least_allowed,
+)
 from kvtool.planning.rocketkv import RocketKVPlan, nominal_storage, plan_rocketkv
 from kvtool.policies.allocate.room import Allocator, Room
 from kvtool.policies.allocate.table import spell_allocator
-from kvtool.sizes import fraction_of
+
+if TYPE_CHECKING:
+    from kvtool.policies.policy import Policy
 
 LEAST = 8
 """Tokens of a layer that gets least, where nothing else is asked for: 4 sinks, 3 heavy, 1 recent
 (D2O)."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a policy asks of every layer.
-
-    Attributes:
-        policy: its spelling, None for no policy in particular.
-        least: the smallest budget it works with.
-        window: newest tokens that it always keeps, None for none.
-    """
-
-    policy: str | None = None
-    least: int = 1
-    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ def make_plan(
     target: Target,
     *,
     profile: ProfileDocument | None = None,
-    needs: Needs = Needs(),
+    policy: Policy | None = None,
     min_tokens: int | None = None,
     layer_bytes: Sequence[int] | None = None,
 ) -> Planned:
@@ -69,6 +66,7 @@ def make_plan(
     Args:
         allocator: how the target is split over layers.
         profile: of the same model; only some allocators need one.
+        policy: what will run; None for no policy in particular.
         min_tokens: least of every layer; None leaves it to the policy and `LEAST`.
         layer_bytes: of one token in every layer; None shares `kv_bytes_per_token` out evenly.
 
@@ -77,27 +75,111 @@ def make_plan(
             a model without layers to plan.
     """
     layers = _Layers.of(model, target.prompt_tokens, layer_bytes)
-    total = _total(target, layers)
-    least = _least(target, layers, total, needs, min_tokens)
-    scale = length_scale(profile, target.prompt_tokens) if target.ratio is not None else Fraction(1)
-    room = Room(
-        total=total,
-        lo=[min(least, layers.prompt_tokens)] * len(layers.free),
-        hi=[layers.prompt_tokens] * len(layers.free),
-        window=needs.window,
-        **evidence(allocator, profile, layers.free, scale),
-    )
-    split = allocator.split(room)
-    rocketkv, refused = _rocketkv(model, layers, target, total // len(layers.free), needs)
-    document = PlanDocument(
-        model=model,
-        target=target,
-        layers=layers.plan(spell_allocator(allocator), room.lo[0], split),
-        rocketkv=rocketkv,
-        totals=layers.totals(split, target.batch),
-        policy=needs.policy,
-    )
-    return Planned(document, [*_notes(target, layers, split), *refused])
+    drafts = _Drafts(model, allocator, target, profile, policy, min_tokens, layers)
+    total, notes = _total(drafts)
+    draft = drafts.of(total)
+    totals = drafts.totals(draft.document)
+    document = draft.document.model_copy(update={"totals": totals})
+    notes = [*notes, *_notes(target, layers, draft.split), *draft.refused]
+    if policy is None and target.bytes is not None:
+        notes.append(
+            "note: no policy is named (-p), so bytes are those of one that keeps no numbers of its "
+            "own; others hold more"
+        )
+    return Planned(document, notes)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A plan without its totals, how it was split, and why it has no section for RocketKV."""
+
+    document: PlanDocument
+    split: Allocation
+    refused: list[str]
+
+
+@dataclass(frozen=True)
+class _Drafts:
+    """All plans for one request, by the tokens of the free layers together."""
+
+    model: ModelShape
+    allocator: Allocator
+    target: Target
+    profile: ProfileDocument | None
+    policy: Policy | None
+    min_tokens: int | None
+    layers: _Layers
+
+    @property
+    def text(self) -> Text:
+        """What the plan is for."""
+        target = self.target
+        given = (target.prompt_tokens, target.max_new_tokens, target.batch)
+        return Text(*given, vocabulary=self.model.vocabulary)
+
+    @property
+    def least(self) -> int:
+        """The smallest budget of a layer that the request allows, a longer prompt given."""
+        if self.min_tokens is not None:
+            return self.min_tokens
+        return 1 if self.policy is None else self.policy.least
+
+    def of(self, total: int) -> _Draft:
+        """Split so many tokens over the free layers."""
+        layers, target, policy = self.layers, self.target, self.policy
+        least = _least(self, total)
+        scale = Fraction(1)
+        if target.ratio is not None:
+            scale = length_scale(self.profile, target.prompt_tokens)
+        window = None
+        if policy is not None and policy.score.when == "prompt":
+            window = policy.score.window
+        room = Room(
+            total=total,
+            lo=[min(least, layers.prompt_tokens)] * len(layers.free),
+            hi=[layers.prompt_tokens] * len(layers.free),
+            window=window,
+            **evidence(self.allocator, self.profile, layers.free, scale),
+        )
+        split = self.allocator.split(room)
+        rocketkv, refused = _rocketkv(self, total // len(layers.free))
+        document = PlanDocument(
+            model=self.model,
+            target=target,
+            layers=layers.plan(spell_allocator(self.allocator), room.lo[0], split),
+            rocketkv=rocketkv,
+            policy=None if policy is None else str(policy),
+        )
+        return _Draft(document, split, refused)
+
+    def forecast(self, document: PlanDocument) -> Forecast:
+        """Forecast what a run of the policy holds."""
+        return forecast_plan(document, self.policy, self.text, self.layers.shapes)
+
+    def totals(self, document: PlanDocument) -> Totals:
+        """Say what it all takes."""
+        layers, batch = self.layers, self.target.batch
+        held = [min(tokens, layers.prompt_tokens) for tokens in document.layers.tokens]
+        used = sum(tokens * size for tokens, size in zip(held, layers.bytes, strict=True))
+        found = self.forecast(document)
+        storage, traffic = _amounts(found)
+        if self.policy is not None:
+            return Totals(
+                tokens=sum(held), **storage.model_dump(), storage=storage, traffic=traffic
+            )
+        return Totals(
+            tokens=sum(held),
+            bytes=used * batch,
+            share_of_full=used / layers.full_bytes,
+            storage=storage,
+            traffic=traffic,
+        )
+
+
+def _amounts(found: Forecast) -> tuple[Amount, Amount]:
+    storage = Amount(bytes=found.storage, share_of_full=found.storage / found.full_storage)
+    traffic = Amount(bytes=found.traffic, share_of_full=found.traffic / found.full_traffic)
+    return storage, traffic
 
 
 @dataclass(frozen=True)
@@ -109,12 +191,14 @@ class _Layers:
         fixed: tokens that each other layer holds at most.
         bytes: of one token in every layer.
         prompt_tokens: length of the longest prompt.
+        shapes: what each layer stores of a token.
     """
 
     free: list[int]
     fixed: dict[int, int]
     bytes: Sequence[int]
     prompt_tokens: int
+    shapes: list[LayerShape | None]
 
     @classmethod
     def of(cls, model: ModelShape, prompt_tokens: int, sizes: Sequence[int] | None) -> _Layers:
@@ -133,7 +217,7 @@ class _Layers:
         if sizes is None:
             each = model.kv_bytes_per_token // (len(free) + len(sliding))
             sizes = [each if i in free or i in sliding else 0 for i in range(len(kinds))]
-        return cls(free, fixed, sizes, prompt_tokens)
+        return cls(free, fixed, sizes, prompt_tokens, layer_shapes(model, sizes))
 
     @property
     def per_token(self) -> int:
@@ -141,9 +225,10 @@ class _Layers:
         return max(self.bytes[i] for i in self.free)
 
     @property
-    def fixed_bytes(self) -> int:
-        """Bytes of one row in the layers that are not planned."""
-        return sum(min(held, self.prompt_tokens) * self.bytes[i] for i, held in self.fixed.items())
+    def full_bytes(self) -> int:
+        """Keys and values of one row of a full cache of the prompt."""
+        fixed = sum(min(held, self.prompt_tokens) * self.bytes[i] for i, held in self.fixed.items())
+        return fixed + self.prompt_tokens * sum(self.bytes[i] for i in self.free)
 
     def tokens(self, split: Sequence[int]) -> list[int]:
         """Return the tokens of every layer."""
@@ -160,46 +245,60 @@ class _Layers:
             fractions=[free[i] / n if i in free else None for i in range(len(self.bytes))],
         )
 
-    def totals(self, split: Allocation, batch: int) -> Totals:
-        n = self.prompt_tokens
-        held = [min(tokens, n) for tokens in self.tokens(split.tokens)]
-        full = self.fixed_bytes + n * sum(self.bytes[i] for i in self.free)
-        used = sum(tokens * size for tokens, size in zip(held, self.bytes, strict=True))
-        return Totals(tokens=sum(held), bytes=used * batch, share_of_full=used / full)
+
+def _total(drafts: _Drafts) -> tuple[int, list[str]]:
+    """Return the tokens of all free layers together, per KV head, and what to say of them."""
+    budget, layers, policy = drafts.target.budget, drafts.layers, drafts.policy
+    count = len(layers.free)
+    if budget.bytes is None:
+        return budget.for_prompt(drafts.target.prompt_tokens) * count, []
+    if policy is not None and policy.stores_all:
+        mean = min(DEFAULT_TRAFFIC, layers.prompt_tokens)
+        needed = drafts.forecast(drafts.of(mean * count).document).storage
+        if needed > budget.bytes:
+            raise UsageError(
+                f"{budget} is too small: `{policy}` stores everything, which takes {needed} bytes",
+                hint=f"--bytes {needed}B, or a policy that evicts",
+            )
+        told = f"note: `{policy}` stores everything; a token reads {mean} pairs per KV head"
+        return mean * count, [told]
+
+    def fits(total: int) -> bool:
+        return drafts.forecast(drafts.of(total).document).storage <= budget.bytes
+
+    step = 1
+    least, most = min(drafts.least, layers.prompt_tokens) * count, layers.prompt_tokens * count
+    if policy is not None and policy.score.reads:
+        step, most = count, drafts.target.context * count
+        pairs = drafts.target.context
+        least = count * least_allowed(lambda t: _plan_rocketkv(drafts, t), drafts.least, pairs)
+    found = largest(lambda steps: fits(steps * step), least // step, most // step)
+    if found is not None:
+        return found * step, []
+    needed = drafts.forecast(drafts.of(least).document).storage
+    asked = least // count
+    why = f"policy `{policy}`" if drafts.min_tokens is None and policy else "--min-tokens"
+    why = "" if asked == 1 else f" ({why})"
+    what = "pairs per step" if step > 1 else ("token" if asked == 1 else "tokens")
+    raise UsageError(
+        f"{budget} is too small: {asked} {what} in every layer{why} take {needed} bytes",
+        hint=f"--bytes {needed}B",
+    )
 
 
-def _total(target: Target, layers: _Layers) -> int:
-    """Return the tokens of all free layers together, per KV head."""
-    budget = target.budget
-    if budget.tokens is not None:
-        return budget.tokens * len(layers.free)
-    if budget.ratio is not None:
-        return fraction_of(budget.ratio, target.prompt_tokens) * len(layers.free)
-    return max(0, (budget.bytes // target.batch - layers.fixed_bytes) // layers.per_token)
-
-
-def _least(
-    target: Target, layers: _Layers, total: int, needs: Needs, min_tokens: int | None
-) -> int:
+def _least(drafts: _Drafts, total: int) -> int:
     """Return the least tokens of a layer, and refuse a total that is below them."""
+    layers, target, policy = drafts.layers, drafts.target, drafts.policy
     mean = min(total // len(layers.free), layers.prompt_tokens)
-    if min_tokens is not None and min_tokens < needs.least:
+    if drafts.min_tokens is not None and policy is not None and drafts.min_tokens < policy.least:
         raise UsageError(
-            f"a layer of {_counted(min_tokens)} is too small for policy `{needs.policy}`",
-            hint=f"--min-tokens {needs.least}",
+            f"a layer of {_counted(drafts.min_tokens)} is too small for policy `{policy}`",
+            hint=f"--min-tokens {policy.least}",
         )
-    asked = needs.least if min_tokens is None else min_tokens
-    asked = min(asked, layers.prompt_tokens)
+    asked = min(drafts.least, layers.prompt_tokens)
     if mean >= asked:
-        return asked if min_tokens is not None else min(max(LEAST, asked), mean)
-    why = f"policy `{needs.policy}`" if min_tokens is None and needs.policy else "--min-tokens"
-    if target.bytes is not None:
-        needed = layers.fixed_bytes + asked * layers.per_token * len(layers.free)
-        raise UsageError(
-            f"{target.budget} is too small: {_counted(asked)} in every layer"
-            f"{'' if asked == 1 else f' ({why})'} take {needed * target.batch} bytes",
-            hint=f"--bytes {needed * target.batch}B",
-        )
+        return asked if drafts.min_tokens is not None else min(max(LEAST, asked), mean)
+    why = f"policy `{policy}`" if drafts.min_tokens is None and policy else "--min-tokens"
     of_prompt = f" of {target.prompt_tokens}" if target.ratio is not None else ""
     raise UsageError(
         f"{target.budget}{of_prompt} is {_counted(mean)} per layer, fewer than the {asked} of {why}"
@@ -210,30 +309,38 @@ def _counted(tokens: int) -> str:
     return "1 token" if tokens == 1 else f"{tokens} tokens"
 
 
-def _rocketkv(
-    model: ModelShape, layers: _Layers, target: Target, budget: int, needs: Needs
-) -> tuple[RocketKVSection | None, list[str]]:
+def _rocketkv(drafts: _Drafts, budget: int) -> tuple[RocketKVSection | None, list[str]]:
     """Return RocketKV's section, or why there is none; a plan for RocketKV itself needs one."""
-    name = (needs.policy or "").partition("+")[0].partition("(")[0]
-    asked = name in ("rocketkv", "rocketkv-mt")
-    options = {} if needs.window is None or not asked else {"window": needs.window}
+    model, policy = drafts.model, drafts.policy
+    asked = policy is not None and policy.reads_budget and policy.reader.planned
     try:
-        if model.dtype in DTYPE_BYTES and layers.per_token != (
+        if model.dtype in DTYPE_BYTES and drafts.layers.per_token != (
             2 * model.kv_heads * model.head_dim * DTYPE_BYTES[model.dtype]
         ):
             raise UsageError(f"`{model.id}` does not store keys and values per head")
-        plan = plan_rocketkv(
-            target.context,
-            budget,
-            model.head_dim,
-            max_new_tokens=target.max_new_tokens,
-            **options,
-        )
+        plan = _plan_rocketkv(drafts, budget)
     except UsageError as error:
         if asked:
             raise
         return None, [f"note: no plan for rocketkv: {error}"]
     return _section(plan, model.head_dim), []
+
+
+def _plan_rocketkv(drafts: _Drafts, budget: int) -> RocketKVPlan:
+    """Plan for the policy, where it is RocketKV or has no stage 1, or for RocketKV as it is."""
+    policy, options = drafts.policy, {}
+    if policy is not None and policy.score.reads:
+        options = {"window": policy.score.window, "split": policy.score.split}
+    elif policy is not None and policy.reads_budget and policy.reader.planned:
+        options = {"window": 0, "split": 0.0}
+    target = drafts.target
+    return plan_rocketkv(
+        target.context,
+        budget,
+        drafts.model.head_dim,
+        max_new_tokens=target.max_new_tokens,
+        **options,
+    )
 
 
 def _section(plan: RocketKVPlan, head_dim: int) -> RocketKVSection:

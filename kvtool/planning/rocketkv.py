@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvtool.documents.stages import compression_ratio, stage1_tokens
 from kvtool.errors import UsageError
 
 _LEAST_BUDGET = 16
@@ -122,9 +123,9 @@ def plan_rocketkv(
         raise UsageError(
             f"rocketkv needs a budget of {_LEAST_BUDGET} tokens or more, got {token_budget}"
         )
-    ratio = max(1.0, context / token_budget)
+    ratio = compression_ratio(context, token_budget)
     split = split_factor(ratio) if split is None else split
-    stage1 = max(int(context / ratio**split), min(2 * max_new_tokens, context))
+    stage1 = stage1_tokens(context, token_budget, split, max_new_tokens)
     if stage1 - max_new_tokens < window:
         raise UsageError(
             f"rocketkv with {token_budget} of {context} tokens keeps {stage1 - max_new_tokens} "

@@ -8,7 +8,7 @@ come in one order everywhere: batch, kv_heads, group, q_len, slots, head_dim.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -232,6 +232,17 @@ class Rescore:
         raise NotImplementedError
 
 
+class HeadSizes(Protocol):
+    """Sizes of a layer's heads: how many store and ask, numbers of a key and of a value."""
+
+    kv_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+    token_bytes: int
+
+
 @dataclass(frozen=True)
 class Departure:
     """Tokens that leave a layer, and those that stay.
@@ -290,9 +301,21 @@ class Evicted:
     statistics: ClassVar[tuple[str, ...]] = ()
     works_on_keys: ClassVar[bool] = False
 
+    def held_bytes(self, layer: "HeadSizes", evicts: bool) -> int:
+        """Bytes that one row of a layer holds of them beside its slots, host memory aside.
+
+        Args:
+            evicts: whether decoded tokens take the place of others.
+        """
+        raise NotImplementedError
+
 
 class Merging(Evicted):
     """Goes into the tokens that stay."""
+
+    def held_bytes(self, layer: "HeadSizes", evicts: bool) -> int:
+        memory = self.start(1, layer.kv_heads, torch.device("meta"))
+        return sum(tensor.numel() * tensor.element_size() for tensor in memory.values())
 
     def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
         """What a layer remembers beside its slots: tensors whose first axis is the batch."""

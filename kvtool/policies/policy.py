@@ -159,6 +159,16 @@ class Policy:
         return self.score.reads or (self.read is not None and self.score.when == "never")
 
     @property
+    def stores_all(self) -> bool:
+        """Whether nothing leaves, and the budget only bounds what is read."""
+        return self.reads_budget and (self.score.when == "never" or self.score.marks)
+
+    @property
+    def cuts_by_logits(self) -> bool:
+        """Whether all layers are cut at once, by the logits of the model."""
+        return self.score.evidence is Evidence.LOGITS
+
+    @property
     def takes_budget(self) -> bool:
         """Whether there is anything that a budget would bound."""
         return self.score.when != "never" or self.read is not None

@@ -38,6 +38,7 @@ def model_shape(
         layer_types=kinds,
         sliding_window=widths[0] if widths else None,
         kv_bytes_per_token=sum(layer_bytes(text, dtype)),
+        vocabulary=text.vocab_size,
         trained_length=getattr(text, "max_position_embeddings", None),
     )
 

@@ -97,11 +97,14 @@ def test_a_prompt_read_at_once_leaves_nothing_of_it_alive():
 
 def test_a_budget_in_bytes_is_that_of_the_whole_cache():
     model = kvtool.attach(peaky_model("llama"))
-    cache = kvtool.build_cache(model, "h2o", f"{2 * 2 * 24 * SLOT // 1024}KiB")
+    slot = SLOT + 2 * (4 + 4)  # with positions and H2O's number; one slot takes the new token
+    cache = kvtool.build_cache(model, "h2o", f"{2 * 2 * 25 * slot}B")
     prefill(model, cache, random_ids(60, batch=2))
-    assert cache.report().kept_per_layer == [24, 24]
-    assert cache.report().kv_bytes == 2 * 2 * 24 * SLOT
-    with pytest.raises(kvtool.UsageError, match="one token in every layer takes 512 bytes"):
+    report = cache.report()
+    assert report.kept_per_layer == [24, 24]
+    assert report.kv_bytes == 2 * 2 * 24 * SLOT
+    assert report.allocated_bytes + report.state_bytes == 2 * 2 * 25 * slot
+    with pytest.raises(kvtool.UsageError, match=f"one token in every layer takes {4 * slot} by"):
         prefill(model, kvtool.build_cache(model, "h2o", "500B"), random_ids(60))
 
 

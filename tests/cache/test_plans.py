@@ -121,11 +121,27 @@ def test_a_plan_replaces_the_policys_own_allocator(model, plan):
 
 
 def test_a_plan_in_bytes_holds_its_bytes(model, plan):
-    document = plan("--bytes", "100KiB", "--context", str(CONTEXT), "--allocator", "pyramid")
+    arguments = ("--context", str(CONTEXT), "--allocator", "pyramid", "-p", "h2o")
+    document = plan("--bytes", "100KiB", *arguments)
     cache = kvtool.build_cache(model, "h2o", plan=document)
     prefill(model, cache, ids(CONTEXT))
-    assert cache.report().kept_per_layer == document["layers"]["tokens"]
-    assert cache.report().kv_bytes == document["totals"]["bytes"] == 100 * 1024
+    report = cache.report()
+    assert report.kept_per_layer == document["layers"]["tokens"]
+    held = report.allocated_bytes + report.state_bytes
+    assert held == document["totals"]["bytes"] == document["totals"]["storage"]["bytes"]
+    assert 100 * 1024 - 544 < held <= 100 * 1024  # a slot is 512, two positions and two sums
+
+
+def test_bytes_that_another_policy_or_dtype_would_exceed_are_refused(model, plan):
+    document = plan("--bytes", "100KiB", "--context", str(CONTEXT), "-p", "tova")
+    with pytest.raises(UsageError, match="are for policy `tova`, and `roco` would hold") as told:
+        kvtool.build_cache(model, "roco", plan=document)
+    assert told.value.hint == "make the plan anew: kvtool plan-budget .. -p 'roco'"
+    kvtool.build_cache(model, "streaming", plan=document)  # holds as much
+    halves = plan("--bytes", "100KiB", "--context", str(CONTEXT), "-p", "h2o", "--dtype", "float16")
+    with pytest.raises(UsageError, match="are for float16, and in float32 the run would") as told:
+        kvtool.build_cache(model, "h2o", plan=halves)
+    assert "--dtype float16, or make the plan anew" in told.value.hint
 
 
 def test_a_short_prompt_fits_and_may_grow_to_the_plan(model, plan):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.documents.plan import Target
+from kvtool.documents.plan import PlanDocument, Target
 from kvtool.generation import decode_step, generate, prefill
 from kvtool.models.load import load
 from kvtool.planning.plan import make_plan
@@ -206,32 +206,96 @@ def test_tokens_to_come_are_reserved():
     assert cache.report().kept_per_layer[0] == plan.prompt_tokens + 19
 
 
-def test_a_plan_is_made_anew_for_every_prompt():
+def obeyed(document, length, policy="rocketkv(window=4)", new=3):
+    """A cache that follows a plan, after a prompt and some tokens; and its readers by layer."""
     lm = kvtool.attach(peaky_model("llama"))
-    shape = model_shape(lm.config, name="peaky", revision=None, dtype="float32")
-
-    def stored(target, length, policy="rocketkv(window=4)"):
-        document = make_plan(shape, Uniform(), target).document
-        cache = kvtool.build_cache(lm, policy, plan=document)
-        decoded(lm, cache, random_ids(length), random_ids(3, seed=1).T)
-        return document, cache
-
-    target = Target(tokens=64, context=320, max_new_tokens=20)
-    document, cache = stored(target, 300)
-    assert cache.report().kept_per_layer == [document.rocketkv.prompt_tokens + 3] * 2
-    assert cache.layers[0].reading[0].reader.page == document.rocketkv.page_size
-    _, cache = stored(target, 200)
-    expected = plan_rocketkv(220, 64, 16, max_new_tokens=20, window=4).prompt_tokens
-    assert cache.report().kept_per_layer == [expected + 3] * 2
-    _, cache = stored(replace_target(target, ratio=0.2), 200)
-    expected = plan_rocketkv(220, 40, 16, max_new_tokens=20, window=4).prompt_tokens
-    assert cache.report().kept_per_layer == [expected + 3] * 2
-    document, cache = stored(target, 300, "hsa")
-    assert cache.layers[0].reading[0].budget == document.rocketkv.token_budget == 64
+    cache = kvtool.build_cache(lm, policy, plan=document)
+    prefill(lm, cache, random_ids(length), new_tokens=new)
+    for token in random_ids(new, seed=1)[0]:
+        decode_step(lm, cache, token[None])
+    return cache, [layer.reading[0].reader for layer in cache.layers]
 
 
-def replace_target(target, **changes):
-    return Target(context=target.context, max_new_tokens=target.max_new_tokens, **changes)
+def planned(policy="rocketkv(window=4)", tokens=None, target_tokens=None, **target):
+    """A plan for a small model; `tokens` in place of those that it gives to its layers."""
+    shape = model_shape(peaky_model("llama").config, name="peaky", dtype="float32")
+    given = {"context": 320, "max_new_tokens": 20, "tokens": target_tokens} | target
+    document = make_plan(
+        shape, Uniform(), Target(**given), policy=kvtool.parse_policy(policy)
+    ).document
+    if tokens is None:
+        return document
+    layers = document.layers.model_copy(
+        update={"tokens": tokens, "fractions": None, "min_tokens": 1}
+    )
+    return document.model_copy(update={"layers": layers, "totals": None})
+
+
+def edited(document, leave_out=(), **changes):
+    data = document.to_data()
+    data["rocketkv"] = {k: v for k, v in data["rocketkv"].items() if k not in leave_out} | changes
+    return PlanDocument(**data)
+
+
+@pytest.mark.parametrize("length", [300, 200, 310])
+def test_a_plan_is_obeyed_as_it_stands_whatever_the_prompt(length):
+    document = planned(target_tokens=64)
+    section = document.rocketkv
+    cache, readers_ = obeyed(document, length)
+    assert cache.report().kept_per_layer == [section.prompt_tokens + 3] * 2
+    assert readers_ == [HSA(section.page_size, section.head_dims, section.top_k)] * 2
+    assert cache.layers[0].reading[0].budget == section.token_budget == 64
+
+
+@pytest.mark.parametrize("policy", ["rocketkv(window=4)", "rocketkv-mt(window=4)", "hsa"])
+def test_every_number_of_the_section_changes_the_run(policy):
+    document = planned(policy, target_tokens=64)
+    changed = edited(document, page_size=5, head_dims=7, top_k=11)
+    _, found = obeyed(changed, 300, policy)
+    assert found == [HSA(5, 7, 11)] * 2
+    if policy == "hsa":
+        return
+    stage1 = edited(document, ("split_factor", "prompt_tokens"), stage1_tokens=150)
+    by_split = edited(document, ("stage1_tokens", "prompt_tokens"), split_factor=0.5)
+    for plan, kept in ((stage1, 130), (by_split, int(320 / 5**0.5) - 20)):
+        cache, _ = obeyed(plan, 300, policy)
+        reading = cache.layers[0].reading[0]
+        assert reading.prompt == kept
+
+
+def test_unequal_fractions_share_stage_1_by_largest_remainder():
+    """C = 163 and 2 layers: 326 tokens by 50 : 14 = 254.69, 71.31 -> 255, 71; 20 are to come."""
+    document = planned(tokens=[50, 14], target_tokens=32)
+    document = edited(document, ("split_factor", "prompt_tokens"), stage1_tokens=163)
+    cache, _ = obeyed(document, 300)
+    assert cache.report().kept_per_layer == [235 + 3, 51 + 3]
+    flat = edited(
+        planned(tokens=[60, 4], target_tokens=32),
+        ("split_factor", "prompt_tokens"),
+        stage1_tokens=60,
+    )
+    cache, _ = obeyed(flat, 300)
+    assert cache.report().kept_per_layer == [120 - 24 - 20 + 3, 4 + 3]  # the window at least
+
+
+def test_a_share_scales_the_counts_and_nothing_else():
+    document = planned(context=400, max_new_tokens=0, ratio=0.2)
+    section = document.rocketkv
+    cache, found = obeyed(document, 300)
+    kept = section.prompt_tokens * 300 // 400
+    assert cache.report().kept_per_layer == [kept + 3] * 2
+    expected = HSA(section.page_size, section.head_dims, section.top_k * 300 // 400)
+    assert found == [expected] * 2
+    assert cache.layers[0].reading[0].budget == section.token_budget * 300 // 400
+
+
+def test_sizes_of_a_policy_that_are_not_the_plans_are_refused():
+    lm = kvtool.attach(peaky_model("llama"))
+    document = planned(target_tokens=64)
+    with pytest.raises(kvtool.UsageError, match=r"has split 0.5, and the plan"):
+        kvtool.build_cache(lm, "rocketkv(window=4,split=0.5)", plan=document)
+    with pytest.raises(kvtool.UsageError, match="has page 9, and the plan"):
+        kvtool.build_cache(lm, "hsa(page=9)", plan=document)
 
 
 def test_what_fits_is_kept_and_read_in_full():

@@ -205,9 +205,13 @@ def test_a_long_prompt_never_needs_all_its_logits(model, monkeypatch):
 
 
 def test_a_budget_in_bytes(model):
-    cache = kvtool.build_cache(model, "sirllm", "12KiB")
+    """22 slots of 2 x (256 + 8) bytes and 4 for their surprisal, and 96 logits of 4."""
+    size = 22 * (2 * 264 + 4) + 96 * 4
+    cache = kvtool.build_cache(model, "sirllm", f"{size}B")
     prefill(model, cache, random_ids(200))
-    assert cache.report().kept_per_layer == [24, 24]
+    report = cache.report()
+    assert report.kept_per_layer == [21, 21]
+    assert report.allocated_bytes + report.state_bytes == size
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 40])

@@ -49,14 +49,14 @@ def test_half_as_wide_numbers_take_half_the_bytes():
 
 def test_bytes_that_hold_no_token_or_protected_ones_only_are_refused():
     config = family_model("llama").config
-    token = 4 * 2 * 2 * 16 * 4  # layers, K and V, heads, dim, float32
-    (arm,) = make_arms(["streaming"], [f"{token - 1}B"], baseline=False)
-    with pytest.raises(UsageError, match=f"one token in every layer takes {token} bytes"):
-        check_bytes(config, "float32", [arm])
-    (arm,) = make_arms(["streaming(sinks=4)"], [f"{4 * token}B"], baseline=False)
-    with pytest.raises(UsageError, match="is 4 tokens: budget 4 is not above sinks 4"):
+    token = 4 * 2 * (2 * 16 * 4 + 4)  # layers, heads, K and V of float32, a position
+    (arm,) = make_arms(["streaming"], [f"{2 * token - 1}B"], baseline=False)
+    with pytest.raises(UsageError, match=f"one token in every layer takes {2 * token} bytes"):
         check_bytes(config, "float32", [arm])
     (arm,) = make_arms(["streaming(sinks=4)"], [f"{5 * token}B"], baseline=False)
+    with pytest.raises(UsageError, match="is 4 tokens: budget 4 is not above sinks 4"):
+        check_bytes(config, "float32", [arm])
+    (arm,) = make_arms(["streaming(sinks=4)"], [f"{6 * token}B"], baseline=False)
     check_bytes(config, "float32", [arm])
 
 

@@ -56,7 +56,14 @@ def test_tokens_for_a_model_without_weights(kvtool):
     assert rocketkv["head_dims"] == 15  # int(32 * 3 / 6.2324)
     assert rocketkv["traffic"]["paper"] == 1 / 64
     assert rocketkv["storage"]["paper"] == pytest.approx(0.175416, abs=5e-7)
-    assert plan["totals"] == {"tokens": 2048, "bytes": 2048 * 256, "share_of_full": 512 / 32768}
+    held, read = 2052 * (256 + 2 * 4), 2052 * 256  # a slot more, positions; no policy is named
+    assert plan["totals"] == {
+        "tokens": 2048,
+        "bytes": 2048 * 256,
+        "share_of_full": 512 / 32768,
+        "storage": {"bytes": held, "share_of_full": held / (4 * 32768 * 256)},
+        "traffic": {"bytes": read, "share_of_full": read / (4 * 32769 * 256)},
+    }
 
 
 def test_a_profile_by_file_and_by_pipe(kvtool):
@@ -72,6 +79,7 @@ def test_what_was_chosen_is_said(kvtool):
     done = kvtool("plan-budget", "--ratio", "20%")
     assert done.err.splitlines() == [
         "model: reference (bundled; choose another with --model)",
+        "dtype: float32, in which it would run here (change: --dtype)",
         "context: 8192 tokens, the model's longest (change: --context)",
     ]
     assert kvtool("plan-budget", "--ratio", "20%", "-q").err == ""
@@ -116,12 +124,14 @@ def test_allocators(kvtool, allocator, tokens):
 
 
 def test_bytes_for_several_rows(kvtool):
+    size = 4 * 4 * 257 * (256 + 2 * 4)  # rows, layers, slots, a token and its positions
     plan = planned(
-        kvtool, "profile.yaml", "--bytes", "1MiB", "--batch", "4", "--allocator", "uniform"
+        kvtool, "profile.yaml", "--bytes", f"{size}B", "--batch", "4", "--allocator", "uniform"
     )
-    assert plan["totals"]["bytes"] == 2**20
+    assert plan["totals"]["storage"]["bytes"] == size
     assert plan["layers"]["tokens"] == [256] * 4
-    halves = ("--bytes", "524288", "--dtype", "float32", "--allocator", "uniform")
+    wider = str(4 * 257 * (512 + 2 * 4))
+    halves = ("--bytes", wider, "--dtype", "float32", "--allocator", "uniform")
     assert planned(kvtool, "profile.yaml", *halves)["layers"]["tokens"] == [256] * 4
 
 
@@ -220,7 +230,7 @@ REFUSED = {  # arguments, what the error says, what the hint says
     "no share": (["--ratio", "512"], "--ratio must be a share of the prompt, got `512`", "20%"),
     "above all": (["--ratio", "1.5"], "budget ratio 1.5 is above 1", None),
     "no bytes": (["--bytes", "20%"], "--bytes must be a number of bytes, got `20%`", "64MiB"),
-    "few bytes": (["--bytes", "100"], "100B is too small: 1 token in every layer", "--bytes 1024B"),
+    "few bytes": (["--bytes", "100"], "100B is too small: 1 token in every layer", "--bytes 2112B"),
     "no context": (["-b", "9", "--context", "0"], "--context must be 1 or more, got 0", None),
     "no prompt": (["-b", "9", "-n", "1K"], "1024 leaves no prompt in a context of 1000", None),
     "unknown allocator": (["-b", "9", "--allocator", "d20"], "no allocator named `d20`", "`d2o`"),

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from kvtool.documents.results import ResultsDocument
+from kvtool.models import reference
+from kvtool.models.load import load_tokenizer
 
 TEXT = "The old lamp was near the school. The quiet falcon was behind the tower. " * 6
 PROMPT = ("--prompt", TEXT)
@@ -44,10 +46,155 @@ def test_generate_takes_a_plan_from_a_pipe_and_from_a_file(kvtool):
     assert other["policy"] == "tova"
 
 
-def test_a_flag_goes_before_the_plan(kvtool):
+@pytest.mark.parametrize("flag", [("-b", "12"), ("--allocator", "uniform")])
+@pytest.mark.parametrize("command", ["generate", "compress", "eval"])
+@pytest.mark.parametrize("way", ["pipe", "argument", "recipe"])
+def test_a_plan_beside_a_budget_or_an_allocator_is_a_conflict(kvtool, way, command, flag):
     plan = planned(kvtool, "--ratio", "30%", "-p", "h2o")
-    flat = run(kvtool, "generate", "-", *PROMPT, "-b", "12", "-n", "2", "-f", "json", stdin=plan)
-    assert flat["cache"]["kept_per_layer"] == [12] * 4
+    Path("plan.yaml").write_bytes(plan)
+    Path("mine.yaml").write_text(
+        "kind: recipe\nschema_version: 1\npolicy: h2o\nbudget: {plan: plan.yaml}\n"
+    )
+    source = {"pipe": "-", "argument": "plan.yaml", "recipe": "mine.yaml"}[way]
+    more = {"generate": PROMPT, "compress": (*PROMPT, "--save", "a.st"), "eval": ("-t", "niah")}
+    stdin = plan if way == "pipe" else b""
+    done = kvtool(command, source, *more[command], *flag, stdin=stdin)
+    named = {"-b": "--budget 12", "--allocator": "--allocator uniform"}[flag[0]]
+    if command == "eval" and flag[0] == "-b":
+        named = "--budget"
+    assert (done.code, done.out) == (2, "")
+    first = done.err.splitlines()[-2]
+    assert first.startswith(f"error: {named}")
+    where = {"pipe": "<stdin>", "argument": "plan.yaml", "recipe": "mine.yaml: budget.plan"}[way]
+    assert f"the plan in `{where}` exclude each other" in first
+
+
+def test_an_allocator_in_a_recipe_beside_its_plan_is_a_conflict(kvtool):
+    Path("plan.yaml").write_bytes(planned(kvtool, "-b", "16"))
+    Path("mine.yaml").write_text(
+        "kind: recipe\nschema_version: 1\npolicy: h2o\nallocator: uniform\n"
+        "budget: {plan: plan.yaml}\n"
+    )
+    done = kvtool("generate", "mine.yaml", *PROMPT)
+    assert (done.code, "`uniform` and a plan exclude each other" in done.err) == (2, True)
+
+
+def test_a_plan_beside_a_saved_cache_is_a_conflict(kvtool):
+    plan = planned(kvtool, "-b", "16", "-p", "h2o")
+    run(kvtool, "compress", "-", *PROMPT, "--save", "a.st", "-f", "json", stdin=plan)
+    done = kvtool("generate", "-", "--cache", "a.st", stdin=plan)
+    assert (done.code, "a plan and --cache exclude each other" in done.err) == (2, True)
+
+
+def test_a_plan_under_another_policy_says_what_is_held(kvtool):
+    plan = planned(kvtool, "-b", "16", "-p", "tova")
+    totals = yaml.safe_load(plan)["totals"]
+    done = kvtool("generate", "-", *PROMPT, "-p", "roco", "-n", "2", "-f", "json", stdin=plan)
+    cache = json.loads(done.out)["cache"]
+    held = cache["allocated_bytes"] + cache["state_bytes"]
+    assert held > totals["storage"]["bytes"]
+    assert (
+        "note: the plan's totals are those of `tova`, and this is `roco`: held are "
+        f"{held} bytes, not {totals['storage']['bytes']}" in done.err
+    )
+    size = totals["storage"]["bytes"]
+    plan = planned(kvtool, "--bytes", str(size), "-p", "tova")
+    done = kvtool("generate", "-", *PROMPT, "-p", "roco", stdin=plan)
+    assert (done.code, done.out) == (2, "")
+    assert f"are for policy `tova`, and `roco` would hold {held} bytes" in done.err
+    done = kvtool("eval", "-", "-p", "roco", *QUICK, stdin=plan)
+    assert (done.code, done.out) == (2, "")
+    assert f"and `roco` would hold {held} bytes" in done.err
+
+
+def test_a_plan_in_another_dtype_says_so_or_is_refused(kvtool):
+    told = ("--dtype", "bfloat16", "-p", "h2o")
+    plan = planned(kvtool, "-b", "16", *told)
+    done = kvtool("generate", "-", *PROMPT, "-n", "1", "-f", "json", stdin=plan)
+    cache = json.loads(done.out)["cache"]
+    held = cache["allocated_bytes"] + cache["state_bytes"]
+    assert "note: the plan is for bfloat16, and this run is in float32: held are" in done.err
+    assert f"held are {held} bytes, not " in done.err
+    plan = planned(kvtool, "--bytes", "64KiB", *told)
+    done = kvtool("generate", "-", *PROMPT, "-n", "1", stdin=plan)
+    assert (done.code, done.out) == (2, "")
+    assert "the plan's 64KiB are for bfloat16, and in float32 the run would hold" in done.err
+    assert "hint: --dtype bfloat16, or make the plan anew: kvtool plan-budget .. --dtype flo" in (
+        done.err
+    )
+    ran = run(kvtool, "generate", "-", *PROMPT, "-n", "1", "--dtype", "bfloat16", stdin=plan)
+    assert ran["cache"]["allocated_bytes"] + ran["cache"]["state_bytes"] <= 64 * 1024
+
+
+def test_a_plan_of_a_checkpoint_is_for_its_own_dtype(kvtool):
+    """A bfloat16 model planned on a CPU: twice the tokens of float32, and told what it is for."""
+    config = json.loads((Path(reference.path()) / "config.json").read_text())
+    Path("half").mkdir()
+    Path("half/config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    done = kvtool("plan-budget", "-m", "half", "--bytes", "1MiB", "--context", "4K", "-p", "h2o")
+    plan = yaml.safe_load(done.out)
+    assert plan["model"]["dtype"] == "bfloat16"
+    assert "dtype: bfloat16, the checkpoint's own (change: --dtype)" in done.err
+    slot = 4 * 2 * (2 * 32 * 2 + 2 * 4)  # layers, heads; K and V, a position and H2O's number
+    assert sum(plan["layers"]["tokens"]) == 4 * (2**20 // slot - 1) + 2**20 % slot // (slot // 4)
+    bundled = kvtool("plan-budget", "--bytes", "1MiB", "--context", "4K", "-p", "h2o")
+    assert yaml.safe_load(bundled.out)["model"]["dtype"] == "float32"
+    assert "dtype: float32, in which it would run here" in bundled.err
+
+
+def edited(plan, **changes):
+    """A plan whose layers are changed; `totals` are left out if they are None."""
+    data = yaml.safe_load(plan)
+    data["layers"] |= {k: v for k, v in changes.items() if k != "totals"}
+    if "totals" in changes:
+        del data["totals"]
+    return yaml.safe_dump(data).encode()
+
+
+@pytest.mark.parametrize("target", [("-b", "16"), ("--ratio", "10%")])
+def test_edited_tokens_are_refused_or_stand_as_they_are(kvtool, target):
+    plan = planned(kvtool, *target, "-p", "h2o", "--context", "120", "--allocator", "uniform")
+    tokens = yaml.safe_load(plan)["layers"]["tokens"]
+    other = [tokens[0] + 9, *tokens[1:]]
+    done = kvtool("generate", "-", *PROMPT, stdin=edited(plan, tokens=other))
+    assert done.code == 2
+    assert "layers.tokens.0:" in done.err
+    assert f"{other[0]} tokens do not agree with `layers.fractions.0`" in done.err
+    ids = len(load_tokenizer()[0](TEXT)["input_ids"])
+    for more in ({}, {"fractions": None}):
+        changed = edited(plan, tokens=other, totals=None, **more)
+        ran = run(kvtool, "generate", "-", *PROMPT, "-n", "2", "-f", "json", stdin=changed)
+        kept = ran["cache"]["kept_per_layer"]
+        if target[0] == "-b":
+            assert kept == other
+        else:
+            assert sum(kept) == sum(other) * ids // 120
+            assert kept[0] > kept[1]
+
+
+def test_edited_stages_are_refused_or_change_the_run(kvtool):
+    plan = planned(kvtool, "-b", "32", "-p", "rocketkv(window=8)", "--allocator", "uniform")
+    data = yaml.safe_load(plan)
+
+    def of(leave_out=(), **changes):
+        section = {k: v for k, v in data["rocketkv"].items() if k not in leave_out} | changes
+        return yaml.safe_dump(data | {"rocketkv": section}).encode()
+
+    for name, value in {"split_factor": 0.3, "compression_ratio": 9.0, "prompt_tokens": 40}.items():
+        done = kvtool("generate", "-", *PROMPT, stdin=of(**{name: value}))
+        assert (done.code, done.out) == (2, "")
+        assert "does not agree with" in done.err
+        assert "rocketkv." in done.err
+    changed = of(("stage1_tokens", "prompt_tokens"), split_factor=0.7)
+    told = kvtool("generate", "-", *PROMPT, "-n", "2", "-f", "json", stdin=changed)
+    ran = json.loads(told.out)
+    stage1 = int(512 / 16**0.7)
+    assert ran["plan"]["rocketkv"]["split_factor"] == 0.7
+    assert ran["plan"]["rocketkv"]["stage1_tokens"] == [stage1] * 4
+    assert ran["cache"]["kept_per_layer"] == [stage1 + 1] * 4
+    assert "budget: as planned, split factor 0.7, stage 1 keeps" in told.err
+    assert "note: the plan's totals are not those of its tokens and stages: held are" in told.err
+    assert "split factor 0.7" in told.err.splitlines()[-1]
 
 
 def test_compress_keeps_the_plan_in_its_file(kvtool):

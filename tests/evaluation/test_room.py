@@ -37,13 +37,13 @@ def model():
 def test_a_row_takes_what_is_computed(model, text, mode):
     arm = arm_of(text, mode)
     cache = kvtool.build_cache(model, arm.policy, arm.budget, prefill=mode)
-    logits = prefill(model, cache, random_ids(N, batch=2))
+    logits = prefill(model, cache, random_ids(N, batch=2), new_tokens=NEW)
     for _ in range(NEW):
         logits = decode_step(model, cache, logits.argmax(-1))
     report = cache.report()
     held = (report.peak_bytes + report.state_bytes) / 2
     computed = row_bytes(model.config, "float32", arm, None, N, NEW)
-    assert held <= computed <= 1.7 * held
+    assert held <= computed <= 1.8 * held
 
 
 def test_a_worked_row(model):

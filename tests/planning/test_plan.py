@@ -5,11 +5,12 @@ import pytest
 
 from kvtool.documents.plan import PlanDocument, Target
 from kvtool.errors import UsageError
-from kvtool.planning.plan import Needs, make_plan
+from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.d2o import D2O, D2OReciprocal
 from kvtool.policies.allocate.optimal import Optimal
 from kvtool.policies.allocate.pyramid import Pyramid
 from kvtool.policies.allocate.uniform import Uniform
+from kvtool.policies.grammar import parse_policy
 from tests.planning.models import FULL, LINEAR, SLIDING, profile, shape
 
 
@@ -51,9 +52,9 @@ def test_sums_are_exact_for_every_kind_of_target():
         assert sum(made.layers.tokens[i] for i in made.free_layers) == tokens * free
         batch, size = rng.randint(1, 4), rng.randint(600_000, 3_000_000)
         made = plan(allocator, model, options, bytes=size, batch=batch, context=n)
-        assert made.totals.bytes <= size
-        full = made.totals.bytes / made.totals.share_of_full
-        assert made.totals.bytes > min(size, full) - batch * 256 - 1
+        assert made.totals.bytes <= made.totals.storage.bytes <= size
+        whole = plan(model=model, tokens=n, batch=batch, context=n).totals.storage.bytes
+        assert made.totals.storage.bytes > min(size, whole) - batch * (256 + 8)
 
 
 def test_bytes_count_every_row_and_the_windows():
@@ -81,9 +82,11 @@ def test_bytes_of_uneven_layers_come_from_their_own_sizes():
 
 
 def test_a_target_in_bytes_spends_what_uniform_layers_would_leave():
-    made = plan(bytes=(4 * 100 + 3) * 256 + 255)
+    slot = 256 + 2 * 4  # a position in each head; one slot of a layer takes the new token
+    made = plan(bytes=(4 * 101 + 3) * slot + slot - 1)
     assert made.layers.tokens == [101, 101, 101, 100]
     assert made.totals.bytes == 403 * 256
+    assert made.totals.storage.bytes == (403 + 4) * slot
 
 
 def test_a_context_includes_what_is_generated():
@@ -115,14 +118,14 @@ def test_the_least_of_a_layer():
     assert min(plan(steep, tokens=5, options=flat).layers.tokens) == 5
     asked = flat | {"min_tokens": 20}
     assert min(plan(steep, tokens=50, options=asked).layers.tokens) == 20
-    needs = flat | {"needs": Needs("snapkv", least=33, window=32)}
+    needs = flat | {"policy": parse_policy("snapkv")}
     made = plan(steep, tokens=50, options=needs)
     assert min(made.layers.tokens) == made.layers.min_tokens == 33
     assert made.policy == "snapkv"
 
 
 def test_pyramid_takes_the_window_that_the_policy_keeps():
-    needs = {"needs": Needs("snapkv", least=33, window=32)}
+    needs = {"policy": parse_policy("snapkv")}
     made = plan(Pyramid(), tokens=128, context=4096, options=needs)
     assert made.layers.tokens[-1] == 32 + round((128 - 32) / 20)
 
@@ -180,32 +183,32 @@ REFUSED = {  # allocator, model, options, target: what is said
         {"tokens": 9},
         "windows of unknown width",
     ),
-    "few bytes": (Uniform(), None, {}, {"bytes": 1023}, "1 token in every layer take 1024 bytes"),
+    "few bytes": (Uniform(), None, {}, {"bytes": 1023}, "1 token in every layer take 2112 bytes"),
     "few bytes for rows": (
         Uniform(),
         None,
         {},
         {"bytes": 1024, "batch": 2},
-        "1 token in every layer take 2048 bytes",
+        "1 token in every layer take 4224 bytes",
     ),
     "few bytes for a policy": (
         Uniform(),
         None,
-        {"needs": Needs("snapkv", 33)},
+        {"policy": parse_policy("snapkv")},
         {"bytes": 20 * 1024},
-        r"20KiB is too small: 33 tokens in every layer \(policy `snapkv`\) take 33792 bytes",
+        r"20KiB is too small: 33 tokens in every layer \(policy `snapkv`\) take 34848 bytes",
     ),
     "few tokens for a policy": (
         Uniform(),
         None,
-        {"needs": Needs("snapkv", 33)},
+        {"policy": parse_policy("snapkv")},
         {"tokens": 32},
         "32 is 32 tokens per layer, fewer than the 33 of policy `snapkv`",
     ),
     "a share too small": (
         Uniform(),
         None,
-        {"needs": Needs("streaming", 5)},
+        {"policy": parse_policy("streaming")},
         {"ratio": 0.001},
         "0.1% of 1000 is 1 token per layer, fewer than the 5 of policy `streaming`",
     ),
@@ -219,16 +222,16 @@ REFUSED = {  # allocator, model, options, target: what is said
     "least below the policy's": (
         Uniform(),
         None,
-        {"needs": Needs("snapkv", 33), "min_tokens": 10},
+        {"policy": parse_policy("snapkv"), "min_tokens": 10},
         {"tokens": 99},
         "a layer of 10 tokens is too small for policy `snapkv`",
     ),
     "rocketkv itself": (
         Uniform(),
         None,
-        {"needs": Needs("rocketkv")},
+        {"policy": parse_policy("rocketkv")},
         {"tokens": 12},
-        "rocketkv needs a budget of 16 tokens or more, got 12",
+        "12 is 12 tokens per layer, fewer than the 16 of policy `rocketkv`",
     ),
 }
 
@@ -241,7 +244,7 @@ def test_what_cannot_be_planned_is_refused(name):
 
 
 def test_the_smallest_bytes_that_are_told_work():
-    needs = {"needs": Needs("snapkv", 33)}
+    needs = {"policy": parse_policy("snapkv")}
     with pytest.raises(UsageError) as refused:
         plan(model=shape(FULL, SLIDING), options=needs, bytes=9, batch=2)
     size = int(refused.value.hint.removeprefix("--bytes ").removesuffix("B"))

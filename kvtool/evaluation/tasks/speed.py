@@ -118,10 +118,11 @@ class Speed(Task):
         vocabulary = bench.model.get_input_embeddings().weight.shape[0]
         ids = torch.randint(vocabulary, (batch, length), generator=draws).to(bench.model.device)
         cache = bench.new_cache()
-        logits = bench.feed(cache, ids).to(bench.model.device)
+        to_come = new + (_COMPILING if self.compile else 0)
+        logits = bench.feed(cache, ids, new_tokens=to_come).to(bench.model.device)
         step = generation.decode_step
         if self.compile:
-            step = CompiledDecoding(bench.model, new + _COMPILING)
+            step = CompiledDecoding(bench.model, to_come)
             for _ in range(_COMPILING):
                 logits = step(bench.model, cache, logits.argmax(-1))
             wait(bench.model)

@@ -134,6 +134,15 @@ class Duo(HeadSplit):
     whole_prompt: ClassVar = False
     ranking: ClassVar = True
 
+    def forecast(
+        self, budget: int, prompt: int, kv_heads: int, place: tuple[int, int]
+    ) -> list[int]:
+        layer, layers = place
+        share = retrieval_share(torch.tensor(budget), torch.tensor(prompt)).item()
+        whole = int(share * kv_heads * layers + 1e-9) - layer * kv_heads
+        whole = min(max(whole, 0), kv_heads)
+        return [UNLIMITED] * whole + [min(budget, _SINK + _RECENT)] * (kv_heads - whole)
+
     def tokens(self, heads: Heads) -> Tensor:
         batch, kv_heads = heads.positions.shape[:2]
         device = heads.positions.device

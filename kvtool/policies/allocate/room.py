@@ -127,6 +127,17 @@ class HeadSplit(Allocator):
     def split(self, room: Room) -> Allocation:
         return room.by_weight([0.0] * room.layers)
 
+    def forecast(
+        self, budget: int, prompt: int, kv_heads: int, place: tuple[int, int]
+    ) -> list[int]:
+        """Tokens that the heads of a layer will hold, of which only the sum need be right.
+
+        Args:
+            budget: mean tokens per head, fewer than the prompt has.
+            place: which layer it is of how many; sums over all layers are right, too.
+        """
+        return [budget] * kv_heads
+
     def tokens(self, heads: Heads) -> Tensor:
         """Tokens that each head may keep: (batch, kv_heads) int64. No device sync.
 

@@ -28,8 +28,14 @@ from torch.nn import functional
 from kvtool.errors import UsageError
 from kvtool.maths.attention import join_attention
 from kvtool.policies.heads import ALL_HERE, KVHeads
-from kvtool.policies.parts import Evicted
+from kvtool.policies.parts import Evicted, HeadSizes, State
 from kvtool.policies.spelling import computed
+
+GATHERED = 16
+"""Tokens evicted while decoding that gather on the device before they go to the host."""
+
+POSITION = 4
+"""Bytes of the position of an evicted token."""
 
 
 def query_cosine(
@@ -117,3 +123,23 @@ class CaliDrop(Evicted):
             raise UsageError(
                 f"{self.name}: calibration_size must be 1 or more, got {self.calibration_size}"
             )
+
+    def start(
+        self, batch: int, heads: int, head_dim: int, value_dim: int, device: torch.device
+    ) -> State:
+        """What is held of each query head before its first query."""
+        return {
+            "query": torch.zeros(batch, heads, head_dim, device=device),
+            "out": torch.zeros(batch, heads, value_dim, device=device),
+            "lse": torch.full((batch, heads), float("-inf"), device=device),
+            "steps": torch.zeros(batch, heads, device=device),
+            "recomputed": torch.zeros(batch, heads, device=device),
+            "calibrated": torch.zeros(batch, heads, device=device),
+        }
+
+    def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
+        sizes = layer.heads, layer.key_dim, layer.value_dim
+        memory = self.start(1, *sizes, torch.device("meta"))
+        held = sum(tensor.numel() * tensor.element_size() for tensor in memory.values())
+        gathering = GATHERED * layer.kv_heads * (layer.token_bytes + POSITION)
+        return held + (gathering if evicts else 0)

@@ -1,0 +1,21 @@
+"""Errors about numbers of a document that contradict each other, at the place of one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvtool.documents.problems import Keys
+
+
+def disagreement(keys: Keys, given: Any, message: str) -> ValidationError:
+    """Return what a validator of a whole document raises to point at one value in it.
+
+    Args:
+        keys: the way to the value.
+        given: the value.
+    """
+    details = {"type": "value_error", "loc": keys, "input": given}
+    error = {**details, "ctx": {"error": ValueError(message)}}
+    return ValidationError.from_exception_data("document", [error])

@@ -1,0 +1,228 @@
+"""What a cache will hold, policy state included, and what its last token will read, in bytes.
+
+The one place that forecasts bytes. Everything follows from the parts of a policy: the names of the
+numbers beside its slots, when it cuts, what it remembers of evicted tokens, the tables of its
+reader (asked of the reader itself, on tensors without content), and from the rule by which a
+layer's buffers grow. "Held" is what a report calls `allocated_bytes` + `state_bytes`, at its most
+from the end of the prompt to the last new token; host memory and what exists only while the prompt
+is read are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtool.policies.policy import Policy
+    from kvtool.policies.read.reader import Read
+
+_NUMBER = 4  # bytes of a position, and of a number of a policy beside a slot
+_INDEX = 8  # bytes of the index of a slot
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer stores.
+
+    Attributes:
+        kv_heads, heads: that store keys, and that ask.
+        key_dim, value_dim: numbers of a key and of a value in one head.
+        itemsize: bytes of a number.
+        window: tokens that the layer keeps at most of itself, None where its budget is free.
+    """
+
+    kv_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+    window: int | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the key and value of one token in one KV head."""
+        return (self.key_dim + self.value_dim) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Text:
+    """What will be fed.
+
+    Attributes:
+        prompt: tokens of the longest prompt.
+        new: tokens generated after it.
+        rows: prompts at a time.
+        vocabulary: numbers of the model's logits, for policies that keep those.
+    """
+
+    prompt: int
+    new: int = 0
+    rows: int = 1
+    vocabulary: int | None = None
+
+    @property
+    def full(self) -> int:
+        """Tokens of the prompt and of the answer."""
+        return self.prompt + self.new
+
+    @property
+    def last(self) -> int:
+        """Tokens that the last decoded token reads of a full cache."""
+        return self.prompt + max(self.new, 1)
+
+
+@dataclass(frozen=True)
+class LayerBudget:
+    """What a layer whose budget is free has to go by.
+
+    Attributes:
+        tokens: that it may hold (and then appends to or not, as the policy does it), or that are
+            left of the prompt.
+        pairs: of key and value that a step may read; None: all.
+        reader: with its sizes, if it has one.
+    """
+
+    tokens: int
+    pairs: int | None = None
+    reader: Read | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes of all layers and rows.
+
+    Attributes:
+        storage: held at most, from the end of the prompt on.
+        traffic: read by the last token.
+        full_storage, full_traffic: keys and values of a full cache.
+    """
+
+    storage: int
+    traffic: int
+    full_storage: int
+    full_traffic: int
+
+
+def forecast(
+    policy: Policy | None,
+    layers: Sequence[LayerShape | None],
+    budgets: Sequence[LayerBudget],
+    text: Text,
+) -> Forecast:
+    """Forecast what a cache holds and reads.
+
+    Args:
+        policy: None for one that holds its budget and keeps no numbers beside the positions.
+        layers: of the model in order, None for one without attention.
+        budgets: of those without a window, in order.
+    """
+    places = [i for i, layer in enumerate(layers) if layer is not None and layer.window is None]
+    storage, traffic, full_storage, full_traffic = 0, 0, 0, 0
+    if places and policy is not None and policy.cuts_by_logits:
+        storage += _shared(policy, layers[places[0]], budgets[0], text)
+    for index, layer in enumerate(layers):
+        if layer is None:
+            continue
+        if layer.window is None:
+            place = places.index(index)
+            reads = policy is not None and policy.reader is not None
+            reads = reads and index >= policy.reader.skip_layers
+            held, read = _free(policy, layer, budgets[place], text, (place, len(places)), reads)
+            most = text.full
+        else:
+            held = _slots(layer.window, text) * _slot(layer, _turned(policy))
+            read = min(layer.window + 1, text.last) * layer.kv_heads * layer.token_bytes
+            most = min(layer.window, text.full)
+        storage += held
+        traffic += read
+        full_storage += most * layer.kv_heads * layer.token_bytes
+        last = text.last if layer.window is None else min(layer.window + 1, text.last)
+        full_traffic += last * layer.kv_heads * layer.token_bytes
+    rows = text.rows
+    return Forecast(storage * rows, traffic * rows, full_storage * rows, full_traffic * rows)
+
+
+def _free(
+    policy: Policy | None,
+    layer: LayerShape,
+    budget: LayerBudget,
+    text: Text,
+    place: tuple[int, int],
+    reads: bool,
+) -> tuple[int, int]:
+    """Return what a layer whose budget is free holds and reads of one row.
+
+    Args:
+        place: which it is of how many such layers.
+        reads: whether a reader chooses what it looks at.
+    """
+    if policy is None:
+        held = _slots(budget.tokens, text) * _slot(layer, 0)
+        read = min(budget.tokens + 1, text.last) * layer.kv_heads * layer.token_bytes
+        return held, read
+    heads = [budget.tokens] * layer.kv_heads
+    if policy.head_split is not None and text.prompt > budget.tokens:
+        heads = policy.head_split.forecast(budget.tokens, text.prompt, layer.kv_heads, place)
+    slots = sum(_held(policy, tokens, text) for tokens in heads)
+    held = slots * _slot(layer, len(policy.statistics)) // layer.kv_heads
+    if policy.fate is not None:
+        evicts = policy.score.when == "always" and text.new > 0 and text.full > budget.tokens
+        held += policy.fate.held_bytes(layer, evicts)
+    if not reads:
+        read = sum(min(_read(policy, tokens, text), text.last) for tokens in heads)
+        return held, read * layer.token_bytes
+    if policy.score.marks and budget.tokens < text.prompt:
+        held += budget.tokens * layer.kv_heads * _NUMBER  # positions of what is chosen from
+        held += (budget.tokens + text.new) * layer.kv_heads * _INDEX
+    tables, read = _reading(layer, budget, text)
+    return held + tables, read
+
+
+def _slot(layer: LayerShape, numbers: int) -> int:
+    """Return the bytes of a slot in all heads: key, value, position and numbers beside."""
+    return layer.kv_heads * (layer.token_bytes + _NUMBER * (1 + numbers))
+
+
+def _turned(policy: Policy | None) -> int:
+    return 0 if policy is None else int(policy.score.positions == "cache")
+
+
+def _slots(budget: int, text: Text) -> int:
+    """Return the slots of a head that holds its budget: one more takes in the new token."""
+    return budget + 1 if text.prompt >= budget else min(text.full, budget + 1)
+
+
+def _held(policy: Policy, tokens: int, text: Text) -> int:
+    """Return the slots of a head when all has been fed."""
+    if policy.score.when == "always":
+        return _slots(tokens, text)
+    stored = text.prompt if policy.score.when == "never" or policy.score.marks else tokens
+    return min(stored, text.prompt) + text.new
+
+
+def _read(policy: Policy, tokens: int, text: Text) -> int:
+    """Return the tokens of a head that the last decoded token reads, where it reads all."""
+    if policy.score.when == "always":
+        return tokens + (not policy.cuts_by_logits)
+    stored = text.prompt if policy.score.when == "never" else tokens
+    return min(stored, text.prompt) + max(text.new, 1)
+
+
+def _shared(policy: Policy, layer: LayerShape, budget: LayerBudget, text: Text) -> int:
+    """Return the numbers of a row that all layers share: surprisals, and the last logits."""
+    slots = _held(policy, budget.tokens, text)
+    return slots * _NUMBER + (text.vocabulary or 0) * layer.itemsize
+
+
+def _reading(layer: LayerShape, budget: LayerBudget, text: Text) -> tuple[int, int]:
+    """Return the bytes of a reader's tables, and what its step reads."""
+    from kvtool.policies.read.dry import step_bytes, table_bytes
+
+    stored = min(budget.tokens, text.prompt)
+    last, end = stored + max(text.new, 1), stored + text.new
+    tables = table_bytes(budget.reader, layer, end) if end > budget.pairs else 0
+    if last <= budget.pairs:
+        return tables, last * layer.kv_heads * layer.token_bytes
+    return tables, step_bytes(budget.reader, layer, last)

@@ -1,0 +1,220 @@
+"""Forecasts for budgets and for plans, and budgets for a given number of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvtool.documents.plan import DTYPE_BYTES, FREE, SLIDING, PlanDocument
+from kvtool.documents.profile import ModelShape
+from kvtool.errors import UsageError
+from kvtool.planning.forecast import Forecast, LayerBudget, LayerShape, Text, forecast
+from kvtool.sizes import Budget
+
+if TYPE_CHECKING:
+    from kvtool.policies.policy import Policy
+
+
+DEFAULT_TRAFFIC = 512
+"""Pairs of key and value that a step reads where bytes bound what is stored, and all is."""
+
+
+def layer_shapes(model: ModelShape, sizes: Sequence[int] | None = None) -> list[LayerShape | None]:
+    """Return what each layer of a model stores, None for those without attention.
+
+    Args:
+        sizes: bytes of a token in every layer; None shares `kv_bytes_per_token` out evenly.
+    """
+    kinds = model.layer_types
+    stores = [kind in FREE or kind in SLIDING for kind in kinds]
+    if sizes is None:
+        sizes = [model.kv_bytes_per_token // sum(stores) if stored else 0 for stored in stores]
+    shapes: list[LayerShape | None] = []
+    for kind, stored, size in zip(kinds, stores, sizes, strict=True):
+        per_head = size // model.kv_heads
+        itemsize = DTYPE_BYTES.get(model.dtype or "", 0)
+        itemsize = itemsize or (2 if per_head == 4 * model.head_dim else 4)
+        window = max(1, model.sliding_window - 1) if kind in SLIDING else None
+        dims = (model.head_dim, per_head // itemsize - model.head_dim)
+        shape = LayerShape(model.kv_heads, model.heads, *dims, itemsize, window)
+        shapes.append(shape if stored else None)
+    return shapes
+
+
+def in_dtype(layers: Sequence[LayerShape | None], dtype: str | None) -> list[LayerShape | None]:
+    """Return the same layers with numbers of another dtype; None or an unknown one: as they are."""
+    itemsize = DTYPE_BYTES.get(dtype or "")
+    if itemsize is None:
+        return list(layers)
+    return [layer and replace(layer, itemsize=itemsize) for layer in layers]
+
+
+def even_budgets(
+    policy: Policy | None, tokens: int, layers: Sequence[LayerShape | None], text: Text
+) -> list[LayerBudget]:
+    """Return the budgets of layers that share a budget equally.
+
+    Args:
+        tokens: of each layer: stored, or read by a step where the policy's budget is that.
+
+    Raises:
+        UsageError: a budget too small for RocketKV's plan.
+    """
+    free = [layer for layer in layers if layer is not None and layer.window is None]
+    if policy is None or policy.reader is None or not free:
+        return [LayerBudget(tokens)] * len(free)
+    from kvtool.planning.traffic import sized_reader, tokens_left
+
+    stored, pairs, length = min(tokens, text.prompt), tokens, text.prompt
+    if policy.reads_budget:
+        stored = tokens_left(policy, pairs, text.prompt, text.new)
+    else:
+        pairs, length = policy.reader.k * policy.reader.share, stored
+    at_end = text.prompt if policy.score.marks else stored
+    reader = sized_reader(policy, pairs, length, at_end, free[0].key_dim, text.new)
+    return [LayerBudget(stored, pairs, reader)] * len(free)
+
+
+def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[LayerBudget]:
+    """Return the budgets of a plan's free layers for a prompt of `n` tokens.
+
+    Args:
+        policy: None for one without numbers of its own, and the prompt that was planned for.
+    """
+    if policy is None:
+        return [LayerBudget(plan.layers.tokens[i]) for i in plan.free_layers]
+    from kvtool.policies.allocate.planned import tokens_for_prompt
+
+    tokens = tokens_for_prompt(plan, n)
+    free = [tokens[i] for i in plan.free_layers]
+    if policy.reader is None:
+        return [LayerBudget(count) for count in free]
+    from kvtool.planning.stages import planned_stages
+    from kvtool.planning.traffic import sized_reader, tokens_left
+
+    new, head_dim, budgets = plan.target.max_new_tokens, plan.model.head_dim, []
+    planned = None
+    if policy.reads_budget and policy.reader.planned:
+        planned = planned_stages(plan, n, policy.score.window if policy.score.reads else 1)
+    for place, count in enumerate(free):
+        stored, pairs, length = min(count, n), count, n
+        if not policy.reads_budget:
+            pairs, length = policy.reader.k * policy.reader.share, stored
+        elif planned is None:
+            stored = tokens_left(policy, pairs, n, new)
+        else:
+            pairs = planned.token_budget
+            stored = min(n, planned.kept[place]) if policy.score.reads else n
+        at_end = n if policy.score.marks else stored
+        reader = sized_reader(policy, pairs, length, at_end, head_dim, new, planned)
+        budgets.append(LayerBudget(stored, pairs, reader))
+    return budgets
+
+
+def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
+    """Return the policy with the plan's split over heads, if it has one and the policy none.
+
+    Raises:
+        UsageError: the policy cannot split a budget over heads.
+    """
+    from kvtool.policies.allocate.room import HeadSplit
+    from kvtool.policies.allocate.table import parse_allocator
+
+    split = parse_allocator(plan.layers.allocator)
+    if not isinstance(split, HeadSplit) or policy.head_split is not None:
+        return policy
+    keeps_equal = policy.score.when == "never" or policy.reads_budget
+    return policy if keeps_equal else replace(policy, heads=split)
+
+
+def forecast_plan(
+    plan: PlanDocument,
+    policy: Policy | None,
+    text: Text,
+    layers: Sequence[LayerShape | None] | None = None,
+) -> Forecast:
+    """Forecast what a cache that follows a plan holds and reads.
+
+    Args:
+        policy: None for one without numbers of its own.
+        layers: those of the plan's model if None.
+    """
+    layers = layer_shapes(plan.model) if layers is None else layers
+    policy = policy and planned_heads(policy, plan)
+    budgets = planned_budgets(plan, policy, text.prompt)
+    return forecast(policy, layers, budgets, text)
+
+
+def largest(fits: Callable[[int], bool], least: int, most: int) -> int | None:
+    """Return the largest number that fits such that the next does not; None: not even the least.
+
+    Found by halving, so that of several such numbers it is one.
+    """
+    if fits(most):
+        return most
+    if not fits(least):
+        return None
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
+
+
+def least_allowed(attempt: Callable[[int], object], least: int, most: int) -> int:
+    """Return the smallest number that is not refused with a `UsageError`, `most` if all are."""
+    while least < most:
+        middle = (least + most) // 2
+        try:
+            attempt(middle)
+            most = middle
+        except UsageError:
+            least = middle + 1
+    return least
+
+
+def tokens_for_bytes(
+    policy: Policy, layers: Sequence[LayerShape | None], text: Text, size: int
+) -> int:
+    """Return the budget that holds no more than so many bytes, equal in all layers.
+
+    For a policy that stores everything, bytes only have to suffice, and the budget is the default
+    of what is read. A policy that stores its budget holds no more whatever the prompt's length,
+    except where KV heads keep whole prompts.
+
+    Raises:
+        UsageError: bytes too small for the policy.
+    """
+    widest = max((layer.window or 0 for layer in layers if layer is not None), default=0)
+
+    def needed(tokens: int) -> int:
+        longer = text
+        if not policy.reads_budget:  # the budget holds for any text, with every window full
+            longer = replace(text, prompt=max(text.prompt, tokens, widest))
+        return forecast(
+            policy, layers, even_budgets(policy, tokens, layers, longer), longer
+        ).storage
+
+    if policy.stores_all:
+        if needed(DEFAULT_TRAFFIC) > size:
+            raise UsageError(
+                f"budget {Budget(bytes=size)} is too small: `{policy}` stores everything, which "
+                f"takes {needed(DEFAULT_TRAFFIC)} bytes"
+            )
+        return DEFAULT_TRAFFIC
+    least, most = 1, size
+    if policy.score.reads:
+        most = max(text.full, policy.reader.least)
+        least = least_allowed(needed, policy.reader.least, most)
+    found = largest(lambda tokens: needed(tokens) <= size, least, most)
+    if found is None:
+        what = "one token" if least == 1 else f"a budget of {least}"
+        raise UsageError(
+            f"budget {Budget(bytes=size)} is too small: {what} in every layer takes "
+            f"{needed(least)} bytes"
+        )
+    try:
+        policy.check_budget(found)
+    except UsageError as error:
+        raise UsageError(f"budget {Budget(bytes=size)} is {found} tokens: {error}") from None
+    return found

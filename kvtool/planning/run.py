@@ -1,0 +1,133 @@
+"""What a run makes of a plan: the tokens and stages it goes by, and the bytes it will hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvtool.documents.plan import PlanDocument
+from kvtool.errors import UsageError
+from kvtool.planning.forecast import Text
+from kvtool.planning.held import forecast_plan, in_dtype, layer_shapes
+from kvtool.planning.stages import PlannedStages, planned_stages
+from kvtool.policies.allocate.planned import tokens_for_prompt
+from kvtool.policies.policy import Policy
+
+
+@dataclass(frozen=True)
+class PlanInUse:
+    """A plan for one prompt.
+
+    Attributes:
+        tokens: of every layer.
+        stages: RocketKV's, where the policy goes by them.
+        held: bytes that will be held at most.
+    """
+
+    tokens: list[int]
+    stages: PlannedStages | None
+    held: int
+
+
+def use_plan(
+    plan: PlanDocument, policy: Policy, *, prompt: int, new: int, rows: int = 1, dtype: str | None
+) -> PlanInUse:
+    """Return what a run goes by.
+
+    Args:
+        prompt: tokens of the longest prompt.
+        new: tokens that are generated at most.
+        dtype: of the cache, by name; None: the plan's.
+    """
+    stages = None
+    if _goes_by_stages(policy):
+        stages = planned_stages(plan, prompt, policy.score.window if policy.score.reads else 1)
+    text = Text(prompt, new, rows, plan.model.vocabulary)
+    held = _held(plan, policy, dtype, text)
+    return PlanInUse(tokens_for_prompt(plan, prompt), stages, held)
+
+
+def check_run(plan: PlanDocument, policy: Policy, dtype: str | None = None) -> list[str]:
+    """Refuse a run that a plan's bytes rule out, and say where its totals are not those of the run.
+
+    Args:
+        dtype: of the cache, by name; None: not known yet.
+
+    Returns:
+        What a user should be told, one line each.
+
+    Raises:
+        UsageError: a policy whose own sizes are not the plan's; a target in bytes that the run
+            would exceed.
+    """
+    _check_sizes(plan, policy)
+    if not policy.takes_budget:
+        return []
+    other_dtype = None not in (dtype, plan.model.dtype) and dtype != plan.model.dtype
+    other_policy = plan.policy is None or plan.policy != str(policy)
+    held = _held(plan, policy, dtype)
+    target, planned = plan.target, None
+    if plan.totals is not None and plan.totals.storage is not None:
+        planned = plan.totals.storage.bytes
+    if target.bytes is not None and held > target.bytes:
+        in_plans_dtype = _held(plan, policy, None)
+        if other_dtype and in_plans_dtype <= target.bytes:
+            raise UsageError(
+                f"the plan's {target.budget} are for {plan.model.dtype}, and in {dtype} the run "
+                f"would hold {held} bytes",
+                hint=f"--dtype {plan.model.dtype}, or make the plan anew: kvtool plan-budget .. "
+                f"--dtype {dtype}",
+            )
+        whose = "no policy in particular" if plan.policy is None else f"policy `{plan.policy}`"
+        whose = whose if other_policy else "other tokens and stages than it has"
+        raise UsageError(
+            f"the plan's {target.budget} are for {whose}, and `{policy}` would hold {held} bytes",
+            hint=f"make the plan anew: kvtool plan-budget .. -p '{policy}'",
+        )
+    notes = []
+    if other_dtype:
+        notes.append(f"note: the plan is for {plan.model.dtype}, and this run is in {dtype}")
+    if plan.policy is not None and other_policy:
+        notes.append(
+            f"note: the plan's totals are those of `{plan.policy}`, and this is `{policy}`"
+        )
+    if planned is not None and planned != held and (notes or not other_policy):
+        notes = notes or ["note: the plan's totals are not those of its tokens and stages"]
+        notes[-1] += f": held are {held} bytes, not {planned}"
+    return notes
+
+
+def _goes_by_stages(policy: Policy) -> bool:
+    return policy.reads_budget and policy.reader.planned
+
+
+def _held(plan: PlanDocument, policy: Policy, dtype: str | None, text: Text | None = None) -> int:
+    target = plan.target
+    planned = Text(target.prompt_tokens, target.max_new_tokens, target.batch)
+    planned = replace(planned, vocabulary=plan.model.vocabulary)
+    layers = in_dtype(layer_shapes(plan.model), dtype)
+    return forecast_plan(plan, policy, text or planned, layers).storage
+
+
+def _check_sizes(plan: PlanDocument, policy: Policy) -> None:
+    """Refuse sizes in a policy string that are not those of the plan's stages.
+
+    Raises:
+        UsageError: the first such size.
+    """
+    section = plan.rocketkv
+    if section is None or not _goes_by_stages(policy):
+        return
+    given = {"split": (getattr(policy.score, "split", None), section.split_factor)}
+    for name, planned in (
+        ("page", section.page_size),
+        ("k1", section.head_dims),
+        ("k", section.top_k),
+    ):
+        given[name] = getattr(policy.reader, name), planned
+    for name, (own, planned) in given.items():
+        if None not in (own, planned) and own != planned:
+            raise UsageError(
+                f"policy `{policy}` has {name} {own}, and the plan {planned}",
+                hint=f"leave out {name}={own}, or make the plan anew: kvtool plan-budget .. "
+                f"-p '{policy}'",
+            )

@@ -1,0 +1,71 @@
+"""A budget of what a decoded token reads: what is stored by it, and the sizes of the reader."""
+
+from __future__ import annotations
+
+from kvtool.planning.rocketkv import RocketKVPlan, plan_rocketkv
+from kvtool.planning.stages import PlannedStages
+from kvtool.policies.policy import Policy
+from kvtool.policies.read.reader import Read, StepBudget
+
+
+def tokens_left(policy: Policy, pairs: int, n: int, new: int) -> int:
+    """Return what a policy whose budget is traffic leaves of a prompt; all, without a stage 1.
+
+    Args:
+        pairs: of key and value that a decoded token reads per layer and KV head.
+        n: tokens of the prompt.
+        new: tokens that will be generated, as far as is known.
+
+    Raises:
+        UsageError: a budget too small for RocketKV's plan.
+    """
+    if not policy.score.reads:
+        return n
+    plan = _stages(policy, pairs, n + new, head_dim=1, new=new, window=policy.score.window)
+    return n if n <= pairs else min(n, plan.prompt_tokens)
+
+
+def sized_reader(
+    policy: Policy,
+    pairs: int,
+    length: int,
+    stored: int,
+    head_dim: int,
+    new: int,
+    planned: PlannedStages | None = None,
+) -> Read:
+    """Return the reader of a policy with all its sizes.
+
+    Args:
+        pairs: as above, or what the reader's own `k` amounts to.
+        length: tokens of the prompt, or what is stored of it if the budget is what is stored.
+        stored: tokens that are stored when the prompt ends.
+        head_dim: channels of a key.
+        planned: RocketKV's stages, as a plan has them.
+    """
+    stages = planned
+    if policy.reader.planned and planned is None:
+        strict = pairs >= policy.reader.least  # what is generated may exceed the budget
+        stages = _stages(policy, pairs, length + new, head_dim, new, window=0, strict=strict)
+    return policy.reader.sized(StepBudget(pairs, stored, head_dim, stages))
+
+
+def _stages(
+    policy: Policy,
+    pairs: int,
+    context: int,
+    head_dim: int,
+    new: int,
+    window: int,
+    strict: bool = False,
+) -> RocketKVPlan:
+    """RocketKV's plan; readers that keep everything have no stage 1."""
+    return plan_rocketkv(
+        context,
+        pairs,
+        head_dim,
+        max_new_tokens=new,
+        window=window,
+        split=policy.score.split if policy.score.reads else 0.0,
+        strict=strict,
+    )

@@ -1,0 +1,58 @@
+"""What a reader's tables take and what its step reads, found by running it without content."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvtool.policies.parts import HeadSizes
+from kvtool.policies.read.reader import Read, ReadView, Stored
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+def table_bytes(reader: Read, layer: HeadSizes, tokens: int) -> int:
+    """Return the bytes of the tables of one row.
+
+    Args:
+        reader: with all its sizes.
+        tokens: how many there are to choose from, or room for.
+    """
+    return sum(table.numel() * table.element_size() for table in _tables(reader, layer, tokens))
+
+
+def step_bytes(reader: Read, layer: HeadSizes, tokens: int) -> int:
+    """Return what a step reads of one row: keys, values and what was looked at to choose.
+
+    Args:
+        reader: with all its sizes.
+        tokens: how many there are to choose from.
+    """
+    tables = reader.start(_stored(layer, tokens))
+    view = ReadView(
+        query=_empty(layer, layer.heads // layer.kv_heads, layer.key_dim),
+        keys=_empty(layer, tokens, layer.key_dim),
+        tables=tables,
+        tokens=tokens,
+        scale=1.0,
+    )
+    choice = reader.choose(view)
+    pair = layer.key_dim + layer.value_dim
+    pairs = tokens * layer.kv_heads if choice.slots is None else choice.slots.numel()
+    return (choice.estimate * layer.kv_heads + pairs * pair) * layer.itemsize
+
+
+def _tables(reader: Read, layer: HeadSizes, tokens: int) -> list[Tensor]:
+    return list(reader.start(_stored(layer, tokens)).values())
+
+
+def _stored(layer: HeadSizes, tokens: int) -> Stored:
+    basis = torch.empty(layer.kv_heads, layer.key_dim, layer.key_dim, device="meta")
+    keys = _empty(layer, tokens, layer.key_dim)
+    return Stored(keys, _empty(layer, tokens, layer.value_dim), tokens, basis)
+
+
+def _empty(layer: HeadSizes, tokens: int, dim: int) -> Tensor:
+    """(1, kv_heads, tokens, dim) of no content."""
+    shape = (1, layer.kv_heads, tokens, dim)
+    return torch.empty(shape, dtype=_DTYPES[layer.itemsize], device="meta")

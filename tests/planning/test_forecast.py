@@ -1,0 +1,122 @@
+"""Forecasts of bytes against the tensors of caches, for every base and modifier."""
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.generation import decode_step, prefill
+from kvtool.planning.forecast import Text, forecast
+from kvtool.planning.held import even_budgets, layer_shapes
+from kvtool.policies.table import ALLOCATORS, BASES, MODIFIERS
+from kvtool.profiling.shape import model_shape
+from tests.families import family_model
+from tests.models_for_tests import peaky_model, random_ids
+
+ON = {"ada": "snapkv(window=8)", "calidrop": "snapkv(window=8)", "duo": "h2o"}
+MODIFIED = [f"{ON.get(name, 'h2o')}+{name}" for name in MODIFIERS if name != "optimal"]
+OTHERS = [
+    "h2o+calidrop",
+    "adakv(window=8)+calidrop",
+    "h2o+ada",
+    "snapkv(window=8)+cam",
+    "streaming(positions=cache)",
+    "rocketkv(window=8,skip_layers=1)",
+    "quest(skip_layers=2,k=20)",
+]
+BUDGET = 40
+TEXTS = [(90, 0), (90, 1), (90, 12), (300, 70), (40, 3), (38, 12), (30, 5)]
+
+
+def small(base: str) -> str:
+    """A base whose window is smaller than the budget."""
+    return f"{base}(window=8)" if base in ("snapkv", "adakv", "rocketkv", "rocketkv-mt") else base
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvtool.attach(peaky_model("llama", num_hidden_layers=3))
+
+
+def most_held(model, policy, budget, n, new, batch=2, mode="full", tight=True):
+    """Bytes that are held at most, after the prompt and after every new token; and the cache."""
+    cache = kvtool.build_cache(model, policy, budget, prefill=mode)
+    for layer in cache.slot_layers:
+        layer.tight = tight
+    prefill(model, cache, random_ids(n, batch=batch), new_tokens=new)
+    held = [bytes_of(cache)]
+    for token in random_ids(new + 1, seed=1)[0][:new]:
+        decode_step(model, cache, token.expand(batch))
+        held.append(bytes_of(cache))
+    return max(held), cache.report()
+
+
+def bytes_of(cache) -> int:
+    """Keys, values and state, from the tensors."""
+    report = cache.report()
+    return report.allocated_bytes + report.state_bytes
+
+
+def forecast_of(model, policy, budget, n, new, batch=2):
+    shape = model_shape(model.config, name="m", dtype=str(model.dtype).removeprefix("torch."))
+    text = Text(n, new, batch, shape.vocabulary)
+    layers = layer_shapes(shape)
+    budgets = even_budgets(policy, budget or n, layers, text)
+    return forecast(policy, layers, budgets, text)
+
+
+@pytest.mark.parametrize("mode", ["full", "block:32"])
+@pytest.mark.parametrize("name", [*(small(base) for base in BASES), *MODIFIED, *OTHERS])
+def test_what_is_forecast_is_held(model, name, mode):
+    policy = kvtool.parse_policy(name)
+    budget = BUDGET if policy.takes_budget else None
+    by_row = policy.allocator is not None and policy.allocator.metric is not None
+    batch = 1 if by_row else 2  # rows of unlike splits stand side by side, as wide as the wider
+    for n, new in TEXTS if mode == "full" else TEXTS[2:4]:
+        held, report = most_held(model, policy, budget, n, new, batch, mode)
+        found = forecast_of(model, policy, budget, n, new, batch)
+        assert found.storage == held, (n, new)
+        assert found.full_storage == (n + new) * batch * 3 * 2 * 2 * 16 * 4
+        if new:
+            assert found.traffic == report.traffic_bytes, (n, new)
+
+
+def test_every_modifier_is_tried():
+    assert {name.split("+")[1] for name in MODIFIED} == set(MODIFIERS) - {"optimal"}
+    assert set(ALLOCATORS) - {"optimal"} <= set(MODIFIERS)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv(window=4)", "rocketkv(window=4)", "quest"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "falcon_h1", "lfm2"])
+def test_families_and_dtypes(family, dtype, policy):
+    model = kvtool.attach(family_model(family).to(dtype))
+    held, _ = most_held(model, policy, 24, 60, 6)
+    assert forecast_of(model, kvtool.parse_policy(policy), 24, 60, 6).storage == held
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv(window=4)"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "falcon"])
+def test_latents_and_one_head_for_all(family, policy):
+    model = kvtool.attach(family_model(family))
+    held, _ = most_held(model, policy, 24, 60, 6)
+    assert forecast_of(model, kvtool.parse_policy(policy), 24, 60, 6).storage == held
+
+
+def test_a_worked_layer(model):
+    """RoCo: 41 slots of 2 heads x (2 x 16 x 4 bytes + a position and 3 numbers), 3 layers, 2 rows.
+
+    D2O remembers a threshold per head beside 1 number.
+    """
+    roco = forecast_of(model, kvtool.parse_policy("roco"), 40, 90, 5)
+    assert roco.storage == 2 * 3 * 41 * 2 * (128 + 16)
+    assert roco.traffic == 2 * 3 * 41 * 2 * 128
+    d2o = forecast_of(model, kvtool.parse_policy("d2o"), 40, 90, 5)
+    assert d2o.storage == 2 * 3 * 2 * (41 * (128 + 8) + 4)
+
+
+def test_heads_of_a_prompt_that_some_keep_whole(model):
+    """DuoAttention at 700 of 1000 tokens: share 60 / 360 of 6 heads is one head, 640 the others."""
+    found = forecast_of(model, kvtool.parse_policy("duoattention"), 700, 1000, 7)
+    assert found.storage == 2 * (1007 + 5 * 641) * (128 + 4)
+    held, _ = most_held(model, "duoattention", 700, 1000, 7)
+    assert found.storage == held
