@@ -271,6 +271,11 @@ class SlotLayer(CacheLayerMixin):
         return score.when == "always" and score.evidence is not Evidence.LOGITS
 
     @property
+    def limit(self) -> int:
+        """Slots of a budget that is always held: one more takes in a token before one leaves."""
+        return self.most + (not self.appends)
+
+    @property
     def ragged(self) -> bool:
         """Whether rows differ in length: short rows have empty slots among the used ones."""
         return self.lengths is not None
@@ -546,7 +551,7 @@ class SlotLayer(CacheLayerMixin):
         for store in self.stores:
             store.foreseen = store.used + tokens
             full = not store.appends and store.used >= store.least
-            store.shrink(max(store.foreseen, store.most + 1) if full else store.foreseen)
+            store.shrink(max(store.foreseen, store.limit) if full else store.foreseen)
 
     def fill_to(self, slots: int) -> None:
         """Count empty slots as used, so that rows of different budgets can grow into them."""
@@ -559,11 +564,11 @@ class SlotLayer(CacheLayerMixin):
         if slots <= capacity:
             return
         roomy = max(slots, int(capacity * _GROWTH) + _STEP) if capacity else slots
-        when, limit, foreseen = self.policy.score.when, self.most + 1, self.foreseen
+        when, limit, foreseen = self.policy.score.when, self.limit, self.foreseen
         if self.held_back:
             roomy = slots
         elif when == "always":
-            roomy = max(limit, slots) if slots >= self.most else min(roomy, limit)
+            roomy = max(limit, slots) if roomy >= self.most else roomy
             foreseen = min(foreseen, limit)
         elif when == "prompt" and slots <= self.most:
             roomy = min(roomy, self.most)

@@ -170,7 +170,7 @@ class Surprisals:
             self._cut(view, first.most, first.most)
         if first.capacity > first.most + 1:
             for layer in self._layers:
-                layer.shrink(layer.used)
+                layer.shrink(layer.limit)
             self.fit()
 
     def _surprisals(self, new: Arriving, logits: Tensor) -> Tensor:

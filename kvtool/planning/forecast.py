@@ -205,7 +205,7 @@ def _held(policy: Policy, tokens: int, text: Text) -> int:
 def _read(policy: Policy, tokens: int, text: Text) -> int:
     """Return the tokens of a head that the last decoded token reads, where it reads all."""
     if policy.score.when == "always":
-        return tokens + (not policy.cuts_by_logits)
+        return tokens + (not policy.cuts_by_logits)  # a slot more takes in the token
     stored = text.prompt if policy.score.when == "never" else tokens
     return min(stored, text.prompt) + max(text.new, 1)
 

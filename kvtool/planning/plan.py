@@ -266,7 +266,7 @@ def _total(drafts: _Drafts) -> tuple[int, list[str]]:
     def fits(total: int) -> bool:
         return drafts.forecast(drafts.of(total).document).storage <= budget.bytes
 
-    step = 1
+    step = count if policy is not None and policy.cuts_by_logits else 1  # equal in all layers
     least, most = min(drafts.least, layers.prompt_tokens) * count, layers.prompt_tokens * count
     if policy is not None and policy.score.reads:
         step, most = count, drafts.target.context * count
@@ -279,7 +279,8 @@ def _total(drafts: _Drafts) -> tuple[int, list[str]]:
     asked = least // count
     why = f"policy `{policy}`" if drafts.min_tokens is None and policy else "--min-tokens"
     why = "" if asked == 1 else f" ({why})"
-    what = "pairs per step" if step > 1 else ("token" if asked == 1 else "tokens")
+    what = "token" if asked == 1 else "tokens"
+    what = "pairs per step" if policy is not None and policy.score.reads else what
     raise UsageError(
         f"{budget} is too small: {asked} {what} in every layer{why} take {needed} bytes",
         hint=f"--bytes {needed}B",

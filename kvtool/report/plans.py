@@ -23,23 +23,36 @@ _FREE, _FIXED = "#0072B2", "#777777"
 
 
 def plan_table(plan: PlanDocument) -> RenderableType:
-    """Return the tokens of every layer with bars, the totals, and RocketKV's sizes."""
+    """Return what every layer stores with bars, the totals, and RocketKV's sizes."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
     table.add_column("layer", justify="right")
     table.add_column("tokens", justify="right")
     table.add_column("of prompt", justify="right")
     table.add_column("")
-    most = max(plan.layers.tokens)
-    rows = zip(plan.model.layer_types, plan.layers.tokens, plan.layers.fractions, strict=True)
-    for i, (kind, tokens, fraction) in enumerate(rows):
-        fixed = fraction is None
-        share = kind.removesuffix("_attention") if fixed else digits.share(fraction)
+    stored, prompt = stored_tokens(plan), plan.target.prompt_tokens
+    for i, (kind, tokens) in enumerate(zip(plan.model.layer_types, stored, strict=True)):
+        fixed = i not in plan.free_layers
+        share = kind.removesuffix("_attention") if fixed else digits.share(tokens / prompt)
         style = "dim" if fixed else ""
-        table.add_row(str(i), str(tokens), share, bar(tokens / most), style=style)
+        table.add_row(str(i), str(tokens), share, bar(tokens / max(stored)), style=style)
     parts: list[RenderableType] = [Text(heading(plan), style="bold"), table]
     if plan.rocketkv is not None:
         parts.append(Text(_rocketkv(plan.rocketkv)))
     return Group(*parts)
+
+
+def stored_tokens(plan: PlanDocument) -> list[int]:
+    """Return what each layer stores of the prompt, also where its budget is what is read."""
+    stored = list(plan.layers.tokens)
+    if plan.policy is None:
+        return stored
+    from kvtool.planning.held import planned_budgets
+    from kvtool.policies.grammar import parse_policy
+
+    budgets = planned_budgets(plan, parse_policy(plan.policy), plan.target.prompt_tokens)
+    for i, budget in zip(plan.free_layers, budgets, strict=True):
+        stored[i] = budget.tokens
+    return stored
 
 
 def bar(share: float) -> str:
@@ -56,9 +69,21 @@ def heading(plan: PlanDocument) -> str:
     """Say what the plan is for and what it takes."""
     totals, target = plan.totals, plan.target
     rows = f" x {target.batch} rows" if target.batch > 1 else ""
+    policy = "" if plan.policy is None else f"{plan.policy}, "
+    asked = (
+        f"{policy}{plan.layers.allocator}: {_target(target)} for prompts of {target.prompt_tokens} "
+        f"tokens{rows}"
+    )
+    if totals is None:
+        return f"{asked}: edited"
+    if totals.storage is None or totals.traffic is None:
+        size, share = totals.bytes, totals.share_of_full
+        return f"{asked}: {digits.size(size)}, {digits.share(share)} of a full cache"
+    storage, traffic = totals.storage, totals.traffic
     return (
-        f"{plan.layers.allocator}: {_target(target)} for prompts of {target.prompt_tokens} tokens"
-        f"{rows}: {digits.size(totals.bytes)}, {digits.share(totals.share_of_full)} of a full cache"
+        f"{asked}: holds {digits.size(storage.bytes)}, {digits.share(storage.share_of_full)} of a "
+        f"full cache; a token reads {digits.size(traffic.bytes)}, "
+        f"{digits.share(traffic.share_of_full)}"
     )
 
 
@@ -73,23 +98,27 @@ def _rocketkv(plan: RocketKVSection) -> str:
     start = f"rocketkv at {plan.token_budget} of {plan.context} tokens per step: "
     if plan.dense:
         return f"{start}everything fits, nothing is selected"
+    split = "" if plan.split_factor is None else f" (split factor {plan.split_factor:.2f})"
+    costs = ""
+    if plan.storage is not None and plan.traffic is not None:
+        stored, read = digits.share(plan.storage.exact), digits.share(plan.traffic.exact)
+        costs = f"; stores {stored}, reads {read}"
     return (
-        f"{start}stage 1 keeps {plan.prompt_tokens} tokens of the prompt "
-        f"(split factor {plan.split_factor:.2f}), stage 2 reads pages of {plan.page_size} in "
-        f"{plan.head_dims} channels and attends to {plan.top_k}; stores "
-        f"{digits.share(plan.storage.exact)}, reads {digits.share(plan.traffic.exact)}"
+        f"{start}stage 1 keeps {plan.prompt_tokens or plan.stage1_tokens} tokens of the prompt"
+        f"{split}, stage 2 reads pages of {plan.page_size} in {plan.head_dims} channels and "
+        f"attends to {plan.top_k}{costs}"
     )
 
 
 def plan_figure(plan: PlanDocument) -> Figure:
     """Return a bar per layer, the mean of the planned layers dashed across."""
-    layers = range(len(plan.layers.tokens))
-    free = plan.free_layers
+    stored, free = stored_tokens(plan), plan.free_layers
+    layers = range(len(stored))
     figure = new_figure(max(3.6, 0.16 * len(layers) + 1.6), 2.6)
     axes = figure.subplots()
-    colours = [_FIXED if plan.layers.fractions[i] is None else _FREE for i in layers]
-    axes.bar(list(layers), plan.layers.tokens, color=colours, width=0.8)
-    mean = sum(plan.layers.tokens[i] for i in free) / len(free)
+    colours = [_FREE if i in free else _FIXED for i in layers]
+    axes.bar(list(layers), stored, color=colours, width=0.8)
+    mean = sum(stored[i] for i in free) / len(free)
     axes.axhline(mean, color="black", linestyle="--", linewidth=1.0)
     axes.set_xlabel("layer")
     axes.set_ylabel("tokens per KV head")

@@ -122,7 +122,8 @@ def test_a_plan_in_another_dtype_says_so_or_is_refused(kvtool):
     assert "hint: --dtype bfloat16, or make the plan anew: kvtool plan-budget .. --dtype flo" in (
         done.err
     )
-    ran = run(kvtool, "generate", "-", *PROMPT, "-n", "1", "--dtype", "bfloat16", stdin=plan)
+    more = ("-n", "1", "--dtype", "bfloat16", "-f", "json")
+    ran = run(kvtool, "generate", "-", *PROMPT, *more, stdin=plan)
     assert ran["cache"]["allocated_bytes"] + ran["cache"]["state_bytes"] <= 64 * 1024
 
 

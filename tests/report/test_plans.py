@@ -5,6 +5,7 @@ from kvtool.documents.plan import Target
 from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.uniform import Uniform
+from kvtool.policies.grammar import parse_policy
 from kvtool.report.plans import bar, draw_plan, plan_figure, plan_table
 from kvtool.report.style import drawing
 from tests.planning.models import FULL, LINEAR, SLIDING, profile, shape
@@ -29,7 +30,9 @@ def shown(plan, width=100):
 
 def test_every_layer_has_its_tokens_and_a_bar_in_proportion():
     lines = shown(d2o_plan()).splitlines()
-    assert "d2o: 20% for prompts of 1000 tokens: 200.0 KiB, 20% of a full cache" in lines[0]
+    # 804 slots of 256 bytes and 2 positions: each of 4 layers has one to spare
+    assert "d2o: 20% for prompts of 1000 tokens: holds 207.3 KiB, 21% of a full cache" in lines[0]
+    assert "a token reads 201.0 KiB, 20%" in " ".join(lines[:2])
     rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
     assert [row[:3] for row in rows] == [
         ["0", "243", "24%"],
@@ -48,12 +51,24 @@ def test_rocketkv_is_told_in_words():
     assert "everything fits, nothing is selected" in dense
 
 
+def test_bars_are_of_what_the_policy_stores():
+    policy = parse_policy("rocketkv")
+    plan = make_plan(
+        shape(), D2O(), Target(tokens=64, context=1000), profile=profile(), policy=policy
+    ).document
+    rows = [line.split() for line in shown(plan).splitlines() if line.strip()[:1].isdigit()]
+    stored = [int(row[1]) for row in rows]
+    assert sum(stored) == 4 * plan.rocketkv.stage1_tokens
+    assert stored[0] > stored[3] > plan.layers.tokens[0]
+    assert "rocketkv, d2o: 64 tokens per layer" in shown(plan)
+
+
 def test_layers_that_are_not_planned_are_named():
     text = shown(mixed_plan())
     rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
     assert rows[1][:3] == ["1", "63", "sliding"]
     assert rows[2][:3] == ["2", "0", "linear"]
-    assert "uniform: 976.6 KiB for prompts of 4000 tokens x 4 rows" in text
+    assert "uniform: 976.6 KiB for prompts of 4000 tokens x 4 rows: holds 975" in text
 
 
 def test_bars_are_drawn_in_eighths():

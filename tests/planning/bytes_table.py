@@ -1,0 +1,123 @@
+"""What plans for bytes promise and what runs hold, counted from tensors, as a table.
+
+    python -m tests.planning.bytes_table      # writes docs/plans.md anew, about 1 min on a CPU
+
+The bundled model reads a prompt of 600 random tokens and 16 more, under the plan of each policy.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import kvtool
+from kvtool.documents.plan import Target
+from kvtool.errors import UsageError
+from kvtool.generation import decode_step, prefill
+from kvtool.models.load import load
+from kvtool.planning.plan import make_plan
+from kvtool.policies.allocate.uniform import Uniform
+from kvtool.policies.table import BASES
+from kvtool.profiling.shape import model_shape
+from kvtool.sizes import Budget
+
+PAGE = Path(__file__).parents[2] / "docs" / "plans.md"
+TARGETS = ("384KiB", "1MiB", "3MiB")
+PROMPT, NEW = 600, 16
+POLICIES = [name for name in BASES if name != "full"]
+_BEGIN, _END = "<!-- table -->\n", "<!-- end of the table -->\n"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A policy under a target in bytes.
+
+    Attributes:
+        budget: the planned tokens, or pairs that are read, of a layer; None: refused.
+        planned, held: bytes; where it is refused, what it would take.
+        above: bytes that the next larger budget holds, one token or pair a layer; None: the prompt
+            is stored whole already.
+    """
+
+    policy: str
+    target: str
+    budget: int | None
+    planned: int
+    held: int | None = None
+    above: int | None = None
+
+
+def plan_for(model, policy, **target):
+    """A plan for the prompt and the new tokens."""
+    shape = model_shape(model.config, name="reference", dtype="float32")
+    asked = Target(context=PROMPT + NEW, max_new_tokens=NEW, **target)
+    return make_plan(shape, Uniform(), asked, policy=policy).document
+
+
+def held_by(model, policy, plan, *, batch=1, new=NEW) -> int:
+    """Most bytes that a run holds, from the end of its prompt to its last token."""
+    cache = kvtool.build_cache(model, policy, plan=plan)
+    ids = torch.randint(5, 400, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
+    prefill(model, cache, ids, new_tokens=new)
+    most = 0
+    for step in range(new + 1):
+        report = cache.report()
+        most = max(most, report.allocated_bytes + report.state_bytes)
+        if step < new:
+            decode_step(model, cache, ids[:, step])
+    return most
+
+
+def measure(model, name: str, target: str) -> Measured:
+    """Plan, run, and run the next larger budget."""
+    policy, size = kvtool.parse_policy(name), Budget.parse(target).bytes
+    try:
+        plan = plan_for(model, policy, bytes=size)
+    except UsageError as error:
+        return Measured(name, target, None, int(re.search(r"(\d+) bytes", str(error))[1]))
+    held = held_by(model, policy, plan)
+    budget = sum(plan.layers.tokens) // len(plan.layers.tokens)
+    if policy.score.reads and plan.rocketkv is not None:
+        budget = plan.rocketkv.token_budget
+    above = None
+    if not policy.stores_all and budget < PROMPT:
+        above = held_by(model, policy, plan_for(model, policy, tokens=budget + 1))
+    return Measured(name, target, budget, plan.totals.storage.bytes, held, above)
+
+
+def measure_all() -> list[Measured]:
+    """Every policy of the table that has a budget, at every target."""
+    model = kvtool.attach(load().model)
+    return [measure(model, name, target) for name in POLICIES for target in TARGETS]
+
+
+def markdown(rows: list[Measured]) -> str:
+    """The table of the page."""
+    lines = [
+        "| policy | target | budget | planned bytes | bytes from tensors | the next budget holds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row.budget is None:
+            cells = ["refused", f"would take {row.planned}", "-", "-"]
+        else:
+            above = "the whole prompt is stored" if row.above is None else str(row.above)
+            cells = [str(row.budget), str(row.planned), str(row.held), above]
+        target = f"{row.target} ({Budget.parse(row.target).bytes})"
+        lines.append(f"| `{row.policy}` | {target} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def table_of(page: str) -> str:
+    """The table that stands in a page."""
+    return page.split(_BEGIN)[1].split(_END)[0]
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    before, _, rest = text.partition(_BEGIN)
+    after = rest.partition(_END)[2]
+    PAGE.write_text(before + _BEGIN + markdown(measure_all()) + _END + after)
