@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
@@ -35,7 +35,19 @@ class PlanOptions(ModelOptions):
     ] = None
     bytes: Annotated[
         str | None,
-        Option("--bytes", metavar="SIZE", help="Keys and values of all layers and rows (64MiB)."),
+        Option(
+            "--bytes",
+            metavar="SIZE",
+            help="Memory held in all layers and rows, the policy's own numbers included (64MiB).",
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        Option(
+            "--dtype",
+            help="Of keys and values.  [default: the checkpoint's own; without --model what the "
+            "bundled one runs in here]",
+        ),
     ] = None
     context: Annotated[
         str | None,
