@@ -120,3 +120,20 @@ def test_heads_of_a_prompt_that_some_keep_whole(model):
     assert found.storage == 2 * (1007 + 5 * 641) * (128 + 4)
     held, _ = most_held(model, "duoattention", 700, 1000, 7)
     assert found.storage == held
+
+
+@pytest.mark.parametrize("name", ["h2o", "d2o(merge=none)+uniform", "snapkv(window=8)", "h2o+ada"])
+@pytest.mark.parametrize("n", [90, 30])
+def test_padded_rows_hold_no_more_than_so_many_of_the_longest(model, name, n):
+    policy, new = kvtool.parse_policy(name), 9
+    ids, mask = random_ids(n, batch=3), torch.ones(3, n, dtype=torch.long)
+    mask[1, :11], mask[2, :20] = 0, 0
+    cache = kvtool.build_cache(model, policy, BUDGET)
+    for layer in cache.slot_layers:
+        layer.tight = True
+    prefill(model, cache, ids, mask, new_tokens=new)
+    found = forecast_of(model, policy, BUDGET, n, new, batch=3).storage
+    for token in random_ids(new, seed=1)[0]:
+        assert bytes_of(cache) <= found
+        decode_step(model, cache, token.expand(3))
+    assert bytes_of(cache) <= found

@@ -32,7 +32,7 @@ def test_every_layer_has_its_tokens_and_a_bar_in_proportion():
     lines = shown(d2o_plan()).splitlines()
     # 804 slots of 256 bytes and 2 positions: each of 4 layers has one to spare
     assert "d2o: 20% for prompts of 1000 tokens: holds 207.3 KiB, 21% of a full cache" in lines[0]
-    assert "a token reads 201.0 KiB, 20%" in " ".join(lines[:2])
+    assert "a token reads 201.0 KiB, 20%" in " ".join(" ".join(lines[:2]).split())
     rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
     assert [row[:3] for row in rows] == [
         ["0", "243", "24%"],
