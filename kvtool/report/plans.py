@@ -76,10 +76,15 @@ def heading(plan: PlanDocument) -> str:
     )
     if totals is None:
         return f"{asked}: edited"
+    size, share = digits.size(totals.bytes), digits.share(totals.share_of_full)
     if totals.storage is None or totals.traffic is None:
-        size, share = totals.bytes, totals.share_of_full
-        return f"{asked}: {digits.size(size)}, {digits.share(share)} of a full cache"
+        return f"{asked}: {size}, {share} of a full cache"
     storage, traffic = totals.storage, totals.traffic
+    if plan.policy is None:
+        return (
+            f"{asked}: {size}, {share} of a full cache, stored; with positions "
+            f"{digits.size(storage.bytes)}, and a token reads {digits.size(traffic.bytes)}"
+        )
     return (
         f"{asked}: holds {digits.size(storage.bytes)}, {digits.share(storage.share_of_full)} of a "
         f"full cache; a token reads {digits.size(traffic.bytes)}, "
