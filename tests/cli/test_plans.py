@@ -19,7 +19,9 @@ QUICK = ("-t", "niah", "--lengths", "256", "--depths", "2", "-q", "-f", "json", 
 
 
 def planned(kvtool, *arguments) -> bytes:
-    done = kvtool("plan-budget", "--allocator", "pyramid", "--context", "512", "-q", *arguments)
+    usual = {"--allocator": "pyramid", "--context": "512"}
+    more = [text for flag in usual.items() if flag[0] not in arguments for text in flag]
+    done = kvtool("plan-budget", *more, "-q", *arguments)
     assert done.code == 0, done.err
     return done.out.encode()
 
