@@ -551,7 +551,8 @@ class SlotLayer(CacheLayerMixin):
         for store in self.stores:
             store.foreseen = store.used + tokens
             full = not store.appends and store.used >= store.least
-            store.shrink(max(store.foreseen, store.limit) if full else store.foreseen)
+            if not store.lent:  # what another cache reads would be copied, not given back
+                store.shrink(max(store.foreseen, store.limit) if full else store.foreseen)
 
     def fill_to(self, slots: int) -> None:
         """Count empty slots as used, so that rows of different budgets can grow into them."""
