@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_QUOTED = 200  # characters of what was given that a message repeats
+_LONGEST = 1200  # characters of a message
 
 
 class KvtoolError(ValueError):
@@ -21,8 +25,8 @@ class KvtoolError(ValueError):
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = clip(message)
+        self.hint = None if hint is None else clip(hint)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}; {self.hint}"
@@ -38,6 +42,24 @@ class UsageError(KvtoolError):
     exit_code = 2
 
 
+def quote(text: object) -> str:
+    """Return what was given in backquotes, at most 200 characters of it.
+
+    >>> quote("4k"), len(quote("x" * 5000))
+    ('`4k`', 205)
+    """
+    text = str(text)
+    return f"`{text}`" if len(text) <= _QUOTED else f"`{text[:_QUOTED]}...`"
+
+
+def clip(message: str) -> str:
+    """Return a message whose quotations, and which as a whole, are not long; and can be printed."""
+    message = re.sub(rf"`([^`]{{{_QUOTED + 4},}})`", lambda found: quote(found[1]), message)
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST - _QUOTED]} ... {message[-_QUOTED:]}"
+    return message.encode("utf-8", "backslashreplace").decode()
+
+
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice that `word` was most likely meant to be, or None.
 
@@ -46,6 +68,8 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     >>> nearest("zebra", ["h2o", "snapkv"]) is None
     True
     """
+    if len(word) > _QUOTED:
+        return None  # no name is that long, and to compare would take long
     spelling = {choice.lower(): choice for choice in choices}
     found = difflib.get_close_matches(word.lower(), spelling, n=1, cutoff=0.5)
     return spelling[found[0]] if found else None

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvtool.errors import UsageError, did_you_mean
+from kvtool.errors import UsageError, did_you_mean, quote
 
 DEFAULT_BLOCK = 128  # tokens of a prompt that are fed at a time, as in CAOTE section 2
+MOST_TOKENS = 2**31 - 1  # of a text: a cache stores positions in 32 bits
+MOST_BYTES = 2**63 - 1
+LARGEST_SEED = 2**63 - 1
 
 _BYTE_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DECIMAL_UNITS = {"KB": "KiB", "MB": "MiB", "GB": "GiB", "TB": "TiB"}
 _COUNT_UNITS = {"": 1, "K": 2**10, "M": 2**20}
 _QUANTITY = re.compile(
-    r"([+-]?(?:\d+/\d+|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,2})?))\s*([A-Za-z%]*)"
+    r"([+-]?(?:\d+/\d+|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,2})?))\s*([A-Za-z%]*)", re.ASCII
 )
+_LEAST_TEMPERATURE = 1e-6
+_LONGEST = 100  # characters of a size
 _EXAMPLES = "use tokens (`512`, `4K`), a share of the prompt (`20%`, `0.2`) or bytes (`64MiB`)"
 _COUNT_EXAMPLES = "use `4096` or `4K` (= 4096)"
 
@@ -35,16 +41,19 @@ def parse_count(text: str | int) -> int:
     >>> parse_count("32K")
     32768
     """
-    if _QUANTITY.fullmatch(str(text).strip()) is None:
-        raise UsageError(f"`{text}` is not a number of tokens", hint=_COUNT_EXAMPLES)
-    number, unit = _split(str(text))
+    text = _typed(text)
+    if _QUANTITY.fullmatch(text) is None:
+        raise UsageError(f"{quote(text)} is not a number of tokens", hint=_COUNT_EXAMPLES)
+    number, unit = _split(text)
     if unit == "k":
-        raise UsageError(f"lower-case `k` in `{text}` is ambiguous", hint=_upper_case_k(str(text)))
+        raise UsageError(f"lower-case `k` in `{text}` is ambiguous", hint=_upper_case_k(text))
     if unit not in _COUNT_UNITS:
         raise UsageError(f"`{text}` is not a number of tokens", hint=_COUNT_EXAMPLES)
     count = number * _COUNT_UNITS[unit]
     if count.denominator != 1:
         raise UsageError(f"`{text}` is not a whole number of tokens")
+    if abs(count) > MOST_TOKENS:
+        raise UsageError(f"`{text}` is above {MOST_TOKENS}, the most tokens that a text can have")
     return int(count)
 
 
@@ -60,7 +69,7 @@ def parse_prefill(text: str, name: str = "prefill") -> int | None:
     kind, colon, size = text.strip().partition(":")
     if kind.lower() not in ("full", "block") or (kind.lower() == "full" and colon):
         raise UsageError(
-            f"{name} must be full, block or block:M, got `{text}`",
+            f"{name} must be full, block or block:M, got {quote(text)}",
             hint=did_you_mean(kind, ["full", "block"]),
         )
     if kind.lower() == "full":
@@ -69,6 +78,18 @@ def parse_prefill(text: str, name: str = "prefill") -> int | None:
     if block < 1:
         raise UsageError(f"{name}: a block is 1 token or more, got {block}")
     return block
+
+
+def check_temperature(value: float, name: str = "temperature") -> float:
+    """Return a temperature that logits can be divided by, or 0.
+
+    Raises:
+        UsageError: negative, not finite, or so small that the quotients are not finite.
+    """
+    if value != 0 and not _LEAST_TEMPERATURE <= value < math.inf:
+        least = f", and at least {_LEAST_TEMPERATURE:g}" if value > 0 else ""
+        raise UsageError(f"{name} must be 0 or more{least}, got {value}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -91,6 +112,12 @@ class Budget:
             )
         if given[0] <= 0:
             raise UsageError(f"budget {_number(given[0])} is not above 0", hint=_EXAMPLES)
+        if self.tokens is not None and self.tokens > MOST_TOKENS:
+            raise UsageError(
+                f"budget {quote(self.tokens)} is above {MOST_TOKENS}, the most tokens of a text"
+            )
+        if self.bytes is not None and self.bytes > MOST_BYTES:
+            raise UsageError(f"budget {quote(self.bytes)} is above {MOST_BYTES} bytes")
         if self.ratio is not None and self.ratio > 1:
             raise UsageError(f"budget ratio {_number(self.ratio)} is above 1 (100%)")
 
@@ -111,8 +138,8 @@ class Budget:
         if isinstance(value, Budget):
             return value
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise UsageError(f"budget `{value}` is not a size", hint=_EXAMPLES)
-        text = str(value).strip()
+            raise UsageError(f"budget {quote(value)} is not a size", hint=_EXAMPLES)
+        text = _typed(value)
         number, unit = _split(text)
         if unit == "k":
             raise UsageError(f"lower-case `k` in `{text}` is ambiguous", hint=_upper_case_k(text))
@@ -160,6 +187,20 @@ class Budget:
     def __repr__(self) -> str:
         name = next(n for n in ("tokens", "ratio", "bytes") if getattr(self, n) is not None)
         return f"Budget({name}={getattr(self, name)!r})"
+
+
+def _typed(value: str | int | float) -> str:
+    """Return what was typed without the space around it, once it is known not to be long."""
+    if isinstance(value, int) and abs(value) > MOST_BYTES:
+        raise UsageError(f"a number of {_digits(value)} digits is not a size", hint=_EXAMPLES)
+    text = str(value).strip()
+    if len(text) > _LONGEST:
+        raise UsageError(f"{quote(text)} is not a size", hint=_EXAMPLES)
+    return text
+
+
+def _digits(value: int) -> int:
+    return int(value.bit_length() * 0.30103) + 1  # str() refuses more than 4,300
 
 
 def _split(text: str) -> tuple[Fraction, str]:

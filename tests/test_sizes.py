@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 import kvtool.errors
 import kvtool.sizes
 from kvtool.errors import UsageError
-from kvtool.sizes import Budget, fraction_of, parse_count, parse_prefill
+from kvtool.sizes import MOST_TOKENS, Budget, fraction_of, parse_count, parse_prefill
 
 ratios = st.fractions(min_value=0, max_value=1).filter(lambda ratio: ratio > 0)
 budgets = st.one_of(
-    st.integers(1, 10**12).map(lambda n: Budget(tokens=n)),
+    st.integers(1, MOST_TOKENS).map(lambda n: Budget(tokens=n)),
     ratios.map(lambda ratio: Budget(ratio=ratio)),
     st.integers(1, 2**60).map(lambda n: Budget(bytes=n)),
 )
@@ -66,6 +66,11 @@ def test_reads_what_people_type(text, budget):
         ("12parsecs", "budget `12parsecs` is not a size", "64MiB"),
         ("0.3K", "budget `0.3K` is not a whole number of tokens", None),
         ("1/0", "`1/0` divides by zero", None),
+        ("9" * 5000, f"`{'9' * 200}...` is not a size", "64MiB"),
+        pytest.param(10**5000, "a number of 5001 digits is not a size", "64MiB", id="beyond text"),
+        ("2147483648", "budget `2147483648` is above 2147483647", None),
+        ("9e30TiB", "is above 9223372036854775807 bytes", None),
+        ("１２", "`１２` is not a size", "64MiB"),
         (None, "budget `None` is not a size", "64MiB"),
         (True, "budget `True` is not a size", "64MiB"),
     ],
@@ -93,7 +98,7 @@ def test_reads_counts(text, count):
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["4k", "0.3", "20%", "64MiB", "many"])
+@pytest.mark.parametrize("text", ["4k", "0.3", "20%", "64MiB", "many", "1e15", "9999M"])
 def test_refuses_what_is_no_count(text):
     with pytest.raises(UsageError, match=text):
         parse_count(text)

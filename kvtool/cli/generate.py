@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +28,7 @@ from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
 from kvtool.processes import joined
-from kvtool.sizes import Budget, parse_count, parse_prefill
+from kvtool.sizes import Budget, check_temperature, parse_count, parse_prefill
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
@@ -129,8 +128,8 @@ class GenerateOptions(PromptOptions):
         self.check_system()
         if self.new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
-        if self.temperature is not None and not 0 <= self.temperature < math.inf:
-            raise UsageError(f"--temperature must be 0 or more, got {self.temperature}")
+        if self.temperature is not None:
+            check_temperature(self.temperature, "--temperature")
         if "" in self.stop:
             raise UsageError("--stop is empty, and every text holds that", hint="--stop TEXT")
         if self.cache_path is not None and self.cache_path.is_dir():

@@ -22,6 +22,7 @@ from kvtool.cli.terminal import Terminal, open_terminal
 from kvtool.documents.files import check_writable
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
+from kvtool.sizes import LARGEST_SEED
 
 Format = Literal["text", "json", "yaml"]
 _SUFFIXES: dict[str, Format] = {
@@ -110,7 +111,13 @@ class ModelOptions(OutputOptions):
     ] = False
     seed: Annotated[
         int | None,
-        Option("--seed", min=0, metavar="N", help="Seed of everything random.  [default: 0]"),
+        Option(
+            "--seed",
+            min=0,
+            max=LARGEST_SEED,
+            metavar="N",
+            help="Seed of everything random.  [default: 0]",
+        ),
     ] = None
     dry_run: Annotated[
         bool, Option("--dry-run", help="Print the resolved configuration and stop.")

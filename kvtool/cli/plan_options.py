@@ -106,8 +106,8 @@ def read_target(options: PlanOptions) -> Budget:
     ((flag, text),) = given.items()
     if flag == "--ratio" and text.strip() == "1":
         return Budget(ratio=Fraction(1))
-    if flag == "--bytes" and text.strip().isdigit():
-        return Budget(bytes=int(text))
+    if flag == "--bytes" and text.strip().isdecimal():
+        return Budget.parse(f"{text.strip()}B")
     budget = Budget.parse(text)
     if flag == "--ratio" and budget.ratio is None:
         raise UsageError(f"--ratio must be a share of the prompt, got `{text}`", hint="--ratio 20%")

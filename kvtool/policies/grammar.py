@@ -8,7 +8,7 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from kvtool.errors import UsageError, did_you_mean
+from kvtool.errors import UsageError, did_you_mean, quote
 from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import Evicted, Rescore, Score
 from kvtool.policies.policy import Policy
@@ -17,6 +17,8 @@ from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import spell_settings
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
 
+_WHOLE = re.compile(r"[+-]?[0-9]{1,100}")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,100}\.?[0-9]{0,100}|\.[0-9]{1,100})(?:e[+-]?[0-9]{1,3})?")
 _PART = re.compile(r"\s*([A-Za-z0-9_-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
@@ -125,14 +127,14 @@ def _build(text: str, table: dict[str, str], kind: str) -> Any:
     match = _PART.fullmatch(text)
     if not match:
         raise UsageError(
-            f"cannot read `{text.strip()}` in a policy", hint="the form is name(key=value,..)"
+            f"cannot read {quote(text.strip())} in a policy", hint="the form is name(key=value,..)"
         )
     name, arguments = match[1].lower(), match[2]
     if name in REFUSED:
         raise UsageError(f"policy `{name}` is not offered: {REFUSED[name]}")
     if name not in table:
         raise UsageError(
-            f"no {kind} named `{name}`; choose one of: {', '.join(table)}",
+            f"no {kind} named {quote(name)}; choose one of: {', '.join(table)}",
             hint=did_you_mean(name, table),
         )
     cls = policy_class(name)
@@ -147,13 +149,14 @@ def _read_arguments(name: str, cls: type, text: str) -> dict[str, Any]:
         key, equals, value = (piece.strip() for piece in item.partition("="))
         if not equals or not key or not value:
             raise UsageError(
-                f"cannot read `{item.strip()}` in `{name}({text})`", hint="the form is key=value"
+                f"cannot read {quote(item.strip())} in {quote(f'{name}({text})')}",
+                hint="the form is key=value",
             )
         key = key.lower()
         if key not in known:
             offered = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
             raise UsageError(
-                f"`{name}` has no parameter `{key}`; {offered}", hint=did_you_mean(key, known)
+                f"`{name}` has no parameter {quote(key)}; {offered}", hint=did_you_mean(key, known)
             )
         if key in values:
             raise UsageError(f"`{name}` is given `{key}` twice")
@@ -172,16 +175,15 @@ def _read_value(label: str, text: str, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         if text not in get_args(kind):
             raise UsageError(
-                f"{label} must be one of {', '.join(get_args(kind))}, got `{text}`",
+                f"{label} must be one of {', '.join(get_args(kind))}, got {quote(text)}",
                 hint=did_you_mean(text, get_args(kind)),
             )
         return text
     if kind is bool:
         if text not in ("true", "false"):
-            raise UsageError(f"{label} must be true or false, got `{text}`")
+            raise UsageError(f"{label} must be true or false, got {quote(text)}")
         return text == "true"
-    try:
-        return kind(text)
-    except ValueError:
-        noun = "a whole number" if kind is int else "a number"
-        raise UsageError(f"{label} must be {noun}, got `{text}`") from None
+    form, noun = (_WHOLE, "a whole number") if kind is int else (_NUMBER, "a number")
+    if not form.fullmatch(text):
+        raise UsageError(f"{label} must be {noun}, got {quote(text)}")
+    return kind(text)

@@ -8,6 +8,7 @@ from kvtool.maths.columns import COLUMNS, add_columns
 from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import TURN, Evicted, Evidence, Rescore, Rows, Score, SlotView, State
 from kvtool.policies.read.reader import Read
+from kvtool.policies.spelling import check_numbers
 
 _SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv or d2o"
 
@@ -28,12 +29,12 @@ class Policy:
             many tokens (`k`) it attends to.
 
     Raises:
-        UsageError: the rescore, or the split over heads, needs attention scores and the score has
-            none; a split of a budget that nobody holds, that all layers share, or that has a
-            schedule of its own; something to be made of evicted tokens where none are, where all
-            layers are cut at once, where the score makes something else of them, or where they
-            leave heads of unequal counts while decoding; a reader beside parts that it cannot work
-            with.
+        UsageError: a number that is not finite or too large; the rescore, or the split over heads,
+            needs attention scores and the score has none; a split of a budget that nobody holds,
+            that all layers share, or that has a schedule of its own; something to be made of
+            evicted tokens where none are, where all layers are cut at once, where the score makes
+            something else of them, or where they leave heads of unequal counts while decoding; a
+            reader beside parts that it cannot work with.
     """
 
     score: Score
@@ -44,6 +45,10 @@ class Policy:
     read: Read | None = None
 
     def __post_init__(self) -> None:
+        parts = (self.score, self.rescore, self.allocate, self.heads, self.evicted, self.read)
+        for part in parts:
+            if part is not None:
+                check_numbers(part)
         self._check_reader()
         for split, over in ((self.allocate, "layers"), (self.heads, "heads")):
             if split is not None and self.score.when == "never":
@@ -250,8 +255,8 @@ class Policy:
     def least(self) -> int:
         """The smallest budget that an allocator may give to a layer of a longer prompt."""
         tokens = self.reader.least if self.reads_budget else self.score.least
-        while sum(self.score.reserved(tokens).values()) >= tokens:
-            tokens += 1
+        while (reserved := sum(self.score.reserved(tokens).values())) >= tokens:
+            tokens = reserved + 1  # what is reserved never falls with the budget
         return tokens
 
     def __str__(self) -> str:

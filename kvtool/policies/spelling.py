@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import field, fields
 from typing import Any
+
+from kvtool.errors import UsageError, quote
+from kvtool.sizes import LARGEST_SEED, MOST_TOKENS
 
 _COMPUTED = "computed"
 
@@ -38,3 +42,22 @@ def spell_settings(part: Any) -> str:
 
 def _spell(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def check_numbers(part: Any) -> None:
+    """Refuse settings that no cache can count to, and such that are no number.
+
+    Args:
+        part: a frozen dataclass.
+
+    Raises:
+        UsageError: the first setting that is not finite or above what 32 bits (seeds: 64) hold.
+    """
+    for each in fields(part):
+        value = getattr(part, each.name)
+        label = f"{getattr(part, 'modifier', None) or part.name}: {each.name}"
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{label} must be a finite number, got {value}")
+        most = LARGEST_SEED if each.name == "seed" else MOST_TOKENS
+        if isinstance(value, int) and value > most:
+            raise UsageError(f"{label} must be at most {most}, got {quote(value)}")

@@ -21,7 +21,7 @@ from torch.nn import functional
 from kvtool.errors import UsageError
 from kvtool.maths.selection import take
 from kvtool.policies.parts import Departure, Merging, State
-from kvtool.policies.scores.random import uniform_draws
+from kvtool.policies.scores.random import seed_offset, uniform_draws
 
 _CHUNK = 1024  # victims whose values are held in float64 at a time
 
@@ -174,6 +174,6 @@ class CaM(Merging):
         positions = leaving.gone_positions
         held = positions.shape[1]
         heads = torch.arange(held, device=positions.device) + leaving.heads.first(held)
-        step = leaving.tokens_seen * 1_000_003 + leaving.layer + (self.seed << 40)
-        stream = (heads[:, None] << 50) + step
+        stream = (heads[:, None] << 50) + leaving.tokens_seen * 1_000_003 + leaving.layer
+        stream = stream + seed_offset(self.seed)
         return uniform_draws(positions, stream)

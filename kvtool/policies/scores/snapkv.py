@@ -37,6 +37,7 @@ def pool_votes(
     Returns:
         (batch, kv_heads, slots); inside the window the votes as they came.
     """
+    kernel = min(kernel, 2 * votes.shape[-1] - 1)  # a wider one sees no more, and takes long
     last = torch.iinfo(positions.dtype).max
     order = positions.masked_fill(positions < 0, last).argsort(-1)
     outside = float("-inf") if pool == "max" else 0.0
