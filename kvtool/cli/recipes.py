@@ -131,13 +131,14 @@ def _with_plan(recipe: Recipe, source: Source) -> Recipe:
     """Read the plan that a recipe names, relative to the recipe's file, into the recipe."""
     from kvtool.documents.budget_choice import BudgetMapping
     from kvtool.documents.plan import PlanDocument
-    from kvtool.documents.source import Source, check_kind, read_file
+    from kvtool.documents.source import Source, check_kind, read_named
 
     if recipe.plan is None:
         return recipe
     if isinstance(recipe.plan, str):
         folder = Path() if source.path is None else source.path.parent
-        read = read_file(folder / Path(recipe.plan).expanduser(), option="budget.plan")
+        path = folder / Path(recipe.plan).expanduser()
+        read = read_named(path, option="budget.plan", kind="plan")
     else:
         read = Source.parse(json.dumps(recipe.plan), "budget.plan")
     check_kind(read, takes=("plan",), command="budget.plan")

@@ -15,9 +15,9 @@ from pydantic import (
     model_validator,
 )
 
-from kvtool.documents.shapes import BY_SHAPE, MAPPING, SHORT, RecipeSection, counted, listed
-from kvtool.errors import UsageError
-from kvtool.sizes import Budget
+from kvtool.documents.shapes import BY_SHAPE, MAPPING, MOST, SHORT, RecipeSection, counted, listed
+from kvtool.errors import UsageError, quote
+from kvtool.sizes import MOST_TOKENS, Budget
 
 
 def _canonical(value: Any) -> int | str:
@@ -30,7 +30,7 @@ def _ratio(value: Any) -> str:
     if budget.tokens == 1:
         budget = Budget(ratio=Fraction(1))
     if budget.ratio is None:
-        raise UsageError(f"`{value}` is not a share of the prompt", hint="use `20%` or `0.2`")
+        raise UsageError(f"{quote(value)} is not a share of the prompt", hint="use `20%` or `0.2`")
     return str(budget)
 
 
@@ -38,7 +38,7 @@ def _bytes(value: Any) -> str:
     whole = isinstance(value, int) and not isinstance(value, bool)
     budget = Budget(bytes=value) if whole else Budget.parse(value)
     if budget.bytes is None:
-        raise UsageError(f"`{value}` is not a number of bytes", hint="use `64MiB`")
+        raise UsageError(f"{quote(value)} is not a number of bytes", hint="use `64MiB`")
     return str(budget)
 
 
@@ -48,9 +48,9 @@ def _plan(value: Any) -> Any:
     return value
 
 
-NotEmpty = Field(min_length=1)
+NotEmpty = Field(min_length=1, max_length=MOST)
 Listed = BeforeValidator(listed)
-Tokens = Annotated[PositiveInt, BeforeValidator(counted)]
+Tokens = Annotated[PositiveInt, Field(le=MOST_TOKENS), BeforeValidator(counted)]
 Ratio = Annotated[str, BeforeValidator(_ratio)]
 Bytes = Annotated[str, BeforeValidator(_bytes)]
 AnyBudget = Annotated[int | str, BeforeValidator(_canonical)]

@@ -11,6 +11,7 @@ from kvtool.documents.problems import DocumentError, Keys, Mark, Problem
 from kvtool.documents.scalars import join_surrogates, read_finite, read_integer
 from kvtool.documents.tree import DEEPEST, Node
 
+_TOO_DEEP = f"nested more than {DEEPEST} levels deep"
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -31,6 +32,32 @@ def parse_json(text: str, name: str) -> Node:
     if reader.problems:
         raise DocumentError(reader.problems)
     return node
+
+
+def load_json(data: bytes | str) -> Any:
+    """Read JSON whose numbers are finite and whose texts are whole.
+
+    Raises:
+        ValueError: anything else, and what is nested too deep.
+    """
+    try:
+        value = json.loads(
+            data,
+            parse_int=read_integer,
+            parse_float=lambda text: read_finite(text, text),
+            parse_constant=lambda text: read_finite(text, text),
+        )
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    level = [value]
+    for _ in range(DEEPEST):
+        inside = [list(each.values()) if isinstance(each, dict) else each for each in level]
+        level = [item for part in inside if isinstance(part, list) for item in part]
+    if level:
+        raise ValueError(_TOO_DEEP)
+    if (b"\\ud" if isinstance(data, bytes) else "\\ud") in data.lower():
+        join_surrogates(json.dumps(value, ensure_ascii=False))
+    return value
 
 
 class _Json:

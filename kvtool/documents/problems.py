@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
-from kvtool.errors import UsageError
+from kvtool.errors import UsageError, clip
 
 Keys = tuple[str | int, ...]
 """The way to a value: keys of mappings and indices of lists, from the top."""
 
 _BREAK = re.compile(r"\r\n|\n|\r")
 _BEFORE, _AFTER = 70, 40  # characters of a line that are shown around a place
+_TOLD = 20  # mistakes of a document
+_FLAG = 200  # characters of a flag and its value
+_KEY = 60  # characters of a key in the way to a value
+
+
+@lru_cache(maxsize=4)
+def _line_starts(text: str) -> list[int]:
+    """Return where lines begin, counted once for all the mistakes of a text."""
+    return [0, *(found.end() for found in _BREAK.finditer(text))]
 
 
 @dataclass(frozen=True)
@@ -23,16 +34,18 @@ class Mark:
         name: the file as typed, `<stdin>`, or the flag.
         text: the whole text.
         index: characters before the place.
+        shown: whether the line of the text may be shown.
     """
 
     name: str
     text: str = field(default="", repr=False)
     index: int | None = None
+    shown: bool = True
 
     @property
     def line(self) -> int:
         """The line, from 1."""
-        return sum(1 for _ in _BREAK.finditer(self.text, 0, self.index)) + 1
+        return bisect_right(_line_starts(self.text), self.index)
 
     @property
     def column(self) -> int:
@@ -41,16 +54,16 @@ class Mark:
 
     @property
     def _line_start(self) -> int:
-        return 1 + max(self.text.rfind(end, 0, self.index) for end in "\r\n")
+        return _line_starts(self.text)[self.line - 1]
 
     @property
     def excerpt(self) -> str:
-        """The line with a caret under the place; empty for a flag."""
-        if self.index is None:
+        """The line with a caret under the place; empty for a flag, and where it is not shown."""
+        if self.index is None or not self.shown:
             return ""
-        end = _BREAK.search(self.text, self.index)
-        before = self.text[self._line_start : self.index][-_BEFORE:].lstrip()
-        after = self.text[self.index : end.start() if end else None][:_AFTER]
+        start = max(self._line_start, self.index - _BEFORE)
+        before = self.text[start : self.index].lstrip()
+        after = _BREAK.split(self.text[self.index : self.index + _AFTER], maxsplit=1)[0]
         shown = "".join(c if c.isprintable() else " " for c in before + after)
         return f"    {shown.rstrip()}\n    {' ' * len(before)}^"
 
@@ -80,7 +93,8 @@ class Problem:
     @property
     def path(self) -> str:
         """The way to the value, such as `eval.tasks.0.samples`."""
-        return ".".join(map(str, self.keys))
+        keys = (str(key) for key in self.keys)
+        return ".".join(key if len(key) <= _KEY else f"{key[:_KEY]}..." for key in keys)
 
     @property
     def excerpt(self) -> str:
@@ -91,7 +105,12 @@ class Problem:
         """Return place, path and message; a flag other than --set and --unset is its own path."""
         by_key = not self.place.startswith("--") or self.place.startswith(("--set ", "--unset "))
         path = self.path if by_key else ""
-        return ": ".join(part for part in (self.place, path, self.message) if part)
+        place = self.place if self.mark.index is not None else self.place[:_FLAG]
+        return ": ".join(part for part in (place, path, clip(self.message)) if part)
+
+    def without_line(self) -> Problem:
+        """Return the problem without the line that it stands in."""
+        return replace(self, mark=replace(self.mark, shown=False))
 
 
 class DocumentError(UsageError):
@@ -103,7 +122,12 @@ class DocumentError(UsageError):
         super().__init__(f"{self.problems[0]}" + (f" (and {more} more)" if more else ""), hint=hint)
 
     def report(self) -> str:
-        """Return every mistake on a line of its own, its line of the document below it."""
-        return "\n".join(
-            "\n".join(filter(None, (str(problem), problem.excerpt))) for problem in self.problems
-        )
+        """Return up to 20 mistakes on lines of their own, their lines of the document below."""
+        lines = [
+            line
+            for problem in self.problems[:_TOLD]
+            for line in (str(problem), problem.excerpt)
+            if line
+        ]
+        more = len(self.problems) - _TOLD
+        return "\n".join([*lines, f"and {more} more"] if more > 0 else lines)

@@ -215,6 +215,46 @@ class ProfileDocument(Document):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _stores_something(self) -> ProfileDocument:
+        memory, kinds = self.metrics.memory, self.model.layer_types
+        sizes = [] if memory is None else memory.layer_bytes_per_token
+        for layer, (kind, size) in enumerate(zip(kinds, sizes, strict=False)):
+            if kind in ("full_attention", "hybrid") and size < 1:
+                raise ValueError(
+                    f"`metrics.memory.layer_bytes_per_token.{layer}` is 0, and the layer attends"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _as_many_as_points(self) -> ProfileDocument:
+        for name, curves, points in self._over_points():
+            for layer, curve in enumerate(curves or []):
+                if curve is not None and len(curve) != points:
+                    raise ValueError(
+                        f"`{name}.{layer}` has {len(curve)} entries, but its axis {points} points"
+                    )
+        return self
+
+    def _over_points(self) -> list[tuple[str, LayerCurves | None, int]]:
+        """Return every list of curves with the points of the axis that stands beside it."""
+        metrics, curves = self.metrics, self.curves
+        found: list[tuple[str, LayerCurves | None, int]] = []
+        if metrics.output_error:
+            error = metrics.output_error
+            found.append(("metrics.output_error.errors", error.errors, len(error.budgets)))
+        if metrics.jaccard:
+            points = len(metrics.jaccard.rates)
+            for score in ("aas", "aqas", "ltas", "mas"):
+                name = f"metrics.jaccard.{score}"
+                found.append((name, getattr(metrics.jaccard, score), points))
+        for name in ("query_cosine", "topk_union", "robustness"):
+            curve = getattr(curves, name) if curves else None
+            if curve is not None:
+                axis = curve.distances if name == "query_cosine" else curve.steps
+                found.append((f"curves.{name}.values", curve.values, len(axis)))
+        return found
+
     def _over_layers(self) -> list[tuple[str, list[Any]]]:
         metrics = self.metrics
         found: dict[str, Any] = {"model.layer_types": self.model.layer_types}

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
+    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -20,11 +22,17 @@ from pydantic import (
 from kvtool.documents.budget_choice import BudgetChoice, BudgetMapping, spell
 from kvtool.documents.document import Document
 from kvtool.documents.policy_choice import PolicyChoice
-from kvtool.documents.shapes import BY_SHAPE, MAPPING, SHORT, RecipeSection, counted, listed
-from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
+from kvtool.documents.shapes import BY_SHAPE, MAPPING, MOST, SHORT, RecipeSection, counted, listed
+from kvtool.sizes import (
+    DEFAULT_BLOCK,
+    LARGEST_SEED,
+    MOST_TOKENS,
+    check_temperature,
+    parse_prefill,
+)
 
 Name = Annotated[str, StringConstraints(min_length=1)]
-Tokens = Annotated[PositiveInt, BeforeValidator(counted)]
+Tokens = Annotated[PositiveInt, Field(le=MOST_TOKENS), BeforeValidator(counted)]
 Listed = BeforeValidator(listed)
 
 
@@ -47,9 +55,9 @@ class ModelChoice(RecipeSection):
 class Generation(RecipeSection):
     """How answers are generated; null is the task's own."""
 
-    max_new_tokens: PositiveInt | None = None
-    temperature: Annotated[NonNegativeFloat, Field(allow_inf_nan=False)] = 0.0
-    stop: Annotated[list[Name], Listed] = Field(default_factory=list)
+    max_new_tokens: Annotated[PositiveInt, Field(le=MOST_TOKENS)] | None = None
+    temperature: Annotated[NonNegativeFloat, AfterValidator(check_temperature)] = 0.0
+    stop: Annotated[list[Name], Field(max_length=MOST), Listed] = Field(default_factory=list)
 
 
 class TaskEntry(RecipeSection):
@@ -83,9 +91,9 @@ class Evaluation(RecipeSection):
         name: f"unknown key `{name}`; did you mean `eval.tasks.N.{name}`?" for name in TASK_SETTINGS
     }
 
-    tasks: Annotated[list[Annotated[TaskEntry, BeforeValidator(_named)]], Listed] = Field(
-        default_factory=list
-    )
+    tasks: Annotated[
+        list[Annotated[TaskEntry, BeforeValidator(_named)]], Field(max_length=MOST), Listed
+    ] = Field(default_factory=list)
     baseline: bool = True
     limit: PositiveInt | None = None
     query_aware: bool | None = None
@@ -102,8 +110,8 @@ class Gate(RecipeSection):
     """
 
     task: Name
-    min: float | None = None
-    max_drop: NonNegativeFloat | None = None
+    min: FiniteFloat | None = None
+    max_drop: Annotated[FiniteFloat, Field(ge=0)] | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Gate:
@@ -173,16 +181,20 @@ class Recipe(Document):
     kind: Literal["recipe"] = "recipe"
     name: Name | None = None
     model: Annotated[ModelChoice, BeforeValidator(_identified)] = ModelChoice()
-    policy: Annotated[list[PolicyChoice], Field(min_length=1), Listed] | None = None
-    modifiers: Annotated[list[PolicyChoice], Listed] = Field(default_factory=list)
+    policy: Annotated[list[PolicyChoice], Field(min_length=1, max_length=MOST), Listed] | None = (
+        None
+    )
+    modifiers: Annotated[list[PolicyChoice], Field(max_length=10), Listed] = Field(
+        default_factory=list
+    )
     budget: BudgetChoice | None = None
     allocator: Name | None = None
     prefill: Annotated[PrefillChoice, WrapValidator(_spelled)] | None = None
     generation: Generation = Generation()
     eval: Evaluation = Evaluation()
-    gates: list[Gate] = Field(default_factory=list)
+    gates: Annotated[list[Gate], Field(max_length=MOST)] = Field(default_factory=list)
     output: Output = Output()
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)] = 0
 
     def policies(self) -> list[str]:
         """Return the policy strings, each with every modifier; empty if there is no policy."""

@@ -11,7 +11,7 @@ from kvtool.documents.overrides import apply_sets, overlay
 from kvtool.documents.policy_choice import PolicyChoice, PolicyMapping
 from kvtool.documents.problems import DocumentError, Keys, Mark, Problem
 from kvtool.documents.recipe import Recipe
-from kvtool.documents.source import Source, check_version, read_file
+from kvtool.documents.source import Source, check_version, read_named
 from kvtool.documents.tree import Node
 from kvtool.documents.validation import show
 from kvtool.errors import UsageError
@@ -138,10 +138,17 @@ def _include(source: Source, entry: Node, outer: tuple[Path, ...]) -> Node:
     path = (source.path.parent if source.path else Path()) / Path(entry.value).expanduser()
     if path.resolve() in outer:
         raise UsageError(f"`{path}` includes itself")
-    included = read_file(path, option="include")
+    included = read_named(path, option="include", kind="recipe")
     if included.kind not in (None, "recipe"):
         message = f"an included file is a recipe, got {show(included.kind)}"
         raise DocumentError([included.problem(("kind",), message)])
+    values = included.node.value
+    if not isinstance(values, (dict, list)):
+        raise DocumentError([included.problem((), "must be a mapping, got something else")])
+    known = {*Recipe.model_fields, "include"}
+    if included.kind is None and isinstance(values, dict) and values.keys() - known:
+        message = "is no recipe: it has keys of its own, and no line `kind: recipe`"
+        raise DocumentError([included.problem((), message)])
     return resolve_includes(included, outer).node
 
 

@@ -10,6 +10,7 @@ from kvtool.documents.document import Section
 from kvtool.sizes import parse_count
 
 SHORT, MAPPING = "<short>", "<mapping>"
+MOST = 500  # policies, budgets, tasks or gates of a recipe
 
 
 class RecipeSection(Section):

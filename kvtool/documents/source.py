@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -157,6 +158,28 @@ def read_file(path: Path, *, option: str) -> Source:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{option}: cannot read `{path}`: {reason}") from None
     return Source.parse(_decode(data, name), str(path), path)
+
+
+def read_named(path: Path, *, option: str, kind: str) -> Source:
+    """Read a document that another document names; one of another kind shows none of its lines.
+
+    Raises:
+        UsageError, DocumentError: as `read_file`.
+    """
+    try:
+        source = read_file(path, option=option)
+    except DocumentError as error:
+        if _declares(error.problems[0].mark.text, kind):
+            raise
+        raise DocumentError([problem.without_line() for problem in error.problems]) from None
+    if source.kind != kind:
+        source = replace(source, node=source.node.without_lines())
+    return source
+
+
+def _declares(text: str, kind: str) -> bool:
+    """Whether a text that cannot be read says of what kind it is."""
+    return re.search(rf"""\bkind["']?\s*:\s*["']?{kind}\b""", text) is not None
 
 
 def _read_stdin(option: str) -> bytes:

@@ -51,6 +51,16 @@ class Node:
             return self.value[key]
         return None
 
+    def without_lines(self) -> Node:
+        """Return a copy whose lines are not shown in errors."""
+        value = self.value
+        if isinstance(value, dict):
+            value = {key: node.without_lines() for key, node in value.items()}
+        elif isinstance(value, list):
+            value = [node.without_lines() for node in value]
+        key = None if self.key is None else replace(self.key, shown=False)
+        return Node(value, replace(self.mark, shown=False), key)
+
     def with_child(self, key: str | int, node: Node) -> Node:
         """Return a copy in which `node` stands under a key, or at an index (the end included)."""
         if isinstance(self.value, dict):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvtool.documents.json_reader import parse_json
+from kvtool.documents.json_reader import load_json, parse_json
 from kvtool.documents.problems import DocumentError, Mark, Problem
 from kvtool.documents.prompts import read_utf8
 from kvtool.documents.tree import Node
@@ -91,8 +91,8 @@ def _is_array(path: str, text: str) -> bool:
     if suffix not in (".txt", ".jsonl") and start[1:].lstrip()[:1] in ("{", '"'):
         return True
     try:
-        return isinstance(json.loads(text), list)
-    except (json.JSONDecodeError, RecursionError):
+        return isinstance(load_json(text), list)
+    except ValueError:
         return False
 
 
@@ -112,10 +112,12 @@ def _read_lines(
     items, problems = [], []
     for start, line in lines:
         try:
-            value = json.loads(line)
+            value = load_json(line)
         except json.JSONDecodeError as error:
             place = Mark(shown, text, start + error.pos)
             problems.append(Problem(place, (), f"is not JSON: {error.msg.lower()}"))
+        except ValueError as error:
+            problems.append(Problem(Mark(shown, text, start), (), str(error)))
         else:
             _collect(Node.of(value, Mark(shown, text, start)), items, problems)
     return _checked(items, problems)
@@ -173,8 +175,8 @@ def _is_jsonl(path: str, first: str) -> bool:
     if suffix in (".jsonl", ".txt"):
         return suffix == ".jsonl"
     try:
-        return first.startswith("{") or isinstance(json.loads(first), str)
-    except json.JSONDecodeError:
+        return first.startswith("{") or isinstance(load_json(first), str)
+    except ValueError:
         return False
 
 

@@ -9,11 +9,13 @@ from pydantic import BaseModel, ValidationError
 
 from kvtool.documents.problems import Keys, Mark, Problem
 from kvtool.documents.tree import Node
-from kvtool.errors import did_you_mean
+from kvtool.errors import clip, did_you_mean, quote
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+_SUGGESTIONS = 100  # mistakes for which near names are looked for, which takes long
+_WAY = 100  # characters of the way to a value that are told
 _NOUNS = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
@@ -53,12 +55,13 @@ def find_problems(
     for details in error.errors(include_url=False):
         keys = _keys(details, node)
         found.setdefault((keys, details["type"] == "extra_forbidden"), []).append(details)
+    inner = {keys[:depth] for keys, _ in found for depth in range(len(keys))}
     problems = []
     for (keys, unknown), group in found.items():
-        deeper = any(other[: len(keys)] == keys and other != keys for other, _ in found)
-        if deeper and all(details["type"] in _NOUNS for details in group):
+        if keys in inner and all(details["type"] in _NOUNS for details in group):
             continue  # another member of the union fits better, and tells why it does not fit
-        message = _unknown(model, keys) if unknown else _message(group)
+        suggest = len(problems) < _SUGGESTIONS
+        message = _unknown(model, keys, suggest=suggest) if unknown else _message(group)
         mark = _mark(node, keys, key=unknown or group[0]["type"] == "missing")
         problems.append(Problem(mark, (*at, *keys), message))
     return sorted(problems, key=lambda problem: (problem.mark.name, problem.mark.index or 0))
@@ -67,6 +70,15 @@ def find_problems(
 def first_mistake(error: ValidationError) -> str:
     """Say what is wrong with a single value, such as that of a flag."""
     return _message(error.errors(include_url=False)[:1])
+
+
+def reason(error: ValueError) -> str:
+    """Say in one line what is wrong with data that stand in no document: the first mistake."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    way = ".".join(map(str, first["loc"]))
+    return clip(f"{way[:_WAY]}: {_message([first])}" if way else _message([first]))
 
 
 def _keys(details: ErrorDetails, node: Node) -> Keys:
@@ -146,19 +158,21 @@ def show(value: Any) -> str:
         return "a list"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return "a number of hundreds of digits"
     text = str(value)
     return f"`{text if len(text) <= 40 else text[:37] + '...'}`"
 
 
-def _unknown(model: type[BaseModel], keys: Keys) -> str:
+def _unknown(model: type[BaseModel], keys: Keys, *, suggest: bool) -> str:
     key, models = str(keys[-1]), list(_models(model, keys[:-1]))
     for cls in models:
         reason = getattr(cls, "refused_keys", {}).get(key)
         if reason:
             return reason
     names = [name for cls in models for name in cls.model_fields]
-    hint = did_you_mean(key, names)
-    return f"unknown key `{key}`" + (f"; {hint}" if hint else "")
+    hint = did_you_mean(key, names) if suggest else None
+    return f"unknown key {quote(key)}" + (f"; {hint}" if hint else "")
 
 
 def _models(annotation: Any, keys: Keys) -> Iterator[type[BaseModel]]:

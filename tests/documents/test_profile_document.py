@@ -1,4 +1,5 @@
 import pytest
+from pydantic import ValidationError
 
 from kvtool.documents.problems import DocumentError
 from kvtool.documents.profile import ProfileDocument
@@ -60,3 +61,32 @@ def test_what_does_not_fit_is_refused(metrics, message):
     with pytest.raises(DocumentError) as caught:
         read(yaml.safe_dump(data))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        (
+            {"output_error": {"policy": "h2o", "budgets": [8, 16], "errors": [[0.5, 0.2], [0.1]]}},
+            "`metrics.output_error.errors.1` has 1 entries, but its axis 2 points",
+        ),
+        (
+            {"jaccard": {"rates": [0.1], "aas": [[0.5, 0.2], None]}},
+            "`metrics.jaccard.aas.0` has 2 entries, but its axis 1 points",
+        ),
+    ],
+)
+def test_curves_have_an_entry_for_each_point_of_their_axis(metrics, told):
+    model = {
+        "id": "a",
+        "config_hash": "0",
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "layer_types": ["full_attention"] * 2,
+        "kv_bytes_per_token": 64,
+    }
+    with pytest.raises(ValidationError) as refused:
+        ProfileDocument.model_validate({"kind": "profile", "model": model, "metrics": metrics})
+    assert told in str(refused.value)

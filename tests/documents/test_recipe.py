@@ -435,6 +435,48 @@ def test_files_that_cannot_be_included_are_told(tmp_path, files, told):
     assert str(caught.value).replace(f"{tmp_path}/", "").startswith(told.replace("*", ""))
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("root:x:0:0:root\ndaemon:x:1:1\n", "must be a mapping, got something else"),
+        ("apiKey: hush\nuser: me\n", "is no recipe: it has keys of its own, and no line `kind:"),
+        ("kind: Config\ntoken: hush\n", "kind: an included file is a recipe, got `Config`"),
+        ("hush: [1\n", "not valid YAML"),
+        ('{"hush": 1,,}', "not valid JSON"),
+    ],
+)
+def test_an_included_file_that_is_no_recipe_shows_none_of_its_lines(tmp_path, text, told):
+    with pytest.raises(DocumentError) as caught:
+        read_recipe(write(tmp_path, top="include: [a.yaml]\n", a=text))
+    assert told in caught.value.report()
+    assert "hush" not in caught.value.report()
+    assert "root" not in caught.value.report().replace(str(tmp_path), "")
+
+
+def test_a_recipe_that_is_included_shows_the_line_of_its_mistake(tmp_path):
+    files = {"top": "include: [a.yaml]\n", "a": "kind: recipe\nsead: [1\n"}
+    with pytest.raises(DocumentError) as caught:
+        read_recipe(write(tmp_path, **files))
+    assert "sead: [1" in caught.value.report() or "^" in caught.value.report()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("seed: 99999999999999999999", "seed: must be at most 9223372036854775807"),
+        ("generation: {max_new_tokens: 4294967296}", "must be at most 2147483647"),
+        ("generation: {temperature: 1.0e-300}", "must be 0 or more, and at least 1e-06"),
+        ("budget: [[1]]", "budget `[1]` is not a size"),
+        ("budget: {tokens: [[1]]}", "must be a whole number, got a list"),
+        ("policy: [" + "h2o, " * 501 + "]", "must hold at most 500, got 501"),
+    ],
+)
+def test_ranges_are_checked_where_they_stand(text, told):
+    with pytest.raises(DocumentError) as caught:
+        read_recipe(Source.parse(f"kind: recipe\n{text}\n", "a.yaml"))
+    assert told in str(caught.value)
+
+
 def test_a_file_may_be_included_twice_on_different_ways(tmp_path):
     source = write(
         tmp_path,

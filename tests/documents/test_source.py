@@ -466,6 +466,60 @@ def test_a_document_without_a_kind_is_known_by_its_keys():
     assert kind_error("layers: [1]\n", "plan", "recipe")[1] == "add the line `kind: plan`"
 
 
+# ---- large documents and many mistakes
+
+
+class Small(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    sinks: int = 0
+
+
+def mistakes_of(text):
+    with pytest.raises(DocumentError) as caught:
+        Source.parse(text, "a").validate(Small)
+    return caught.value
+
+
+def test_twenty_mistakes_are_told_and_the_number_of_the_rest():
+    error = mistakes_of("".join(f"k{i}: 1\n" for i in range(57)))
+    assert len(error.problems) == 57
+    lines = error.report().splitlines()
+    assert lines[0] == "a:1:1: k0: unknown key `k0`"
+    assert lines[57].startswith("a:20:1: k19: ")
+    assert lines[60:] == ["and 37 more"]
+    assert len(mistakes_of("k: 1\nl: 1\n").report().splitlines()) == 6
+
+
+@pytest.mark.parametrize("form", ["json", "yaml"])
+def test_time_grows_with_the_number_of_mistakes_not_with_its_square(form):
+    taken = []
+    for count in (2000, 16_000):
+        lines = [f'"key_{i}": {i}' for i in range(count)]
+        text = "{" + ",\n".join(lines) + "}" if form == "json" else "\n".join(lines)
+        source = Source.parse(text, "a")
+        start = time.process_time()
+        with pytest.raises(DocumentError) as caught:
+            source.validate(Small)
+        caught.value.report()
+        assert str(caught.value).endswith(f"(and {count - 1} more)")
+        taken.append(time.process_time() - start)
+    assert taken[1] < 40 * taken[0] + 0.1, "8 times as many take 64 times as long as squares do"
+
+
+def test_long_keys_and_values_are_cut_in_messages():
+    error = mistakes_of(f'{{"{"x" * 9000}": 1, "sinks": {"9" * 90}.5}}')
+    assert max(map(len, error.report().splitlines())) < 600
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"], ids=["LF", "CR LF", "CR"])
+def test_lines_and_columns_are_those_that_an_editor_counts(ends):
+    text = ends.join(["# a", "", "sinks: 3", "zinks: 4", ""])
+    (problem,) = mistakes_of(text).problems
+    assert (problem.mark.line, problem.mark.column) == (4, 1)
+    assert problem.excerpt == "    zinks: 4\n    ^"
+
+
 def test_reading_documents_does_not_import_torch():
     import subprocess
 
