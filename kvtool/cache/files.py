@@ -21,8 +21,17 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 import kvtool
 from kvtool.cache.build import build_cache
 from kvtool.cache.cache import KVCache
+from kvtool.cache.file_checks import (
+    bad_file,
+    check_metadata,
+    check_ranks,
+    check_tensors,
+    recurrent_states,
+)
 from kvtool.cache.slots import SlotLayer
 from kvtool.documents.files import write_with
+from kvtool.documents.plan import PlanDocument
+from kvtool.documents.source import Source
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.policies.allocate.split import Spread
@@ -128,6 +137,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
     digest = metadata.pop("sha256", "")
     if digest != _digest(tensors, metadata):
         raise KvtoolError(f"`{path}` was changed after it was written: its checksum does not match")
+    check_metadata(path, metadata)
     if metadata["config_hash"] != config_hash(model.config):
         raise KvtoolError(
             f"`{path}` holds the cache of another model, `{metadata['model']}`, "
@@ -138,17 +148,9 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
             f"`{path}` was made with other weights or another dtype than those loaded, "
             f"of `{metadata['model']}`"
         )
-    plan = json.loads(metadata["plan"]) if metadata.get("plan") else None
-    budget = metadata["budget"] if metadata["budget"] and plan is None else None
-    cache = build_cache(
-        model,
-        read_spelling(metadata["policy"]),
-        budget,
-        prefill=metadata["prefill"],
-        plan=plan,
-        head_ranks=tensors.get("head_ranks"),
-    )
+    cache = _empty_cache(path, metadata, tensors, model)
     _check_whole(cache)
+    check_tensors(path, metadata, tensors, cache, model)
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, SlotLayer):
             _fill_slots(layer, tensors, f"layer.{i}", int(metadata["seen"]), model)
@@ -170,13 +172,39 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
     return cache
 
 
+def _empty_cache(
+    path: Path, metadata: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedModel
+) -> KVCache:
+    """Make the cache that a file holds the content of."""
+    try:
+        policy = read_spelling(metadata["policy"])
+        plan = None
+        if metadata.get("plan"):
+            plan = Source.parse(metadata["plan"], "plan").validate(PlanDocument)
+        ranked = policy.head_split is not None and policy.head_split.ranking
+        if ranked:
+            check_ranks(path, tensors, model)
+        return build_cache(
+            model,
+            policy,
+            metadata["budget"] if metadata["budget"] and plan is None else None,
+            prefill=metadata["prefill"],
+            plan=plan,
+            head_ranks=tensors["head_ranks"] if ranked else None,
+        )
+    except UsageError as error:
+        raise bad_file(path, str(error)) from None
+
+
 def read_metadata(path: str | Path) -> dict[str, str]:
     """What a cache file says of itself, without its tensors.
 
     Raises:
         KvtoolError: no such file, or not a cache file.
     """
-    return _read(Path(path), with_tensors=False)[0]
+    metadata = _read(Path(path), with_tensors=False)[0]
+    check_metadata(Path(path), metadata)
+    return metadata
 
 
 def _read(path: Path, *, with_tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -299,13 +327,7 @@ def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _recurrent_tensors(layer: LinearAttentionCacheLayerMixin, name: str) -> dict[str, Tensor]:
-    tensors = {}
-    for i in range(layer.number_of_states):
-        if layer.is_conv_states_initialized[i]:
-            tensors[f"{name}.convolution.{i}"] = layer.conv_states[i].cpu()
-        if layer.is_recurrent_states_initialized[i]:
-            tensors[f"{name}.recurrence.{i}"] = layer.recurrent_states[i].cpu()
-    return tensors
+    return {f"{name}.{key}": state.cpu() for key, state in recurrent_states(layer).items()}
 
 
 def _fill_recurrent(

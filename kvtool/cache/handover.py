@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvtool.cache.cache import KVCache
+    from kvtool.cache.file_checks import LayerShapes
     from kvtool.cache.rotary import Rotation
     from kvtool.cache.slots import SlotLayer
     from kvtool.policies.parts import Count
@@ -84,6 +85,7 @@ class Attachment:
         head_ranks: (attention layers, kv_heads) int64, once somebody has ranked the heads.
         rotations: how each attention layer turns its keys, by the model's device and dtype, once
             somebody has asked.
+        shapes: what each layer stores of a token, likewise.
     """
 
     implementation: str
@@ -91,6 +93,7 @@ class Attachment:
     eager: bool = False
     head_ranks: Tensor | None = None
     rotations: dict[tuple, list[Rotation | None]] = field(default_factory=dict)
+    shapes: dict[tuple, list[LayerShapes]] = field(default_factory=dict)
 
 
 def attachment(model: PreTrainedModel) -> Attachment | None:
