@@ -17,8 +17,9 @@ from kvtool.documents.results import (
     MetricEntry,
     TaskResult,
 )
+from kvtool.errors import KvtoolError
 from kvtool.evaluation.arms import BASELINE
-from kvtool.evaluation.task import Json, Statistic, Task
+from kvtool.evaluation.task import Json, Statistic, Summary, Task
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Measured:
 def task_result(measured: Measured) -> TaskResult:
     """Put one arm's records on one task together; `delta` is not known yet."""
     task, records = measured.task, measured.records
-    summary = task.summarise(records) if records else None
+    summary = _summarise(measured) if records else None
     headline = None if summary is None else summary.metrics[task.metric]
     return TaskResult(
         arm=measured.arm,
@@ -80,6 +81,25 @@ def task_result(measured: Measured) -> TaskResult:
         ],
         cost=_cost([record["cost"] for record in records if "cost" in record]),
     )
+
+
+def _summarise(measured: Measured) -> Summary:
+    """Score records.
+
+    Raises:
+        KvtoolError: the task cannot, since they are not what it has recorded: a reference that is
+            no number where one is compared, a kind of question that is not there.
+    """
+    try:
+        return measured.task.summarise(measured.records)
+    except KvtoolError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise KvtoolError(
+            f"{measured.arm}, {measured.task.name}: the records cannot be scored: "
+            f"{type(error).__name__} {error}",
+            hint="delete the file of samples, or start anew with --overwrite",
+        ) from error
 
 
 def _protocol(task: Task, records: list[Json]) -> str:

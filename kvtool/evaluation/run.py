@@ -14,11 +14,13 @@ from pydantic import ValidationError
 
 import kvtool
 from kvtool.documents.document import Document
+from kvtool.documents.json_reader import load_json
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.results import ArmEntry, Environment, ModelUsed, ResultsDocument
-from kvtool.documents.samples import SamplesDocument, TaskSamples
+from kvtool.documents.samples import ProtocolEntry, SamplesDocument, TaskSamples
 from kvtool.documents.source import SCHEMA_VERSION
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.documents.validation import reason
+from kvtool.errors import KvtoolError, UsageError, quote
 from kvtool.evaluation.arms import Arm, make_arms
 from kvtool.evaluation.bench import Protocol, knows_query
 from kvtool.evaluation.collect import Measured, averages, task_result, with_deltas
@@ -28,6 +30,7 @@ from kvtool.evaluation.gates import Gate, judge
 from kvtool.evaluation.runner import Job, Measurement, Place, Step, run_measurements, sample_key
 from kvtool.evaluation.share import unfinished
 from kvtool.evaluation.store import Store
+from kvtool.evaluation.task import Json, Task
 from kvtool.evaluation.tasks.table import task_class
 
 if TYPE_CHECKING:
@@ -66,7 +69,7 @@ class Run:
     ) -> None:
         self.store, self.index, self.head, self.gates = store, index, head, list(gates)
         self._arms = [read_arm(entry, index.plan) for entry in index.arms]
-        self._place = Place(index.model, Protocol(**_tuples(index.protocol)))
+        self._place = Place(index.model, Protocol(**index.protocol.model_dump()))
 
     @classmethod
     def begin(
@@ -89,7 +92,7 @@ class Run:
         before = read_results(store)
         index = SamplesDocument(
             model=_identity(loaded, used),
-            protocol=asdict(protocol),
+            protocol=ProtocolEntry(**asdict(protocol)),
             arms=[_entry(arm) for arm in arms],
             plan=next((json.loads(arm.plan) for arm in arms if arm.plan is not None), None),
             tasks=[_task_samples(job) for job in jobs],
@@ -200,6 +203,19 @@ class Run:
         self.store.write(RESULTS, results.to_json())
         return results
 
+    def _check_record(self, arm: Arm, task: Task, record: Json) -> None:
+        if task.record is None:
+            return
+        try:
+            task.record.model_validate(record)
+        except ValidationError as error:
+            path = self.store.path(arm.folder, task.name)
+            raise KvtoolError(
+                f"`{path}`: sample {quote(record['id'])} is no record of `{task.name}`: "
+                f"{reason(error)}",
+                hint="delete that line, or start anew with --overwrite",
+            ) from None
+
     def results(self) -> ResultsDocument:
         """Put together what has been measured so far."""
         measured = [self._measured(arm, task) for task in self.index.tasks for arm in self._arms]
@@ -222,8 +238,16 @@ class Run:
             gates=judge(self.gates, results),
         )
 
+    def _task(self, entry: TaskSamples) -> Task:
+        kind = task_class(entry.task)
+        try:
+            return kind.model_validate({**entry.settings, "name": entry.task})
+        except ValidationError as error:
+            path = self.store.folder / SAMPLES
+            raise KvtoolError(f"`{path}` is damaged: {entry.task}: {reason(error)}") from None
+
     def _measured(self, arm: Arm, entry: TaskSamples) -> Measured:
-        task = task_class(entry.task)(name=entry.task, **entry.settings)
+        task = self._task(entry)
         if task.version != entry.version:
             raise UsageError(
                 f"`{self.store.folder}` holds version {entry.version} of task `{entry.task}`, "
@@ -232,6 +256,9 @@ class Run:
             )
         configuration = self._place.configuration(arm, task)
         records = self.store.records(arm.folder, entry.task)
+        for record in records.values():
+            if record.get("error") is None:
+                self._check_record(arm, task, record)
         found = [records.get(sample_key(configuration, content)) for _, content in entry.samples]
         return Measured(
             arm=arm.name,
@@ -285,12 +312,6 @@ def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
     return known | hashes | {"kvtool": kvtool.__version__}
 
 
-def _tuples(protocol: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in protocol.items()
-    }
-
-
 def _gates_of(results: ResultsDocument) -> list[Gate]:
     found = {}
     for gate in results.gates:
@@ -311,13 +332,13 @@ def read_results(store: Store) -> ResultsDocument | None:
 
 def _read(path: Path, document: type[Document], kind: str) -> Any:
     try:
-        data = json.loads(path.read_bytes())
+        data = load_json(path.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read `{path}`: {error.strerror}") from None
     except ValueError as error:
         raise KvtoolError(f"`{path}` is damaged: {error}") from None
     version = data.get("schema_version") if isinstance(data, dict) else None
-    if version is None or data.get("kind") != kind:
+    if version is None or not isinstance(data, dict) or data.get("kind") != kind:
         raise UsageError(f"`{path}` holds no {kind} of kvtool")
     if version != SCHEMA_VERSION:
         raise UsageError(
@@ -326,11 +347,9 @@ def _read(path: Path, document: type[Document], kind: str) -> Any:
             hint="use that kvtool, or another folder",
         )
     try:
-        return document(**data)
+        return document.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise KvtoolError(f"`{path}` is damaged: {where}: {first['msg']}") from None
+        raise KvtoolError(f"`{path}` is damaged: {reason(error)}") from None
 
 
 def _now() -> str:

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.documents.files import write_text
+from kvtool.documents.json_reader import load_json
+from kvtool.documents.samples import SampleRecord
+from kvtool.documents.validation import reason
 from kvtool.errors import KvtoolError, UsageError
 
 try:
@@ -152,11 +155,11 @@ def _read_records(path: Path) -> dict[str, Json]:
     found = {}
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            record = json.loads(line)
-            found[record["key"]] = record
-        except (ValueError, KeyError, TypeError):
+            record = load_json(line)
+            found[SampleRecord.model_validate(record).key] = record
+        except ValueError as error:
             raise KvtoolError(
-                f"{path}:{number} is not a record of a sample",
+                f"{path}:{number} is not a record of a sample: {reason(error)}",
                 hint="delete that line, or start anew with --overwrite",
             ) from None
     return found

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 
-from kvtool.sizes import parse_count
+from kvtool.sizes import LARGEST_SEED, MOST_TOKENS, parse_count
 
 if TYPE_CHECKING:
     from kvtool.evaluation.bench import Bench
@@ -32,13 +32,24 @@ def _counts(value: Any) -> Any:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)):
         parts = [parts]
-    return list(dict.fromkeys(_count(part) for part in parts))
+    counts = [_count(part) for part in parts]
+    try:
+        return list(dict.fromkeys(counts))
+    except TypeError:  # a list or mapping among them, which the type refuses
+        return counts
 
 
-Tokens = Annotated[PositiveInt, BeforeValidator(_count)]
+Samples = Annotated[PositiveInt, Field(le=1_000_000)]
+"""How many samples of a kind a task has."""
+
+Tokens = Annotated[PositiveInt, Field(le=MOST_TOKENS), BeforeValidator(_count)]
 """A number of tokens: `4096` or `4K`."""
 
-Lengths = Annotated[tuple[PositiveInt, ...], BeforeValidator(_counts)]
+Lengths = Annotated[
+    tuple[Annotated[PositiveInt, Field(le=MOST_TOKENS)], ...],
+    Field(max_length=1000),
+    BeforeValidator(_counts),
+]
 """Numbers of tokens: `[1K, 4K]`, `1K,4K` or one of them; each counts once."""
 
 
@@ -144,13 +155,14 @@ class Task(BaseModel, ABC):
         lower_is_better: whether a smaller headline is a better one.
         droppable: whether a loss in percent of the full cache's headline means something.
         extra: the optional dependency group without which the task cannot run.
+        record: the keys of a record that `score` needs; None: only the task itself knows.
         chat: whether a chat template may go around the prompt.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)] = 0
 
     version: ClassVar[int] = 1
     metric: ClassVar[str]
@@ -159,6 +171,7 @@ class Task(BaseModel, ABC):
     droppable: ClassVar[bool] = True
     extra: ClassVar[str | None] = None
     query_aware: ClassVar[bool] = True
+    record: ClassVar[type[BaseModel] | None] = None
 
     @property
     def chat(self) -> bool:
@@ -207,12 +220,42 @@ class Task(BaseModel, ABC):
             metrics={
                 name: mean([score[name] for score in scores if name in score]) for name in names
             },
-            cells=[(dict(cell), mean(values)) for cell, values in sorted(cells.items())],
+            cells=[(dict(cell), mean(cells[cell])) for cell in sorted(cells, key=_order)],
         )
+
+
+def _order(cell: tuple[tuple[str, Any], ...]) -> list[tuple]:
+    """Sort cells by their values, numbers before texts."""
+    return [(name, isinstance(value, str), value) for name, value in cell]
+
+
+class AskedTurn(BaseModel):
+    """A question that was asked: the answer and the right ones."""
+
+    prediction: str
+    references: Annotated[list[str], Field(min_length=1)]
+
+
+class Facts(BaseModel):
+    """What a score needs beside the answers; the keys that tasks use."""
+
+    protocol: str | None = None
+    all_classes: list[str] | None = None
+    kinds: list[str] | None = None
+    functions: list[str] | None = None
+
+
+class AskedRecord(BaseModel):
+    """What a task that asks has recorded of a sample."""
+
+    turns: Annotated[list[AskedTurn], Field(min_length=1)]
+    facts: Facts
 
 
 class Asking(Task):
     """A task that asks and compares answers with references; subclasses score one answer."""
+
+    record: ClassVar[type[BaseModel] | None] = AskedRecord
 
     @property
     def stop(self) -> tuple[str, ...]:

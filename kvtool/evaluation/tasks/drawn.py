@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
-from pydantic import PositiveInt
 
 from kvtool.evaluation.fit import generator
 from kvtool.evaluation.metrics.contains import string_match_all
-from kvtool.evaluation.task import Asking, Json, Lengths, Sample, TokenCounter
+from kvtool.evaluation.task import Asking, Json, Lengths, Sample, Samples, TokenCounter
 
 Cell = dict[str, int | float | str]
 
@@ -25,7 +24,7 @@ class Drawn(Asking):
     """
 
     lengths: Lengths = (1024,)
-    samples: PositiveInt = 20
+    samples: Samples = 20
 
     def cells(self) -> Iterator[Cell]:
         """Return what the samples differ in; the `length` is among it."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt
 
+from kvtool.documents.samples import Number
 from kvtool.errors import UsageError
 from kvtool.evaluation.data import Data, documents
 from kvtool.evaluation.extras import installed
@@ -23,17 +24,30 @@ from kvtool.evaluation.task import (
     Json,
     Lengths,
     Sample,
+    Samples,
     Statistic,
     Summary,
     Task,
     TokenCounter,
+    Tokens,
     Turn,
 )
+from kvtool.sizes import MOST_TOKENS
 
 if TYPE_CHECKING:
     import torch
 
     from kvtool.evaluation.bench import Bench
+
+
+class Compared(BaseModel):
+    """What is recorded of a sample: the arm's answer and the full cache's, and how close it is."""
+
+    prediction: str
+    references: Annotated[list[str], Field(min_length=1)]
+    agreement: Number
+    kl: Number
+    first_divergence: Annotated[NonNegativeInt, Field(le=MOST_TOKENS)] | None
 
 
 class FidelityTask(Task):
@@ -48,11 +62,12 @@ class FidelityTask(Task):
     """
 
     lengths: Lengths = (1024,)
-    samples: PositiveInt = 10
-    new_tokens: PositiveInt = 64
+    samples: Samples = 10
+    new_tokens: Tokens = 64
     data: Data | None = None
     instruction: str = "\n\nSummarise the text above.\n\nSummary:"
 
+    record: ClassVar[type[BaseModel]] = Compared
     metric: ClassVar[str] = "agreement"
     best: ClassVar[float | None] = 1.0
 

@@ -20,13 +20,22 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.harness import Prepared, contained, hash_of, prepare
-from kvtool.evaluation.task import Json, Sample, Statistic, Summary, Task, TokenCounter, mean
+from kvtool.evaluation.task import (
+    Json,
+    Sample,
+    Samples,
+    Statistic,
+    Summary,
+    Task,
+    TokenCounter,
+    mean,
+)
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -51,8 +60,8 @@ class LmEval(Task):
         include_path: a folder with tasks of one's own, in the harness' YAML.
     """
 
-    samples: PositiveInt | None = None
-    fewshot: NonNegativeInt | None = None
+    samples: Samples | None = None
+    fewshot: Annotated[NonNegativeInt, Field(le=1_000_000)] | None = None
     include_path: str | None = None
 
     metric: ClassVar[str] = "score"

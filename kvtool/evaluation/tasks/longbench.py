@@ -18,7 +18,7 @@ from string import Formatter
 from typing import Any, ClassVar
 
 import yaml
-from pydantic import PositiveInt, PrivateAttr
+from pydantic import PrivateAttr
 
 from kvtool.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.evaluation.data import PRESETS, Data, Rows, read_rows
@@ -27,7 +27,7 @@ from kvtool.evaluation.metrics.code import code_sim
 from kvtool.evaluation.metrics.labels import classification, count, retrieval
 from kvtool.evaluation.metrics.lcs import rouge_l
 from kvtool.evaluation.metrics.words import best, first_line, qa_f1
-from kvtool.evaluation.task import Asking, Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.task import Asking, Json, Sample, Samples, TokenCounter, Turn
 
 _METRICS = {
     "qa_f1": qa_f1,
@@ -103,7 +103,7 @@ class LongBench(Asking):
 
     data: Data | None = None
     prompts: str | None = None
-    samples: PositiveInt | None = None
+    samples: Samples | None = None
 
     metric: ClassVar[str] = "score"
 

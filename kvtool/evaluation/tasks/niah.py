@@ -12,17 +12,18 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import BeforeValidator, Field
 
-from kvtool.errors import UsageError
+from kvtool.errors import UsageError, quote
 from kvtool.evaluation import needles
 from kvtool.evaluation.fit import fit
 from kvtool.evaluation.haystack import costs, haystack, insert
 from kvtool.evaluation.metrics.contains import contains, word_share
-from kvtool.evaluation.task import Json, Lengths, Sample, TokenCounter, Turn
+from kvtool.evaluation.task import Json, Lengths, Sample, Samples, TokenCounter, Turn
 from kvtool.evaluation.tasks.drawn import Cell, Drawn
 
 _NEW_TOKENS = 32  # seven digits and a full stop take up to 9 tokens
+_MOST_DEPTHS = 1001  # every tenth of a percent
 _PASS_KEY_TOKENS = 128  # as in RocketKV's measurement
 
 
@@ -32,10 +33,15 @@ def _percentages(value: Any) -> list[float]:
             value = value.split(",")
         if isinstance(value, (str, int)) and not isinstance(value, bool):
             count = int(value)
-            value = np.linspace(0, 100, count).round(1).tolist() if count > 1 else [50] * count
+            if not 1 <= count <= _MOST_DEPTHS:
+                raise UsageError(f"depths must be 1 to {_MOST_DEPTHS}, got {quote(value)}")
+            value = np.linspace(0, 100, count).round(1).tolist() if count > 1 else [50]
         depths = [float(depth) for depth in value]
-    except (TypeError, ValueError):
-        raise UsageError(f"depths must be a number or percentages, got `{value}`") from None
+    except UsageError:
+        raise
+    except (TypeError, ValueError, OverflowError):
+        given = quote(value)
+        raise UsageError(f"depths must be a number or percentages, got {given}") from None
     if not depths:
         raise UsageError("depths must be 1 or more, got 0")
     for depth in depths:
@@ -60,7 +66,7 @@ class Needle(Drawn):
 
     lengths: Lengths = (512, 1024, 2048)
     depths: Depths = Field(default=11, validate_default=True)
-    samples: PositiveInt = 1
+    samples: Samples = 1
     haystack: str = "builtin"
 
     metric: ClassVar[str] = "em"

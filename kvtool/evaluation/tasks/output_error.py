@@ -7,23 +7,32 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import PositiveInt
+from pydantic import BaseModel, Field
 
+from kvtool.documents.samples import Number
 from kvtool.evaluation.passages import question_sample
 from kvtool.evaluation.task import (
     Curve,
     Json,
     Lengths,
     Sample,
+    Samples,
     Summary,
     Task,
     TokenCounter,
+    Tokens,
 )
 
 if TYPE_CHECKING:
     from kvtool.evaluation.bench import Bench
+
+
+class LayerErrors(BaseModel):
+    """What is recorded of a sample: an error per layer."""
+
+    layers: Annotated[list[Number], Field(min_length=1)]
 
 
 class OutputError(Task):
@@ -36,10 +45,11 @@ class OutputError(Task):
     """
 
     lengths: Lengths = (1024,)
-    samples: PositiveInt = 5
-    new_tokens: PositiveInt = 32
+    samples: Samples = 5
+    new_tokens: Tokens = 32
     mode: Literal["isolated", "end_to_end"] = "isolated"
 
+    record: ClassVar[type[BaseModel]] = LayerErrors
     metric: ClassVar[str] = "nmse"
     best: ClassVar[float | None] = 0.0
     lower_is_better: ClassVar[bool] = True

@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
+from kvtool.documents.samples import Number
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.data import Data, documents
 from kvtool.evaluation.passages import recap_passage
@@ -24,10 +25,12 @@ from kvtool.evaluation.task import (
     Json,
     Lengths,
     Sample,
+    Samples,
     Statistic,
     Summary,
     Task,
     TokenCounter,
+    Tokens,
     mean,
 )
 
@@ -35,6 +38,21 @@ if TYPE_CHECKING:
     from kvtool.evaluation.bench import Bench
 
 _PER_DOUBLING = 4  # points of the curve
+
+
+class Nlls(BaseModel):
+    """What is recorded of a sample: negative log-likelihoods between edges, in tokens."""
+
+    chunk: PositiveInt
+    edges: Annotated[list[NonNegativeInt], Field(min_length=2)]
+    nll: list[Number]
+    tokens: list[PositiveInt]
+
+    @model_validator(mode="after")
+    def _one_between_edges(self) -> Nlls:
+        if not len(self.nll) == len(self.tokens) == len(self.edges) - 1:
+            raise ValueError("`nll` and `tokens` have one entry between two `edges`")
+        return self
 
 
 class Perplexity(Task):
@@ -49,11 +67,12 @@ class Perplexity(Task):
     """
 
     lengths: Lengths = (1024,)
-    samples: PositiveInt = 5
-    chunk: PositiveInt | None = None
-    skip: PositiveInt = 1
+    samples: Samples = 5
+    chunk: Tokens | None = None
+    skip: Tokens = 1
     data: Data | None = None
 
+    record: ClassVar[type[BaseModel]] = Nlls
     metric: ClassVar[str] = "ppl"
     best: ClassVar[float | None] = None
     lower_is_better: ClassVar[bool] = True
@@ -100,7 +119,7 @@ class Perplexity(Task):
 
     def score(self, record: Json) -> dict[str, float]:
         nll = math.fsum(record["nll"]) / sum(record["tokens"])
-        return {"ppl": math.exp(nll), "nll": nll}
+        return {"ppl": _exp(nll), "nll": nll}
 
     def summarise(self, records: Sequence[Json]) -> Summary:
         """Weigh documents by their scored tokens; the standard error is over documents."""
@@ -123,6 +142,13 @@ class Perplexity(Task):
         )
 
 
+def _exp(nll: float) -> float:
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
+
+
 def _edges(start: int, stop: int) -> list[int]:
     """Return positions from `start` to `stop`, evenly spaced in their logarithm."""
     steps = math.ceil(_PER_DOUBLING * math.log2(max(stop, 2)))
@@ -137,7 +163,7 @@ def _mean_nll(records: Sequence[Json]) -> float:
 def _perplexity(records: Sequence[Json]) -> Statistic:
     """Return exp of the mean NLL over tokens; its error follows from that of the documents' NLL."""
     nlls = [math.fsum(record["nll"]) / sum(record["tokens"]) for record in records]
-    value, spread = math.exp(_mean_nll(records)), mean(nlls).stderr
+    value, spread = _exp(_mean_nll(records)), mean(nlls).stderr
     return Statistic(value, len(records), None if spread is None else value * spread)
 
 

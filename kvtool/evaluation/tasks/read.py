@@ -6,11 +6,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from pydantic import PositiveInt
-
 from kvtool.errors import UsageError
 from kvtool.evaluation.data import PRESETS, Data, Rows, read_rows
-from kvtool.evaluation.task import Asking
+from kvtool.evaluation.task import Asking, Samples
 
 
 class Read(Asking):
@@ -24,7 +22,7 @@ class Read(Asking):
     """
 
     data: Data | None = None
-    samples: PositiveInt | None = None
+    samples: Samples | None = None
 
     suite: ClassVar[str]  # also the preset of its data
 

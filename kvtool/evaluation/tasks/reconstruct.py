@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import PositiveInt
+from pydantic import BaseModel
 
 from kvtool.errors import UsageError
 from kvtool.evaluation.data import Data, documents
 from kvtool.evaluation.fit import generator
 from kvtool.evaluation.haystack import haystack
-from kvtool.evaluation.task import Json, Lengths, Sample, Summary, Task, TokenCounter, Turn
+from kvtool.evaluation.task import Json, Lengths, Sample, Samples, Summary, Task, TokenCounter, Turn
 from kvtool.evaluation.tasks.fidelity import (
+    Compared,
     compare_with_full,
     corpus_overlap,
     overlap,
@@ -25,6 +26,12 @@ from kvtool.evaluation.tasks.fidelity import (
 
 if TYPE_CHECKING:
     from kvtool.evaluation.bench import Bench
+
+
+class Repeated(Compared):
+    """What is recorded of a sample: as of `fidelity`, and the text that was to be repeated."""
+
+    source: str
 
 
 class Reconstruct(Task):
@@ -38,11 +45,12 @@ class Reconstruct(Task):
     """
 
     lengths: Lengths = (256,)
-    samples: PositiveInt = 10
+    samples: Samples = 10
     reference: Literal["full", "source"] = "full"
     data: Data | None = None
     instruction: str = "\n\nRepeat the text above, word by word.\n\n"
 
+    record: ClassVar[type[BaseModel]] = Repeated
     metric: ClassVar[str] = "bleu"
     extra: ClassVar[str | None] = "eval"
 

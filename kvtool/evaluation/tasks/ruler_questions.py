@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import PositiveInt
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.data import Data, read_json
 from kvtool.evaluation.fit import fit, generator
 from kvtool.evaluation.haystack import costs
 from kvtool.evaluation.metrics.contains import string_match_part
-from kvtool.evaluation.task import Asking, Json, Lengths, Sample, TokenCounter, Turn
+from kvtool.evaluation.task import Asking, Json, Lengths, Sample, Samples, TokenCounter, Turn
 
 _NEW_TOKENS = 32
 
@@ -94,7 +93,7 @@ class RulerQuestions(Asking):
     """
 
     lengths: Lengths = (1024,)
-    samples: PositiveInt = 20
+    samples: Samples = 20
     data: Data | None = None
 
     metric: ClassVar[str] = "string_match_part"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from kvtool.errors import UsageError
 from kvtool.evaluation.fit import longest
@@ -34,7 +34,7 @@ from kvtool.evaluation.random_data import (
     spread,
     units_for,
 )
-from kvtool.evaluation.task import Asking, Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.task import Asking, Json, Sample, Samples, TokenCounter, Turn
 from kvtool.evaluation.tasks.drawn import Cell, Drawn
 
 _ENDS = 3  # characters of a prefix and of a suffix
@@ -88,7 +88,7 @@ class DrawnContext(SharedContext, Drawn):
         samples: contexts of each length.
     """
 
-    samples: PositiveInt = 10
+    samples: Samples = 10
 
     metric: ClassVar[str] = "accuracy"
 

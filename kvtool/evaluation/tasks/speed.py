@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from kvtool.evaluation.task import Json, Lengths, Sample, Task, TokenCounter, Tokens
+from kvtool.documents.samples import Amount, Number
+from kvtool.evaluation.task import Json, Lengths, Sample, Samples, Task, TokenCounter, Tokens
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
@@ -36,6 +37,16 @@ def _memory(text: str) -> str:
 Memory = Annotated[str, AfterValidator(_memory)]
 
 
+class Timed(BaseModel):
+    """What is recorded of a sample: tokens and the seconds that they took."""
+
+    prefill_s: Annotated[Number, Field(gt=0)]
+    decode_s: Annotated[Number, Field(gt=0)]
+    prefilled: Amount
+    decoded: Amount
+    batch: Amount = 1
+
+
 class Speed(Task):
     """Decoded tokens per second, time to the first token, bytes held.
 
@@ -55,9 +66,10 @@ class Speed(Task):
     batch: Lengths = (1,)
     memory: Memory | None = None
     compile: bool = False
-    samples: PositiveInt = 3
+    samples: Samples = 3
     preset: Literal["d2o", "calidrop", "rocketkv"] | None = None
 
+    record: ClassVar[type[BaseModel]] = Timed
     metric: ClassVar[str] = "decode_tokens_per_s"
     best: ClassVar[float | None] = None
     droppable: ClassVar[bool] = False
@@ -66,7 +78,8 @@ class Speed(Task):
     @classmethod
     def _take_preset(cls, values: Any) -> Any:
         """Let the lengths be those of the preset, so that whoever checks lengths sees them."""
-        grid = _GRIDS.get(values.get("preset")) if isinstance(values, dict) else None
+        preset = values.get("preset") if isinstance(values, dict) else None
+        grid = _GRIDS.get(preset) if isinstance(preset, str) else None
         return values if grid is None else values | {"lengths": sorted({row[0] for row in grid})}
 
     @property
