@@ -1,0 +1,56 @@
+"""A few inputs of every kind keep the contract; `python -m tests.fuzz` tries many more."""
+
+import time
+
+import pytest
+
+from kvtool.errors import KvtoolError
+from tests.fuzz.__main__ import try_kind
+from tests.fuzz.contract import BYTES, SECONDS, Refused, run_case
+from tests.fuzz.kinds import KINDS
+
+CASES = 200
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name.replace(" ", "-"))
+def test_inputs_end_in_success_or_one_line(kind, tmp_path):
+    outcomes = try_kind(kind, tmp_path, seed=0, cases=CASES)
+    faults = [outcome.told for outcome in outcomes if outcome.verdict == "fault"]
+    assert not faults
+    assert any(outcome.verdict == "refused" for outcome in outcomes)
+    whole = any(outcome.verdict == "success" for outcome in outcomes)
+    assert whole or kind.name == "cache files, damaged", "no case went through"
+
+
+def refuse(message):
+    raise KvtoolError(message)
+
+
+def end_with(text):
+    raise Refused(text)
+
+
+@pytest.mark.parametrize(
+    ("case", "verdict", "told"),
+    [
+        (lambda: None, "success", ""),
+        (lambda: refuse("too large"), "refused", "too large"),
+        (lambda: refuse(""), "fault", "an empty message"),
+        (lambda: end_with("x\n" * 90), "fault", "90 lines"),
+        (lambda: end_with("x" * 9000), "fault", "up to 9000"),
+        (lambda: end_with("\ud800"), "fault", "cannot be printed"),
+        (lambda: [][0], "fault", "IndexError"),
+        (lambda: bytearray(BYTES + 2**26).count(1), "fault", "1088 MiB"),
+    ],
+)
+def test_the_contract_tells_faults_from_refusals(case, verdict, told):
+    outcome = run_case(case)
+    assert outcome.verdict == verdict
+    assert told in outcome.told
+
+
+def test_a_case_that_takes_too_long_is_broken_off(monkeypatch):
+    monkeypatch.setattr("tests.fuzz.contract.SECONDS", 0.2)
+    outcome = run_case(lambda: time.sleep(SECONDS))
+    assert outcome.verdict == "fault"
+    assert outcome.seconds < SECONDS
