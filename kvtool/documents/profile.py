@@ -216,17 +216,6 @@ class ProfileDocument(Document):
         return self
 
     @model_validator(mode="after")
-    def _stores_something(self) -> ProfileDocument:
-        memory, kinds = self.metrics.memory, self.model.layer_types
-        sizes = [] if memory is None else memory.layer_bytes_per_token
-        for layer, (kind, size) in enumerate(zip(kinds, sizes, strict=False)):
-            if kind in ("full_attention", "hybrid") and size < 1:
-                raise ValueError(
-                    f"`metrics.memory.layer_bytes_per_token.{layer}` is 0, and the layer attends"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _as_many_as_points(self) -> ProfileDocument:
         for name, curves, points in self._over_points():
             for layer, curve in enumerate(curves or []):
