@@ -25,6 +25,9 @@ def layer_shapes(model: ModelShape, sizes: Sequence[int] | None = None) -> list[
 
     Args:
         sizes: bytes of a token in every layer; None shares `kv_bytes_per_token` out evenly.
+
+    Raises:
+        UsageError: fewer bytes than heads have numbers.
     """
     kinds = model.layer_types
     stores = [kind in FREE or kind in SLIDING for kind in kinds]
@@ -35,6 +38,11 @@ def layer_shapes(model: ModelShape, sizes: Sequence[int] | None = None) -> list[
         per_head = size // model.kv_heads
         itemsize = DTYPE_BYTES.get(model.dtype or "", 0)
         itemsize = itemsize or (2 if per_head == 4 * model.head_dim else 4)
+        if stored and per_head < itemsize:
+            raise UsageError(
+                f"model `{model.id}` stores {model.kv_bytes_per_token} bytes a token, too few for "
+                f"{model.kv_heads} KV heads in {sum(stores)} layers"
+            )
         window = max(1, model.sliding_window - 1) if kind in SLIDING else None
         dims = (model.head_dim, per_head // itemsize - model.head_dim)
         shape = LayerShape(model.kv_heads, model.heads, *dims, itemsize, window)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.planning.forecast import Text, forecast
 from kvtool.planning.held import even_budgets, layer_shapes
@@ -11,6 +12,7 @@ from kvtool.policies.table import ALLOCATORS, BASES, MODIFIERS
 from kvtool.profiling.shape import model_shape
 from tests.families import family_model
 from tests.models_for_tests import peaky_model, random_ids
+from tests.planning import models
 
 ON = {"ada": "snapkv(window=8)", "calidrop": "snapkv(window=8)", "duo": "h2o"}
 MODIFIED = [f"{ON.get(name, 'h2o')}+{name}" for name in MODIFIERS if name != "optimal"]
@@ -137,3 +139,9 @@ def test_padded_rows_hold_no_more_than_so_many_of_the_longest(model, name, n):
         assert bytes_of(cache) <= found
         decode_step(model, cache, token.expand(3))
     assert bytes_of(cache) <= found
+
+
+def test_bytes_that_hold_no_number_are_refused():
+    toy = models.shape(kv_bytes_per_token=4)
+    with pytest.raises(UsageError, match="stores 4 bytes a token, too few for"):
+        layer_shapes(toy)
