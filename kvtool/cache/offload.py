@@ -70,6 +70,10 @@ class Piece:
     whole: bool
     arrival: torch.cuda.Event | None = None
 
+    def moved(self, device: torch.device) -> Piece:
+        """The same on a device, which the host waits for."""
+        return replace(self, tensors=tuple(tensor.to(device) for tensor in self.tensors))
+
     def open(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values (tokens, dim), and which of them are there; None: all."""
         if self.arrival is not None:
@@ -204,7 +208,7 @@ class Store:
         """
         pieces = self._pieces(pairs)
         if device.type != "cuda":
-            return pieces
+            return (piece.moved(device) for piece in pieces)
         ahead = _one_ahead(pieces, device)
         first = next(ahead, None)
         return iter(()) if first is None else chain([first], ahead)

@@ -1,0 +1,101 @@
+"""Every policy with its model on another device than the CPU's: nothing is left behind on it."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+import kvtool
+from kvtool.errors import UsageError
+from tests.benchmarks.gpu.right import Run, build, check_same, padded_turns, saved
+from tests.cache.split_model import policies
+from tests.models_for_tests import peaky_model
+from tests.pretend_device import DEVICE, OnDevice, pretended, put
+
+
+@functools.cache
+def plain():
+    return kvtool.attach(peaky_model("llama"))
+
+
+@functools.cache
+def elsewhere():
+    return kvtool.attach(put(peaky_model("llama")))
+
+
+@functools.cache
+def on_both():
+    """A model whose second layer runs on the CPU; what it is given is moved, as accelerate does."""
+    model = peaky_model("llama")
+    inner = model.model
+    for part in (inner.embed_tokens, inner.rotary_emb, inner.layers[0], inner.norm, model.lm_head):
+        put(part)
+    for part, there in ((inner.layers[0], True), (inner.layers[1], False), (inner.norm, True)):
+        part.register_forward_pre_hook(functools.partial(bring, there=there), with_kwargs=True)
+    inner.layers[1]._hf_hook = SimpleNamespace(execution_device="cpu")
+    model.hf_device_map = {"model.layers.0": str(DEVICE), "model.layers.1": "cpu"}
+    return kvtool.attach(model)
+
+
+def bring(module, args, kwargs, *, there: bool):
+    def move(thing):
+        if isinstance(thing, torch.Tensor):
+            return thing.to(DEVICE) if there else thing.cpu()
+        return thing
+
+    return tree_map(move, args), {name: tree_map(move, thing) for name, thing in kwargs.items()}
+
+
+def run(model, policy: str, mode: str, scenario) -> Run:
+    with pretended():
+        return scenario(model, policy, mode)
+
+
+def check(model, policy: str, mode: str, scenario) -> None:
+    try:
+        build(plain(), policy, mode)
+    except UsageError as error:
+        pytest.skip(str(error))
+    expected = scenario(plain(), policy, mode)
+    check_same(run(model, policy, mode, scenario), expected, policy)
+
+
+@pytest.mark.parametrize("policy", policies())
+def test_a_prompt_in_blocks_with_padding_runs_on_the_device_alone(policy):
+    check(elsewhere(), policy, "block:16", padded_turns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", policies())
+def test_a_saved_cache_is_loaded_onto_the_device(policy):
+    check(elsewhere(), policy, "full", saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", policies())
+@pytest.mark.parametrize(("mode", "scenario"), [("full", padded_turns), ("block:16", saved)])
+def test_other_prompts_run_on_the_device_alone(policy, mode, scenario):
+    check(elsewhere(), policy, mode, scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", policies())
+def test_layers_on_two_devices_keep_to_their_own(policy):
+    check(on_both(), policy, "full", padded_turns)
+
+
+def test_tensors_of_two_devices_do_not_meet():
+    with pretended():
+        there, here = torch.ones(3, device=DEVICE), torch.ones(3)
+        assert isinstance(there, OnDevice)
+        assert (there + torch.tensor(1)).device == DEVICE
+        assert there[torch.tensor([0, 2])].cpu().tolist() == [1, 1]
+        for meet in (
+            lambda: there + here,
+            lambda: here[there.long()],
+            lambda: torch.cat([here, there]),
+        ):
+            with pytest.raises(RuntimeError, match="two devices"):
+                meet()
