@@ -18,6 +18,8 @@ from tests.benchmarks.gpu import __main__ as command
 from tests.benchmarks.gpu import kernels, memory, ran, right, speed
 from tests.benchmarks.gpu.results import Case, Results, Skip, Wrong, machine, run_case
 from tests.benchmarks.gpu.settings import Settings
+from tests.benchmarks.models import build_models
+from tests.benchmarks.reading import filled, random_slots
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -103,6 +105,43 @@ def test_a_kernel_that_is_off_by_one_slot_is_found(monkeypatch, settings):
     monkeypatch.setattr(module, "attend_slots", shifted)
     with pytest.raises(Wrong, match="times the error that rounding makes"):
         measure()
+
+
+def test_kernels_are_compiled_in_processes_whatever_goes_wrong_there():
+    assert kernels.run_apart(divmod, [(7, 2), (7, 0), (9, 3)], 2) == [True, False, True]
+
+
+def test_tests_for_gpus_are_found_without_reading_all_tests():
+    assert "tests/cache/test_counting.py" in kernels.tests_marked("gpu")
+    assert "tests/test_readme.py" not in kernels.tests_marked("gpu")
+
+
+def test_every_speed_case_is_there_once_and_what_the_aims_need_is_first(tmp_path):
+    keys = [case.key for case in speed.cases(Settings("cuda", False, 0, tmp_path))]
+    assert len(set(keys)) == len(keys)
+    rows = [f"{rows} x {n}" for rows, n in speed.contexts(Settings("cuda", False, 0, tmp_path))]
+    assert all(
+        f"decode {place} full, {kernel}" in keys for place in rows for kernel in speed.FULL[:2]
+    )
+    assert all(f"decode 1 x any {policy}" in keys for policy in speed.EVICTORS)
+    early = keys[:20]
+    assert "decode 16 x 32768 full, unmasked" in early
+    assert "decode 16 x any h2o" in early
+
+
+def test_full_caches_without_cuda_graphs_are_found(tmp_path):
+    cuda = Settings("cuda", False, 0, tmp_path)
+    assert speed._check_graphs(cuda, {"ms": 1}, True) == {"ms": 1}
+    with pytest.raises(Wrong, match="no CUDA graphs"):
+        speed._check_graphs(cuda, {"ms": 1}, False)
+
+
+def test_random_keys_are_made_layer_by_layer():
+    ours = build_models("tiny")[0]
+    slots = random_slots(ours, 40)
+    assert next(slots) is not None
+    cache = filled(ours, "quest", 8, random_slots(ours, 40))
+    assert cache.report().kept_per_layer == [40, 40]
 
 
 def planted(model) -> bool:

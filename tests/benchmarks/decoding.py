@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import kvtool
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.compiled import CompiledDecoding
+from kvtool.generation.compiled import CompiledDecoding, CompileReport
 from kvtool.generation.feeding import wait
 from tests.benchmarks.models import with_weights_of
 from tests.benchmarks.speed import median_ratio, time_steps
@@ -149,8 +149,9 @@ class PolicySteps:
     def compiled(self) -> None:
         self._compiled(self._model, self._caches[1], self._token)
 
-    def graphs(self) -> int:
-        return self._compiled.report().graphs
+    def report(self) -> CompileReport:
+        """What was compiled so far."""
+        return self._compiled.report()
 
     def read_bytes(self) -> int:
         """Bytes of the keys and values that a step attends to."""
@@ -195,7 +196,7 @@ def compare(
         "compiled_ms": quick_ms,
         "ratio": median_ratio(quick, base),
         "share": limit(ours.read_bytes()) / quick_ms,
-        "graphs": ours.graphs(),
+        "graphs": ours.report().graphs,
     }
 
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,12 +43,12 @@ class Line:
     decode_ratio: float
 
 
-def random_slots(model, tokens: int, batch: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of every layer, where the model is and in its dtype."""
+def random_slots(model, tokens: int, batch: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of every layer, where the model is and in its dtype, one after another."""
     config, place = model.config, {"device": model.device, "dtype": model.dtype}
     shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
     layers = range(config.num_hidden_layers)
-    return [(torch.randn(shape, **place), torch.randn(shape, **place)) for _ in layers]
+    return ((torch.randn(shape, **place), torch.randn(shape, **place)) for _ in layers)
 
 
 def filled_dynamic(model, slots) -> DynamicCache:
@@ -59,11 +60,15 @@ def filled_dynamic(model, slots) -> DynamicCache:
 
 
 def filled(model, policy: str, budget: int, slots) -> kvtool.cache.cache.KVCache:
-    """A cache as after a prompt, holding as much of it as the policy would."""
+    """A cache as after a prompt, holding as much of it as the policy would.
+
+    Args:
+        slots: keys and values of each layer, which may be made as they are asked for.
+    """
     kept = None if policy == "full" else budget
     cache = kvtool.build_cache(model, policy, kept)
-    length = slots[0][0].shape[2]
     for layer, (keys, values) in zip(cache.slot_layers, slots, strict=True):
+        length = keys.shape[2]
         layer.lazy_initialization(keys, values)
         count, reads = length, cache.budgets.reads
         if cache.policy.score.reads:
@@ -78,13 +83,13 @@ def filled(model, policy: str, budget: int, slots) -> kvtool.cache.cache.KVCache
         layer.seen = length
         layer.replace(keys[:, :, -count:], values[:, :, -count:], positions, {})
         if reads is not None:
-            reads.end_prompt([length] * len(slots[0][0]))
+            reads.end_prompt([length] * len(keys))
     return cache
 
 
 def measure(args: argparse.Namespace, note) -> list[Line]:
     ours, plain = build_models()
-    slots = random_slots(ours, args.length)
+    slots = list(random_slots(ours, args.length))
     full, token = filled_dynamic(plain, slots), torch.tensor([7])
     base_step = lambda: plain(token[None], past_key_values=full)  # noqa: E731
     lines = []

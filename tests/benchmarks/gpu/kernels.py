@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -34,22 +37,55 @@ OPTIONS = {
     "all": {"window": True, "softcap": True, "sinks": True},
 }
 REPOSITORY = Path(__file__).parents[3]
+SECONDS = 150  # of one run of tests
+
+Kind = tuple[Family, torch.dtype, tuple[int, int]]
 
 
 def cases(settings: Settings) -> Iterator[Case]:
     """Compare every kernel in every form, time each, and run the tests for GPUs."""
-    dtypes = (torch.float32,) if settings.tiny else tuple(TOLERANCE)
-    dims = ((16, 16),) if settings.tiny else DIMS
-    for family, dtype, dim in product(Family, dtypes, dims):
+    yield Case("compiled ahead", partial(compile_ahead, settings))
+    for family, dtype, dim in kinds(settings):
         name = f"{family}, {str(dtype).removeprefix('torch.')}, {_dims(dim)}"
         yield Case(name, partial(compare, settings, family, dtype, dim))
     for name in TIMED:
         yield Case(f"time of {name}", partial(time_kernel, settings, name))
     for name, arguments in {
-        "tests marked gpu": ("-m", "gpu"),
+        "tests marked gpu": ("-m", "gpu", *tests_marked("gpu")),
         "tests of the kernels": ("tests/kernels",),
     }.items():
         yield Case(name, partial(run_tests, settings, arguments))
+
+
+def kinds(settings: Settings) -> Iterator[Kind]:
+    """Families of kernels, dtypes and head sizes."""
+    dtypes = (torch.float32,) if settings.tiny else tuple(TOLERANCE)
+    return product(Family, dtypes, ((16, 16),) if settings.tiny else DIMS)
+
+
+def compile_ahead(settings: Settings) -> Record:
+    """Compile all kernels in several processes, which leave them in Triton's cache on the disk.
+
+    One process would take a quarter of an hour. What goes wrong is left to the cases to find.
+
+    Raises:
+        Skip: there is no GPU.
+    """
+    if not settings.cuda:
+        raise Skip("needs a CUDA device")
+    needs_triton(settings)
+    workers = min(12, os.cpu_count() or 1)
+    wanted = sorted(kinds(settings), key=lambda kind: -kind[2][0])  # the longest first
+    done = run_apart(partial(compare, settings), wanted, workers)
+    return {"kinds": len(wanted), "compared": sum(done)}
+
+
+def run_apart(call: Callable[..., object], wanted: Sequence[tuple], workers: int) -> list[bool]:
+    """Call a function in other processes, and tell which of the calls came to their end."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        calls = [pool.submit(call, *each) for each in wanted]
+        return [each.exception() is None for each in calls]
 
 
 def _dims(dim: tuple[int, int]) -> str:
@@ -220,22 +256,38 @@ TIMED: dict[str, Callable[[Settings], tuple[Callable[[], object], int, str]]] = 
 }
 
 
+def tests_marked(mark: str) -> list[str]:
+    """Name the files with such tests: others may need packages that are not there."""
+    files = sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    named = [file for file in files if f"pytest.mark.{mark}" in file.read_text()]
+    return [str(file.relative_to(REPOSITORY)) for file in named]
+
+
 def run_tests(settings: Settings, arguments: tuple[str, ...]) -> Record:
     """Run some of the package's tests on the device.
 
     Raises:
         Skip: there is no GPU, or no pytest.
-        Wrong: some failed.
+        Wrong: some failed, or they take too long.
     """
     if not settings.cuda:
         raise Skip("needs a CUDA device")
     for name in ("pytest", "hypothesis", "xdist"):
         if importlib.util.find_spec(name) is None:
             raise Skip(f"{name} is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "8", "-p", "no:cacheprovider"]
+    seconds = min(SECONDS, max(settings.deadline - time.time(), 1))
+    try:
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise Wrong(f"not at their end after {seconds:.0f} s") from None
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-300:]]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     found = {"tests": lines[-1], "failed": failed}

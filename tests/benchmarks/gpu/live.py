@@ -12,6 +12,7 @@ def live_bytes(device: torch.device) -> int:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()  # the first matrix product has made them
         return torch.cuda.memory_allocated(device)
     storages = {}
     for thing in gc.get_objects():

@@ -13,6 +13,7 @@ from itertools import product
 
 import torch
 from rich.table import Table
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from kvtool.errors import KvtoolError
@@ -69,35 +70,79 @@ def models(device: str, tiny: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def cases(settings: Settings) -> Iterator[Case]:
-    """First what every other number is set beside, then the policies, then batches and prompts."""
+    """What the aims need first, of each kind something; then all the rest."""
+    seen = set()
+    for case in (*_first(settings), *_all(settings)):
+        if case.key not in seen:
+            seen.add(case.key)
+            yield case
+
+
+def _first(settings: Settings) -> Iterator[Case]:
+    alone = [place for place in contexts(settings) if place[0] == 1]
+    together = [place for place in contexts(settings) if place[0] > 1]
+    usual = alone[len(alone) // 2]
     yield Case("copy", partial(copy, settings))
-    kernels = ("unmasked",) if settings.tiny else FULL
+    yield _full(settings, *usual, FULL[0])
+    yield _evictor(settings, 1, "h2o")
+    yield from (_reader(settings, *usual, policy) for policy in _readers(settings))
+    yield from _prompts(settings, _lengths(settings)[0])
+    for rows, n in together[:2]:
+        yield _full(settings, rows, n, FULL[0])
+        yield _evictor(settings, rows, "h2o")
+    yield from (_full(settings, *place, FULL[0]) for place in alone)
+
+
+def _all(settings: Settings) -> Iterator[Case]:
     evictors = ("h2o",) if settings.tiny else EVICTORS
-    readers = ("quest",) if settings.tiny else READERS
     for alone in (True, False):
         places = [(rows, n) for rows, n in contexts(settings) if (rows == 1) == alone]
-        for (rows, n), kernel in product(places, kernels if alone else kernels[:2]):
-            if kernel != "sdpa" or n == places[0][1]:
-                key = f"decode {rows} x {n} full, {kernel}"
-                yield Case(key, partial(full_steps, settings, rows, n, kernel))
+        yield from (_full(settings, *place, FULL[0]) for place in places)
         for rows in dict.fromkeys(rows for rows, _ in places):
             for policy in evictors if alone else [p for p in evictors if p in MOST]:
-                key = f"decode {rows} x any {policy}"
-                yield Case(key, partial(evictor_steps, settings, rows, policy))
-        for (rows, n), policy in product(places, readers):
+                yield _evictor(settings, rows, policy)
+        for (rows, n), policy in product(places, _readers(settings)):
             if alone or policy in MOST:
-                key = f"decode {rows} x {n} {policy}"
-                yield Case(key, partial(reader_steps, settings, rows, n, policy))
+                yield _reader(settings, rows, n, policy)
         if alone:
             for (rows, n), policy in product(places, OFFLOADING):
                 key = f"decode {rows} x {n} {policy}"
                 yield Case(key, partial(offloading_steps, settings, n, policy))
-    lengths = (96,) if settings.tiny else (32768, 102400)
-    for n in lengths:
-        yield Case(f"prompt {n} full", partial(prompt, settings, n, None, "full"))
-        for policy, mode in product(("snapkv", "h2o"), ("block", "full")):
-            key = f"prompt {n} {policy} {mode}"
-            yield Case(key, partial(prompt, settings, n, policy_for(policy, settings), mode))
+    for n in _lengths(settings):
+        yield from _prompts(settings, n)
+    if not settings.tiny:
+        places = contexts(settings)
+        yield from (_full(settings, *place, FULL[1]) for place in places)
+        yield _full(settings, *places[0], FULL[2])
+
+
+def _full(settings: Settings, rows: int, n: int, kernel: str) -> Case:
+    return Case(
+        f"decode {rows} x {n} full, {kernel}", partial(full_steps, settings, rows, n, kernel)
+    )
+
+
+def _evictor(settings: Settings, rows: int, policy: str) -> Case:
+    return Case(f"decode {rows} x any {policy}", partial(evictor_steps, settings, rows, policy))
+
+
+def _reader(settings: Settings, rows: int, n: int, policy: str) -> Case:
+    return Case(f"decode {rows} x {n} {policy}", partial(reader_steps, settings, rows, n, policy))
+
+
+def _readers(settings: Settings) -> tuple[str, ...]:
+    return ("quest",) if settings.tiny else READERS
+
+
+def _lengths(settings: Settings) -> tuple[int, ...]:
+    return (96,) if settings.tiny else (32768, 102400)
+
+
+def _prompts(settings: Settings, n: int) -> Iterator[Case]:
+    yield Case(f"prompt {n} full", partial(prompt, settings, n, None, "full"))
+    for policy, mode in product(("snapkv", "h2o"), ("block", "full")):
+        key = f"prompt {n} {policy} {mode}"
+        yield Case(key, partial(prompt, settings, n, policy_for(policy, settings), mode))
 
 
 def policy_for(policy: str, settings: Settings) -> str:
@@ -171,7 +216,12 @@ def _room(settings: Settings) -> int:
 
 @torch.no_grad()
 def full_steps(settings: Settings, rows: int, n: int, kernel: str) -> Record:
-    """Time compiled steps over a full cache of random keys and values."""
+    """Time compiled steps over a full cache of random keys and values.
+
+    Raises:
+        Skip: there is no room, or no flash-attn.
+        Wrong: they did not run as CUDA graphs.
+    """
     plain = models(settings.device, settings.tiny)[1]
     if kernel == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise Skip("flash-attn is not installed")
@@ -179,8 +229,10 @@ def full_steps(settings: Settings, rows: int, n: int, kernel: str) -> Record:
     model = with_weights_of(plain)
     model.set_attn_implementation(kernel)
     full = FullCacheSteps(model, n, _room(settings), _backend(settings), rows)
+    skipped = counters["inductor"]["cudagraph_skips"]
     ms, warm = _time(settings, full)
-    return {"ms": ms, "read_bytes": full.read_bytes(), "first_s": warm}
+    found = {"ms": ms, "read_bytes": full.read_bytes(), "first_s": warm}
+    return _check_graphs(settings, found, counters["inductor"]["cudagraph_skips"] == skipped)
 
 
 @torch.no_grad()
@@ -188,7 +240,8 @@ def evictor_steps(settings: Settings, rows: int, policy: str) -> Record:
     """Time eager and compiled steps of a policy that holds its budget, after a real prompt.
 
     Raises:
-        Wrong: it cannot be compiled; eager steps are told.
+        Skip: there is no room.
+        Wrong: it cannot be compiled; eager steps are told. Or timed steps ran eagerly.
     """
     ours, budget = models(settings.device, settings.tiny)[0], budget_of(settings)
     _check_room(settings, rows * 4 * budget * _token_bytes(ours))
@@ -200,17 +253,25 @@ def evictor_steps(settings: Settings, rows: int, policy: str) -> Record:
         ms, warm = _time(settings, steps.compiled)
     except KvtoolError as error:
         raise Wrong(f"runs eagerly only: {error}", found) from error
-    return found | {"ms": ms, "first_s": warm, "graphs": steps.graphs()}
+    report = steps.report()
+    found |= {"ms": ms, "first_s": warm, "graphs": report.graphs}
+    if report.eager_steps > WARM - 4:  # a step compiles, one is recorded, and one repeats it
+        raise Wrong(f"{report.eager_steps} steps did not run compiled", found)
+    return _check_graphs(settings, found, report.cuda_graphs)
+
+
+def _check_graphs(settings: Settings, found: Record, recorded: bool) -> Record:
+    if settings.cuda and not recorded:
+        raise Wrong("no CUDA graphs were recorded", found)
+    return found
 
 
 @torch.no_grad()
 def reader_steps(settings: Settings, rows: int, n: int, policy: str) -> Record:
     """Time steps of a policy that reads a part of what it stores, random keys and values."""
     ours = models(settings.device, settings.tiny)[0]
-    _check_room(settings, int(2.2 * rows * n * _token_bytes(ours)))
-    slots = random_slots(ours, n, rows)
-    cache = filled(ours, policy, budget_of(settings), slots)
-    del slots
+    _check_room(settings, int(1.4 * rows * n * _token_bytes(ours)))  # buffers grow by a quarter
+    cache = filled(ours, policy, budget_of(settings), random_slots(ours, n, rows))
     return _eager_steps(settings, ours, cache, rows)
 
 
