@@ -72,19 +72,15 @@ def _is_device(wanted: object) -> bool:
 
 def _compute(func, args, kwargs):
     """Compute on the CPU; the result is on the device if that was asked for, or if tensors were."""
-    leaves = tree_flatten((args, kwargs))[0]
+    leaves, form = tree_flatten((args, kwargs))
     tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
     there = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
     _check_together(func, args, tensors)
-    stays = bool(there)
-    if kwargs.get("device") is not None:
-        stays = _is_device(kwargs["device"])
-        kwargs = kwargs | {"device": "cpu"}
-    elif func is _ATEN.copy_.default:
+    asked = [each for each in leaves if isinstance(each, torch.device)]
+    stays = _is_device(asked[0]) if asked else bool(there)
+    if func is _ATEN.copy_.default:
         stays = isinstance(args[0], OnDevice)
-    leaves, form = tree_flatten((args, kwargs))
-    held = [each.held if isinstance(each, OnDevice) else each for each in leaves]
-    args, kwargs = tree_unflatten(held, form)
+    args, kwargs = tree_unflatten([_here(each) for each in leaves], form)
     found = func(*args, **kwargs)
     if not stays:
         return found
@@ -96,6 +92,17 @@ def _compute(func, args, kwargs):
         return known[id(result)] if id(result) in known else OnDevice(result)
 
     return tree_map(show, found)
+
+
+def _concerns_device(thing) -> bool:
+    return isinstance(thing, OnDevice) or (isinstance(thing, torch.device) and _is_device(thing))
+
+
+def _here(thing):
+    """What stands for an argument on the CPU."""
+    if isinstance(thing, torch.device):
+        return torch.device("cpu")
+    return thing.held if isinstance(thing, OnDevice) else thing
 
 
 def _check_together(func, args, tensors: list[torch.Tensor]) -> None:
@@ -117,8 +124,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         leaves = tree_flatten((args, kwargs))[0]
-        concerned = any(isinstance(each, OnDevice) for each in leaves)
-        if concerned or _is_device(kwargs.get("device")):
+        if any(map(_concerns_device, leaves)):
             return _compute(func, args, kwargs)
         return func(*args, **kwargs)
 

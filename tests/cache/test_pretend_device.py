@@ -9,9 +9,10 @@ from torch.utils._pytree import tree_map
 
 import kvtool
 from kvtool.errors import UsageError
-from tests.benchmarks.gpu.right import Run, build, check_same, padded_turns, saved
+from kvtool.generation import decode_step, prefill
+from tests.benchmarks.gpu.right import COMPILED, Run, build, check_same, padded_turns, saved
 from tests.cache.split_model import policies
-from tests.models_for_tests import peaky_model
+from tests.models_for_tests import peaky_model, random_ids
 from tests.pretend_device import DEVICE, OnDevice, pretended, put
 
 
@@ -84,6 +85,31 @@ def test_other_prompts_run_on_the_device_alone(policy, mode, scenario):
 @pytest.mark.parametrize("policy", policies())
 def test_layers_on_two_devices_keep_to_their_own(policy):
     check(on_both(), policy, "full", padded_turns)
+
+
+@torch.no_grad()
+def static_steps(model, policy: str, mode: str) -> Run:
+    """One row, decoded in steps that change nothing but the contents of tensors."""
+    cache, done = build(model, policy, mode), Run()
+    done.note(cache, prefill(model, cache, random_ids(61).to(model.device)))
+
+    def forward(**inputs):
+        with cache.static_step():
+            return model(**inputs)
+
+    static = 0
+    for token in range(5, 11):
+        fixed = cache.fix_shapes(8)
+        static += fixed
+        ids = torch.full((1,), token, device=model.device)
+        done.note(cache, decode_step(model, cache, ids, forward if fixed else None))
+    assert static >= 4
+    return done
+
+
+@pytest.mark.parametrize("policy", COMPILED)
+def test_static_steps_run_on_the_device_alone(policy):
+    check(elsewhere(), policy, "full", static_steps)
 
 
 def test_tensors_of_two_devices_do_not_meet():
