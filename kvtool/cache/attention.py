@@ -10,7 +10,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from kvtool.cache import eager_hooks, handover, logit_hooks, numbering, unused
+from kvtool.cache import eager_hooks, handover, logit_hooks, numbering, torn, unused
 from kvtool.cache.kernels import Call
 from kvtool.cache.layers import check_layers
 from kvtool.cache.step import attend
@@ -62,8 +62,10 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
             raise KvtoolError(
                 f"transformers did not switch `{model.config.model_type}` to kvtool's attention"
             )
-    previous.hooks += unused.install(model)  # first of all, so that nothing has happened yet
+    # first of all, so that nothing has happened yet
+    previous.hooks += [*unused.install(model), *torn.install(model)]
     previous.hooks += [*logit_hooks.install(model), numbering.install(model)]
+    previous.hooks += torn.install_end(model)
     model._kvtool_attachment = previous
     return model
 

@@ -61,6 +61,7 @@ class KVCache(Cache):
         self.hook_note: tuple | None = None  # from the hook before a module to the one after it
         self.renumbers = policy.score.positions == "cache"
         self.fed: handover.Fed | None = None  # where the running forward has placed its tokens
+        self.changing = False  # whether a forward has begun to change it and has not ended
         self.peak_bytes = 0
         self.input_ids: Tensor | None = None  # the text so far, where kvtool drove it or loaded it
         self.next_logits: Tensor | None = None  # after the text, where all of it has been fed
@@ -71,6 +72,9 @@ class KVCache(Cache):
         self.last_block = True  # whether the running forward ends its prompt
         super().__init__(layers=make_layers(config, policy))
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        self.recurrent = any(
+            isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers
+        )
         self._grouped = False
         self._static = StaticSteps()
         self.surprisals: Surprisals | None = None  # of a policy that goes by the model's logits
@@ -118,6 +122,7 @@ class KVCache(Cache):
                 "and this forward has not asked for it",
                 hint="call kvtool.attach(model) first, and pass the cache as past_key_values=cache",
             )
+        self.changing = True
         decoding = self.decodes(layer, key_states.shape[2])
         if not decoding:
             self._ungroup()
@@ -137,6 +142,19 @@ class KVCache(Cache):
             handover.Taken(self, layer, raw_key, raw_value, key_states, value_states, decoding)
         )
         return raw_key, raw_value
+
+    def check_whole(self) -> None:
+        """Refuse to go on from a forward that broke off inside.
+
+        Raises:
+            KvtoolError: an exception or Ctrl-C ended the last forward, or the last prompt.
+        """
+        if self.changing:
+            raise KvtoolError(
+                "the last forward over this cache was interrupted: some of its layers have seen "
+                "tokens that others have not",
+                hint="start anew with cache.reset(), or feed it inside `with cache.rollback():`",
+            )
 
     def start_reading(self, layer: SlotLayer) -> None:
         """Make a reader's tables for a layer that has none yet since the last prompt."""
@@ -197,7 +215,7 @@ class KVCache(Cache):
         self.input_ids = self.next_logits = self.fed = self.chat = None
         self.budgets.reset()
         super().reset()
-        self.peak_bytes = 0
+        self.peak_bytes, self.changing = 0, False
 
     def copy(self) -> KVCache:
         """Return a cache with the same content that goes its own way from here; see `rollback`."""
@@ -240,13 +258,16 @@ class KVCache(Cache):
 
         Raises:
             UsageError: a row's share is not above the tokens that the policy always keeps.
+            KvtoolError: a forward was interrupted before.
         """
+        self.check_whole()
         self.budgets.reserve = new_tokens
         if lengths is not None:
             self.budgets.check(lengths)
         self._in_prompt, self._prompt_lengths = True, lengths
         if self.surprisals is not None:
             self.surprisals.begin_turn()
+        before = self.first_layer.seen
         try:
             yield
             if self.budgets.held_back:
@@ -254,6 +275,9 @@ class KVCache(Cache):
             for layer in self.slot_layers:
                 self.start_reading(layer)
             self._foresee(new_tokens)
+        except BaseException:
+            self.changing |= self.first_layer.seen != before  # it is not cut as at a prompt's end
+            raise
         finally:
             self._in_prompt, self._prompt_lengths, self.last_block = False, None, True
 
@@ -286,6 +310,7 @@ class KVCache(Cache):
             tokens: (batch, q_len) int64.
             mask: (batch, past + q_len), 0 = padding; None: no padding.
         """
+        self.changing = True
         first, q_len = self.first_layer, tokens.shape[1]
         decoding = self.decodes(first, q_len)
         valid = None

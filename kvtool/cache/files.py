@@ -61,8 +61,10 @@ def save_cache(
         model_name: what to call the model; by default its own name or path.
 
     Raises:
-        KvtoolError: the cache is empty, or the file cannot be written.
+        KvtoolError: the cache is empty or was interrupted in a forward, or the file cannot be
+            written.
     """
+    cache.check_whole()
     if cache.get_seq_length() == 0:
         raise KvtoolError("the cache is empty: nothing has been fed to it yet")
     _check_whole(cache)

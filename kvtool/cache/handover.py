@@ -107,8 +107,13 @@ def give(taken: Taken) -> None:
     _LOCAL.taken = taken
 
 
+def forget() -> None:
+    """Drop a note that a broken-off forward has left in this thread."""
+    _LOCAL.taken = None
+
+
 def pick_up(keys: int) -> Taken | None:
-    """Take the note, if it is about that many keys; a note left by a failed forward is dropped."""
+    """Take the note, if it is about that many keys."""
     taken: Taken | None = getattr(_LOCAL, "taken", None)
     _LOCAL.taken = None
     if taken is None or keys != taken.raw_key.shape[2]:
@@ -123,7 +128,7 @@ def check_attended(layer: SlotLayer) -> None:
     Raises:
         KvtoolError: the model does not run kvtool's attention, so nothing would ever be stored.
     """
-    if getattr(layer, "unattended", False):
+    if layer.unattended:
         raise KvtoolError(
             "the model does not run kvtool's attention, so this cache cannot work",
             hint="call kvtool.attach(model) first",

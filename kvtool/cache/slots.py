@@ -139,6 +139,7 @@ class SlotLayer(CacheLayerMixin):
         self.marked: Tensor | None = None
         self.tail: tuple[Tensor, Tensor] | None = None
         self.pairs_read: float = 0
+        self.unattended = False  # between taking in tokens and attending them
 
     # ---- what transformers asks
 

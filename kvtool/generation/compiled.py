@@ -97,8 +97,10 @@ class CompiledDecoding:
         """Feed one token per row: see `decode_step`.
 
         Raises:
-            KvtoolError: the policy or the model cannot be compiled, and must be.
+            KvtoolError: the policy or the model cannot be compiled, and must be; a forward was
+                interrupted before.
         """
+        cache.check_whole()
         if self._failed or not cache.fix_shapes(self._room):
             self._eager += 1
             return decode_step(model, cache, token_ids)
@@ -130,7 +132,13 @@ class CompiledDecoding:
     def _run(self, cache: KVCache):
         def forward(**inputs) -> CausalLMOutputWithPast:
             with cache.static_step():
-                return self._forward(**inputs)
+                try:
+                    return self._forward(**inputs)
+                except (TorchDynamoException, FailOnRecompileLimitHit):
+                    raise  # nothing has run
+                except BaseException:
+                    cache.changing = True  # which the graph itself would say at its end only
+                    raise
 
         return forward
 
