@@ -24,6 +24,7 @@ from kvtool.generation.decoding import (
 )
 from kvtool.generation.feeding import decode_step, prefill, wait
 from kvtool.generation.fidelity import Fidelity, compare_with_full
+from kvtool.generation.finite import check_logits, explaining
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ def compress(
 
     Raises:
         UsageError: the prompt is empty.
+        BrokenNumbers: the logits are not finite.
     """
     ids, logits, seconds = _run_prompt(model, cache, prompt_ids, attention_mask, new_tokens)
     cache.input_ids, cache.next_logits = ids.cpu(), logits.cpu()
@@ -127,6 +129,7 @@ def generate(
     Raises:
         UsageError: nothing to start from, or a comparison of padded rows.
         KvtoolError: a policy or model that cannot be compiled.
+        BrokenNumbers: logits are not finite.
     """
     if max_new_tokens < 1:
         raise UsageError(f"max-new-tokens must be 1 or more, got {max_new_tokens}")
@@ -213,12 +216,14 @@ def _run_prompt(
         else:
             ids = known
             logits = cache.next_logits
-            for token in unfed.unbind(1):
-                logits = decode_step(model, cache, token)
+            with explaining(model, ids):
+                for token in unfed.unbind(1):
+                    logits = decode_step(model, cache, token)
             if logits is None:
                 raise UsageError(
                     "the saved cache has no next token to continue from; give a prompt"
                 )
             logits = logits.to(model.device)
+            check_logits(model, logits, ids)
     wait(model)
     return ids, logits, time.perf_counter() - start

@@ -22,6 +22,7 @@ from transformers import (
 
 from kvtool.cache.cache import KVCache
 from kvtool.generation.feeding import decode_step
+from kvtool.generation.finite import broken_rows, explain, explaining
 
 _BYTES = 4  # of a character at most, and a token has one or more
 _MARGIN = 8  # tokens before a stop text, for tokenizers whose first token loses a space
@@ -42,7 +43,14 @@ def decode_loop(
     step: Callable[[PreTrainedModel, KVCache, Tensor], Tensor] = decode_step,
     **unused,
 ) -> Tensor:
-    """Sample from the logits that a prompt has left; runs inside transformers' generate."""
+    """Sample from the logits that a prompt has left; runs inside transformers' generate.
+
+    The host waits for a token once: it reads the tokens, whether any logits were broken and whether
+    any row goes on.
+
+    Raises:
+        BrokenNumbers: the logits of a row that still runs are not finite.
+    """
     written = input_ids.shape[1]
     text = input_ids.new_zeros(input_ids.shape[0], generation_config.max_length)
     text[:, :written] = input_ids
@@ -52,23 +60,30 @@ def decode_loop(
     while True:
         if kept_logits is not None:
             kept_logits.append(logits.cpu())
-        scores = logits_processor(text[:, :written], logits)
+        broken = broken_rows(logits)
+        scores = logits_processor(text[:, :written], logits.masked_fill(broken[:, None], 0.0))
         if generation_config.do_sample:
             token = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
         else:
             token = scores.argmax(-1)
         if padding is not None:
             token = torch.where(running, token, padding)
+        broken &= running
         text[:, written] = token
         written += 1
-        if text_streamer is not None:
-            text_streamer.put(token.cpu())
         running = running & ~stopping_criteria(text[:, :written], None)
-        if not running.any():
+        read = torch.cat([token, broken, running]).view(3, -1).cpu()
+        if read[1].any():
+            row = int(read[1].nonzero()[0])
+            raise explain(model, text[row : row + 1, : written - 1])
+        if text_streamer is not None:
+            text_streamer.put(read[0])
+        if not read[2].any():
             if text_streamer is not None:
                 text_streamer.end()
             return text[:, :written]
-        logits = step(model, kv_cache, token)
+        with explaining(model, text[:, :written]):
+            logits = step(model, kv_cache, token)
 
 
 class StopsAt(StoppingCriteria):

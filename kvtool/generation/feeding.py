@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvtool.cache.cache import KVCache
 from kvtool.errors import KvtoolError
+from kvtool.generation.finite import check_logits, explaining
 
 
 @torch.no_grad()
@@ -38,6 +38,7 @@ def prefill(
 
     Raises:
         KvtoolError: padded rows in blocks on a model with recurrent layers.
+        BrokenNumbers: the logits are not finite.
     """
     input_ids = input_ids.to(model.device)
     batch, width = input_ids.shape
@@ -49,7 +50,7 @@ def prefill(
     lengths = [before + count for before, count in zip(seen, counts, strict=True)]
     sizes = cache.block_sizes(lengths)
     if mask is not None and sizes is not None and min(sizes) < width:
-        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+        if cache.recurrent:
             raise KvtoolError(
                 "a padded batch cannot be fed in blocks to a model with recurrent layers",
                 hint="use prefill full, or rows of equal length",
@@ -57,7 +58,7 @@ def prefill(
         order = (~mask).long().argsort(dim=1, stable=True)
         input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
     logits: Tensor | None = None
-    with cache.prompt(lengths, new_tokens):
+    with explaining(model, input_ids), cache.prompt(lengths, new_tokens):
         for ids, valid in _blocks(cache, input_ids, mask, counts, lengths):
             last = _last_columns(valid, batch, ids.shape[1])
             out = forward(model, cache, ids, valid, last)
@@ -66,6 +67,7 @@ def prefill(
             else:
                 ends_here = valid.any(1)[:, None]
                 logits = torch.where(ends_here, out, logits)
+    check_logits(model, logits, input_ids)
     return logits
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from kvtool.generation.finite import check_logits
+
 
 @dataclass(frozen=True)
 class Fidelity:
@@ -80,4 +82,5 @@ def compare_with_full(model: PreTrainedModel, input_ids: Tensor, logits: Tensor)
         use_cache=True,
         **options,
     ).logits[:, -new:]
+    check_logits(model, full, input_ids)
     return compare_logits(full.float().cpu(), logits)

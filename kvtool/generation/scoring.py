@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from kvtool.cache.cache import KVCache
 from kvtool.errors import UsageError
 from kvtool.generation.feeding import decode_step, forward
+from kvtool.generation.finite import broken_rows, check_logits, explain, explaining
 
 
 @torch.no_grad()
@@ -38,6 +39,7 @@ def token_logprobs(
 
     Raises:
         UsageError: `chunk` below 1.
+        BrokenNumbers: logits are not finite.
     """
     if chunk < 1:
         raise UsageError(f"chunk must be 1 or more, got {chunk}")
@@ -48,24 +50,31 @@ def token_logprobs(
     fed, targets = input_ids[:, :-1], input_ids[:, 1:]
     empty = cache.get_seq_length() == 0
     total = input_ids.shape[1] + (0 if empty else cache.tokens_seen()[0])
-    for start in range(0, fed.shape[1], chunk):
-        part = slice(start, start + chunk)
-        if chunk == 1 and not (empty and start == 0):
-            logits = decode_step(model, cache, fed[:, start])[:, None]
-        else:
-            with cache.prompt([total]):
-                logits = forward(model, cache, fed[:, part], None, None)
-        scored.append(_score_tokens(logits, targets[:, part]))
+    with explaining(model, input_ids):
+        for start in range(0, fed.shape[1], chunk):
+            part = slice(start, start + chunk)
+            if chunk == 1 and not (empty and start == 0):
+                logits = decode_step(model, cache, fed[:, start])[:, None]
+            else:
+                with cache.prompt([total]):
+                    logits = forward(model, cache, fed[:, part], None, None)
+            scored.append(_score_tokens(logits, targets[:, part]))
     if not scored:
         return torch.zeros(1, 0), torch.zeros(1, 0, dtype=torch.bool)
-    logprobs, greedy = zip(*scored, strict=True)
-    return torch.cat(logprobs, 1), torch.cat(greedy, 1)
+    logprobs, greedy = (torch.cat(parts, 1) for parts in zip(*scored, strict=True))
+    if bool(logprobs.isnan().any()):
+        raise explain(model, input_ids)
+    return logprobs, greedy
 
 
 def _score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and whether it is the most likely token, on the CPU."""
+    """Log-probability of each target and whether it is the most likely token, on the CPU.
+
+    It is NaN where the logits are broken.
+    """
     chosen = logits.gather(-1, targets[..., None])[..., 0]
     logprobs = chosen.float() - logits.float().logsumexp(-1)
+    logprobs = logprobs.masked_fill(broken_rows(logits), float("nan"))
     return logprobs.cpu(), (logits.argmax(-1) == targets).cpu()
 
 
@@ -81,8 +90,14 @@ def follow(
 
     Returns:
         (batch, steps, vocab) float32 on the CPU: the logits from which each token would come.
+
+    Raises:
+        BrokenNumbers: they are not finite.
     """
     logits = [next_logits.float().cpu()]
-    for token in token_ids[:, :-1].unbind(1):
-        logits.append(decode_step(model, cache, token.to(model.device)).cpu())
-    return torch.stack(logits, 1)
+    with explaining(model, token_ids):
+        for token in token_ids[:, :-1].unbind(1):
+            logits.append(decode_step(model, cache, token.to(model.device)).cpu())
+    followed = torch.stack(logits, 1)
+    check_logits(model, followed, token_ids)
+    return followed

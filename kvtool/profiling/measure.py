@@ -13,6 +13,7 @@ from kvtool.cache.build import build_cache
 from kvtool.cache.handover import attachment
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
+from kvtool.generation.finite import broken_rows, explain
 from kvtool.profiling.column_sums import Density
 from kvtool.profiling.jaccard import Jaccard
 from kvtool.profiling.key_basis import KeyMoments, with_basis
@@ -71,6 +72,7 @@ def measure(
 
     Raises:
         KvtoolError: a model that does not show its queries and keys.
+        BrokenNumbers: its logits are not finite.
     """
     attached = attachment(model)
     if attached is not None and attached.eager:
@@ -134,8 +136,14 @@ def _read(
 
     cache.watch = watch
     logits = prefill(model, cache, ids)
+    text, broken = [ids], broken_rows(logits)
     for _ in range(steps):
-        logits = decode_step(model, cache, logits.argmax(-1))
+        text.append(logits.argmax(-1)[:, None])
+        logits = decode_step(model, cache, text[-1][:, 0])
+        broken |= broken_rows(logits)
+    if bool(broken.any()):  # the one device sync of all steps
+        row = int(broken.nonzero()[0])
+        raise explain(model, torch.cat(text, 1)[row : row + 1])
     return len(cache.layers)
 
 

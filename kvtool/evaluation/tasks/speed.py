@@ -126,6 +126,7 @@ class Speed(Task):
         from kvtool import generation
         from kvtool.generation.compiled import CompiledDecoding
         from kvtool.generation.feeding import wait
+        from kvtool.generation.finite import broken_rows, explain
 
         draws = torch.Generator().manual_seed(self.seed)
         vocabulary = bench.model.get_input_embeddings().weight.shape[0]
@@ -142,8 +143,10 @@ class Speed(Task):
         start = time.perf_counter()
         for _ in range(new):
             logits = step(bench.model, cache, logits.argmax(-1))
-        logits.sum().item()  # waits for a GPU
+        broken = bool(broken_rows(logits).any())  # waits for a GPU
         bench.count_decoding(cache, steps=new * batch, seconds=time.perf_counter() - start)
+        if broken:
+            raise explain(bench.model, ids[:1])
         meter = bench.meter
         return {
             "prefill_s": meter.prefill_s,
