@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -29,7 +28,7 @@ from kvtool.cache.file_checks import (
     recurrent_states,
 )
 from kvtool.cache.slots import SlotLayer
-from kvtool.documents.files import write_with
+from kvtool.cache.tensor_files import write_tensors
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source
 from kvtool.errors import KvtoolError, UsageError
@@ -121,7 +120,7 @@ def save_cache(
     if cache.chat is not None and input_ids is not None:
         metadata["chat"] = cache.chat
     metadata["sha256"] = _digest(tensors, metadata)
-    write_with(Path(path), lambda temporary: save_file(tensors, temporary, metadata))
+    write_tensors(Path(path), tensors, metadata)
 
 
 def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:

@@ -18,6 +18,7 @@ from kvtool.cli.output import write_configuration
 from kvtool.cli.prompt import note_handful, note_length
 from kvtool.cli.request import note_model
 from kvtool.cli.terminal import Terminal
+from kvtool.documents.files import check_name
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, check_folder
 from kvtool.processes import joined
@@ -216,6 +217,9 @@ def _folder(options: EvalOptions, plan: Plan) -> Path:
         tasks = "+".join(dict.fromkeys(task.name.partition("/")[0] for task in plan.tasks))
         name = plan.recipe.name or f"{model}_{tasks}_{date.today()}"
         folder = Path("runs") / re.sub(r"[^A-Za-z0-9.+_-]", "_", name)
+    check_name(folder, "--output")
+    for arm in plan.arms:
+        check_name(Path(arm.folder), "--policy")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--output: `{folder}` is a file, a run needs a folder")
     if folder.suffix.lower() in _FILES and not folder.exists():
@@ -279,12 +283,14 @@ def _open(options: EvalOptions, store: Store, held: ExitStack) -> None:
 
     held.enter_context(store.locked())
     if store.is_empty():
+        store.sweep()
         return
     if not (store.folder / RECIPE).is_file():
         raise UsageError(
             f"folder `{store.folder}` holds other files, no run (no {RECIPE})",
             hint="choose a new folder with --output",
         )
+    store.sweep()
     if options.overwrite:
         store.clear()
     read_results(store)

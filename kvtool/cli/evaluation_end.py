@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from typer import Exit
 
 from kvtool.cli.terminal import Terminal
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.processes import joined
 
 if TYPE_CHECKING:
@@ -53,7 +53,16 @@ def finish(
 
 
 def exit_with(results: ResultsDocument) -> None:
-    """End with the code that says what went wrong, if something did."""
+    """End with the code that says what went wrong, if something did.
+
+    Raises:
+        KvtoolError: measurements are missing.
+    """
+    if not results.complete:
+        raise KvtoolError(
+            "the run is not complete: samples are missing in its folder",
+            hint="the same command without --rescore and --overwrite measures them",
+        )
     if any(not gate.passed for gate in results.gates):
         raise Exit(_GATE_FAILED)
     if any(result.failed for result in results.results):

@@ -15,7 +15,7 @@ from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.progress import show_progress
 from kvtool.cli.request import check_alone, load_model
 from kvtool.cli.terminal import Terminal
-from kvtool.documents.files import check_writable, write_with
+from kvtool.documents.files import check_writable
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, check_folder
 from kvtool.profiling.names import DEFAULT, METRICS, parse_metrics
@@ -281,14 +281,13 @@ def _save_heads(path: Path | None, found: dict[str, Tensor]) -> HeadsFile | None
     """Write the numbers per head, whole or not at all."""
     if path is None:
         return None
-    from safetensors.torch import save_file
-
+    from kvtool.cache.tensor_files import write_tensors
     from kvtool.documents.profile import HeadsFile
     from kvtool.evaluation.data_files import digest
 
     tensors = {name: values.contiguous() for name, values in sorted(found.items())}
     metadata = {"kind": "kvtool.heads", "schema_version": "1"}
-    write_with(path, lambda part: save_file(tensors, part, metadata=metadata))
+    write_tensors(path, tensors, metadata)
     return HeadsFile(path=path.name, sha256=digest(path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable
@@ -9,20 +10,83 @@ from pathlib import Path
 
 from kvtool.errors import KvtoolError, UsageError
 
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, of what Linux takes
+_ROOM = 16  # bytes of a temporary's name beside that of its file
+_SHOWN = 40  # letters of a name that is too long
+
 
 def check_writable(path: Path, option: str) -> None:
     """Refuse a path that a long run could not be written to at its end.
 
     Raises:
-        UsageError: the folder does not exist or is not writable, or the path is a folder itself.
+        UsageError: the folder does not exist or is not writable, the path is a folder itself or a
+            device that takes nothing, or its name is too long.
     """
+    check_name(path, option)
     if path.is_dir():
         raise UsageError(f"{option}: `{path}` is a folder, not a file")
     folder = path.parent
     if not folder.is_dir():
         raise UsageError(f"{option}: folder `{folder}` does not exist", hint=f"mkdir -p {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"{option}: `{path}` is not writable")
+    real = Path(os.path.realpath(path))
+    try:
+        if real.exists() and not real.is_file():
+            _try_device(real)
+        elif not os.access(real if real.exists() else real.parent, os.W_OK):
+            raise UsageError(f"{option}: `{path}` is not writable")
+        else:
+            with tempfile.TemporaryFile(dir=real.parent):
+                pass
+    except OSError as error:
+        raise UsageError(f"{option}: `{path}` is not writable: {error.strerror or error}") from None
+
+
+def _try_device(path: Path) -> None:
+    """Write nothing to a device or pipe, which a full device refuses as well."""
+    try:
+        handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return  # a pipe that nobody reads yet
+        raise
+    try:
+        os.write(handle, b"")
+    finally:
+        os.close(handle)
+
+
+def check_name(path: Path, option: str) -> None:
+    """Refuse a path with a name that no file can have.
+
+    Raises:
+        UsageError: a part of it is longer than 255 bytes, or all of it than the system takes.
+    """
+    for part in path.parts:
+        size = len(os.fsencode(part))
+        if size > _LONGEST_NAME:
+            raise UsageError(
+                f"{option}: `{part[:_SHOWN]}...` has {size} bytes, and a file name has at most "
+                f"{_LONGEST_NAME}"
+            )
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise UsageError(f"{option}: a path has at most {_LONGEST_PATH} bytes")
+
+
+def temporaries_of(path: Path) -> list[Path]:
+    """Files that a killed process has left beside a file that it was writing."""
+    mark, end = _temporary_name(path)
+    names = os.listdir(path.parent) if path.parent.is_dir() else []
+    return sorted(
+        path.parent / name for name in names if name.startswith(mark) and name.endswith(end)
+    )
+
+
+def _temporary_name(path: Path) -> tuple[str, str]:
+    """How the name of a temporary begins and ends, which leaves room for what tells it apart."""
+    name = path.name
+    while len(os.fsencode(name)) > _LONGEST_NAME - _ROOM:
+        name = name[:-1]
+    return f".{name}.", ".part"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -51,7 +115,8 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    mark, end = _temporary_name(path)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=mark, suffix=end)
     os.close(handle)
     temporary = Path(name)
     try:

@@ -13,9 +13,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from kvtool.documents.files import write_text
+from kvtool.documents.files import temporaries_of, write_text
 from kvtool.documents.json_reader import load_json
 from kvtool.documents.samples import SampleRecord
 from kvtool.documents.validation import reason
@@ -27,6 +27,8 @@ except ImportError:  # no advisory locks on this system: two runs in one folder 
     fcntl = None
 
 Json = dict[str, Any]
+
+_DOCUMENTS = ("results.json", "recipe.lock.yaml", "samples.json", "report.html")
 
 
 class Store:
@@ -44,6 +46,7 @@ class Store:
     def __init__(self, folder: Path, process: int = 0, *, silent: bool = False) -> None:
         self.folder, self.process, self.silent = folder, process, silent
         self._parts = folder / "parts"
+        self._lock: IO[str] | None = None
 
     @property
     def own(self) -> Path:
@@ -68,14 +71,37 @@ class Store:
         return found
 
     def append(self, arm: str, task: str, record: Json) -> None:
-        """Add a record."""
+        """Add a record.
+
+        Raises:
+            KvtoolError: the folder has gone, or the system refused (no space, no permission).
+        """
         if self.silent:
             return
+        self._check_there()
         path = self.path(arm, task)
-        path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(record, ensure_ascii=False, allow_nan=False)
-        with path.open("a", encoding="utf-8", newline="") as file:
-            file.write(line + "\n")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8", newline="") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise KvtoolError(f"cannot write `{path}`: {error.strerror or error}") from error
+
+    def _check_there(self) -> None:
+        """Refuse to make the folder anew that was deleted, or put another in its place, meanwhile.
+
+        Raises:
+            KvtoolError: it has gone.
+        """
+        if self._lock is None:
+            return
+        try:
+            same = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.own / ".lock"))
+        except OSError:
+            same = False
+        if not same:
+            raise KvtoolError(f"folder `{self.own}` was deleted while the run was writing to it")
 
     def mend(self) -> None:
         """Put the lines of all processes into one place, and cut off those not finished.
@@ -101,9 +127,14 @@ class Store:
         return sorted(folder for folder in self._parts.glob("*") if folder.name.isdecimal())
 
     def write(self, name: str, text: str) -> None:
-        """Write a document into the folder, whole or not at all; the first process does."""
+        """Write a document into the folder, whole or not at all; the first process does.
+
+        Raises:
+            KvtoolError: the folder has gone, or the system refused.
+        """
         if self.process > 0:
             return
+        self._check_there()
         write_text(self.folder / name, text)
 
     @contextlib.contextmanager
@@ -120,11 +151,14 @@ class Store:
             self.own.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot make folder `{self.own}`: {error.strerror}") from None
-        with self._holding(self.own / ".lock"):
-            yield
+        with self._holding(self.own / ".lock") as self._lock:
+            try:
+                yield
+            finally:
+                self._lock = None
 
     @contextlib.contextmanager
-    def _holding(self, lock: Path) -> Iterator[None]:
+    def _holding(self, lock: Path) -> Iterator[IO[str]]:
         with lock.open("a") as file:
             if fcntl is not None:
                 try:
@@ -134,21 +168,36 @@ class Store:
                         f"another run is writing to `{self.folder}`",
                         hint="wait for it, or choose another folder with --output",
                     ) from None
-            yield
+            yield file
 
     def clear(self) -> None:
         """Delete what earlier runs left here, and nothing that is not a run's."""
         self.mend()
         for path in sorted((self.folder / "samples").rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
-        for name in ("results.json", "recipe.lock.yaml", "samples.json", "report.html"):
+        for name in _DOCUMENTS:
             (self.folder / name).unlink(missing_ok=True)
         for path in (self.folder / "plots").glob("*.*"):
             path.unlink()
 
     def is_empty(self) -> bool:
-        """Whether nothing is in the folder but perhaps a lock."""
-        return not self.folder.is_dir() or all(name == ".lock" for name in os.listdir(self.folder))
+        """Whether nothing is in the folder but a lock and what a kill has left half written."""
+        if not self.folder.is_dir():
+            return True
+        begun = {".lock", *(path.name for path in self._temporaries())}
+        if all(path.is_dir() or path.name == ".lock" for path in self._parts.rglob("*")):
+            begun.add(self._parts.name)
+        return begun.issuperset(os.listdir(self.folder))
+
+    def sweep(self) -> None:
+        """Delete what killed runs have left half written."""
+        for path in self._temporaries():
+            path.unlink()
+        for path in (self.folder / "plots").glob(".*.part"):
+            path.unlink()
+
+    def _temporaries(self) -> list[Path]:
+        return [path for name in _DOCUMENTS for path in temporaries_of(self.folder / name)]
 
 
 def _read_records(path: Path) -> dict[str, Json]:

@@ -54,3 +54,20 @@ def on_terminal():
         return shown.decode()
 
     return run
+
+
+@pytest.fixture
+def full_disk():
+    """Let no file grow beyond so many bytes: the system refuses as it does on a full disk."""
+    resource = pytest.importorskip("resource")
+
+    @contextlib.contextmanager
+    def limit(size: int):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit

@@ -116,15 +116,12 @@ def test_the_cache_of_another_model_is_refused(kvtool, tmp_path):
 
 
 @pytest.mark.usefixtures("saved")
-def test_a_failed_save_leaves_the_old_file(kvtool, tmp_path, monkeypatch):
+@pytest.mark.parametrize("command", [("generate", "-n", "2"), ("compress", "-p", "h2o")])
+def test_a_failed_save_leaves_the_old_file(kvtool, tmp_path, full_disk, command):
     before = (tmp_path / "a.st").read_bytes()
-
-    def full_disk(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("kvtool.cache.files.save_file", full_disk)
-    done = kvtool("generate", "-q", "--prompt", PROMPT, "-n", "2", "--save", "a.st")
+    with full_disk(2048):
+        done = kvtool(*command, "-q", "--prompt", PROMPT, "--save", "a.st")
     assert done.code == 1
-    assert done.err == f"error: cannot write `{tmp_path}/a.st`: No space left on device\n"
+    assert done.err == f"error: cannot write `{tmp_path}/a.st`: File too large\n"
     assert (tmp_path / "a.st").read_bytes() == before
     assert os.listdir() == ["a.st"]

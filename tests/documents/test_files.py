@@ -1,10 +1,11 @@
 import os
+import re
 import stat
 from pathlib import Path
 
 import pytest
 
-from kvtool.documents.files import check_writable, write_text, write_with
+from kvtool.documents.files import check_writable, temporaries_of, write_text, write_with
 from kvtool.errors import KvtoolError, UsageError
 
 
@@ -75,3 +76,63 @@ def test_refuses_paths_before_the_work(tmp_path):
     with pytest.raises(UsageError, match=r"--output: `.*` is a folder, not a file"):
         check_writable(tmp_path, "--output")
     check_writable(tmp_path / "out", "--save")
+
+
+def test_a_name_that_leaves_no_room_for_a_temporary_is_written_as_well(tmp_path):
+    for name in ("x" * 251 + ".txt", "ä" * 127):
+        check_writable(tmp_path / name, "--save")
+        write_text(tmp_path / name, "all")
+        assert (tmp_path / name).read_text() == "all"
+        assert os.listdir(tmp_path) == [name]
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("x" * 256, "--save: `xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...` has 256 bytes"),
+        ("ä" * 128, "has 256 bytes, and a file name has at most 255"),
+        ("y" * 300 + "/a.st", "has 300 bytes"),
+        ("/".join(["z" * 200] * 25), "a path has at most 4095 bytes"),
+    ],
+)
+def test_a_name_too_long_is_refused_at_once(tmp_path, path, told):
+    with pytest.raises(UsageError, match=re.escape(told)):
+        check_writable(tmp_path / path, "--save")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")
+def test_a_device_that_takes_nothing_is_found_before_the_work(tmp_path):
+    check_writable(Path("/dev/null"), "--output")
+    with pytest.raises(UsageError, match="`/dev/full` is not writable: No space left on device"):
+        check_writable(Path("/dev/full"), "--output")
+    (tmp_path / "link").symlink_to("/dev/full")
+    with pytest.raises(UsageError, match="No space left"):
+        check_writable(tmp_path / "link", "--output")
+
+
+def test_a_pipe_that_nobody_reads_yet_does_not_hold_up_the_check(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    check_writable(tmp_path / "pipe", "--output")
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no such file system")
+def test_a_folder_that_takes_no_files_is_found_though_its_mode_allows_it(tmp_path):
+    with pytest.raises(UsageError, match=r"--output: `/proc/out.yaml` is not writable: "):
+        check_writable(Path("/proc/out.yaml"), "--output")
+
+
+def test_checking_leaves_nothing(tmp_path):
+    (tmp_path / "old").write_text("old")
+    check_writable(tmp_path / "old", "--save")
+    check_writable(tmp_path / "new", "--save")
+    assert os.listdir(tmp_path) == ["old"]
+    assert (tmp_path / "old").read_text() == "old"
+
+
+def test_temporaries_are_told_from_other_files(tmp_path):
+    path = tmp_path / "results.json"
+    left = tmp_path / ".results.json.x1y2.part"
+    for other in (left, path, tmp_path / "results.json.part", tmp_path / ".samples.json.a.part"):
+        other.write_text("")
+    assert temporaries_of(path) == [left]
