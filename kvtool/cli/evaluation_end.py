@@ -107,14 +107,11 @@ def _refuse_others(options: EvalOptions) -> None:
 
 
 def _print_tables(results: ResultsDocument, terminal: Terminal) -> None:
-    from rich.console import Console
-
     from kvtool.report.tables import needle_tables, summary_table
 
-    console = Console(file=terminal.data, highlight=False)
     if len(results.arms) <= _FEW_ARMS:
-        console.print(needle_tables(results))
-    console.print(summary_table(results))
+        terminal.print(needle_tables(results))
+    terminal.print(summary_table(results))
 
 
 def _tell_failures(results: ResultsDocument, folder: Path, terminal: Terminal) -> None:

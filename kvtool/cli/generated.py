@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.options import OutputOptions
 from kvtool.cli.request import Request, spell_budget
-from kvtool.cli.terminal import Terminal
+from kvtool.cli.terminal import Terminal, tell
 from kvtool.models.load import Loaded
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def choose_stream(
     if text_on_stdout(options) and (terminal.interactive if wanted is None else wanted):
         return terminal.write
     if wanted and not options.quiet:
-        return lambda text: print(text, end="", file=sys.stderr, flush=True)  # noqa: T201
+        return tell
     return None
 
 

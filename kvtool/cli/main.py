@@ -20,7 +20,7 @@ from kvtool.cli.options import OneOfEach, command
 from kvtool.cli.plan_budget import plan_budget
 from kvtool.cli.policies import policies
 from kvtool.cli.profile import profile
-from kvtool.cli.terminal import ReaderGone
+from kvtool.cli.terminal import ReaderGone, tell
 from kvtool.documents.validation import first_mistake
 from kvtool.errors import KvtoolError, did_you_mean
 
@@ -122,7 +122,7 @@ def _tell(error: KvtoolError) -> None:
     lines = [f"{process}error: {error.report()}"]
     if error.hint:
         lines.append(f"hint: {' '.join(error.hint.split())}")
-    print(*lines, sep="\n", file=sys.stderr)  # noqa: T201
+    tell("".join(f"{line}\n" for line in lines))
 
 
 def _forget_stdout() -> None:

@@ -210,13 +210,13 @@ def _write(document: PlanDocument, options: PlanOptions, terminal: Terminal) -> 
     if form != "text":
         write_data(render(document, form, ""), options, terminal)
         return
-    from rich.console import Console
-
     from kvtool.report.plans import plan_table
 
     if _shown(options, terminal):
-        Console(file=terminal.data, highlight=False).print(plan_table(document))
+        terminal.print(plan_table(document))
         return
+    from rich.console import Console
+
     text = io.StringIO()
     Console(file=text, highlight=False, width=100).print(plan_table(document))
     write_data(text.getvalue(), options, terminal)

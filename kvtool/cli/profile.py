@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,12 +105,17 @@ def profile(options: ProfileOptions, terminal: Terminal) -> None:
     else:
         document, found = _measure(options, plan, tokens, terminal)
     form = options.choose_format("text" if terminal.interactive else "yaml")
-    text = _as_text(document, options, terminal) if form == "text" else ""
     if options.plot_path is not None:
         from kvtool.report.profiles import draw_profile
 
         draw_profile(document, found, options.plot_path)
         terminal.note(f"wrote {options.plot_path}")
+    if form == "text" and terminal.interactive and options.output_path is None:
+        from kvtool.report.profile_table import profile_table
+
+        terminal.print(profile_table(document))
+        return
+    text = _as_text(document) if form == "text" else ""
     write_data(render(document, form, text), options, terminal)
 
 
@@ -312,13 +316,11 @@ def _configuration(options: ProfileOptions, plan: Plan, tokens: int) -> dict[str
     return settings
 
 
-def _as_text(document: ProfileDocument, options: ProfileOptions, terminal: Terminal) -> str:
+def _as_text(document: ProfileDocument) -> str:
     from rich.console import Console
 
     from kvtool.report.profile_table import profile_table
 
-    shown = terminal.interactive and options.output_path is None
-    width = shutil.get_terminal_size().columns if shown else 100
     text = io.StringIO()
-    Console(file=text, width=width, force_terminal=shown).print(profile_table(document))
+    Console(file=text, width=100).print(profile_table(document))
     return text.getvalue()

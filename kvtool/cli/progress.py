@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from kvtool.cli.terminal import Terminal
+from kvtool.cli.terminal import Terminal, visible
 
 
 @contextlib.contextmanager
@@ -34,4 +34,4 @@ def show_progress(terminal: Terminal, total: int) -> Iterator[Callable[[str], No
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=total)
-        yield lambda text: progress.update(task, advance=1, description=text)
+        yield lambda text: progress.update(task, advance=1, description=visible(text))

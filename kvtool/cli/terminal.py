@@ -9,9 +9,31 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from kvtool.processes import started
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_CONTROL = {
+    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
+}
+
+
+def visible(text: str) -> str:
+    r"""Return a text whose control characters are spelled out: a terminal would obey them.
+
+    >>> visible("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return text.translate(_CONTROL)
+
+
+def tell(text: str) -> None:
+    """Print on stderr, at once."""
+    sys.stderr.write(visible(text) if sys.stderr.isatty() else text)
+    sys.stderr.flush()
 
 
 class ReaderGone(Exception):
@@ -41,7 +63,7 @@ class Terminal:
             ReaderGone: nobody reads it any more.
         """
         try:
-            self.data.write(text)
+            self.data.write(visible(text) if self.interactive else text)
             self.data.flush()
         except BrokenPipeError as error:
             raise ReaderGone from error
@@ -49,8 +71,16 @@ class Terminal:
     def note(self, text: str) -> None:
         """Tell the person at the terminal something that is not data."""
         if not self.quiet:
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+            tell(f"{text}\n")
+
+    def print(self, table: RenderableType) -> None:
+        """Print what rich lays out; on a terminal it is as wide as that, and coloured."""
+        from rich.console import Console
+
+        from kvtool.cli.tables import Visible
+
+        console = Console(file=self.data, highlight=False)
+        console.print(Visible(table) if self.interactive else table)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,98 @@
+"""Control characters of whatever others wrote: a terminal shows them, a pipe gets them."""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+from rich.table import Table
+
+from kvtool.cli.terminal import Terminal, visible
+from kvtool.models import reference
+
+ESCAPE = "\x1b]0;gone\x07\x1b[2J"
+SHOWN = "\\x1b]0;gone\\x07\\x1b[2J"
+KVTOOL = (sys.executable, "-m", "kvtool")
+
+
+def test_control_characters_are_spelled_and_nothing_else_is_touched():
+    for code in range(0x300):
+        plain = chr(code) in "\n\t" or 0x20 <= code < 0x7F or code >= 0xA0
+        assert visible(chr(code)) == (chr(code) if plain else f"\\x{code:02x}")
+    assert visible("naïve 日本 👩‍👧 \u200f") == "naïve 日本 👩‍👧 \u200f"
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_data_is_filtered_for_a_person_alone(interactive):
+    data = io.StringIO()
+    terminal = Terminal(data, interactive=interactive, quiet=False, progress=False)
+    terminal.write(ESCAPE)
+    assert data.getvalue() == (SHOWN if interactive else ESCAPE)
+
+
+def test_a_table_keeps_its_own_colours(monkeypatch):
+    data = io.StringIO()
+    data.isatty = lambda: True
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    table = Table("model")
+    table.add_row(ESCAPE, style="bold")
+    Terminal(data, interactive=True, quiet=False, progress=False).print(table)
+    assert "\x1b[1m" in data.getvalue()
+    assert "\\x1b]0;gone\\x1b[2J" in data.getvalue()  # rich leaves the bell out by itself
+    assert "\x1b]0" not in data.getvalue()
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """The bundled model, whose tokenizer speaks an escape sequence in place of full stops."""
+    shutil.copytree(reference.path(), tmp_path / "hostile")
+    path = tmp_path / "hostile" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    replace = {"type": "Replace", "pattern": {"String": "."}, "content": ESCAPE}
+    tokenizer["decoder"]["decoders"].insert(0, replace)
+    path.write_text(json.dumps(tokenizer))
+    return str(tmp_path / "hostile")
+
+
+QUESTION = ("--prompt", "The secret code for falcon: 7429103. The secret code for falcon:")
+
+
+def test_generated_text(kvtool, on_terminal, hostile):
+    piped = kvtool("generate", "-q", "-m", hostile, *QUESTION, "-n", "8")
+    assert piped.out == f" 7429103{ESCAPE}\n"
+    command = ("generate", "-q", "-m", hostile, *QUESTION, "-n", "8")
+    assert on_terminal(*KVTOOL, *command, columns=100) == f" 7429103{SHOWN}\r\n"
+
+
+def test_turns_and_names_of_models(on_terminal, tmp_path):
+    folder = tmp_path / f"model{ESCAPE}"
+    shutil.copytree(reference.path(), folder)
+    turns = tmp_path / "turns.jsonl"
+    turns.write_text(json.dumps({"user": f"Hello {ESCAPE} there"}) + "\n")
+    command = ("generate", "-m", str(folder), "--turns", str(turns), "-n", "1")
+    shown = on_terminal(*KVTOOL, *command, columns=300, notes=True)
+    assert f"turn 1: Hello {SHOWN} there" in shown
+    assert not {"\x07", "\x1b"} & set(shown)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "-p", f"h2o{ESCAPE}"),
+        ("generate", "-p", f"h2o({ESCAPE}=3)"),
+        ("generate", "--prompt-file", ESCAPE),
+        ("generate", "--set", f"{ESCAPE}=3"),
+        ("generate", "-m", f"./{ESCAPE}"),
+        ("eval", "-t", f"niah{ESCAPE}", "-p", "h2o"),
+    ],
+    ids=ascii,
+)
+@pytest.mark.parametrize("interactive", [True, False])
+def test_messages(kvtool, monkeypatch, arguments, interactive):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: interactive)
+    done = kvtool(*arguments)
+    assert done.code in (1, 2)
+    assert ("\x1b" in done.err) is not interactive
+    assert (SHOWN[:8] in done.err) is interactive
