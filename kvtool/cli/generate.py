@@ -25,6 +25,7 @@ from kvtool.cli.request import (
     settle,
 )
 from kvtool.cli.terminal import Terminal
+from kvtool.documents.files import check_name
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
 from kvtool.processes import joined
@@ -132,6 +133,8 @@ class GenerateOptions(PromptOptions):
             check_temperature(self.temperature, "--temperature")
         if "" in self.stop:
             raise UsageError("--stop is empty, and every text holds that", hint="--stop TEXT")
+        if self.cache_path is not None:
+            check_name(self.cache_path, "--cache")
         if self.cache_path is not None and self.cache_path.is_dir():
             raise UsageError(f"cache file `{self.cache}` is a folder", hint="give the file in it")
         if self.cache_path is not None and not self.cache_path.is_file():

@@ -10,6 +10,7 @@ from kvtool.errors import UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_LONGEST = 64 * 2**20  # characters that a template may make of a few words
 _MARKS = ("<kvtool-first>", "<kvtool-answer>", "<kvtool-second>")
 
 
@@ -83,7 +84,12 @@ def _read_frame(tokenizer: PreTrainedTokenizerBase, system: str | None) -> Frame
 
     def render(*talk: tuple[str, str]) -> str:
         messages = [{"role": role, "content": text} for role, text in talk]
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        told = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if len(told) > _LONGEST:
+            raise ValueError(
+                f"it makes {len(told) >> 20} MiB of a message, {_LONGEST >> 20} at most"
+            )
+        return told
 
     one = render(*([] if system is None else [("system", system)]), ("user", spaced))
     trims = spaced not in one

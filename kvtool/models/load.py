@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.documents.files import check_name
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.processes import started
@@ -168,6 +169,7 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
     if not source.strip():
         raise UsageError("the model name is empty", hint="give a folder or a hub ID")
     folder = Path(source)
+    check_name(folder, "--model")
     if source.lower().endswith(".gguf") and not folder.is_dir():
         raise _refuse_gguf(name)
     if not folder.is_dir():

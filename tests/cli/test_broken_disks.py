@@ -134,6 +134,9 @@ LONG = "n" * 256
     [
         ("generate", "-o", "/dev/full"),
         ("generate", "-p", "h2o", "--save", LONG),
+        ("generate", "--cache", LONG),
+        ("generate", "-m", f"{LONG}/model"),
+        ("generate", "--prompt-file", LONG),
         ("compress", "-p", "h2o", "--prompt", "a", "--save", f"{LONG}/a.st"),
         ("profile", "-o", f"{LONG}.yaml"),
         ("plan-budget", "-b", "64", "--context", "1K", "-o", f"{LONG}.yaml"),

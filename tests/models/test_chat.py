@@ -37,6 +37,20 @@ def test_a_frame_is_what_the_template_sets_around_messages(loaded):
     assert make_frame(loaded.tokenizer, "off", True) == Frame()
 
 
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_template_that_makes_a_text_without_end_of_a_word_is_refused(loaded, loops):
+    many = "{{ 'x' * 70000000 }}"
+    if loops:
+        many = "{% for i in range(70) %}{{ 'x' * 1000000 }}{% endfor %}"
+    loaded.tokenizer.chat_template = CHAT + many
+    told = "the tokenizer's chat template cannot be used: it makes 66 MiB of a message, 64 at most"
+    with pytest.raises(UsageError, match=told) as caught:
+        make_frame(loaded.tokenizer, "on", True)
+    assert caught.value.hint == "--chat-template off"
+    loaded.tokenizer.chat_template = CHAT + many.replace("70", "60")
+    assert len(make_frame(loaded.tokenizer, "on", True).closing) > 60_000_000
+
+
 def test_a_template_that_is_not_there_or_does_not_work_is_refused(loaded):
     with pytest.raises(UsageError, match="no chat template"):
         make_frame(loaded.tokenizer, "on", True)
