@@ -24,6 +24,7 @@ from kvtool.models.load import REFERENCE, check_folder
 from kvtool.processes import joined
 
 if TYPE_CHECKING:
+    from kvtool.cli.cache_estimate import Estimate
     from kvtool.cli.evaluation_plan import Plan
     from kvtool.evaluation.runner import Job
     from kvtool.evaluation.store import Store
@@ -188,8 +189,9 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     check_bytes(config, dtype, plan.arms)
     _note_budgets(plan, config, dtype, terminal)
     jobs = _draw(plan, tokenizer, config)
+    estimate = Estimate(tokenizer, config, dtype, plan.protocol)
+    _note_samples(plan, jobs, estimate, terminal)
     if options.dry_run:
-        estimate = Estimate(tokenizer, config, dtype, plan.protocol)
         write_configuration(describe(plan, jobs, folder, estimate), options, terminal)
         return
     from kvtool.evaluation.store import Store
@@ -264,6 +266,32 @@ def _note_budgets(plan: Plan, config: Any, dtype: str, terminal: Terminal) -> No
             terminal.note(
                 f"{arm.name}: bytes are for what is stored, which is everything; a token reads "
                 f"{DEFAULT_TRAFFIC} pairs of key and value per layer and KV head"
+            )
+
+
+def _note_samples(plan: Plan, jobs: list[Job], estimate: Estimate, terminal: Terminal) -> None:
+    """Say where the longest sample holds more than the plan of an arm says."""
+    from kvtool.evaluation.arms import plan_of
+    from kvtool.planning.run import use_plan
+
+    planned = {arm.name: (arm, plan_of(arm)) for arm in plan.arms if arm.plan is not None}
+    if not planned:
+        return
+    samples = [(job.task, sample) for job in jobs for sample in job.samples]
+    prompt = max((estimate.prompt_tokens(*each) or 0 for each in samples), default=0)
+    fixed = plan.protocol.max_new_tokens
+    answers = [[fixed or turn.max_new_tokens for turn in each.turns] for _, each in samples]
+    new = max(map(sum, answers), default=0)
+    for name, (arm, document) in planned.items():
+        if document.totals is None or document.totals.storage is None:
+            continue
+        promised, target = document.totals.storage.bytes, document.target
+        held = use_plan(document, arm.policy, prompt=prompt, new=new, dtype=estimate.dtype).held
+        if held > promised:
+            terminal.note(
+                f"{name}: after a prompt of {prompt} tokens and up to {new} new ones, {held} bytes "
+                f"are held; the plan's {promised} are for {target.prompt_tokens} and "
+                f"{target.max_new_tokens}"
             )
 
 

@@ -210,6 +210,20 @@ def test_compress_keeps_the_plan_in_its_file(kvtool):
     assert went_on["cache"]["kept_per_layer"] == kept
 
 
+def test_eval_says_where_samples_hold_more_than_was_planned(kvtool):
+    arguments = ["eval", "-", "-p", "h2o", *(flag for flag in QUICK if flag != "-q"), "--dry-run"]
+    notes = []
+    for context in ("64", "512"):
+        plan = planned(kvtool, "--ratio", "50%", "-p", "h2o", "--context", context)
+        done = kvtool(*arguments, stdin=plan)
+        assert done.code == 0, done.err
+        notes.append([line for line in done.err.splitlines() if "bytes are held" in line])
+    (told,), quiet = notes
+    assert told.startswith("h2o@50%,plan: after a prompt of 2")
+    assert told.endswith(" are for 64 and 0")
+    assert quiet == []
+
+
 def test_eval_reports_what_was_planned(kvtool):
     plan = planned(kvtool, "--ratio", "25%")
     told = run(kvtool, "eval", "-", "-p", "h2o,streaming", *QUICK, "-o", "run", stdin=plan)
