@@ -52,9 +52,14 @@ def quote(text: object) -> str:
     return f"`{text}`" if len(text) <= _QUOTED else f"`{text[:_QUOTED]}...`"
 
 
+def _shorter(quoted: re.Match[str]) -> str:
+    """Shorten one quotation, but not a second time."""
+    return quote(quoted[1]) if len(quoted[1]) > _QUOTED + len("...") else quoted[0]
+
+
 def clip(message: str) -> str:
     """Return a message whose quotations, and which as a whole, are not long; and can be printed."""
-    message = re.sub(rf"`([^`]{{{_QUOTED + 4},}})`", lambda found: quote(found[1]), message)
+    message = re.sub(r"`([^`]*)`", _shorter, message)  # in pairs, so that text between them stays
     if len(message) > _LONGEST:
         message = f"{message[: _LONGEST - _QUOTED]} ... {message[-_QUOTED:]}"
     return message.encode("utf-8", "backslashreplace").decode()

@@ -45,7 +45,7 @@ def check_logits(model: PreTrainedModel, logits: Tensor, input_ids: Tensor) -> N
         BrokenNumbers: it names the module where they first are.
     """
     broken = broken_rows(logits)
-    if bool(broken.any()):
+    if not broken.is_meta and bool(broken.any()):  # a device without numbers breaks none
         row = int(broken.reshape(broken.shape[0], -1).any(1).nonzero()[0])
         raise explain(model, input_ids[row : row + 1])
 

@@ -255,11 +255,13 @@ def test_tables_follow_the_slots(policy):
                 kept = dict(reading.tables)
                 reading.build(layer.keys[reading.rows], layer.values[reading.rows])
                 columns = reading.reader.columns(reading.tokens)
+                room = reading.tokens + layer.keys.shape[2] - reading.stored
+                most = reading.reader.columns(room)  # for the tokens that the buffers have room for
                 for name, table in reading.tables.items():
                     old = kept[name]
                     if name in columns:
                         old = old[..., : columns[name]]
-                        assert kept[name].shape[-1] <= 1.25 * columns[name] + 16
+                        assert kept[name].shape[-1] <= most[name]
                     torch.testing.assert_close(old, table, atol=1e-5, rtol=1e-4)
 
 
@@ -380,7 +382,7 @@ def test_budgets_too_small_are_refused():
 
 def test_bytes_are_those_that_a_step_reads():
     model = kvtool.attach(peaky_model("llama"))
-    cache = kvtool.build_cache(model, "exact-topk(scope=group)", "8KiB")
+    cache = kvtool.build_cache(model, "exact-topk(scope=group)", 16)
     decoded(model, cache, random_ids(60), random_ids(3, seed=1).T)
     # a pair takes 2 * 16 * 4 bytes in each of 2 heads of 2 layers
     assert cache.report().traffic_bytes == 8192

@@ -76,4 +76,5 @@ def test_processes_draw_the_same_tokens(alone, split):
 
 def test_a_part_of_the_heads_is_not_saved(split):
     expected = "a cache file holds all KV heads, and each of the 2 processes has its own"
+    expected += "; save and load caches in one process"
     assert [process["refused"] for process in split] == [expected] * 2

@@ -197,7 +197,7 @@ NEEDLE = "The secret code for falcon: 7429103. The old lamp was near the school.
         ("16", None),
         ("20%", 4),
         ("67%", None),
-        ("8KiB", 4),
+        ("8KiB", 2),
         ("512", None),
         ("64MiB", None),
     ],

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 import kvtool as library
+from kvtool.generation import compress
 from kvtool.models import reference
 from kvtool.models.load import load
 
@@ -151,10 +152,10 @@ def test_turns_go_on_with_an_open_message(kvtool, chat):
 
 
 def test_a_file_that_records_nothing_is_gone_on_from_as_it_stands(kvtool, chat):
-    model = load("chat").model
+    model = library.attach(load("chat").model)
     cache = library.build_cache(model, "full")
     ids = chat(BOOK, return_tensors="pt").input_ids
-    read = library.generation.compress(model, cache, ids)
+    read = compress(model, cache, ids)
     library.save_cache(cache, "b.st", input_ids=read.input_ids, next_logits=read.next_logits)
     document, said = generate(kvtool, "--cache", "b.st", "--prompt", f" {ASKED}")
     text, record = saved(chat)

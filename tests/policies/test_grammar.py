@@ -19,6 +19,12 @@ class Reader:
     rank: int | None = 3
 
 
+def test_a_message_keeps_its_own_words_between_two_quotations():
+    words = "policies " * 40
+    assert str(UsageError(f"no `h3o`; {words}`h2o`?")) == f"no `h3o`; {words}`h2o`?"
+    assert str(UsageError(f"no `{'x' * 300}`; {words}")) == f"no `{'x' * 200}...`; {words}"
+
+
 def test_names_keys_and_choices_may_be_written_in_any_case():
     assert str(parse_policy("H2O( Recent = 8 )+CAOTE")) == "h2o(recent=8)+caote"
     assert str(parse_policy("SnapKV(Pool=AVG)")) == "snapkv(pool=avg)"

@@ -85,7 +85,7 @@ def test_depths_are_a_number_or_percentages():
 @pytest.mark.parametrize(
     ("depths", "message"),
     [
-        (0, "depths must be 1 or more, got 0"),
+        (0, "depths must be 1 to 1001, got `0`"),
         ([101], "depth 101 is not from 0 to 100 percent"),
         ([-1], "depth -1 is not from 0 to 100 percent"),
         ("deep", "depths must be a number or percentages, got `deep`"),

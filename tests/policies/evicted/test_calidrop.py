@@ -99,7 +99,7 @@ def test_a_row_that_sees_nothing_has_weights_of_zero():
     ("text", "told"),
     [
         ("snapkv+calidrop(theta1=0.9)", "theta1 0.9 must be below theta2 0.85"),
-        ("snapkv+calidrop(theta2=inf)", "theta1 and theta2 must be finite"),
+        ("snapkv+calidrop(theta2=inf)", "theta2 must be a number, got `inf`"),
         ("snapkv+calidrop(calibration_size=0)", "calibration_size must be 1 or more, got 0"),
         ("snapkv+calidrop(store=int4)", "store must be one of exact, bf16, int8, file"),
         ("full+calidrop", "`calidrop` makes something of evicted tokens, and `full` evicts none"),
