@@ -1,6 +1,6 @@
 """What plans for bytes promise and what runs hold, counted from tensors, as a table.
 
-    python -m tests.planning.bytes_table      # writes docs/plans.md anew, about 1 min on a CPU
+    python -m tests.planning.bytes_table      # writes kvtool/planning/README.md anew, about 1 min on a CPU
 
 The bundled model reads a prompt of 600 random tokens and 16 more, under the plan of each policy.
 """
@@ -24,7 +24,7 @@ from kvtool.policies.table import BASES
 from kvtool.profiling.shape import model_shape
 from kvtool.sizes import Budget
 
-PAGE = Path(__file__).parents[2] / "docs" / "plans.md"
+PAGE = Path(__file__).parents[2] / "kvtool" / "planning" / "README.md"
 TARGETS = ("384KiB", "1MiB", "3MiB")
 PROMPT, NEW = 600, 16
 POLICIES = [name for name in BASES if name != "full"]
