@@ -1,4 +1,4 @@
-"""The table in kvtool/planning/README.md: it is what runs hold now, and every line of it is true."""
+"""The table in `kvtool/planning/README.md`: what runs hold now, and every line of it is true."""
 
 import pytest
 
