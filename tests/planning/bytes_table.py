@@ -1,6 +1,6 @@
 """What plans for bytes promise and what runs hold, counted from tensors, as a table.
 
-    python -m tests.planning.bytes_table      # writes the page of `kvtool/planning` anew, about 1 min
+    python -m tests.planning.bytes_table    # writes the page of `kvtool/planning` anew, about 1 min
 
 The bundled model reads a prompt of 600 random tokens and 16 more, under the plan of each policy.
 """
