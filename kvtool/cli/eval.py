@@ -272,7 +272,7 @@ def _note_budgets(plan: Plan, config: Any, dtype: str, terminal: Terminal) -> No
 def _note_samples(plan: Plan, jobs: list[Job], estimate: Estimate, terminal: Terminal) -> None:
     """Say where the longest sample holds more than the plan of an arm says."""
     from kvtool.evaluation.arms import plan_of
-    from kvtool.planning.run import use_plan
+    from kvtool.planning.run import beyond_plan, use_plan
 
     planned = {arm.name: (arm, plan_of(arm)) for arm in plan.arms if arm.plan is not None}
     if not planned:
@@ -283,16 +283,10 @@ def _note_samples(plan: Plan, jobs: list[Job], estimate: Estimate, terminal: Ter
     answers = [[fixed or turn.max_new_tokens for turn in each.turns] for _, each in samples]
     new = max(map(sum, answers), default=0)
     for name, (arm, document) in planned.items():
-        if document.totals is None or document.totals.storage is None:
-            continue
-        promised, target = document.totals.storage.bytes, document.target
-        held = use_plan(document, arm.policy, prompt=prompt, new=new, dtype=estimate.dtype).held
-        if held > promised:
-            terminal.note(
-                f"{name}: after a prompt of {prompt} tokens and up to {new} new ones, {held} bytes "
-                f"are held; the plan's {promised} are for {target.prompt_tokens} and "
-                f"{target.max_new_tokens}"
-            )
+        used = use_plan(document, arm.policy, prompt=prompt, new=new, dtype=estimate.dtype)
+        told = beyond_plan(document, used, prompt, new)
+        if told is not None:
+            terminal.note(f"{name}: after a {told}")
 
 
 def _draw(plan: Plan, tokenizer: Any, config: Any) -> list[Job]:

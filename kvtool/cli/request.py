@@ -148,19 +148,14 @@ class Request:
         if self.plan is None or not self.policy.takes_budget:
             return None
         from kvtool.documents.generation import PlanSection
-        from kvtool.planning.run import use_plan
+        from kvtool.planning.run import beyond_plan, use_plan
 
         dtype = str(loaded.model.dtype).removeprefix("torch.")
         used = use_plan(self.plan, self.policy, prompt=tokens, new=new, dtype=dtype)
-        section = PlanSection.of(self.plan, used)
-        target = self.plan.target
-        if section.storage is not None and used.held > section.storage:
-            terminal.note(
-                f"note: after this prompt of {tokens} tokens and up to {new} new ones, "
-                f"{used.held} bytes are held; the plan's {section.storage} are for "
-                f"{target.prompt_tokens} and {target.max_new_tokens}"
-            )
-        return section
+        told = beyond_plan(self.plan, used, tokens, new)
+        if told is not None:
+            terminal.note(f"note: after this {told}")
+        return PlanSection.of(self.plan, used)
 
     def check_length(self, tokens: int, terminal: Terminal) -> None:
         """Refuse a share of this prompt that its protected tokens alone would fill."""

@@ -46,6 +46,24 @@ def use_plan(
     return PlanInUse(tokens_for_prompt(plan, prompt), stages, held)
 
 
+def beyond_plan(plan: PlanDocument, used: PlanInUse, prompt: int, new: int) -> str | None:
+    """Say what a run holds after a "prompt of ..", None where that is no more than planned.
+
+    Args:
+        prompt: tokens of the longest prompt.
+        new: tokens that are generated at most.
+    """
+    if plan.totals is None or plan.totals.storage is None:
+        return None
+    promised, target = plan.totals.storage.bytes, plan.target
+    if used.held <= promised:
+        return None
+    return (
+        f"prompt of {prompt} tokens and up to {new} new ones, {used.held} bytes are "
+        f"held; the plan's {promised} are for {target.prompt_tokens} and {target.max_new_tokens}"
+    )
+
+
 def check_run(plan: PlanDocument, policy: Policy, dtype: str | None = None) -> list[str]:
     """Refuse a run that a plan's bytes rule out, and say where its totals are not those of the run.
 
