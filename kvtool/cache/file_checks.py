@@ -140,12 +140,13 @@ class _Check:
         self.batch = keys.shape[0]
         self._check_text()
         shapes = ask_shapes(self.model)
-        for layer, shape in zip(self.cache.layers, shapes, strict=True):
-            if isinstance(layer, SlotLayer):
+        for i, (layer, shape) in enumerate(zip(self.cache.layers, shapes, strict=True)):
+            slots = isinstance(layer, SlotLayer)
+            if slots:
                 self._check_slots(layer, shape)
             for name, state in shape.recurrent.items():
-                whole = f"layer.{self.cache.layers.index(layer)}.{name}"
-                if whole in self.left or isinstance(layer, SlotLayer) is False:
+                whole = f"layer.{i}.{name}"
+                if whole in self.left or not slots:
                     self.take(whole, (self.batch, *state.shape[1:]), state.dtype)
         for name in self.left:
             raise self.bad(name, "belongs to no cache of this policy and model")
