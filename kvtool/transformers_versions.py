@@ -27,9 +27,10 @@ def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     kinds, options = get_layer_types_and_kwargs(config)
-    if not isinstance(options, dict):
-        return list(zip(kinds, options, strict=True))
-    return [(kind, _options_of(kind, config, options)) for kind in kinds]
+    if isinstance(options, dict):
+        options = [_options_of(kind, config, options) for kind in kinds]
+    shared = config.num_hidden_layers - len(kinds)
+    return [*zip(kinds, options, strict=True), *[("dummy", {})] * shared]
 
 
 def _options_of(kind: str, config: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -42,12 +43,6 @@ def _options_of(kind: str, config: Any, options: dict[str, Any]) -> dict[str, An
     if "config" in options:
         own["config"] = options["config"]
     return own
-
-
-def layer_configs(config: Any) -> list[Any]:
-    """Return the configuration of every layer, of which releases before 5.18 know one."""
-    own = getattr(config, "per_layer_config", None)
-    return [config] * config.num_hidden_layers if own is None else list(own)
 
 
 def shares_caches(config: Any) -> bool:

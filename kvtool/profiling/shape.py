@@ -6,7 +6,7 @@ from typing import Any
 
 from kvtool.documents.profile import ModelShape
 from kvtool.identity import config_hash
-from kvtool.transformers_versions import layer_configs, layer_types
+from kvtool.transformers_versions import layer_types
 
 ATTENDS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 """Kinds of layers that store keys and values, by transformers' names."""
@@ -66,7 +66,7 @@ def layer_bytes(config: Any, dtype: str) -> list[int]:
     kinds, _ = layer_kinds(config)
     size = getattr(torch, dtype).itemsize
     found = []
-    for kind, own in zip(kinds, layer_configs(config), strict=True):
+    for kind, own in zip(kinds, config.per_layer_config, strict=True):
         if kind not in ATTENDS:
             found.append(0)
         elif _latent(own):
