@@ -323,6 +323,13 @@ def test_without_a_gpu_the_way_out_is_named(capsys):
     assert "--device cpu --tiny" in capsys.readouterr().err
 
 
+def test_a_cut_off_file_is_named(tmp_path):
+    file = tmp_path / "cut.json"
+    file.write_text('{"kind": "kv')
+    with pytest.raises(SystemExit, match=r"error: .*cut\.json is no whole JSON .*--again"):
+        command.main(["--device", "cpu", "--tiny", "--json", str(file)])
+
+
 def test_results_of_another_machine_are_not_mixed(tmp_path):
     file = tmp_path / "run.json"
     Results(file, CPU | {"torch": "1.0", "device": "Z80"}).save()

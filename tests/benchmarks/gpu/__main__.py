@@ -88,6 +88,8 @@ def open_results(args: argparse.Namespace) -> Results:
         if args.show:
             return Results(args.json, _machine_of(args.json))
         return Results(args.json, machine(args.device, args.tiny), again=args.again)
+    except json.JSONDecodeError as error:
+        sys.exit(f"error: {args.json} is no whole JSON ({error}); name another file, or --again")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
