@@ -13,7 +13,7 @@ import torch
 
 import kvtool
 from kvtool.cache.cache import KVCache
-from kvtool.kernels import Family
+from kvtool.kernels.kind import Family
 from tests.benchmarks.gpu import __main__ as command
 from tests.benchmarks.gpu import kernels, memory, ran, right, speed
 from tests.benchmarks.gpu.results import Case, Results, Skip, Wrong, machine, run_case

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtool import kernels
 from kvtool.cache.eviction import Block, decode_needs_rows, used_state
 from kvtool.cache.kernels import Call
 from kvtool.cache.slots import SlotLayer
-from kvtool.kernels import Family
+from kvtool.kernels import trust
+from kvtool.kernels.kind import Family
 from kvtool.policies.parts import Evidence, Rows
 
 
@@ -28,7 +28,7 @@ def can_run(call: Call, family: Family, window: int | None = None) -> bool:
     `eager` asks for plain torch, unless transformers has nothing else for the model's attention.
     """
     eager = call.kernel == "eager" and call.softcap is None and call.sinks is None
-    return not eager and kernels.usable(
+    return not eager and trust.usable(
         family,
         call.query,
         group=call.query.shape[1] // call.key.shape[1],

@@ -14,7 +14,7 @@ from kvtool.cache.kernels import Call, call_weights, packed_attention
 from kvtool.cache.read_budgets import ReadBudgets
 from kvtool.cache.reading import Reading, take_slots
 from kvtool.cache.slots import SlotLayer
-from kvtool.kernels import Family
+from kvtool.kernels.kind import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.read.reader import Choice, ReadView
 

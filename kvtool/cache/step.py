@@ -39,7 +39,7 @@ from kvtool.cache.slots import SlotLayer, take
 from kvtool.cache.sparse_step import sparse_decode
 from kvtool.cache.turning import turn_block, turn_decoded
 from kvtool.errors import KvtoolError
-from kvtool.kernels import Family
+from kvtool.kernels.kind import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.parts import Rows
 

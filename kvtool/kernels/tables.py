@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from kvtool import kernels
-from kvtool.kernels import Family, twins
+from kvtool.kernels import trust, twins
+from kvtool.kernels.kind import Family
 
 
 def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
@@ -20,7 +20,7 @@ def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
     Returns:
         (batch, kv_heads, pages) float32.
     """
-    if kernels.usable(Family.PAGES, query, group=query.shape[2]):
+    if trust.usable(Family.PAGES, query, group=query.shape[2]):
         from kvtool.kernels import page_scores as kernel
 
         return kernel.page_scores(query, bounds, pages)
@@ -38,7 +38,7 @@ def row_product(part: Tensor, table: Tensor, rows: Tensor, width: int) -> Tensor
     Returns:
         (batch, kv_heads, group, width) float32.
     """
-    if kernels.usable(Family.PRODUCTS, part, group=part.shape[2]):
+    if trust.usable(Family.PRODUCTS, part, group=part.shape[2]):
         from kvtool.kernels import row_product as kernel
 
         return kernel.row_product(part, table, rows, width)

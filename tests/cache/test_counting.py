@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import kvtool
-from kvtool import kernels
 from kvtool.cache import step
 from kvtool.cache.kernels import fused_block, needs_mask
 from kvtool.generation import decode_step, prefill
-from kvtool.kernels import Family, trust
+from kvtool.kernels import checks, trust
+from kvtool.kernels.kind import Family
 from tests.families import family_model
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import peaky_model, random_ids
@@ -35,10 +35,10 @@ def run(model, policy, mode, ids, mask=None):
 def compare(monkeypatch, model, policy, mode, ids, mask=None, tolerance=1e-4):
     model, ids = model.to(DEVICE), ids.to(DEVICE)
     mask = None if mask is None else mask.to(DEVICE)
-    monkeypatch.setattr(kernels, "usable", lambda *_, **__: False)
+    monkeypatch.setattr(trust, "usable", lambda *_, **__: False)
     plain = run(model, policy, mode, ids, mask)
     asked = []
-    monkeypatch.setattr(kernels, "usable", lambda *_, **__: asked.append(1) or True)
+    monkeypatch.setattr(trust, "usable", lambda *_, **__: asked.append(1) or True)
     counted = run(model, policy, mode, ids, mask)
     assert asked, "no kernel was offered"
     torch.testing.assert_close(counted[0], plain[0], atol=tolerance, rtol=tolerance)
@@ -98,7 +98,7 @@ def test_blocks_that_need_a_mask_run_in_kernels(monkeypatch, family, padding, mo
     causal = []
 
     def counted(layer, call, block):
-        if kernels.usable():
+        if trust.usable():
             assert not needs_mask(layer, call, block)
             causal.append(1)
         return fused_block(layer, call, block)
@@ -133,11 +133,11 @@ def test_kernels_that_fail_their_check_leave_plain_torch(monkeypatch, caplog, po
         raise RuntimeError("no such instruction")
 
     model, ids = peaky_model("llama").to(DEVICE), random_ids(LENGTH).to(DEVICE)
-    monkeypatch.setattr(kernels, "_can_run", lambda query: False)
+    monkeypatch.setattr(trust, "_can_run", lambda query: False)
     plain = run(model, policy, "block:16", ids)
-    monkeypatch.setattr(kernels, "_can_run", lambda query: not query.requires_grad)
+    monkeypatch.setattr(trust, "_can_run", lambda query: not query.requires_grad)
     for family in Family:
-        monkeypatch.setitem(trust._CHECKS, family, fail)
+        monkeypatch.setitem(checks._CHECKS, family, fail)
     trust.trusted.cache_clear()
     fallen_back = run(model, policy, "block:16", ids)
     trust.trusted.cache_clear()
@@ -170,7 +170,7 @@ def test_a_score_that_looks_at_rows_itself_is_given_them(monkeypatch):
     from kvtool.policies.policy import Policy
     from kvtool.policies.scores.h2o import H2O
 
-    monkeypatch.setattr(kernels, "usable", lambda *_, **__: True)
+    monkeypatch.setattr(trust, "usable", lambda *_, **__: True)
 
     class Rows(H2O):
         evidence = Evidence.ALL_ROWS

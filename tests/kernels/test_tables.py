@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool import kernels
-from kvtool.kernels import tables
+from kvtool.kernels import tables, trust
 from kvtool.maths.pages import page_bounds
 from tests.kernels.drawn import DEVICE, TOLERANCE
 
@@ -28,7 +27,7 @@ def by_both(compute, *args):
     with pytest.MonkeyPatch.context() as patch:
         answers = []
         for usable in (True, False):
-            patch.setattr(kernels, "usable", lambda *_, usable=usable, **__: usable)
+            patch.setattr(trust, "usable", lambda *_, usable=usable, **__: usable)
             answers.append(compute(*args))
     return answers
 

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from kvtool import kernels
-from kvtool.kernels import Family, tables, trust, twins
+from kvtool.kernels import checks, tables, trust, twins
+from kvtool.kernels.kind import Family, Kind
 from kvtool.maths.columns import COLUMNS
 from tests.kernels.drawn import DEVICE
 
@@ -31,15 +31,15 @@ FAMILIES = {
 def small_problems(monkeypatch):
     """The interpreter is slow."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(trust, "_KEPT", 70)
-        monkeypatch.setattr(trust, "_NEW", 20)
+        monkeypatch.setattr(checks, "_KEPT", 70)
+        monkeypatch.setattr(checks, "_NEW", 20)
     trust.trusted.cache_clear()
     yield
     trust.trusted.cache_clear()
 
 
-def kind(family: Family, dtype=torch.float32, options: bool = False) -> trust.Kind:
-    return trust.Kind(family, torch.device(DEVICE), dtype, 24, 16, 2, *3 * [options])
+def kind(family: Family, dtype=torch.float32, options: bool = False) -> Kind:
+    return Kind(family, torch.device(DEVICE), dtype, 24, 16, 2, *3 * [options])
 
 
 @pytest.mark.parametrize("options", [False, True])
@@ -131,12 +131,12 @@ def test_kernels_that_raise_are_never_used(monkeypatch, caplog, name):
 
 
 def ask(query: torch.Tensor) -> bool:
-    return kernels.usable(Family.PAGES, query, group=query.shape[2])
+    return trust.usable(Family.PAGES, query, group=query.shape[2])
 
 
 def test_a_kind_is_checked_once_and_every_kind_for_itself(monkeypatch):
     checked = []
-    monkeypatch.setattr(kernels, "_can_run", lambda query: True)
+    monkeypatch.setattr(trust, "_can_run", lambda query: True)
     monkeypatch.setattr(trust, "_disagreement", lambda kind: checked.append(kind))
     for dim, group, dtype in ((8, 2, torch.float32),) * 3 + ((16, 2, torch.float32),):
         assert ask(torch.zeros(1, 1, group, dim, dtype=dtype))
@@ -150,7 +150,7 @@ def test_plain_torch_takes_the_place_of_kernels_that_fail(monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("the kernel was called")
 
-    monkeypatch.setattr(kernels, "_can_run", lambda query: True)
+    monkeypatch.setattr(trust, "_can_run", lambda query: True)
     monkeypatch.setattr(page_scores, "page_scores", fail)
     query, bounds = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 16, 5)
     found = tables.page_scores(query, bounds, 5)
@@ -167,16 +167,16 @@ def test_no_kernel_runs_on_a_cpu_or_where_gradients_are_wanted(monkeypatch):
     class Query:
         is_cuda, dtype, requires_grad = True, torch.bfloat16, False
 
-    assert not kernels._can_run(torch.zeros(1))
-    assert kernels._can_run(Query)
+    assert not trust._can_run(torch.zeros(1))
+    assert trust._can_run(Query)
     Query.requires_grad = True
-    assert not kernels._can_run(Query)
+    assert not trust._can_run(Query)
     Query.requires_grad, Query.dtype = False, torch.float64
-    assert not kernels._can_run(Query)
+    assert not trust._can_run(Query)
 
 
 def test_compiled_code_is_given_plain_torch_without_a_break(monkeypatch):
-    monkeypatch.setattr(kernels, "_can_run", lambda query: True)
+    monkeypatch.setattr(trust, "_can_run", lambda query: True)
     monkeypatch.setattr(trust, "_disagreement", lambda kind: None)
 
     def doubled_by_kernels(query):

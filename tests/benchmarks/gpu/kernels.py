@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from kvtool.kernels import Family, trust
+from kvtool.kernels.checks import comparisons
+from kvtool.kernels.kind import Family, Kind
 from kvtool.maths.columns import COLUMNS
 from tests.benchmarks.gpu.results import Case, Record, Skip, Wrong
 from tests.benchmarks.gpu.settings import Settings
@@ -39,7 +40,7 @@ OPTIONS = {
 REPOSITORY = Path(__file__).parents[3]
 SECONDS = 150  # of one run of tests
 
-Kind = tuple[Family, torch.dtype, tuple[int, int]]
+Wanted = tuple[Family, torch.dtype, tuple[int, int]]
 
 
 def cases(settings: Settings) -> Iterator[Case]:
@@ -57,7 +58,7 @@ def cases(settings: Settings) -> Iterator[Case]:
         yield Case(name, partial(run_tests, settings, arguments))
 
 
-def kinds(settings: Settings) -> Iterator[Kind]:
+def kinds(settings: Settings) -> Iterator[Wanted]:
     """Families of kernels, dtypes and head sizes."""
     dtypes = (torch.float32,) if settings.tiny else tuple(TOLERANCE)
     return product(Family, dtypes, ((16, 16),) if settings.tiny else DIMS)
@@ -125,8 +126,8 @@ def compare(settings: Settings, family: Family, dtype: torch.dtype, dim: tuple[i
     for group, form in product(groups, forms(family, dim, settings.tiny)):
         device = torch.device(settings.device)
         value_dim = dim[1] if family in (Family.ROWS, Family.SLOTS) else 0
-        kind = trust.Kind(family, device, dtype, dim[0], value_dim, group, **form)
-        for name, found, expected in trust.comparisons(kind):
+        kind = Kind(family, device, dtype, dim[0], value_dim, group, **form)
+        for name, found, expected in comparisons(kind):
             error = _error(name, found, expected) / _allowed(name, dtype)
             count += 1
             if not error <= worst:

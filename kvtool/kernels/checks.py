@@ -1,0 +1,158 @@
+"""Small random problems, computed by the kernels of a kind and by plain torch.
+
+They have padding, empty slots and several tiles. Plain torch runs on the CPU, in float32.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvtool.kernels import twins
+from kvtool.kernels.kind import Family, Kind
+from kvtool.maths.columns import COLUMNS
+
+_ROWS, _HEADS = 2, 2
+_KEPT, _NEW = 150, 70  # several tiles
+_STORED = 600  # several parts
+
+Pair = tuple[Tensor, Tensor]
+
+
+def comparisons(kind: Kind) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Compute a small random problem by the kernels of a kind, and by plain torch on the CPU.
+
+    Yields:
+        The name of a result, what the kernels found and what was expected, both float32 on the CPU.
+    """
+    for name, (found, expected) in _CHECKS[kind.family](_Draw(kind)):
+        yield name, found.to("cpu", torch.float32), expected
+
+
+class _Draw:
+    """Random arguments; as what `shown` returns they are on the device, else in float32."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self._generator = torch.Generator().manual_seed(0)
+
+    def normal(self, *shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=self._generator, dtype=torch.float32)
+        return drawn.to(self.kind.dtype).float()
+
+    def order(self, *shape: int) -> Tensor:
+        """A random order of the places on the last axis."""
+        return torch.rand(shape, generator=self._generator, dtype=torch.float32).argsort(-1)
+
+    def shown(self, tensor: Tensor | None) -> Tensor | None:
+        """A copy on the device, floats in the dtype of the model."""
+        if tensor is None:
+            return None
+        floats = tensor.is_floating_point()
+        return tensor.to(self.kind.device, self.kind.dtype if floats else tensor.dtype, copy=True)
+
+    def sums(self, slots: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Running sums that are not zero, on the device and here."""
+        start = {name: self.normal(_ROWS, _HEADS, slots).abs() for name in COLUMNS}
+        return {name: total.to(self.kind.device, copy=True) for name, total in start.items()}, start
+
+    def pairs(self, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values."""
+        sizes = _ROWS, _HEADS, length
+        return self.normal(*sizes, self.kind.head_dim), self.normal(*sizes, self.kind.value_dim)
+
+    def masks(self) -> dict[str, object]:
+        sinks = self.normal(_ROWS, _HEADS * self.kind.group) if self.kind.sinks else None
+        softcap = 3.0 if self.kind.softcap else None
+        return {"scale": self.kind.head_dim**-0.5, "softcap": softcap, "sinks": sinks}
+
+
+def _check_rows(draw: _Draw) -> Iterator[tuple[str, Pair]]:
+    from kvtool.kernels.attend_rows import attend_rows
+    from kvtool.kernels.column_sums import column_sums
+
+    query = draw.normal(_ROWS, _HEADS * draw.kind.group, _NEW, draw.kind.head_dim)
+    key, value = draw.pairs(_KEPT + _NEW)
+    options = draw.masks() | {"window": 2 * _NEW if draw.kind.window else None}
+    options_shown = options | {"sinks": draw.shown(options["sinks"])}
+    order = torch.arange(_KEPT + _NEW)
+    in_order = order[_KEPT:].expand(_ROWS, -1), order.expand(_ROWS, 1, -1)
+    for new, stored in (in_order, _ragged(draw)):
+        given = query, key, value, new, stored
+        shown = [draw.shown(tensor) for tensor in given]
+        found = attend_rows(*shown, in_order=stored.shape[1] == 1, **options_shown)
+        expected = twins.attend_rows(*given, **options)
+        real = (new >= 0)[:, None].expand(expected[1].shape)
+        for name, one, other in zip(("output", "lse", "seen"), found, expected, strict=True):
+            yield name, (one.cpu()[real], other[real])
+        sums, plain = draw.sums(_KEPT + _NEW)
+        masks = {name: options[name] for name in ("scale", "window", "softcap")}
+        column_sums(*shown[:2], *shown[3:], *found[1:], sums, **masks)
+        twins.column_sums(*given[:2], *given[3:], *expected[1:], plain, **masks)
+        yield from ((name, (sums[name], plain[name])) for name in COLUMNS)
+
+
+def _ragged(draw: _Draw) -> Pair:
+    """Positions of new tokens behind some padding, and of slots of which some are empty."""
+    padding = torch.arange(_ROWS)[:, None] * 9
+    place = torch.arange(_NEW) - padding
+    new = (2 * _KEPT + place).masked_fill(place < 0, -1)
+    kept = draw.order(_ROWS, _HEADS, 2 * _KEPT)[..., :_KEPT]
+    kept[..., ::5] = -1
+    own = new[:, None].expand(-1, _HEADS, -1)
+    return new, torch.cat([kept, own], 2).to(torch.int32)
+
+
+def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
+    from kvtool.kernels.attend_slots import attend_slots
+
+    query = draw.normal(_ROWS, _HEADS * draw.kind.group, 1, draw.kind.head_dim)
+    given = query, *draw.pairs(_STORED)
+    options = draw.masks()
+    options_shown = options | {"sinks": draw.shown(options["sinks"])}
+    shown = [draw.shown(tensor) for tensor in given]
+    sums, plain = draw.sums(_STORED)
+    stored = draw.order(_ROWS, _HEADS, _STORED)
+    stored[..., ::5] = -1
+    stored[0, :, :130] = -1  # whole tiles without a key
+    valid = torch.arange(_ROWS) > 0
+    device = draw.kind.device
+    found = attend_slots(
+        *shown, stored.to(device), sums, valid=valid.to(device), weights=True, **options_shown
+    )
+    expected = twins.attend_slots(*given, stored, plain, valid=valid, weights=True, **options)
+    yield "output", (found[0], expected[0])
+    yield "weights", (found[1], expected[1])
+    yield from ((name, (sums[name], plain[name])) for name in COLUMNS)
+    chosen = draw.order(_ROWS, _HEADS, _STORED)[..., :90]
+    found = attend_slots(*shown, None, {}, chosen=chosen.to(device), **options_shown)
+    expected = twins.attend_slots(*given, None, {}, chosen=chosen, **options)
+    yield "output", (found[0], expected[0])
+
+
+def _check_pages(draw: _Draw) -> Iterator[tuple[str, Pair]]:
+    from kvtool.kernels.page_scores import page_scores
+
+    query = draw.normal(_ROWS, _HEADS, draw.kind.group, draw.kind.head_dim)
+    bounds = draw.normal(_ROWS, _HEADS, 2 * draw.kind.head_dim, 150)
+    found = page_scores(draw.shown(query), draw.shown(bounds), 147)
+    yield "score", (found, twins.page_scores(query, bounds, 147))
+
+
+def _check_products(draw: _Draw) -> Iterator[tuple[str, Pair]]:
+    from kvtool.kernels.row_product import row_product
+
+    count = draw.kind.head_dim
+    part = draw.normal(_ROWS, _HEADS, draw.kind.group, count)
+    table = draw.normal(_ROWS, _HEADS, 2 * count, 150)
+    rows = draw.order(_ROWS, _HEADS, 2 * count)[..., :count]
+    found = row_product(draw.shown(part), draw.shown(table), draw.shown(rows), 147)
+    yield "product", (found, twins.row_product(part, table, rows, 147))
+
+
+_CHECKS = {
+    Family.ROWS: _check_rows,
+    Family.SLOTS: _check_slots,
+    Family.PAGES: _check_pages,
+    Family.PRODUCTS: _check_products,
+}
