@@ -1,15 +1,20 @@
-"""How the settings of a part of a policy are declared and written; free of torch."""
+"""How the settings of a part of a policy are declared, read and written; free of torch."""
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import field, fields
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from kvtool.errors import UsageError, quote
+from kvtool.errors import UsageError, did_you_mean, quote
 from kvtool.sizes import LARGEST_SEED, MOST_TOKENS
 
 _COMPUTED = "computed"
+_PART = re.compile(r"\s*([A-Za-z0-9_-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+_WHOLE = re.compile(r"[+-]?[0-9]{1,100}")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,100}\.?[0-9]{0,100}|\.[0-9]{1,100})(?:e[+-]?[0-9]{1,3})?")
 
 
 def computed(default: str) -> Any:
@@ -24,6 +29,94 @@ def computed(default: str) -> Any:
 def defaults(part: type) -> dict[str, Any]:
     """Return the default of every parameter by name; of a computed one, what it comes from."""
     return {each.name: each.metadata.get(_COMPUTED, each.default) for each in fields(part)}
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """Split a text at the separators outside of its parentheses."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def read_part(text: str) -> tuple[str, str]:
+    """Split `name(key=value,..)` into its name, as typed, and what its parentheses hold.
+
+    Raises:
+        UsageError: a text of another form.
+    """
+    match = _PART.fullmatch(text)
+    if not match:
+        raise UsageError(
+            f"cannot read {quote(text.strip())} in a policy", hint="the form is name(key=value,..)"
+        )
+    return match[1], match[2] or ""
+
+
+def read_settings(name: str, cls: type, text: str) -> dict[str, Any]:
+    """Read what stands between the parentheses of a part, `recent=8,positions=cache`.
+
+    Args:
+        name: of the part, for messages.
+        cls: the frozen dataclass behind it.
+
+    Raises:
+        UsageError: what is no setting of this part, is given twice or has no such value.
+    """
+    known = {field.name for field in fields(cls)}
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for item in split_outside(text, ",") if text.strip() else []:
+        key, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals or not key or not value:
+            raise UsageError(
+                f"cannot read {quote(item.strip())} in {quote(f'{name}({text})')}",
+                hint="the form is key=value",
+            )
+        key = key.lower()
+        if key not in known:
+            offered = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
+            raise UsageError(
+                f"`{name}` has no parameter {quote(key)}; {offered}", hint=did_you_mean(key, known)
+            )
+        if key in values:
+            raise UsageError(f"`{name}` is given `{key}` twice")
+        values[key] = _read_value(f"{name}: {key}", value, hints[key])
+    return values
+
+
+def _read_value(label: str, text: str, kind: Any) -> Any:
+    if isinstance(kind, UnionType):
+        if text.lower() in ("none", "null", "default"):
+            return None
+        kind = next(option for option in get_args(kind) if option is not type(None))
+    if kind is str:
+        return text  # a path, whose case matters
+    text = text.lower()
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            raise UsageError(
+                f"{label} must be one of {', '.join(get_args(kind))}, got {quote(text)}",
+                hint=did_you_mean(text, get_args(kind)),
+            )
+        return text
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise UsageError(f"{label} must be true or false, got {quote(text)}")
+        return text == "true"
+    form, noun = (_WHOLE, "a whole number") if kind is int else (_NUMBER, "a number")
+    if not form.fullmatch(text):
+        raise UsageError(f"{label} must be {noun}, got {quote(text)}")
+    return kind(text)
+
+
+def part_name(part: Any) -> str:
+    """Return what a part is called in a policy string."""
+    return getattr(part, "modifier", None) or part.name
 
 
 def spell_settings(part: Any) -> str:
@@ -55,7 +148,7 @@ def check_numbers(part: Any) -> None:
     """
     for each in fields(part):
         value = getattr(part, each.name)
-        label = f"{getattr(part, 'modifier', None) or part.name}: {each.name}"
+        label = f"{part_name(part)}: {each.name}"
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{label} must be a finite number, got {value}")
         most = LARGEST_SEED if each.name == "seed" else MOST_TOKENS

@@ -1,5 +1,6 @@
 """Every policy by name. A new one is a line here, a file of its own and a test."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -8,8 +9,9 @@ from kvtool.errors import UsageError
 from kvtool.policies.allocate import table as allocators
 from kvtool.policies.allocate.room import Allocator, HeadSplit
 from kvtool.policies.parts import Evicted, Rescore, Score
+from kvtool.policies.policy import compose
 from kvtool.policies.read.reader import Read
-from kvtool.policies.spelling import defaults
+from kvtool.policies.spelling import defaults, spell_settings
 
 BASES: dict[str, str] = {
     "full": "scores.full:Full",
@@ -105,32 +107,28 @@ def describe() -> list[Entry]:
 
 def _taken_by(modifier: str) -> tuple[str, ...]:
     """Return the bases that a policy string may put the modifier on, as they have to be spelled."""
-    taken = (
-        next((s for s in _spellings(base) if _parses(f"{s}+{modifier}")), None) for base in BASES
-    )
-    return tuple(spelling for spelling in taken if spelling is not None)
+    carriers = (_carrier(policy_class(base), policy_class(modifier)) for base in BASES)
+    return tuple(spelled for spelled in carriers if spelled is not None)
 
 
-def _spellings(base: str) -> list[str]:
-    """Return a base as it is, and with each value that one of its choices may have."""
-    hints = get_type_hints(policy_class(base))
-    choices = {each.name: hints[each.name] for each in fields(policy_class(base))}
-    return [base] + [
-        f"{base}({name}={value})"
-        for name, kind in choices.items()
-        if get_origin(kind) is Literal
-        for value in get_args(kind)
-    ]
+def _carrier(base: type[Score] | type[Read], modifier: type) -> str | None:
+    """Spell a base with the first of its settings under which it takes a modifier, if any does."""
+    for settings in ({}, *_choices(base)):
+        carrier = base(**settings)
+        try:
+            compose(carrier, [modifier()])
+        except UsageError:
+            continue
+        return carrier.name + spell_settings(carrier)
+    return None
 
 
-def _parses(policy: str) -> bool:
-    from kvtool.policies.grammar import parse_policy
-
-    try:
-        parse_policy(policy)
-    except UsageError:
-        return False
-    return True
+def _choices(base: type) -> Iterator[dict[str, str]]:
+    """Yield each value that one of a base's choices may have."""
+    hints = get_type_hints(base)
+    for each in fields(base):
+        if get_origin(hints[each.name]) is Literal:
+            yield from ({each.name: value} for value in get_args(hints[each.name]))
 
 
 def _budget_kind(base: type[Score] | type[Read]) -> str:

@@ -8,8 +8,9 @@ import torch
 import kvtool
 from kvtool.errors import UsageError
 from kvtool.generation import prefill
-from kvtool.policies.grammar import _read_arguments, parse_policy
+from kvtool.policies.grammar import parse_policy
 from kvtool.policies.scores.random import Random, seed_offset
+from kvtool.policies.spelling import read_settings
 from tests.models_for_tests import peaky_model, random_ids
 
 
@@ -32,7 +33,7 @@ def test_names_keys_and_choices_may_be_written_in_any_case():
 
 
 def test_a_path_keeps_its_case():
-    given = _read_arguments("reader", Reader, "Basis=/tmp/My Model.PT, RANK=None")
+    given = read_settings("reader", Reader, "Basis=/tmp/My Model.PT, RANK=None")
     assert given == {"basis": "/tmp/My Model.PT", "rank": None}
 
 

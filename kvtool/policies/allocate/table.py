@@ -6,7 +6,7 @@ from importlib import import_module
 
 from kvtool.errors import UsageError, did_you_mean
 from kvtool.policies.allocate.room import Allocator
-from kvtool.policies.spelling import spell_settings
+from kvtool.policies.spelling import check_numbers, read_part, read_settings, spell_settings
 
 ALLOCATORS: dict[str, str] = {
     "uniform": "uniform:Uniform",
@@ -29,22 +29,18 @@ def parse_allocator(text: str) -> Allocator:
     Raises:
         UsageError: a name or a setting that does not exist.
     """
-    name, opened, _ = text.strip().partition("(")
-    name = name.strip().lower()
+    name = text.strip().partition("(")[0].strip().lower()
     if name not in ALLOCATORS:
         raise UsageError(
             f"no allocator named `{name}`; choose one of: {', '.join(ALLOCATORS)}",
             hint=did_you_mean(name, ALLOCATORS),
         )
     module, _, attribute = ALLOCATORS[name].partition(":")
-    allocator = getattr(import_module(f"kvtool.policies.allocate.{module}"), attribute)()
-    if not opened:
-        return allocator
-    from kvtool.policies.grammar import parse_policy
-
-    settings = text.strip()[text.strip().index("(") :]
-    policy = parse_policy(f"snapkv+{allocator.modifier}{settings}")
-    return policy.heads or policy.allocate
+    cls = getattr(import_module(f"kvtool.policies.allocate.{module}"), attribute)
+    settings = read_part(text)[1]
+    allocator = cls(**read_settings(cls().modifier, cls, settings))
+    check_numbers(allocator)
+    return allocator
 
 
 def spell_allocator(allocator: Allocator) -> str:
