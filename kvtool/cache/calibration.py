@@ -24,8 +24,9 @@ from kvtool.maths.attention import (
 )
 from kvtool.maths.selection import keep_top, take
 from kvtool.policies.evicted.calidrop import CaliDrop, calibrate, decide, query_cosine
+from kvtool.policies.evicted.eviction import Departure
 from kvtool.policies.heads import ALL_HERE, KVHeads
-from kvtool.policies.parts import Departure, State
+from kvtool.policies.numbers import State
 
 _CHUNK = 4096  # evicted tokens that are copied at a time
 _NOTHING = float("-inf")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvtool.maths.columns import column_variance
 from kvtool.policies.heads import KVHeads
-from kvtool.policies.parts import Count
+from kvtool.policies.numbers import Count
 
 
 class Density:

@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots import SlotLayer, take
-from kvtool.policies.parts import TURN, Count, Departure, Merging, SlotView, State
+from kvtool.policies.evicted.eviction import Departure
+from kvtool.policies.evicted.merging import Merging
+from kvtool.policies.numbers import TURN, Count, State
+from kvtool.policies.parts import SlotView
 
 
 @torch.no_grad()

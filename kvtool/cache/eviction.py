@@ -12,8 +12,9 @@ from kvtool.cache.departure import close_rank, close_ranks, part_block, part_dec
 from kvtool.cache.lanes import split_lanes
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import keep_top, lowest
-from kvtool.policies.allocate.room import Heads
-from kvtool.policies.parts import Count, Evidence, Rows, SlotView, State, at_least_zero
+from kvtool.policies.allocate.head_split import Heads
+from kvtool.policies.numbers import Count, State, at_least_zero
+from kvtool.policies.parts import Evidence, Rows, SlotView
 
 
 @dataclass(frozen=True)

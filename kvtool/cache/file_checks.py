@@ -20,7 +20,8 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.slots import SlotLayer
 from kvtool.errors import KvtoolError
 from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop
-from kvtool.policies.parts import TURN, Merging
+from kvtool.policies.evicted.merging import Merging
+from kvtool.policies.numbers import TURN
 from kvtool.sizes import MOST_TOKENS
 
 _TEXTS = ("policy", "budget", "prefill", "model", "config_hash", "weights", "kvtool")

@@ -35,7 +35,7 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.policies.allocate.split import Spread
 from kvtool.policies.grammar import read_spelling
-from kvtool.policies.parts import TURN
+from kvtool.policies.numbers import TURN
 
 _KIND, _VERSION = "kvtool.cache", "1"
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtool.cache.file_checks import LayerShapes
     from kvtool.cache.rotary import Rotation
     from kvtool.cache.slots import SlotLayer
-    from kvtool.policies.parts import Count
+    from kvtool.policies.numbers import Count
 
 _LOCAL = threading.local()
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots import SlotLayer
-from kvtool.policies.allocate.room import UNLIMITED
-from kvtool.policies.parts import State
+from kvtool.policies.allocate.problem import UNLIMITED
+from kvtool.policies.numbers import State
 
 _TIGHT = 7 / 8  # a lane joins a store if it fills at least so much of it
 _CLOSE = 8  # or if it is at most so many slots short

@@ -15,8 +15,8 @@ from kvtool.errors import UsageError
 from kvtool.planning.stages import PlannedStages, planned_stages
 from kvtool.planning.traffic import sized_reader, tokens_left
 from kvtool.policies.allocate.planned import PlannedSplit
+from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy
-from kvtool.policies.read.reader import Read
 from kvtool.sizes import Budget, fraction_of
 
 

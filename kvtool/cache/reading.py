@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvtool.policies.parts import State
-from kvtool.policies.read.reader import Read, Stored
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Read
+from kvtool.policies.read.view import Stored
 
 
 @dataclass

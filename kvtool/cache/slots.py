@@ -19,10 +19,11 @@ from kvtool.cache.reading import Reading, reordered
 from kvtool.errors import KvtoolError
 from kvtool.maths.selection import take
 from kvtool.policies.evicted.calidrop import CaliDrop
+from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.heads import ALL_HERE, KVHeads
-from kvtool.policies.parts import Count, Evidence, Merging, State
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Evidence, Read
 from kvtool.policies.policy import Policy
-from kvtool.policies.read.reader import Read
 
 if TYPE_CHECKING:
     from kvtool.cache.density import Density

@@ -16,7 +16,7 @@ from kvtool.cache.reading import Reading, take_slots
 from kvtool.cache.slots import SlotLayer
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import group_queries, weighted_values
-from kvtool.policies.read.reader import Choice, ReadView
+from kvtool.policies.read.view import Choice, ReadView
 
 
 @torch.no_grad()

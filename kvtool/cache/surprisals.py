@@ -18,7 +18,8 @@ from kvtool.cache.eviction import held_slots
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import keep_top, lowest, take
 from kvtool.maths.surprisal import surprisals
-from kvtool.policies.parts import Count, SlotView, minimum
+from kvtool.policies.numbers import Count, minimum
+from kvtool.policies.parts import SlotView
 from kvtool.policies.scores.sirllm import SirLLM
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvtool.cache.eviction import Block
 from kvtool.cache.kernels import Call
 from kvtool.cache.slots import SlotLayer
-from kvtool.policies.parts import TURN, Count
+from kvtool.policies.numbers import TURN, Count
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from kvtool.sizes import parse_count
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument, Target
     from kvtool.documents.profile import ModelShape, ProfileDocument
-    from kvtool.policies.allocate.room import Allocator
+    from kvtool.policies.parts import Allocator
     from kvtool.policies.policy import Policy
     from kvtool.sizes import Budget
 

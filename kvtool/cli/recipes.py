@@ -154,7 +154,7 @@ def with_allocator(policy: str, allocator: str | None) -> str:
     """
     if allocator is None:
         return policy
-    from kvtool.policies.allocate.room import HeadSplit
+    from kvtool.policies.allocate.head_split import HeadSplit
     from kvtool.policies.allocate.table import parse_allocator
     from kvtool.policies.grammar import parse_policy
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvtool.documents.profile import ProfileDocument
 from kvtool.errors import UsageError
-from kvtool.policies.allocate.room import Allocator, ErrorCurves
+from kvtool.policies.allocate.problem import ErrorCurves
+from kvtool.policies.parts import Allocator
 
 
 def evidence(

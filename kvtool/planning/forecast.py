@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvtool.policies.parts import Read
     from kvtool.policies.policy import Policy
-    from kvtool.policies.read.reader import Read
 
 _NUMBER = 4  # bytes of a position, and of a number of a policy beside a slot
 _INDEX = 8  # bytes of the index of a slot

@@ -126,7 +126,7 @@ def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
     Raises:
         UsageError: the policy cannot split a budget over heads.
     """
-    from kvtool.policies.allocate.room import HeadSplit
+    from kvtool.policies.allocate.head_split import HeadSplit
     from kvtool.policies.allocate.table import parse_allocator
 
     split = parse_allocator(plan.layers.allocator)

@@ -32,8 +32,9 @@ from kvtool.planning.held import (
     least_allowed,
 )
 from kvtool.planning.rocketkv import RocketKVPlan, nominal_storage, plan_rocketkv
-from kvtool.policies.allocate.room import Allocator, Room
+from kvtool.policies.allocate.problem import Room
 from kvtool.policies.allocate.table import spell_allocator
+from kvtool.policies.parts import Allocator
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy

@@ -77,7 +77,7 @@ def check_run(plan: PlanDocument, policy: Policy, dtype: str | None = None) -> l
         UsageError: a policy whose own sizes are not the plan's; a target in bytes that the run
             would exceed.
     """
-    _check_sizes(plan, policy)
+    _check_least(plan, policy)
     if not policy.takes_budget:
         return []
     other_dtype = None not in (dtype, plan.model.dtype) and dtype != plan.model.dtype
@@ -126,7 +126,7 @@ def _held(plan: PlanDocument, policy: Policy, dtype: str | None, text: Text | No
     return forecast_plan(plan, policy, text or planned, layers).storage
 
 
-def _check_sizes(plan: PlanDocument, policy: Policy) -> None:
+def _check_least(plan: PlanDocument, policy: Policy) -> None:
     """Refuse sizes in a policy string that are not those of the plan's stages.
 
     Raises:

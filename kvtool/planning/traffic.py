@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from kvtool.planning.rocketkv import RocketKVPlan, plan_rocketkv
 from kvtool.planning.stages import PlannedStages
+from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy
-from kvtool.policies.read.reader import Read, StepBudget
+from kvtool.policies.read.view import StepBudget
 
 
 def tokens_left(policy: Policy, pairs: int, n: int, new: int) -> int:

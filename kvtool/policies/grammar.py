@@ -6,8 +6,8 @@ The form is `BASE[(key=value,..)][+MODIFIER[(key=value,..)]]..`, such as `h2o(re
 from typing import Any
 
 from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy, compose
-from kvtool.policies.read.reader import Read
 from kvtool.policies.spelling import read_part, read_settings, split_outside
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
 

@@ -5,24 +5,24 @@ small statistics beside the slots, and gives every slot a number; the cache does
 come in one order everywhere: batch, kv_heads, group, q_len, slots, head_dim.
 """
 
+from __future__ import annotations
+
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from kvtool.policies.heads import HeadSizes, KVHeads, all_here
 
-from kvtool.policies.allocate.room import Allocator, HeadSplit
-from kvtool.policies.heads import ALL_HERE, KVHeads
+if TYPE_CHECKING:  # splitting a budget over layers needs no torch
+    from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvtool.policies.read.reader import Read
+    from kvtool.maths.allocation import Allocation
+    from kvtool.policies.allocate.problem import Room
+    from kvtool.policies.numbers import Count, State
+    from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored
 
-State = dict[str, Tensor]
-TURN = "turn"  # beside a slot where `positions=cache`: its place, minus where its key stands
 Positions = Literal["text", "cache"]  # what keys are turned by: place in the text or in the cache
-Count = int | Tensor  # one number, or one per row (batch, 1, 1), or per head (batch, kv_heads, 1)
 
 
 class Evidence(enum.Enum):
@@ -33,11 +33,6 @@ class Evidence(enum.Enum):
     ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
     COLUMNS = "columns"  # sums over every query: statistics named as in `kvtool.maths.columns`
     LOGITS = "logits"  # each token's surprisal, as `state["surprisal"]`; one cut for all layers
-
-
-def _all_here() -> KVHeads:
-    """Return the default of a view: torch 2.11's compiler cannot trace an object in its place."""
-    return ALL_HERE
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class Rows:
         """Mean weight over the query heads of a group: (batch, kv_heads, rows, slots)."""
         return self.weights.mean(2)
 
-    def summed(self, vote_weights: Tensor) -> "Rows":
+    def summed(self, vote_weights: Tensor) -> Rows:
         """One row in place of all: their sum, each times its weight, (batch or 1, rows)."""
         weights = self.weights * vote_weights[:, None, None, :, None]
         return Rows(weights.sum(3, keepdim=True))
@@ -101,14 +96,14 @@ class SlotView:
     held: Count
     layer: Count = 0
     block: Count = 1
-    heads: KVHeads = field(default_factory=_all_here)
+    heads: KVHeads = field(default_factory=all_here)
     above: Tensor | None = None
     widest: Count | None = None
 
     @property
     def stored(self) -> Tensor | None:
         """Which slots are not empty, bool (batch, kv_heads, slots); None: all."""
-        return self.positions >= 0 if isinstance(self.held, Tensor) else None
+        return self.positions >= 0 if not isinstance(self.held, int) else None
 
     def recent(self, count: Count) -> Tensor:
         """Mark the newest `count` tokens: bool (batch, kv_heads, slots)."""
@@ -202,21 +197,21 @@ class Score:
         return None
 
     @property
-    def head_split(self) -> HeadSplit | None:
+    def head_split(self) -> Allocator | None:
         """How the score splits a layer's budget over its KV heads by itself; None: equally."""
         return None
 
     @property
-    def evicted(self) -> "Evicted | None":
+    def evicted(self) -> Evicted | None:
         """What the score makes of evicted tokens by itself; None: they are gone."""
         return None
 
     @property
-    def reader(self) -> "Read | None":
+    def reader(self) -> Read | None:
         """The reader that the score comes with; None: what is stored is read in full."""
         return None
 
-    def by_head(self) -> "Score":
+    def by_head(self) -> Score:
         """The same score with its own number per KV head, for parts that make heads differ."""
         return self
 
@@ -232,57 +227,27 @@ class Rescore:
         raise NotImplementedError
 
 
-class HeadSizes(Protocol):
-    """Sizes of a layer's heads: how many store and ask, numbers of a key and of a value."""
-
-    kv_heads: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    itemsize: int
-    token_bytes: int
-
-
-@dataclass(frozen=True)
-class Departure:
-    """Tokens that leave a layer, and those that stay.
+class Allocator:
+    """A way to split a budget over layers; subclasses are frozen dataclasses of its settings.
 
     Attributes:
-        keys, values: (batch, kv_heads, slots, dim) of both.
-        state: the numbers beside these slots.
-        gone: (batch, kv_heads, victims) int64, the slots of those that leave.
-        gone_positions: their true positions; -1 where a head loses fewer than `victims`.
-        kept_keys, kept_values: (batch, kv_heads, kept, dim) of those that stay, to be changed in
-            place; of one decoded token they are `keys` and `values` themselves.
-        kept_state: the numbers beside these.
-        kept_positions: their true positions, -1 = empty; ascending, unless one token was decoded.
-        tokens_seen: tokens of the row so far.
-        layer: index of the layer.
-        heads: all KV heads of the layer, of which these may be a part.
-        whole: whether every head loses `victims`.
-        importance: (batch, kv_heads, slots) float32 by which a block was judged; None for a decoded
-            token.
+        name: as typed after `--allocator`.
+        paper: where it comes from.
+        metric: the measurement of a profile that it needs, None for none.
     """
 
-    keys: Tensor
-    values: Tensor
-    state: State
-    gone: Tensor
-    gone_positions: Tensor
-    kept_keys: Tensor
-    kept_values: Tensor
-    kept_state: State
-    kept_positions: Tensor
-    tokens_seen: Count
-    layer: int
-    whole: bool = False
-    heads: KVHeads = field(default_factory=_all_here)
-    importance: Tensor | None = None
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    metric: ClassVar[str | None] = None
 
     @property
-    def decoded(self) -> bool:
-        """Whether one token leaves for one that was decoded: kept slots are in no order."""
-        return self.importance is None
+    def modifier(self) -> str:
+        """What it is called in a policy string, where `d2o` is a base."""
+        return "d2o-alloc" if self.name == "d2o" else self.name
+
+    def split(self, room: Room) -> Allocation:
+        """Give every layer its tokens; they sum to the total wherever the limits allow it."""
+        raise NotImplementedError
 
 
 class Evicted:
@@ -301,7 +266,7 @@ class Evicted:
     statistics: ClassVar[tuple[str, ...]] = ()
     works_on_keys: ClassVar[bool] = False
 
-    def held_bytes(self, layer: "HeadSizes", evicts: bool) -> int:
+    def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
         """Bytes that one row of a layer holds of them beside its slots, host memory aside.
 
         Args:
@@ -310,34 +275,55 @@ class Evicted:
         raise NotImplementedError
 
 
-class Merging(Evicted):
-    """Goes into the tokens that stay."""
+class Read:
+    """Which of the stored tokens a decode step looks at; nothing leaves the cache by it.
 
-    def held_bytes(self, layer: "HeadSizes", evicts: bool) -> int:
-        memory = self.start(1, layer.kv_heads, torch.device("meta"))
-        return sum(tensor.numel() * tensor.element_size() for tensor in memory.values())
+    Tables are numbers beside the slots that make the choice cheap. They are made once, at the end
+    of a prompt, and every new token is added in place.
 
-    def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
-        """What a layer remembers beside its slots: tensors whose first axis is the batch."""
-        return {}
+    Attributes:
+        name: as typed in a policy string.
+        paper: where it comes from.
+        share: a step attends to the budget divided by this; the rest of it pays for choosing.
+        planned: whether sizes come from RocketKV's plan.
+        k: tokens to attend to; None: from the budget.
+        skip_layers: so many first layers read all that they store.
+        basis: a file of key bases for `start`; None: none.
+    """
 
-    def absorb(self, memory: State, leaving: Departure) -> None:
-        """Change those that stay by those that leave, and the memory, in place."""
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    share: ClassVar[int] = 2
+    planned: ClassVar[bool] = False
+    k: int | None = None
+    skip_layers: int = 0
+    basis: str | None = None
+
+    @property
+    def least(self) -> int:
+        """The smallest budget, in pairs of key and value."""
+        return self.share
+
+    def sized(self, step: StepBudget) -> Read:
+        """The same reader with every size that was left open."""
         raise NotImplementedError
 
+    def start(self, stored: Stored) -> State:
+        """Make the tables of what is stored, (batch, ...) each."""
+        return {}
 
-def minimum(a: Count, b: Count) -> Count:
-    """The smaller of two counts, row by row if either is per row."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
-    return min(a, b)
+    def columns(self, tokens: int) -> Mapping[str, int]:
+        """Length of the last axis of the tables that grow, for so many tokens."""
+        return {}
 
+    def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
+        """Add token number `at` to the tables, in place; there is room for it.
 
-def at_least_zero(count: Count) -> Count:
-    """A count, or 0 where it is negative."""
-    return count.clamp(min=0) if isinstance(count, Tensor) else max(count, 0)
+        Args:
+            key: (batch, kv_heads, head_dim).
+            value: (batch, kv_heads, value_dim).
+        """
 
-
-def half(budget: Count) -> Count:
-    """Half of a budget, rounded down: the default recent window of H2O, Scissorhands and RoCo."""
-    return budget // 2
+    def choose(self, view: ReadView) -> Choice:
+        """The tokens to attend to; there are more of them than the budget."""
+        raise NotImplementedError

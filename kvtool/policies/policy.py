@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS, add_columns
-from kvtool.policies.allocate.room import Allocator, HeadSplit
-from kvtool.policies.parts import TURN, Evicted, Evidence, Rescore, Rows, Score, SlotView, State
-from kvtool.policies.read.reader import Read
+from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.numbers import TURN, State
+from kvtool.policies.parts import Allocator, Evicted, Evidence, Read, Rescore, Rows, Score, SlotView
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, part_name, spell_settings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import field, fields
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -154,3 +155,18 @@ def check_numbers(part: Any) -> None:
         most = LARGEST_SEED if each.name == "seed" else MOST_TOKENS
         if isinstance(value, int) and value > most:
             raise UsageError(f"{label} must be at most {most}, got {quote(value)}")
+
+
+def check_least(part: Any, least: Mapping[str, int]) -> None:
+    """Refuse numbers that are given and too small.
+
+    Args:
+        least: the smallest value of each parameter.
+
+    Raises:
+        UsageError: the first such parameter.
+    """
+    for name, limit in least.items():
+        value = getattr(part, name)
+        if value is not None and value < limit:
+            raise UsageError(f"{part.name}: {name} must be {limit} or more, got {value}")

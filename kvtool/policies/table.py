@@ -7,10 +7,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate import table as allocators
-from kvtool.policies.allocate.room import Allocator, HeadSplit
-from kvtool.policies.parts import Evicted, Rescore, Score
+from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.parts import Allocator, Evicted, Read, Rescore, Score
 from kvtool.policies.policy import compose
-from kvtool.policies.read.reader import Read
 from kvtool.policies.spelling import defaults, spell_settings
 
 BASES: dict[str, str] = {

@@ -11,8 +11,8 @@ import kvtool
 from kvtool.errors import UsageError
 from kvtool.generation import compress, decode_step, prefill
 from kvtool.policies.allocate.d2o import D2O
+from kvtool.policies.allocate.problem import Room
 from kvtool.policies.allocate.pyramid import pyramid_line
-from kvtool.policies.allocate.room import Room
 from kvtool.policies.allocate.split import Spread
 from tests.families import family_model
 from tests.models_for_tests import peaky_model, random_ids

@@ -10,7 +10,7 @@ from kvtool.cache.calibration import Calibration
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.evicted.calidrop import CaliDrop
-from kvtool.policies.parts import Departure
+from kvtool.policies.evicted.eviction import Departure
 from tests.families import family_model
 from tests.models_for_tests import peaky_model, random_ids
 from tests.reference import policies

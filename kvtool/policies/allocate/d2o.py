@@ -22,7 +22,8 @@ from typing import ClassVar, Literal
 
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
-from kvtool.policies.allocate.room import Allocator, Room
+from kvtool.policies.allocate.problem import Room
+from kvtool.policies.parts import Allocator
 
 _EPSILON = 1e-6  # of the min-max norm, as the authors' code has it
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.errors import UsageError
-from kvtool.policies.allocate.room import UNLIMITED, Heads, HeadSplit
+from kvtool.policies.allocate.head_split import Heads, HeadSplit
+from kvtool.policies.allocate.problem import UNLIMITED
 
 PROXY = "proxy"
 _SINK, _RECENT = 128, 512  # of streaming heads, where the budget has room for them

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
-from kvtool.policies.allocate.room import Allocator, ErrorCurves, Room
+from kvtool.policies.allocate.problem import ErrorCurves, Room
+from kvtool.policies.parts import Allocator
 
 Point = tuple[int, float]
 """Tokens, and the error with them."""

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
-from kvtool.policies.allocate.room import Allocator, Room
+from kvtool.policies.allocate.problem import Room
+from kvtool.policies.parts import Allocator
 from kvtool.policies.spelling import computed
 
 _WINDOW = 8  # where the policy has none, as in the authors' scripts

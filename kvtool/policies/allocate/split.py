@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtool.errors import UsageError
-from kvtool.policies.allocate.room import Room
+from kvtool.policies.allocate.problem import Room
 from kvtool.policies.policy import Policy
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from kvtool.errors import UsageError, did_you_mean
-from kvtool.policies.allocate.room import Allocator
+from kvtool.policies.parts import Allocator
 from kvtool.policies.spelling import check_numbers, read_part, read_settings, spell_settings
 
 ALLOCATORS: dict[str, str] = {

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.maths.allocation import Allocation
-from kvtool.policies.allocate.room import Allocator, Room
+from kvtool.policies.allocate.problem import Room
+from kvtool.policies.parts import Allocator
 
 
 @dataclass(frozen=True)

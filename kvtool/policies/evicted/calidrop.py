@@ -27,8 +27,9 @@ from torch.nn import functional
 
 from kvtool.errors import UsageError
 from kvtool.maths.attention import join_attention
-from kvtool.policies.heads import ALL_HERE, KVHeads
-from kvtool.policies.parts import Evicted, HeadSizes, State
+from kvtool.policies.heads import ALL_HERE, HeadSizes, KVHeads
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Evicted
 from kvtool.policies.spelling import computed
 
 GATHERED = 16

@@ -20,7 +20,9 @@ from torch.nn import functional
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import take
-from kvtool.policies.parts import Departure, Merging, State
+from kvtool.policies.evicted.eviction import Departure
+from kvtool.policies.evicted.merging import Merging
+from kvtool.policies.numbers import State
 from kvtool.policies.scores.random import seed_offset, uniform_draws
 
 _CHUNK = 1024  # victims whose values are held in float64 at a time

@@ -22,7 +22,9 @@ from torch.nn import functional
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import take
-from kvtool.policies.parts import Departure, Merging, State
+from kvtool.policies.evicted.eviction import Departure
+from kvtool.policies.evicted.merging import Merging
+from kvtool.policies.numbers import State
 
 _SELF = math.e  # exp of a token's similarity to itself
 _CHUNK = 128  # victims whose similarity to every kept token is held at a time

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtool.policies.parts import HeadSizes
-from kvtool.policies.read.reader import Read, ReadView, Stored
+from kvtool.policies.heads import HeadSizes
+from kvtool.policies.parts import Read
+from kvtool.policies.read.view import ReadView, Stored
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 

@@ -13,8 +13,9 @@ from typing import ClassVar, Literal
 
 from kvtool.maths.attention import attention_weights
 from kvtool.maths.selection import top_slots
-from kvtool.policies.read.reader import Choice, Read, ReadView, StepBudget, check_sizes
-from kvtool.policies.spelling import computed
+from kvtool.policies.parts import Read
+from kvtool.policies.read.view import Choice, ReadView, StepBudget
+from kvtool.policies.spelling import check_least, computed
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ExactTopK(Read):
     share: ClassVar = 1
 
     def __post_init__(self) -> None:
-        check_sizes(self, {"k": 1, "skip_layers": 0})
+        check_least(self, {"k": 1, "skip_layers": 0})
 
     def sized(self, step: StepBudget) -> "ExactTopK":
         return replace(self, k=self.k or step.pairs)

@@ -23,13 +23,8 @@ from kvtool.maths.channels import heaviest_channels, partial_scale, take_channel
 from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
 from kvtool.policies.read.paged import Paged
-from kvtool.policies.read.reader import (
-    Choice,
-    ReadView,
-    StepBudget,
-    check_sizes,
-)
-from kvtool.policies.spelling import computed
+from kvtool.policies.read.view import Choice, ReadView, StepBudget
+from kvtool.policies.spelling import check_least, computed
 
 LEAST_BUDGET = 16
 """As in the authors' code, pairs of key and value."""
@@ -60,7 +55,7 @@ class HSA(Paged):
         return LEAST_BUDGET
 
     def __post_init__(self) -> None:
-        check_sizes(self, {"page": 1, "k1": 1, "k": 1, "skip_layers": 0})
+        check_least(self, {"page": 1, "k1": 1, "k": 1, "skip_layers": 0})
 
     def sized(self, step: StepBudget) -> "HSA":
         plan = step.stages

@@ -20,16 +20,10 @@ from torch import Tensor
 
 from kvtool.maths.basis import moments, principal_components
 from kvtool.maths.selection import top_slots
-from kvtool.policies.parts import State
-from kvtool.policies.read.reader import (
-    Choice,
-    Read,
-    ReadView,
-    StepBudget,
-    Stored,
-    check_sizes,
-)
-from kvtool.policies.spelling import computed
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Read
+from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored
+from kvtool.policies.spelling import check_least, computed
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ class Loki(Read):
     paper: ClassVar = "https://arxiv.org/abs/2406.02542"
 
     def __post_init__(self) -> None:
-        check_sizes(self, {"d": 1, "k": 1, "skip_layers": 0})
+        check_least(self, {"d": 1, "k": 1, "skip_layers": 0})
 
     def sized(self, step: StepBudget) -> "Loki":
         d = self.d or max(1, round(step.head_dim * step.pairs / step.tokens))

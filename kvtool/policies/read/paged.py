@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from kvtool.maths.pages import page_bounds, pages_of, widen_page
-from kvtool.policies.parts import State
-from kvtool.policies.read.reader import Read, Stored
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Read
+from kvtool.policies.read.view import Stored
 
 
 class Paged(Read):

@@ -19,13 +19,8 @@ from kvtool.kernels.tables import page_scores
 from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
 from kvtool.policies.read.paged import Paged
-from kvtool.policies.read.reader import (
-    Choice,
-    ReadView,
-    StepBudget,
-    check_sizes,
-)
-from kvtool.policies.spelling import computed
+from kvtool.policies.read.view import Choice, ReadView, StepBudget
+from kvtool.policies.spelling import check_least, computed
 
 _LEAST_PAGES = 3
 
@@ -48,7 +43,7 @@ class Quest(Paged):
     paper: ClassVar = "https://arxiv.org/abs/2406.10774"
 
     def __post_init__(self) -> None:
-        check_sizes(self, {"page": 1, "k": 1, "skip_layers": 0})
+        check_least(self, {"page": 1, "k": 1, "skip_layers": 0})
 
     def sized(self, step: StepBudget) -> "Quest":
         page = self.page or max(1, -(-2 * step.tokens // step.pairs))

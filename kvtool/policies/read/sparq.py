@@ -21,16 +21,10 @@ from kvtool.errors import UsageError
 from kvtool.kernels.tables import row_product
 from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
 from kvtool.maths.selection import top_slots
-from kvtool.policies.parts import State
-from kvtool.policies.read.reader import (
-    Choice,
-    Read,
-    ReadView,
-    StepBudget,
-    Stored,
-    check_sizes,
-)
-from kvtool.policies.spelling import computed
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Read
+from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored
+from kvtool.policies.spelling import check_least, computed
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,7 @@ class SparQ(Read):
     paper: ClassVar = "https://arxiv.org/abs/2312.04985"
 
     def __post_init__(self) -> None:
-        check_sizes(self, {"r": 1, "k": 1, "local": 0, "skip_layers": 0})
+        check_least(self, {"r": 1, "k": 1, "local": 0, "skip_layers": 0})
         if self.k is not None and self.local > self.k:
             raise UsageError(f"sparq: local {self.local} is above k {self.k}")
 

@@ -19,7 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvtool.policies.parts import Count, Rescore, SlotView
+from kvtool.policies.numbers import Count
+from kvtool.policies.parts import Rescore, SlotView
 
 _CHUNK = 8192  # slots whose difference from the centre is held at a time
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from kvtool.errors import UsageError
 from kvtool.policies.allocate import d2o as allocate
 from kvtool.policies.evicted.d2o_merge import D2OMerge
-from kvtool.policies.parts import Count, Evicted, Evidence, Rows, Score, SlotView, State
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Evicted, Evidence, Rows, Score, SlotView
 
 _HEAVY = 0.75  # of what the sinks leave of a budget; the rest is recent
 

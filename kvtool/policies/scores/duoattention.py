@@ -13,7 +13,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.policies.allocate.duo import PROXY, Duo, sink_tokens
-from kvtool.policies.parts import Count, Rows, Score, SlotView, State
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Rows, Score, SlotView
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtool.policies.parts import Rows, Score, SlotView, State
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Rows, Score, SlotView
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.policies.parts import Count, Evidence, Positions, Rows, Score, SlotView, State, half
+from kvtool.policies.numbers import Count, State, half
+from kvtool.policies.parts import Evidence, Positions, Rows, Score, SlotView
 from kvtool.policies.spelling import computed
 
 

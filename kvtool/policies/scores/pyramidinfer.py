@@ -23,7 +23,8 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.pyramidinfer import Cosine
-from kvtool.policies.parts import Count, Evidence, Rows, Score, SlotView, State
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Evidence, Rows, Score, SlotView
 
 _NEWEST = 1.2  # weight of the newest vote; that of the oldest is 1
 

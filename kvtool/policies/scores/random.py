@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.policies.parts import Count, Rows, Score, SlotView, State
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Rows, Score, SlotView
 
 
 def uniform_draws(positions: Tensor, stream: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtool.policies.parts import Positions, Rows, Score, SlotView, State
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Positions, Rows, Score, SlotView
 
 
 @dataclass(frozen=True)

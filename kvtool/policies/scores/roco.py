@@ -15,18 +15,8 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import top_mask
-from kvtool.policies.parts import (
-    Count,
-    Evidence,
-    Positions,
-    Rows,
-    Score,
-    SlotView,
-    State,
-    at_least_zero,
-    half,
-    minimum,
-)
+from kvtool.policies.numbers import Count, State, at_least_zero, half, minimum
+from kvtool.policies.parts import Evidence, Positions, Rows, Score, SlotView
 from kvtool.policies.spelling import computed
 
 

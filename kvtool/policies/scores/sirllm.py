@@ -26,16 +26,8 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import top_mask
-from kvtool.policies.parts import (
-    Count,
-    Evidence,
-    Rows,
-    Score,
-    SlotView,
-    State,
-    at_least_zero,
-    minimum,
-)
+from kvtool.policies.numbers import Count, State, at_least_zero, minimum
+from kvtool.policies.parts import Evidence, Rows, Score, SlotView
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.errors import UsageError
-from kvtool.policies.parts import Count, Evidence, Rows, Score, SlotView, State, minimum
+from kvtool.policies.numbers import Count, State, minimum
+from kvtool.policies.parts import Evidence, Rows, Score, SlotView
 
 
 def pool_votes(

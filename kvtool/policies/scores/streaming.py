@@ -14,7 +14,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.policies.parts import Count, Positions, Rows, Score, SlotView, State
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Positions, Rows, Score, SlotView
 
 
 @dataclass(frozen=True)

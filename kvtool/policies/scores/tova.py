@@ -11,7 +11,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvtool.policies.parts import Evidence, Positions, Rows, Score, SlotView, State
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Evidence, Positions, Rows, Score, SlotView
 
 
 @dataclass(frozen=True)

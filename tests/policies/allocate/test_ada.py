@@ -8,7 +8,7 @@ import torch
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.ada import Ada, _apportion, split_heads
-from kvtool.policies.allocate.room import Room
+from kvtool.policies.allocate.problem import Room
 from tests.reference.ada import apportion
 
 SCORES = [[0.6, 0.3, 0.25, 0.2, 0.02, 0.01], [0.1, 0.05, 0.04, 0.03, 0.02, 0.01]]

@@ -8,8 +8,8 @@ import pytest
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.d2o import D2O, D2OExp, D2OReciprocal, normalise
+from kvtool.policies.allocate.problem import Room
 from kvtool.policies.allocate.pyramid import Pyramid, pyramid_line
-from kvtool.policies.allocate.room import Room
 from kvtool.policies.allocate.uniform import Uniform
 
 F = [2.0, 5.0, 300.0, 600.0]

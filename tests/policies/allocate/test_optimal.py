@@ -8,7 +8,7 @@ import pytest
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.optimal import Optimal, convex_hull, curve_points
-from kvtool.policies.allocate.room import ErrorCurves, Room
+from kvtool.policies.allocate.problem import ErrorCurves, Room
 
 
 def interpolate(points, tokens):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from kvtool.policies.allocate.problem import Room
 from kvtool.policies.allocate.pyramidinfer import Cosine, kept_tokens
-from kvtool.policies.allocate.room import Room
 
 
 def split(n, layers, mean, min_context=64):

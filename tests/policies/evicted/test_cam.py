@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtool.policies.evicted.cam import CaM, merge_probability, spans
-from kvtool.policies.parts import Departure
+from kvtool.policies.evicted.eviction import Departure
 
 OWN, TARGETS = [2.0, 4.0], [[1.0, 1.0], [3.0, 0.0], [0.0, 2.0]]
 

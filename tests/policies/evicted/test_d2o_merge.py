@@ -12,7 +12,7 @@ from kvtool.policies.evicted.d2o_merge import (
     nearest_kept,
     next_threshold,
 )
-from kvtool.policies.parts import Departure
+from kvtool.policies.evicted.eviction import Departure
 
 KEPT = [[1.0, 0.0], [0.0, 1.0]]
 KEPT_VALUES = [[1.0, 1.0], [2.0, 0.0]]

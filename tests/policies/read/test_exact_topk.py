@@ -3,7 +3,7 @@ import torch
 
 import kvtool
 from kvtool.policies.read.exact_topk import ExactTopK
-from kvtool.policies.read.reader import StepBudget
+from kvtool.policies.read.view import StepBudget
 from tests.policies.read.trial import KEYS, QUERIES, VALUES, chosen, random_case
 from tests.reference import readers
 

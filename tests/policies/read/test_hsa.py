@@ -8,7 +8,7 @@ from kvtool.maths.channels import heaviest_channels, partial_scale, take_channel
 from kvtool.planning.rocketkv import plan_rocketkv
 from kvtool.policies.read.exact_topk import ExactTopK
 from kvtool.policies.read.hsa import HSA
-from kvtool.policies.read.reader import StepBudget
+from kvtool.policies.read.view import StepBudget
 from tests.policies.read.trial import (
     KEYS,
     QUERIES,

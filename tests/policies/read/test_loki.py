@@ -6,7 +6,7 @@ import torch
 import kvtool
 from kvtool.maths.basis import moments, principal_components
 from kvtool.policies.read.loki import Loki
-from kvtool.policies.read.reader import StepBudget
+from kvtool.policies.read.view import StepBudget
 from tests.policies.read.trial import chosen, make_view, random_case, same_tables
 from tests.reference import readers
 

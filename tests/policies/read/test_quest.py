@@ -3,7 +3,7 @@ import torch
 
 import kvtool
 from kvtool.policies.read.quest import Quest
-from kvtool.policies.read.reader import StepBudget
+from kvtool.policies.read.view import StepBudget
 from tests.policies.read.trial import (
     KEYS,
     QUERIES,

@@ -3,8 +3,8 @@ import torch
 
 import kvtool
 from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
-from kvtool.policies.read.reader import StepBudget
 from kvtool.policies.read.sparq import SparQ
+from kvtool.policies.read.view import StepBudget
 from tests.policies.read.trial import (
     KEYS,
     QUERIES,

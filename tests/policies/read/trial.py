@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtool.policies.read.reader import ReadView, Stored
+from kvtool.policies.read.view import ReadView, Stored
 
 # the worked example: one KV head, two query heads, four channels, four tokens
 KEYS = [[1, 0, 2, -1], [0, 1, -1, 0], [-2, 1, 0, 3], [1, -1, 1, 0]]

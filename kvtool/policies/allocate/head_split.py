@@ -1,0 +1,74 @@
+"""Splits of a layer's budget over its KV heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from kvtool.maths.allocation import Allocation
+from kvtool.policies.allocate.problem import Room
+from kvtool.policies.parts import Allocator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A layer's budget to split over its KV heads, when the layer is cut.
+
+    Attributes:
+        budget: mean tokens per head, one number or (batch, 1, 1).
+        importance: (batch, kv_heads, slots) float32, higher = keep.
+        positions: (batch, kv_heads, slots), -1 = empty.
+        protected: bool (batch, kv_heads, slots), slots that stay in any case; None: none.
+        least: tokens that every head must have beside the protected ones.
+        tokens_seen: tokens of the text so far, one number or (batch, 1, 1).
+        rank: (kv_heads,) int64, place of each head among all heads of the model, 0 for the one that
+            most needs the whole text; None where nobody has ranked them.
+        of: how many heads were ranked.
+    """
+
+    budget: int | Tensor
+    importance: Tensor
+    positions: Tensor
+    protected: Tensor | None
+    least: int
+    tokens_seen: int | Tensor
+    rank: Tensor | None = None
+    of: int = 0
+
+
+class HeadSplit(Allocator):
+    """A way to split the budget of every layer over its KV heads; layers have equal budgets.
+
+    Attributes:
+        by_score: whether heads are compared by their slots' scores.
+        whole_prompt: whether a prompt must have been read as a whole.
+        ranking: whether the heads of the model must have been ranked, by what `scores` names.
+    """
+
+    by_score: ClassVar[bool] = False
+    whole_prompt: ClassVar[bool] = True
+    ranking: ClassVar[bool] = False
+
+    def split(self, room: Room) -> Allocation:
+        return room.by_weight([0.0] * room.layers)
+
+    def forecast(
+        self, budget: int, prompt: int, kv_heads: int, place: tuple[int, int]
+    ) -> list[int]:
+        """Tokens that the heads of a layer will hold, of which only the sum need be right.
+
+        Args:
+            budget: mean tokens per head, fewer than the prompt has.
+            place: which layer it is of how many; sums over all layers are right, too.
+        """
+        return [budget] * kv_heads
+
+    def tokens(self, heads: Heads) -> Tensor:
+        """Tokens that each head may keep: (batch, kv_heads) int64. No device sync.
+
+        A row whose text fits its budget gives every head that budget, as it would have alone.
+        """
+        raise NotImplementedError

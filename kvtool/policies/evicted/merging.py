@@ -1,0 +1,24 @@
+"""The role of evicted tokens that go into those that stay."""
+
+import torch
+
+from kvtool.policies.evicted.eviction import Departure
+from kvtool.policies.heads import HeadSizes
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Evicted
+
+
+class Merging(Evicted):
+    """Goes into the tokens that stay."""
+
+    def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
+        memory = self.start(1, layer.kv_heads, torch.device("meta"))
+        return sum(tensor.numel() * tensor.element_size() for tensor in memory.values())
+
+    def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
+        """What a layer remembers beside its slots: tensors whose first axis is the batch."""
+        return {}
+
+    def absorb(self, memory: State, leaving: Departure) -> None:
+        """Change those that stay by those that leave, and the memory, in place."""
+        raise NotImplementedError

@@ -1,0 +1,25 @@
+"""Counts of one layer, of which batch entries and heads may have their own, and numbers by slot."""
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]  # numbers beside the slots, by name: (batch, kv_heads, slots) float32
+Count = int | Tensor  # one number, or one per row (batch, 1, 1), or per head (batch, kv_heads, 1)
+TURN = "turn"  # beside a slot where `positions=cache`: its place, minus where its key stands
+
+
+def minimum(a: Count, b: Count) -> Count:
+    """The smaller of two counts, row by row if either is per row."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
+    return min(a, b)
+
+
+def at_least_zero(count: Count) -> Count:
+    """A count, or 0 where it is negative."""
+    return count.clamp(min=0) if isinstance(count, Tensor) else max(count, 0)
+
+
+def half(budget: Count) -> Count:
+    """Half of a budget, rounded down: the default recent window of H2O, Scissorhands and RoCo."""
+    return budget // 2
