@@ -216,6 +216,13 @@ class Score:
         return self
 
 
+def asked(rows: Rows | None) -> Rows:
+    """Return the rows that `importance` was given; one with LAST_ROWS is always given them."""
+    if rows is None:
+        raise ValueError("this score has LAST_ROWS as its evidence, and was given none")
+    return rows
+
+
 class Rescore:
     """Turns a score into another one that also looks at the values."""
 

@@ -11,7 +11,7 @@ import torch
 
 import kvtool
 from kvtool.generation import decode_step, prefill
-from kvtool.policies.table import BASES, MODIFIERS, describe
+from kvtool.policies.table import BASES, MODIFIERS, describe, policy_class
 from tests.models_for_tests import peaky_model, random_ids
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -47,6 +47,13 @@ def run(model, policy):
     logits = [prefill(model, cache, random_ids(PROMPT))]
     logits += [decode_step(model, cache, torch.tensor([token])) for token in (5, 9, 11)]
     return torch.stack(logits), [cache.kept_positions(layer) for layer in range(3)]
+
+
+def test_no_policy_is_a_subclass_of_another():
+    classes = {name: policy_class(name) for name in BASES | MODIFIERS}
+    for name, cls in classes.items():
+        above = [other for other, base in classes.items() if base in cls.__mro__[1:]]
+        assert not above, f"{name} is a subclass of {above}: compose it instead"
 
 
 def test_every_default_is_told():

@@ -46,6 +46,22 @@ def normalise(variance: Sequence[float], largest: Sequence[float], norm: str) ->
     return list(variance)
 
 
+def split_by_density(room: Room, norm: str, temperature: float) -> Allocation:
+    """Split by exp(-F / temperature), F brought to a scale by `norm`."""
+    exponents = normalise(room.variance, room.largest, norm)
+    return room.by_weight([-exponent / temperature for exponent in exponents])
+
+
+def check_temperature(name: str, temperature: float) -> None:
+    """Refuse a temperature by which nothing can be divided.
+
+    Raises:
+        UsageError: it is 0 or less, or not finite.
+    """
+    if not 0 < temperature < math.inf:
+        raise UsageError(f"{name}: temperature must be above 0, got {temperature}")
+
+
 @dataclass(frozen=True)
 class D2O(Allocator):
     """More tokens for layers of dense attention, by a softmax over the layers (D2O).
@@ -66,19 +82,33 @@ class D2O(Allocator):
     metric: ClassVar = "f_variance"
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise UsageError(f"{self.name}: temperature must be above 0, got {self.temperature}")
+        check_temperature(self.name, self.temperature)
 
     def split(self, room: Room) -> Allocation:
-        exponents = normalise(room.variance, room.largest, self.norm)
-        return room.by_weight([-exponent / self.temperature for exponent in exponents])
+        return split_by_density(room, self.norm, self.temperature)
 
 
 @dataclass(frozen=True)
-class D2OExp(D2O):
-    """Exponential decay of the variance, scaled to the total: the same shares as `d2o`."""
+class D2OExp(Allocator):
+    """Exponential decay of the variance, scaled to the total: the same shares as `d2o`.
+
+    Args:
+        norm: `length`, `minmax` or `raw`: see `normalise`.
+        temperature: divides the exponents; above 1 brings the layers closer together.
+    """
+
+    norm: Literal["length", "minmax", "raw"] = "length"
+    temperature: float = 1.0
 
     name: ClassVar = "d2o-exp"
+    paper: ClassVar = D2O.paper
+    metric: ClassVar = D2O.metric
+
+    def __post_init__(self) -> None:
+        check_temperature(self.name, self.temperature)
+
+    def split(self, room: Room) -> Allocation:
+        return split_by_density(room, self.norm, self.temperature)
 
 
 @dataclass(frozen=True)

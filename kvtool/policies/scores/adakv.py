@@ -6,15 +6,20 @@ differs from the authors' code. A prompt in blocks is cut once, at its end, sinc
 their votes on the whole of it; with a plan that splits the budget, after every block.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from torch import Tensor
+
 from kvtool.policies.allocate.ada import Ada
-from kvtool.policies.scores.snapkv import SnapKV
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Evidence, Rows, Score, SlotView
+from kvtool.policies.scores.votes import check_voting, pooled_votes, voting_window
 
 
 @dataclass(frozen=True)
-class AdaKV(SnapKV):
+class AdaKV(Score):
     """SnapKV whose heads compete for their layer's budget; the budget is the mean over heads.
 
     Args:
@@ -27,17 +32,32 @@ class AdaKV(SnapKV):
         normalise: weigh each head by how much of its score its best tokens hold.
     """
 
+    window: int = 32
+    kernel: int = 7
+    pool: Literal["max", "avg"] = "max"
     share: float = 0.2
     safeguard: Literal["mix", "force"] = "mix"
     normalise: bool = False
 
     name: ClassVar = "adakv"
     paper: ClassVar = "https://arxiv.org/abs/2407.11550"
+    evidence: ClassVar = Evidence.LAST_ROWS
+    when: ClassVar = "prompt"
+    attention: ClassVar = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_voting(self)
         Ada(share=self.share)  # checks it
 
     @property
     def head_split(self) -> Ada:
         return Ada(share=self.share, safeguard=self.safeguard, normalise=self.normalise)
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        return pooled_votes(self, view, rows)
+
+    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+        return voting_window(self, view)
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"window": self.window}

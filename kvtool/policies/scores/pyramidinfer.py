@@ -24,7 +24,7 @@ from torch import Tensor
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.pyramidinfer import Cosine
 from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evidence, Rows, Score, SlotView
+from kvtool.policies.parts import Evidence, Rows, Score, SlotView, asked
 
 _NEWEST = 1.2  # weight of the newest vote; that of the oldest is 1
 
@@ -76,7 +76,7 @@ class PyramidInfer(Score):
         return torch.where(age < voters, weight / voters, 0.0).float()
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
-        votes = view.heads.mean(rows.weights[..., 0, :].mean(2)).unsqueeze(1)
+        votes = view.heads.mean(asked(rows).weights[..., 0, :].mean(2)).unsqueeze(1)
         return votes if view.above is None else votes.masked_fill(~view.above, -1.0)
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:

@@ -5,34 +5,55 @@ layers, observation window included; see `kvtool.policies.allocate.pyramid` for 
 where its rounding differs from the authors' code.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.pyramid import Pyramid
-from kvtool.policies.scores.snapkv import SnapKV
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Evidence, Rows, Score, SlotView
+from kvtool.policies.scores.votes import check_voting, pooled_votes, voting_window
 
 
 @dataclass(frozen=True)
-class PyramidKV(SnapKV):
+class PyramidKV(Score):
     """SnapKV with more tokens for lower layers; the budget is the mean.
 
     Args:
         window: last queries of the prompt, which vote and are kept themselves.
+        kernel: odd width of the pooling, in tokens; 1 = none.
+        pool: `max` or `avg`.
         beta: how steep: the last layer has 1/beta of the mean beside the window.
     """
 
     window: int = 8
+    kernel: int = 7
+    pool: Literal["max", "avg"] = "max"
     beta: float = 20.0
 
     name: ClassVar = "pyramidkv"
     paper: ClassVar = "https://arxiv.org/abs/2406.02069"
+    evidence: ClassVar = Evidence.LAST_ROWS
+    when: ClassVar = "prompt"
+    attention: ClassVar = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_voting(self)
         if self.beta < 1:
             raise UsageError(f"pyramidkv: beta must be 1 or more, got {self.beta}")
 
     @property
     def allocator(self) -> Pyramid:
         return Pyramid(beta=self.beta)
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        return pooled_votes(self, view, rows)
+
+    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+        return voting_window(self, view)
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"window": self.window}

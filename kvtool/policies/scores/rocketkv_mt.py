@@ -10,22 +10,55 @@ copy of them, and sizes are planned anew for the length of each turn.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from kvtool.policies.scores.rocketkv import RocketKV
+from torch import Tensor
+
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Evidence, Rows, Score, SlotView
+from kvtool.policies.read.hsa import HSA
+from kvtool.policies.scores.rocketkv import check_split
+from kvtool.policies.scores.votes import check_voting, pooled_votes, voting_window
+from kvtool.policies.spelling import computed
 
 
 @dataclass(frozen=True)
-class RocketKVMT(RocketKV):
+class RocketKVMT(Score):
     """RocketKV that keeps everything and chooses anew in every turn.
 
     Args:
         window: last queries of the turn, which vote and are read from themselves.
         kernel: odd width of the pooling, in tokens; 1 = none.
+        pool: `max` or `avg`.
         split: share of the compression that the first stage takes; None: by the compression.
         skip_layers: so many first layers read all that they store.
     """
 
+    window: int = 32
+    kernel: int = 63
+    pool: Literal["max", "avg"] = "max"
+    split: float | None = computed("min(0.8, 0.2 + 0.06 log2 compression)")
+    skip_layers: int = 0
+
     name: ClassVar = "rocketkv-mt"
     paper: ClassVar = "https://arxiv.org/abs/2502.14051"
+    evidence: ClassVar = Evidence.LAST_ROWS
+    when: ClassVar = "prompt"
+    attention: ClassVar = True
+    reads: ClassVar = True
+    once: ClassVar = True
     marks: ClassVar = True
+
+    def __post_init__(self) -> None:
+        check_voting(self)
+        check_split(self.name, self.split)
+
+    @property
+    def reader(self) -> HSA:
+        return HSA(skip_layers=self.skip_layers)
+
+    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+        return pooled_votes(self, view, rows)
+
+    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+        return voting_window(self, view)

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvtool.policies.numbers import State
-from kvtool.policies.parts import Evidence, Positions, Rows, Score, SlotView
+from kvtool.policies.parts import Evidence, Positions, Rows, Score, SlotView, asked
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TOVA(Score):
     attention: ClassVar = True
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
-        last = rows.weights[..., -1, :]
+        last = asked(rows).weights[..., -1, :]
         if self.head_reduce == "layer":
             return view.heads.mean(last.mean(2)).unsqueeze(1)
         return last.mean(2)

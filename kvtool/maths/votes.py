@@ -1,0 +1,35 @@
+"""Votes of the last queries for the tokens before them, smoothed over neighbours."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def pool_votes(
+    votes: Tensor, positions: Tensor, window: Tensor, *, kernel: int, pool: str
+) -> Tensor:
+    """Smooth votes over neighbouring tokens, leaving the observation window out.
+
+    Average pooling divides by `kernel` at the borders too, as the authors' code does.
+
+    Args:
+        votes: (batch, kv_heads, slots) float32.
+        positions: (batch, kv_heads, slots), -1 = empty; neighbours are neighbours by position.
+        window: bool (batch, kv_heads, slots), the observation window, the last tokens.
+        kernel: odd width, in tokens.
+        pool: `max` or `avg`.
+
+    Returns:
+        (batch, kv_heads, slots); inside the window the votes as they came.
+    """
+    kernel = min(kernel, 2 * votes.shape[-1] - 1)  # a wider one sees no more, and takes long
+    last = torch.iinfo(positions.dtype).max
+    order = positions.masked_fill(positions < 0, last).argsort(-1)
+    outside = float("-inf") if pool == "max" else 0.0
+    past = votes.masked_fill(window | (positions < 0), outside).gather(-1, order)
+    if pool == "max":
+        pooled = functional.max_pool1d(past, kernel, stride=1, padding=kernel // 2)
+    else:
+        pooled = functional.avg_pool1d(past, kernel, stride=1, padding=kernel // 2)
+    pooled = torch.empty_like(pooled).scatter_(-1, order, pooled)
+    return torch.where(window, votes, pooled)
