@@ -22,14 +22,15 @@ def pool_votes(
     Returns:
         (batch, kv_heads, slots); inside the window the votes as they came.
     """
-    kernel = min(kernel, 2 * votes.shape[-1] - 1)  # a wider one sees no more, and takes long
+    width = min(kernel, 2 * votes.shape[-1] - 1)  # a wider one sees no more, and takes long
     last = torch.iinfo(positions.dtype).max
     order = positions.masked_fill(positions < 0, last).argsort(-1)
     outside = float("-inf") if pool == "max" else 0.0
     past = votes.masked_fill(window | (positions < 0), outside).gather(-1, order)
     if pool == "max":
-        pooled = functional.max_pool1d(past, kernel, stride=1, padding=kernel // 2)
+        pooled = functional.max_pool1d(past, width, stride=1, padding=width // 2)
     else:
-        pooled = functional.avg_pool1d(past, kernel, stride=1, padding=kernel // 2)
+        pooled = functional.avg_pool1d(past, width, stride=1, padding=width // 2)
+        pooled = pooled if width == kernel else pooled * (width / kernel)
     pooled = torch.empty_like(pooled).scatter_(-1, order, pooled)
     return torch.where(window, votes, pooled)

@@ -57,6 +57,12 @@ def test_the_votes_inside_the_window_are_raw():
     assert trial.protected() == [{3, 4}]
 
 
+def test_an_average_over_more_than_the_text_is_divided_by_the_whole_kernel():
+    # 2 tokens and a window of 1: both get (.2 + .3) / 7
+    trial = voted([0.2, 0.3], 7, "avg", 1)
+    torch.testing.assert_close(trial.scores()[0, :2], torch.tensor([0.5 / 7, 0.5 / 7]))
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 10_000),
