@@ -114,7 +114,7 @@ class Budgets:
             UsageError: the first such row.
         """
         self._shares(lengths)
-        if self.policy.score.reads and self.budget.bytes is None:
+        if self.policy.two_stages and self.budget.bytes is None:
             for length in lengths:
                 self.reads.stored(self._free[0], length)
         if self._planned and self.budget is not None:
@@ -140,7 +140,7 @@ class Budgets:
             lengths = lengths or self._count(layer, positions, q_len)
             self.reads.end_prompt(lengths)
         if self.policy.reads_budget:
-            if self.policy.score.reads:
+            if self.policy.two_stages:
                 rows = [self.reads.stored(layer, length) for length in lengths]
                 self._set_rows(layer, rows, q_len)
             return

@@ -21,7 +21,6 @@ from kvtool.identity import config_hash
 from kvtool.planning.held import planned_heads
 from kvtool.planning.run import check_run
 from kvtool.policies.grammar import parse_policy
-from kvtool.policies.parts import Evidence
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, parse_prefill
 
@@ -134,13 +133,13 @@ def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:
     """
     tokens = [plan.layers.tokens[i] for i in plan.free_layers]
     hint = "plan with --allocator uniform, or give a budget"
-    if policy.score.evidence is Evidence.LOGITS and len(set(tokens)) > 1:
+    if policy.score.layers == "same" and len(set(tokens)) > 1:
         raise UsageError(
             f"policy `{policy.score.name}` keeps the same tokens in all layers, "
             f"and the plan gives them {min(tokens)} to {max(tokens)}",
             hint=hint,
         )
-    if policy.score.nested and tokens != sorted(tokens, reverse=True):
+    if policy.score.layers == "nested" and tokens != sorted(tokens, reverse=True):
         raise UsageError(
             f"policy `{policy.score.name}` keeps in each layer part of what the layer above keeps, "
             "and the plan gives a layer more than the one above",

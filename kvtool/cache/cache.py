@@ -82,7 +82,7 @@ class KVCache(Cache):
         if policy.score.evidence is Evidence.LOGITS and free:
             self.surprisals = Surprisals(self.slot_layers, policy.score)
         self.logits_asked: int | Tensor = 0  # `logits_to_keep` of the running forward
-        if policy.score.nested:
+        if policy.score.layers == "nested":
             nest = [layer for layer in self.slot_layers if layer.window is None]
             for i, layer in enumerate(nest):
                 layer.nest = nest[:i]
@@ -96,7 +96,7 @@ class KVCache(Cache):
         )
         split = policy.head_split
         whole = split is not None and split.whole_prompt and plan is None
-        if self.budgets.wait or whole or policy.score.nested:
+        if self.budgets.wait or whole or policy.score.layers == "nested":
             self.block = None
         for layer in self.slot_layers:
             layer.tight = plan is not None or (budget is not None and budget.bytes is not None)
@@ -339,7 +339,7 @@ class KVCache(Cache):
     @property
     def layer_block(self) -> int | None:
         """How many tokens of a forward a layer takes before it cuts; None: all of them."""
-        whole = self.surprisals is not None or self.policy.score.once
+        whole = self.surprisals is not None or self.policy.two_stages
         return None if whole else self.block
 
     def set_heads(self, layer: SlotLayer, query_heads: int) -> None:

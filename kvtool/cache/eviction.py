@@ -175,7 +175,7 @@ def leave_block(
         return None
     victims = at_least_zero(view.held - layer.budget)
     importance, protected = judge(layer, view, block.state, rows, victims)
-    if layer.policy.score.marks:
+    if layer.policy.selects_only:
         slots = min(layer.most, view.positions.shape[2])
         layer.marked = keep_top(importance, view.positions, layer.budget, protected, slots)[1]
         store_block(layer, block, raw_key, raw_value)
@@ -235,7 +235,7 @@ def _cut(
     close_ranks(kept[-1], view.positions, chosen)
     if layer.head_budgets is None:
         layer.replace(*kept)
-        if layer.policy.score.once:  # the whole prompt was stored
+        if layer.policy.two_stages:  # the whole prompt was stored
             layer.shrink(layer.used)
     else:
         split_lanes(layer, *kept)
@@ -244,7 +244,7 @@ def _cut(
 
 def _over_budget(layer: SlotLayer, block: Block) -> bool:
     score = layer.policy.ranking
-    if score.when == "never" or score.evidence is Evidence.LOGITS:
+    if score.when == "never" or score.layers == "same":
         return False
     if layer.head_budgets is not None:
         return True  # heads that were cut are full, whatever the mean over all heads

@@ -79,7 +79,7 @@ class ReadBudgets:
         if self.plan is None or not (self.policy.reads_budget and self.policy.reader.planned):
             return None
         if length not in self._stages:
-            window = self.policy.score.window if self.policy.score.reads else 1
+            window = self.policy.score.window if self.policy.two_stages else 1
             self._stages[length] = planned_stages(self.plan, length, window)
         return self._stages[length]
 

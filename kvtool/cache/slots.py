@@ -22,7 +22,7 @@ from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evidence, Read
+from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class SlotLayer(CacheLayerMixin):
         heads: all KV heads of the layer, of which this process may hold a part.
         reading: how decode steps read a part of the slots, from the end of a prompt to the next;
             None: they read all.
-        marked: (batch, kv_heads, slots) positions that a score that `marks` has chosen at the end
+        marked: (batch, kv_heads, slots) positions that a policy which only selects chose at the end
             of the prompt, -1 at the end of rows with fewer; None: all.
         tail: the last queries, (batch, heads, rows, head_dim), and their positions, (batch, rows),
             of a prompt in blocks that is cut once, until it ends.
@@ -270,7 +270,7 @@ class SlotLayer(CacheLayerMixin):
     def cuts_itself(self) -> bool:
         """Whether the layer holds its budget after every token by its own choice of victims."""
         score = self.policy.ranking
-        return score.when == "always" and score.evidence is not Evidence.LOGITS
+        return score.when == "always" and score.layers != "same"
 
     @property
     def limit(self) -> int:

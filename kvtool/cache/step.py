@@ -54,7 +54,7 @@ def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
         KvtoolError: evicted tokens should be merged or kept aside, or a reader chooses keys, and
             the model stores latents.
     """
-    for part in (layer.policy.fate, layer.reader):
+    for part in (layer.reader, layer.policy.fate):
         if part is not None and call.key is not call.raw_key:
             raise KvtoolError(
                 f"`{part.name}` needs keys that are stored as they are attended, "
@@ -233,7 +233,7 @@ def _attend_block(layer: SlotLayer, call: Call) -> tuple[Tensor, Tensor | None]:
         out = count_block(layer, call, block, observed)
     else:
         out = explicit_block(layer, call, block, observed)
-    if layer.policy.score.once:
+    if layer.policy.two_stages:
         if not call.last:
             layer.tail = last_of_prompt(layer, call, block)
             store_block(layer, block, call.raw_key, call.raw_value)

@@ -315,7 +315,7 @@ def _take_plan(
 def _stages(plan: PlanDocument, policy: Policy) -> str:
     """Say which of RocketKV's stages are taken from a plan."""
     section, first = plan.rocketkv, ""
-    if policy.score.reads:
+    if policy.two_stages:
         split = "" if section.split_factor is None else f"split factor {section.split_factor:.4g}, "
         stage1 = section.stage1(plan.target.max_new_tokens)
         first = f"{split}stage 1 keeps {stage1} of {section.context} tokens, "

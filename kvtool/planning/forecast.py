@@ -120,7 +120,7 @@ def forecast(
     """
     places = [i for i, layer in enumerate(layers) if layer is not None and layer.window is None]
     storage, traffic, full_storage, full_traffic = 0, 0, 0, 0
-    if places and policy is not None and policy.cuts_by_logits:
+    if places and policy is not None and policy.score.layers == "same":
         storage += _shared(policy, layers[places[0]], budgets[0], text)
     for index, layer in enumerate(layers):
         if layer is None:
@@ -173,7 +173,7 @@ def _free(
     if not reads:
         read = sum(min(_read(policy, tokens, text), text.last) for tokens in heads)
         return held, read * layer.token_bytes
-    if policy.score.marks and budget.tokens < text.prompt:
+    if policy.selects_only and budget.tokens < text.prompt:
         held += budget.tokens * layer.kv_heads * _NUMBER  # positions of what is chosen from
         held += (budget.tokens + text.new) * layer.kv_heads * _INDEX
     tables, read = _reading(layer, budget, text)
@@ -198,14 +198,14 @@ def _held(policy: Policy, tokens: int, text: Text) -> int:
     """Return the slots of a head when all has been fed."""
     if policy.score.when == "always":
         return _slots(tokens, text)
-    stored = text.prompt if policy.score.when == "never" or policy.score.marks else tokens
+    stored = text.prompt if policy.score.when == "never" or policy.selects_only else tokens
     return min(stored, text.prompt) + text.new
 
 
 def _read(policy: Policy, tokens: int, text: Text) -> int:
     """Return the tokens of a head that the last decoded token reads, where it reads all."""
     if policy.score.when == "always":
-        return tokens + (not policy.cuts_by_logits)  # a slot more takes in the token
+        return tokens + (policy.score.layers != "same")  # a slot more takes in the token
     stored = text.prompt if policy.score.when == "never" else tokens
     return min(stored, text.prompt) + max(text.new, 1)
 

@@ -79,7 +79,7 @@ def even_budgets(
         stored = tokens_left(policy, pairs, text.prompt, text.new)
     else:
         pairs, length = policy.reader.k * policy.reader.share, stored
-    at_end = text.prompt if policy.score.marks else stored
+    at_end = text.prompt if policy.selects_only else stored
     reader = sized_reader(policy, pairs, length, at_end, free[0].key_dim, text.new)
     return [LayerBudget(stored, pairs, reader)] * len(free)
 
@@ -104,7 +104,7 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
     new, head_dim, budgets = plan.target.max_new_tokens, plan.model.head_dim, []
     planned = None
     if policy.reads_budget and policy.reader.planned:
-        planned = planned_stages(plan, n, policy.score.window if policy.score.reads else 1)
+        planned = planned_stages(plan, n, policy.score.window if policy.two_stages else 1)
     for place, count in enumerate(free):
         stored, pairs, length = min(count, n), count, n
         if not policy.reads_budget:
@@ -113,8 +113,8 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
             stored = tokens_left(policy, pairs, n, new)
         else:
             pairs = planned.token_budget
-            stored = min(n, planned.kept[place]) if policy.score.reads else n
-        at_end = n if policy.score.marks else stored
+            stored = min(n, planned.kept[place]) if policy.two_stages else n
+        at_end = n if policy.selects_only else stored
         reader = sized_reader(policy, pairs, length, at_end, head_dim, new, planned)
         budgets.append(LayerBudget(stored, pairs, reader))
     return budgets
@@ -211,7 +211,7 @@ def tokens_for_bytes(
             )
         return DEFAULT_TRAFFIC
     least, most = 1, size
-    if policy.score.reads:
+    if policy.two_stages:
         most = max(text.full, policy.reader.least)
         least = least_allowed(needed, policy.reader.least, most)
     found = largest(lambda tokens: needed(tokens) <= size, least, most)

@@ -267,9 +267,10 @@ def _total(drafts: _Drafts) -> tuple[int, list[str]]:
     def fits(total: int) -> bool:
         return drafts.forecast(drafts.of(total).document).storage <= budget.bytes
 
-    step = count if policy is not None and policy.cuts_by_logits else 1  # equal in all layers
+    same = policy is not None and policy.score.layers == "same"
+    step = count if same else 1  # equal in all layers
     least, most = min(drafts.least, layers.prompt_tokens) * count, layers.prompt_tokens * count
-    if policy is not None and policy.score.reads:
+    if policy is not None and policy.two_stages:
         step, most = count, drafts.target.context * count
         pairs = drafts.target.context
         least = count * least_allowed(lambda t: _plan_rocketkv(drafts, t), drafts.least, pairs)
@@ -281,7 +282,7 @@ def _total(drafts: _Drafts) -> tuple[int, list[str]]:
     why = f"policy `{policy}`" if drafts.min_tokens is None and policy else "--min-tokens"
     why = "" if asked == 1 else f" ({why})"
     what = "token" if asked == 1 else "tokens"
-    what = "pairs per step" if policy is not None and policy.score.reads else what
+    what = "pairs per step" if policy is not None and policy.two_stages else what
     raise UsageError(
         f"{budget} is too small: {asked} {what} in every layer{why} take {needed} bytes",
         hint=f"--bytes {needed}B",
@@ -331,7 +332,7 @@ def _rocketkv(drafts: _Drafts, budget: int) -> tuple[RocketKVSection | None, lis
 def _plan_rocketkv(drafts: _Drafts, budget: int) -> RocketKVPlan:
     """Plan for the policy, where it is RocketKV or has no stage 1, or for RocketKV as it is."""
     policy, options = drafts.policy, {}
-    if policy is not None and policy.score.reads:
+    if policy is not None and policy.two_stages:
         options = {"window": policy.score.window, "split": policy.score.split}
     elif policy is not None and policy.reads_budget and policy.reader.planned:
         options = {"window": 0, "split": 0.0}

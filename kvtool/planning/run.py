@@ -40,7 +40,7 @@ def use_plan(
     """
     stages = None
     if _goes_by_stages(policy):
-        stages = planned_stages(plan, prompt, policy.score.window if policy.score.reads else 1)
+        stages = planned_stages(plan, prompt, policy.score.window if policy.two_stages else 1)
     text = Text(prompt, new, rows, plan.model.vocabulary)
     held = _held(plan, policy, dtype, text)
     return PlanInUse(tokens_for_prompt(plan, prompt), stages, held)

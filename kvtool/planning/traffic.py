@@ -20,7 +20,7 @@ def tokens_left(policy: Policy, pairs: int, n: int, new: int) -> int:
     Raises:
         UsageError: a budget too small for RocketKV's plan.
     """
-    if not policy.score.reads:
+    if not policy.two_stages:
         return n
     plan = _stages(policy, pairs, n + new, head_dim=1, new=new, window=policy.score.window)
     return n if n <= pairs else min(n, plan.prompt_tokens)
@@ -67,6 +67,6 @@ def _stages(
         head_dim,
         max_new_tokens=new,
         window=window,
-        split=policy.score.split if policy.score.reads else 0.0,
+        split=policy.score.split if policy.two_stages else 0.0,
         strict=strict,
     )

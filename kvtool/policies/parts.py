@@ -32,7 +32,7 @@ class Evidence(enum.Enum):
     LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
     ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
     COLUMNS = "columns"  # sums over every query: statistics named as in `kvtool.maths.columns`
-    LOGITS = "logits"  # each token's surprisal, as `state["surprisal"]`; one cut for all layers
+    LOGITS = "logits"  # each token's surprisal, as `state["surprisal"]`
 
 
 @dataclass(frozen=True)
@@ -130,16 +130,12 @@ class Score:
         attention: whether the scores are attention that each slot received (CAOTE needs such
             scores).
         distinct: whether no two tokens of a head ever have the same number.
-        nested: whether a layer keeps only tokens that the layer above it keeps, of which its
-            `importance` and `protected` are told; the budgets must not grow with depth.
+        layers: whose tokens a layer may keep: `own`, whichever it chooses; `nested`, only such that
+            the layer above keeps, of which the view tells, and budgets must not grow with depth;
+            `same`, those of all layers, which are cut at once, before a forward.
         positions: what keys and queries are turned by: `text`, their place in the text, or `cache`,
             their place among the tokens that are kept.
         least: smallest budget that an allocator should give to a layer, if the mean allows it.
-        reads: whether the budget is what a decode step reads; what is stored follows from it, by
-            RocketKV's plan.
-        once: whether a prompt in blocks is cut once, at its end, and not after every block.
-        marks: whether nothing leaves: what would stay is what the reader looks at, with what is
-            generated, until the next prompt.
     """
 
     name: ClassVar[str]
@@ -150,12 +146,9 @@ class Score:
     statistics: ClassVar[tuple[str, ...]] = ()
     attention: ClassVar[bool] = False
     distinct: ClassVar[bool] = False
-    nested: ClassVar[bool] = False
+    layers: ClassVar[Literal["own", "nested", "same"]] = "own"
     positions: Positions = "text"
     least: int = 1
-    reads: ClassVar[bool] = False
-    once: ClassVar[bool] = False
-    marks: ClassVar[bool] = False
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
         """Add a chunk of rows to the statistics, in place; only with ALL_ROWS."""
@@ -208,7 +201,11 @@ class Score:
 
     @property
     def reader(self) -> Read | None:
-        """The reader that the score comes with; None: what is stored is read in full."""
+        """The reader that the score comes with; None: what is stored is read in full.
+
+        A reader without `k` takes the budget: it is then what a decode step reads, and what the
+        score leaves of a prompt follows from it by RocketKV's plan.
+        """
         return None
 
     def by_head(self) -> Score:

@@ -8,6 +8,7 @@ from typing import TypeVar
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS, add_columns
 from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.numbers import TURN, State
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Read, Rescore, Rows, Score, SlotView
 from kvtool.policies.scores.full import Full
@@ -55,18 +56,22 @@ class Policy:
             if part is not None:
                 check_numbers(part)
         self._check_reader()
+        if (self.score.layers == "same") != (self.score.evidence is Evidence.LOGITS):
+            raise UsageError(
+                f"`{self.score.name}`: layers are cut together by logits, and by nothing else"
+            )
         for split, over in ((self.allocate, "layers"), (self.heads, "heads")):
             if split is not None and self.score.when == "never":
                 raise UsageError(
                     f"`{split.modifier}` splits a budget over {over}, "
                     f"and `{self.score.name}` keeps everything"
                 )
-            if split is not None and self.score.nested:
+            if split is not None and self.score.layers == "nested":
                 raise UsageError(
                     f"`{self.score.name}` splits its budget by a schedule of its own, "
                     f"which excludes `{split.modifier}`"
                 )
-            if split is not None and self.score.evidence is Evidence.LOGITS:
+            if split is not None and self.score.layers == "same":
                 raise UsageError(
                     f"`{split.modifier}` lets {over} keep different tokens, "
                     f"and `{self.score.name}` keeps the same in all of them"
@@ -95,11 +100,15 @@ class Policy:
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
 
     def _check_evicted(self, name: str) -> None:
+        if isinstance(self.evicted, SelectOnly):
+            raise UsageError(
+                f"`{name}` needs a score that comes with a reader, as rocketkv-mt does"
+            )
         if self.score.when == "never":
             raise UsageError(
                 f"`{name}` makes something of evicted tokens, and `{self.score.name}` evicts none"
             )
-        if self.score.evidence is Evidence.LOGITS:
+        if self.score.layers == "same":
             raise UsageError(
                 f"`{name}` makes something of tokens that a layer evicts by itself, "
                 f"and `{self.score.name}` cuts all layers at once"
@@ -121,7 +130,7 @@ class Policy:
         modifier = self.evicted.name if self.evicted is not None else modifier
         for split in (self.allocate, self.heads):
             modifier = split.modifier if split is not None else modifier
-        if self.score.reads and modifier is not None:
+        if self.score.reader is not None and modifier is not None:
             raise UsageError(
                 f"the budget of `{self.score.name}` is what a step reads, and its plan says what "
                 f"is stored; `{modifier}` has no part in it"
@@ -166,17 +175,27 @@ class Policy:
     @property
     def reads_budget(self) -> bool:
         """Whether the budget is what a decode step reads, and not what is stored."""
-        return self.score.reads or (self.read is not None and self.score.when == "never")
+        if self.reader is None or self.score.when == "always":
+            return False
+        return self.score.when == "never" or self.reader.k is None
+
+    @property
+    def two_stages(self) -> bool:
+        """Whether one budget, what a step reads, says what is cut and what the reader leaves out.
+
+        What is stored of a prompt is known once all of it is there, so it is cut at its end.
+        """
+        return self.reads_budget and self.score.when == "prompt"
+
+    @property
+    def selects_only(self) -> bool:
+        """Whether evicted tokens stay stored, and only the reader passes over them."""
+        return isinstance(self.fate, SelectOnly)
 
     @property
     def stores_all(self) -> bool:
         """Whether nothing leaves, and the budget only bounds what is read."""
-        return self.reads_budget and (self.score.when == "never" or self.score.marks)
-
-    @property
-    def cuts_by_logits(self) -> bool:
-        """Whether all layers are cut at once, by the logits of the model."""
-        return self.score.evidence is Evidence.LOGITS
+        return self.reads_budget and (self.score.when == "never" or self.selects_only)
 
     @property
     def takes_budget(self) -> bool:

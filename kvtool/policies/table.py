@@ -9,7 +9,7 @@ from kvtool.errors import UsageError
 from kvtool.policies.allocate import table as allocators
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.parts import Allocator, Evicted, Read, Rescore, Score
-from kvtool.policies.policy import compose
+from kvtool.policies.policy import Policy, compose
 from kvtool.policies.spelling import defaults, spell_settings
 
 BASES: dict[str, str] = {
@@ -133,4 +133,4 @@ def _choices(base: type) -> Iterator[dict[str, str]]:
 def _budget_kind(base: type[Score] | type[Read]) -> str:
     if issubclass(base, Read):
         return _READ
-    return _READ_AFTER_CUT if base.reads else _BUDGET_KINDS[base.when]
+    return _READ_AFTER_CUT if Policy(base()).two_stages else _BUDGET_KINDS[base.when]

@@ -71,13 +71,13 @@ def filled(model, policy: str, budget: int, slots) -> kvtool.cache.cache.KVCache
         length = keys.shape[2]
         layer.lazy_initialization(keys, values)
         count, reads = length, cache.budgets.reads
-        if cache.policy.score.reads:
+        if cache.policy.two_stages:
             count = reads.stored(layer, length)
             layer.budget = layer.least = layer.most = count
         whole = torch.arange(length, dtype=torch.int32, device=keys.device)
         whole = whole.expand(*keys.shape[:2], -1)
         positions = whole[..., length - count :]
-        if cache.policy.score.marks:
+        if cache.policy.selects_only:
             layer.marked = positions
             count, positions = length, whole
         layer.seen = length

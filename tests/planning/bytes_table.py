@@ -80,7 +80,7 @@ def measure(model, name: str, target: str) -> Measured:
         return Measured(name, target, None, int(re.search(r"(\d+) bytes", str(error))[1]))
     held = held_by(model, policy, plan)
     budget = sum(plan.layers.tokens) // len(plan.layers.tokens)
-    if policy.score.reads and plan.rocketkv is not None:
+    if policy.two_stages and plan.rocketkv is not None:
         budget = plan.rocketkv.token_budget
     above = None
     if not policy.stores_all and budget < PROMPT:

@@ -48,7 +48,7 @@ class PyramidInfer(Score):
     paper: ClassVar = "https://arxiv.org/abs/2405.12532"
     evidence: ClassVar = Evidence.LAST_ROWS
     when: ClassVar = "prompt"
-    nested: ClassVar = True
+    layers: ClassVar = "nested"
 
     def __post_init__(self) -> None:
         if not 0 < self.recent_ratio < 1:

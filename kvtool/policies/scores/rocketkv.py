@@ -56,8 +56,6 @@ class RocketKV(Score):
     evidence: ClassVar = Evidence.LAST_ROWS
     when: ClassVar = "prompt"
     attention: ClassVar = True
-    reads: ClassVar = True
-    once: ClassVar = True
 
     def __post_init__(self) -> None:
         check_voting(self)

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Rows, Score, SlotView
 from kvtool.policies.read.hsa import HSA
@@ -45,9 +46,6 @@ class RocketKVMT(Score):
     evidence: ClassVar = Evidence.LAST_ROWS
     when: ClassVar = "prompt"
     attention: ClassVar = True
-    reads: ClassVar = True
-    once: ClassVar = True
-    marks: ClassVar = True
 
     def __post_init__(self) -> None:
         check_voting(self)
@@ -56,6 +54,10 @@ class RocketKVMT(Score):
     @property
     def reader(self) -> HSA:
         return HSA(skip_layers=self.skip_layers)
+
+    @property
+    def evicted(self) -> SelectOnly:
+        return SelectOnly()
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
         return pooled_votes(self, view, rows)

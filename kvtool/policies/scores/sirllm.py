@@ -47,6 +47,7 @@ class SirLLM(Score):
     name: ClassVar = "sirllm"
     paper: ClassVar = "https://arxiv.org/abs/2405.12528"
     evidence: ClassVar = Evidence.LOGITS
+    layers: ClassVar = "same"
 
     def __post_init__(self) -> None:
         for field in ("sinks", "recent"):

@@ -63,7 +63,7 @@ def over_budget(cache: KVCache) -> list[str]:
     """Name the layers of a policy with a steady budget that hold more than it."""
     policy = cache.policy
     shared = policy.allocator is not None or policy.head_split is not None
-    if policy.score.when != "always" or policy.score.nested or shared:
+    if policy.score.when != "always" or policy.score.layers == "nested" or shared:
         return []
     kept = cache.report().kept_per_layer
     return [f"layer {i} keeps {n} of {BUDGET}" for i, n in enumerate(kept) if n > BUDGET]
