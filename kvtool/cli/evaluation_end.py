@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _GATE_FAILED, _SAMPLES_FAILED = 3, 4
 _FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
 _FOR_RESCORE = frozenset(
-    {"rescore", "fail_under", "max_drop", "plots", "format", "quiet", "progress", "debug"}
+    {"rescore", "policy", "fail_under", "max_drop", "plots", "format", "quiet", "progress", "debug"}
 )
 
 
@@ -79,6 +79,7 @@ def rescore(options: EvalOptions, terminal: Terminal) -> None:
     if not options.rescore or not folder.is_dir():
         raise UsageError(f"--rescore: no folder `{options.rescore}`")
     _refuse_others(options)
+    _import_policies(options)
     from kvtool.cli.evaluation_plan import gates_of, pictures_of
     from kvtool.evaluation.run import Run
     from kvtool.evaluation.store import Store
@@ -92,6 +93,22 @@ def rescore(options: EvalOptions, terminal: Terminal) -> None:
     with joined() as processes:
         results = processes.lead(score)
     exit_with(results)
+
+
+def _import_policies(options: EvalOptions) -> None:
+    """Import the policies from outside the package that `-p` names: a run's folder never does.
+
+    Raises:
+        UsageError: one that is in the package, which needs no naming.
+    """
+    from kvtool.cli.evaluation_plan import split_policies
+    from kvtool.policies.grammar import parse_policy
+    from kvtool.policies.outside import module_of
+
+    for text in split_policies(options.policy):
+        if module_of(text) is None:
+            raise UsageError("--rescore takes a run as it is; leave out --policy")
+        parse_policy(text)
 
 
 def _refuse_others(options: EvalOptions) -> None:

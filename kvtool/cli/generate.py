@@ -228,9 +228,11 @@ def _of_cache(options: GenerateOptions, path: Path) -> tuple[Policy, Budget | No
     from kvtool.policies.grammar import parse_policy, read_spelling
 
     made = read_metadata(path)
+    # first what is asked for, which may import what the file names
+    asked = None if options.policy is None else parse_policy(options.policy)
     policy = read_spelling(made["policy"])
     budget = Budget.parse(made["budget"]) if made["budget"] else None
-    if options.policy is not None and parse_policy(options.policy) != policy:
+    if asked is not None and asked != policy:
         raise UsageError(
             f"cache `{options.cache}` was made with policy `{policy}`, not `{options.policy}`"
         )

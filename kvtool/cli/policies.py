@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from kvtool.policies.table import Entry
 
 
+_OWN = "a score of your own goes wherever a base does: my_package.my_module:MyScore(..)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PoliciesOptions(OutputOptions):
     """Options of `kvtool policies`."""
@@ -28,6 +31,7 @@ def policies(options: PoliciesOptions, terminal: Terminal) -> None:
     form = options.choose_format("text")
     if form == "text" and terminal.interactive and options.output_path is None:
         _print_table(entries, terminal)
+        terminal.note(_OWN)
         return
     render = {"text": _as_text, "json": _as_json, "yaml": _as_yaml}[form]
     write_data(render(entries), options, terminal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from kvtool.documents.recipe_source import Check
     from kvtool.documents.source import Source
 
+_LOCK = "recipe.lock.yaml"  # of a run's folder
 _MODEL = ("revision", "dtype", "device", "device_map", "tensor_parallel", "attn_implementation")
 
 
@@ -41,6 +43,10 @@ class Flags:
         for key in reversed(keys):
             value = {key: value}
         self.values.append((flag, value))
+
+    def sets(self, key: str) -> bool:
+        """Tell whether a flag sets a key of a recipe."""
+        return any(key in values for _, values in self.values)
 
     def check_beside_plan(self, plan: str) -> None:
         """Refuse a budget or an allocator beside a plan, which brings both.
@@ -82,16 +88,24 @@ def resolve(
     from kvtool.documents.source import Source, check_kind, read_source
 
     given = flags.values
+    own = flags.sets("policy") or any(text.startswith("policy") for text in options.set)
     source = Source.empty()
     if options.recipe is not None:
         source = read_source(options.recipe, option="recipe or plan")
         check_kind(source, takes=("recipe", "plan"), command=command)
         if source.kind == "plan":
             flags.check_beside_plan(source.name)
-            given = [(source.name, _values_of_plan(source)), *given]
+            values = _values_of_plan(source)
+            if not own:
+                _check_imported([values.get("policy")], source.name)
+            given = [(source.name, values), *given]
             source = Source.empty()
         elif _names_plan(source):
             flags.check_beside_plan(f"{source.name}: budget.plan")
+    if source.path is not None and source.path.name == _LOCK and not own:
+        node = source.node.child("policy")
+        chosen = None if node is None else node.data
+        _check_imported(chosen if isinstance(chosen, list) else [chosen], source.name)
     recipe, found = read_recipe(source, given, options.set, options.unset, check)
     if recipe.plan is not None and recipe.allocator is not None:
         raise UsageError(
@@ -100,6 +114,28 @@ def resolve(
             hint="leave out one of them",
         )
     return _with_plan(recipe, source), found
+
+
+def _check_imported(choices: list[Any], where: str) -> None:
+    """Refuse scores from outside the package that a run or a plan names and nobody has imported.
+
+    Args:
+        choices: policies as they stand there, strings or mappings.
+        where: they stand, for the error.
+
+    Raises:
+        UsageError: the first such score.
+    """
+    from kvtool.policies.outside import module_of
+
+    for choice in choices:
+        name = choice.get("name") if isinstance(choice, dict) else choice
+        module = module_of(name) if isinstance(name, str) else None
+        if module is not None and module not in sys.modules:
+            raise UsageError(
+                f"`{where}` names policy `{name}`, and what a run or a plan names is not imported",
+                hint=f"--policy '{name}' imports it",
+            )
 
 
 def _names_plan(source: Source) -> bool:

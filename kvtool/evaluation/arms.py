@@ -61,11 +61,13 @@ def make_arms(
     prefill: str = "full",
     baseline: bool = True,
     plan: PlanDocument | None = None,
+    imports: bool = True,
 ) -> list[Arm]:
     """Return every policy under every budget, the full cache first.
 
     Args:
         plan: takes the place of the budgets.
+        imports: whether a module that a policy is named by is imported.
 
     Raises:
         UsageError: a policy or budget that cannot be read, a budget that protected tokens fill.
@@ -77,7 +79,7 @@ def make_arms(
     sizes = [Budget.parse(budget) for budget in budgets] or [DEFAULT_BUDGET]
     arms = [Arm(parse_policy(BASELINE), None, prefill)] if baseline else []
     for text in policies:
-        policy = parse_policy(text)
+        policy = parse_policy(text, imports=imports)
         if not policy.takes_budget:
             arms.append(Arm(policy, None, prefill))
             continue

@@ -275,7 +275,10 @@ def read_arm(entry: ArmEntry, plan: PlanDocument | None) -> Arm:
     """Return the arm that a document tells of."""
     budgets = [] if entry.budget is None else [str(entry.budget)]
     plan = plan if entry.planned else None
-    return make_arms([entry.policy], budgets, prefill=entry.prefill, baseline=False, plan=plan)[0]
+    arms = make_arms(
+        [entry.policy], budgets, prefill=entry.prefill, baseline=False, plan=plan, imports=False
+    )
+    return arms[0]
 
 
 def _entry(arm: Arm) -> ArmEntry:

@@ -1,25 +1,29 @@
 """Policy strings: text to policy; `str` writes them.
 
-The form is `BASE[(key=value,..)][+MODIFIER[(key=value,..)]]..`, such as `h2o(recent=8)+caote`.
+The form is `BASE[(key=value,..)][+MODIFIER[(key=value,..)]]..`, such as `h2o(recent=8)+caote`. A
+base of one's own is named by its module, `my_package.my_module:MyScore(recent=8)+caote`.
 """
 
 from typing import Any
 
 from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.policies.outside import build_outside, is_outside
 from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy, compose
 from kvtool.policies.spelling import read_part, read_settings, split_outside
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
 
 
-def parse_policy(text: str) -> Policy:
+def parse_policy(text: str | Policy, *, imports: bool = True) -> Policy:
     """Read a policy string.
 
     >>> str(parse_policy("H2O( recent = 8 )+CAOTE"))
     'h2o(recent=8)+caote'
 
     Args:
-        text: as typed, in any case but for paths of files; a `Policy` is returned as it is.
+        text: as typed, in any case but for paths of files and modules; a `Policy` is returned as it
+            is.
+        imports: whether a module that it names is imported; else it must be imported already.
 
     Raises:
         UsageError: a name, parameter, value or combination that does not exist or makes no sense.
@@ -29,26 +33,37 @@ def parse_policy(text: str) -> Policy:
     if not text.strip():
         raise UsageError(f"the policy is empty; choose one of: {', '.join(BASES)}")
     base, *rest = split_outside(text, "+")
-    score = _build(base, BASES, "policy")
+    score = _build_base(base, imports)
     return compose(score, [_build_modifier(part, score.name) for part in rest])
 
 
 def read_spelling(text: str) -> Policy:
-    """Read back what `str` wrote, also of a policy whose reader was put on its score in Python."""
+    """Read back what `str` wrote, also of a policy whose reader was put on its score in Python.
+
+    Raises:
+        UsageError: a part that does not exist; one from a module that is not imported.
+    """
     base, *rest = split_outside(text, "+")
     modifiers = [_build(part, BASES | MODIFIERS, "modifier") for part in rest]
-    return compose(_build(base, BASES, "policy"), modifiers)
+    return compose(_build_base(base, imports=False), modifiers)
+
+
+def _build_base(text: str, imports: bool) -> Any:
+    name, arguments = read_part(text)
+    if is_outside(name):
+        return build_outside(name, arguments, imports=imports)
+    return _build(text, BASES, "policy")
 
 
 def _build_modifier(text: str, base: str) -> Any:
-    name = read_part(text)[0].lower()
-    if name in BASES:
-        raise _base_as_modifier(name, base)
+    name = read_part(text)[0]
+    if is_outside(name) or name.lower() in BASES:
+        raise _base_as_modifier(name if is_outside(name) else name.lower(), base)
     return _build(text, MODIFIERS, "modifier")
 
 
 def _base_as_modifier(name: str, base: str) -> UsageError:
-    if issubclass(policy_class(name), Read):
+    if name in BASES and issubclass(policy_class(name), Read):
         return UsageError(
             f"`{name}` is a base policy that keeps everything and reads some of it, "
             f"so it cannot modify `{base}`",

@@ -7,13 +7,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import field, fields
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.policies.parts import Score
 from kvtool.sizes import LARGEST_SEED, MOST_TOKENS
 
 _COMPUTED = "computed"
-_PART = re.compile(r"\s*([A-Za-z0-9_-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
+_PART = re.compile(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _WHOLE = re.compile(r"[+-]?[0-9]{1,100}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,100}\.?[0-9]{0,100}|\.[0-9]{1,100})(?:e[+-]?[0-9]{1,3})?")
 
@@ -91,7 +92,7 @@ def read_settings(name: str, cls: type, text: str) -> dict[str, Any]:
 
 
 def _read_value(label: str, text: str, kind: Any) -> Any:
-    if isinstance(kind, UnionType):
+    if get_origin(kind) in (Union, UnionType):
         if text.lower() in ("none", "null", "default"):
             return None
         kind = next(option for option in get_args(kind) if option is not type(None))
@@ -109,6 +110,8 @@ def _read_value(label: str, text: str, kind: Any) -> Any:
         if text not in ("true", "false"):
             raise UsageError(f"{label} must be true or false, got {quote(text)}")
         return text == "true"
+    if kind not in (int, float):
+        raise UsageError(f"{label} cannot be set in a policy string")
     form, noun = (_WHOLE, "a whole number") if kind is int else (_NUMBER, "a number")
     if not form.fullmatch(text):
         raise UsageError(f"{label} must be {noun}, got {quote(text)}")
@@ -116,7 +119,11 @@ def _read_value(label: str, text: str, kind: Any) -> Any:
 
 
 def part_name(part: Any) -> str:
-    """Return what a part is called in a policy string."""
+    """Return what a part is called in a policy string; one from outside by its module."""
+    cls = type(part)
+    inside = cls.__module__.partition(".")[0] == "kvtool"
+    if isinstance(part, Score) and not inside and cls.__qualname__.isidentifier():
+        return f"{cls.__module__}:{cls.__qualname__}"
     return getattr(part, "modifier", None) or part.name
 
 

@@ -47,9 +47,9 @@ def stored_tokens(plan: PlanDocument) -> list[int]:
     if plan.policy is None:
         return stored
     from kvtool.planning.held import planned_budgets
-    from kvtool.policies.grammar import parse_policy
+    from kvtool.policies.grammar import read_spelling
 
-    budgets = planned_budgets(plan, parse_policy(plan.policy), plan.target.prompt_tokens)
+    budgets = planned_budgets(plan, read_spelling(plan.policy), plan.target.prompt_tokens)
     for i, budget in zip(plan.free_layers, budgets, strict=True):
         stored[i] = budget.tokens
     return stored

@@ -1,0 +1,139 @@
+"""Scores from outside the package, named `my_package.my_module:MyScore` in a policy string.
+
+A name on the command line, in Python or in a recipe is imported. A name in a file that somebody may
+have been sent (a saved cache, a run, a plan) never is: it is looked up among the modules that are
+imported already.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.policies.parts import Evidence, Score
+from kvtool.policies.spelling import read_settings
+
+_NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+
+
+def is_outside(name: str) -> bool:
+    """Tell whether a base is named by its module: `my_package.my_module:MyScore`."""
+    return ":" in name
+
+
+def module_of(policy: str) -> str | None:
+    """Return the module that a policy string names its base by, None where it names none."""
+    match = _NAME.match(policy.lstrip())
+    return None if match is None else match[1]
+
+
+def build_outside(name: str, arguments: str, *, imports: bool) -> Score:
+    """Make a score whose class is named by its module.
+
+    Args:
+        name: case-sensitive, `my_package.my_module:MyScore`.
+        arguments: what its parentheses hold.
+        imports: whether a module that is not imported yet may be.
+
+    Raises:
+        UsageError: no such module or class, one that is no score, an error while it is imported or
+            made, a setting that it does not take.
+    """
+    cls = _find(name, imports)
+    wrong = _fault(cls)
+    if wrong is not None:
+        raise UsageError(
+            f"`{name}` is no score: {wrong}",
+            hint="a score is a frozen dataclass under kvtool.policies.parts.Score",
+        )
+    try:
+        return cls(**read_settings(name, cls, arguments))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"`{name}` cannot be made: {_told(error)}") from None
+
+
+def _find(name: str, imports: bool) -> Any:
+    match = _NAME.fullmatch(name)
+    if not match:
+        raise UsageError(
+            f"cannot read {quote(name)} in a policy",
+            hint="a score of your own is named my_package.my_module:MyScore",
+        )
+    module = sys.modules.get(match[1])
+    if module is None and not imports:
+        raise UsageError(
+            f"policy `{name}` is from a module that is not imported, and a file does not import it",
+            hint=f"--policy '{name}(..)' imports it, as `import {match[1]}` does in Python",
+        )
+    # what a file names is only looked at: a module may import others when it is asked for a name
+    names = vars(module) if not imports and module is not None else None
+    module = module or _import(match[1])
+    found = getattr(module, match[2], None) if names is None else names.get(match[2])
+    if found is None:
+        known = [each for each, value in vars(module).items() if _is_score(value)]
+        raise UsageError(
+            f"module `{match[1]}` has no class `{match[2]}`", hint=did_you_mean(match[2], known)
+        )
+    return found
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        with _current_folder():
+            return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise UsageError(f"cannot import module `{name}`: {_told(error)}") from None
+        raise UsageError(
+            f"no module named `{error.name}`",
+            hint="modules are found in the current folder, on PYTHONPATH and where Python installs",
+        ) from None
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"cannot import module `{name}`: {_told(error)}") from None
+
+
+@contextmanager
+def _current_folder() -> Iterator[None]:
+    """Let modules of the current folder be found, behind all others, as `python -m` does."""
+    folder = str(Path.cwd())
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Score) and value is not Score
+
+
+def _fault(cls: Any) -> str | None:
+    """Say why something is no score that a policy string can make, None if it is one."""
+    if not _is_score(cls):
+        return "it is no class under Score"
+    if not is_dataclass(cls) or not getattr(cls, "__dataclass_params__").frozen:  # noqa: B009
+        return "it is no frozen dataclass"
+    if not isinstance(getattr(cls, "name", None), str) or not cls.name:
+        return "it has no `name`"
+    if cls.importance is Score.importance:
+        return "it has no `importance`"
+    if cls.evidence is Evidence.LOGITS:
+        return "it goes by logits, and only sirllm does"
+    for each in fields(cls):
+        if each.default is MISSING:
+            return f"its setting `{each.name}` has no default value"
+    return None
+
+
+def _told(error: BaseException) -> str:
+    """Tell an error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

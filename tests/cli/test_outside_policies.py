@@ -1,0 +1,245 @@
+"""Policies from outside the package: imported when asked for, never because a file says so."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kvtool as library
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.models.load import load
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+SCORE = '''
+"""Accumulated attention, as h2o has it."""
+print("said while imported")
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Optional
+
+from kvtool.policies.parts import Evidence, Score
+
+
+@dataclass(frozen=True)
+class MyScore(Score):
+    recent: Optional[int] = 4
+    kind: Literal["one", "two"] = "one"
+    pair: tuple = ()
+
+    name: ClassVar = "mine"
+    paper: ClassVar = "-"
+    evidence: ClassVar = Evidence.COLUMNS
+    statistics: ClassVar = ("attention_sum",)
+    attention: ClassVar = True
+
+    def __post_init__(self):
+        if self.recent == 13:
+            raise ValueError("13 is not liked")
+
+    def importance(self, state, view, rows):
+        return state["attention_sum"]
+
+    def protected(self, state, view, victims):
+        return view.recent(self.recent)
+
+    def reserved(self, budget):
+        return {"recent": self.recent}
+
+
+class Bare(Score):
+    name: ClassVar = "bare"
+
+
+@dataclass(frozen=True)
+class Nameless(Score):
+    def importance(self, state, view, rows):
+        return state["attention_sum"]
+
+'''
+POLICY = "my_own.scores:MyScore(recent=8)+caote"
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_own"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path):
+    folder = tmp_path / "my_own"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "scores.py").write_text(SCORE)
+    (folder / "broken.py").write_text("import json\n\nprint(json.nothing)\n")
+    (folder / "leaving.py").write_text("raise SystemExit(0)\n")
+    (folder / "lacking.py").write_text("import no_such_package_at_all\n")
+    forget()
+    yield folder
+    forget()
+
+
+def generate(kvtool, *arguments) -> dict:
+    done = kvtool("generate", "-q", "-f", "json", "-n", "6", *arguments)
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def refused(done, code=2) -> str:
+    """The one line of an error, and perhaps a hint."""
+    assert done.code == code
+    assert done.out == ""
+    lines = [line for line in done.err.splitlines() if line != "said while imported"]
+    assert lines[0].startswith("error: ")
+    assert [line.partition(":")[0] for line in lines[1:]] in ([], ["hint"])
+    return "\n".join(lines)
+
+
+def test_a_score_of_ones_own_decides_as_its_twin_in_the_package(kvtool):
+    own = generate(kvtool, "-p", POLICY, "-b", "32", "--prompt", "a b c d e f g " * 20)
+    twin = generate(
+        kvtool, "-p", "h2o(recent=8)+caote", "-b", "32", "--prompt", "a b c d e f g " * 20
+    )
+    assert own["token_ids"] == twin["token_ids"]
+    assert own["cache"] == twin["cache"]
+    assert own["policy"] == POLICY
+
+
+def test_it_is_spelled_as_it_is_read(kvtool):
+    policy = library.parse_policy(" my_own.scores:MyScore( Recent = 8 )+CAOTE")
+    assert str(policy) == POLICY
+    assert library.parse_policy(POLICY) == policy
+    assert str(library.parse_policy("my_own.scores:MyScore(recent=4)")) == "my_own.scores:MyScore"
+    assert str(library.parse_policy("my_own.scores:MyScore(recent=none)")).endswith("(recent=none)")
+    loaded = load()
+    library.attach(loaded.model)
+    assert str(library.build_cache(loaded.model, POLICY, 32).policy) == POLICY
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("my_own.score:MyScore", "no module named `my_own.score`"),
+        ("mine_own.scores:MyScore", "no module named `mine_own`"),
+        ("my_own.scores:MyScor", "hint: did you mean `MyScore`?"),
+        ("my_own.scores:myscore", "module `my_own.scores` has no class `myscore`"),
+        ("my_own.scores:dataclass", "it is no class under Score"),
+        ("my_own.scores:Score", "it is no class under Score"),
+        ("my_own.scores:Bare", "it is no frozen dataclass"),
+        ("my_own.scores:Nameless", "it has no `name`"),
+        ("my_own.scores:MyScore(recnt=1)", "has no parameter `recnt`"),
+        ("my_own.scores:MyScore(recent=x)", "recent must be a whole number, got `x`"),
+        ("my_own.scores:MyScore(kind=three)", "kind must be one of one, two"),
+        ("my_own.scores:MyScore(pair=1)", "pair cannot be set in a policy string"),
+        ("my_own.scores:MyScore(recent=13)", "ValueError: 13 is not liked"),
+        ("my_own.broken:MyScore", "cannot import module `my_own.broken`: AttributeError: module"),
+        ("my_own.leaving:MyScore", "cannot import module `my_own.leaving`: SystemExit: 0"),
+        ("my_own.lacking:MyScore", "No module named 'no_such_package_at_all'"),
+        ("my_own.scores:", "cannot read `my_own.scores:` in a policy"),
+        ("h2o+my_own.scores:MyScore", "is a base policy and cannot modify `h2o`"),
+        ("my_own.scores:MyScore+quest", "cannot modify `mine`"),
+    ],
+)
+def test_what_is_no_score_is_refused_in_a_line(kvtool, policy, told):
+    assert told in refused(kvtool("generate", "-q", "-p", policy, "-b", "32"))
+
+
+def test_a_setting_without_a_default_is_refused(kvtool, package):
+    (package / "demanding.py").write_text(
+        "from dataclasses import dataclass\nfrom kvtool.policies.parts import Score\n\n"
+        "@dataclass(frozen=True)\nclass Demanding(Score):\n    must: int\n    name = 'x'\n\n"
+        "    def importance(self, state, view, rows):\n        return view.positions.float()\n"
+    )
+    error = refused(kvtool("generate", "-q", "-p", "my_own.demanding:Demanding"))
+    assert "its setting `must` has no default value" in error
+
+
+def test_a_saved_cache_does_not_import_what_it_names(kvtool, tmp_path):
+    text = ("--prompt", "a b c d e f g " * 20)
+    kvtool("compress", "-q", "-p", POLICY, "-b", "32", *text, "--save", "a.safetensors")
+    unbroken = generate(kvtool, "--cache", "a.safetensors")  # its module is imported already
+    forget()
+    error = refused(kvtool("generate", "-q", "--cache", "a.safetensors"))
+    assert "my_own.scores:MyScore` is from a module that is not imported" in error
+    assert "my_own" not in sys.modules
+    loaded = load()
+    with pytest.raises(KvtoolError, match="is not imported"):
+        library.load_cache("a.safetensors", library.attach(loaded.model))
+    other = "my_own.scores:MyScore(recent=9)+caote"
+    error = refused(kvtool("generate", "-q", "--cache", "a.safetensors", "-p", other))
+    assert "was made with policy" in error
+    forget()
+    again = generate(kvtool, "--cache", "a.safetensors", "-p", POLICY)
+    assert again["token_ids"] == unbroken["token_ids"]
+
+
+def test_a_recipe_names_it_and_its_run_goes_on(kvtool, tmp_path):
+    recipe = {
+        "kind": "recipe",
+        "schema_version": 1,
+        "policy": [POLICY, {"name": "my_own.scores:MyScore", "recent": 2}],
+        "budget": 32,
+        "eval": {"baseline": False, "tasks": [{"task": "niah", "lengths": "256", "depths": "2"}]},
+    }
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(recipe))
+    run = ("eval", "own.yaml", "-q", "-f", "json", "--no-plots", "-o", "run")
+    first = kvtool(*run, "--limit", "1")
+    assert first.code == 0, first.err
+    forget()
+    done = kvtool(*run, "--resume")
+    assert done.code == 0, done.err
+    results = json.loads(done.out)
+    assert [arm["policy"] for arm in results["arms"]] == [POLICY, "my_own.scores:MyScore(recent=2)"]
+    folders = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
+    assert folders == [
+        "my_own.scores_MyScore_recent=2_@32",
+        "my_own.scores_MyScore_recent=8_+caote@32",
+    ]
+    forget()
+    rescored = ("eval", "--rescore", "run", "-q", "-f", "json", "--no-plots")
+    assert "is not imported" in refused(kvtool(*rescored))
+    assert "leave out --policy" in refused(kvtool(*rescored, "-p", "h2o"))
+    assert kvtool(*rescored, "-p", POLICY).code == 0
+    forget()
+    lock = ("eval", "run/recipe.lock.yaml", "-q", "-f", "json", "--no-plots", "-o", "again")
+    error = refused(kvtool(*lock))
+    assert "what a run or a plan names is not imported" in error
+    assert "my_own" not in sys.modules
+    assert kvtool(*lock, "-p", POLICY, "--dry-run").code == 0
+
+
+def test_a_plan_does_not_import_what_it_names(kvtool):
+    made = kvtool("plan-budget", "-b", "32", "--context", "256", "-p", POLICY, "-o", "plan.yaml")
+    assert made.code == 0, made.err
+    assert kvtool("generate", "plan.yaml", "-q", "-n", "2").code == 0
+    forget()
+    assert "is not imported" in refused(kvtool("generate", "plan.yaml", "-q", "-n", "2"))
+    assert "my_own" not in sys.modules
+    assert kvtool("generate", "plan.yaml", "-q", "-n", "2", "-p", POLICY).code == 0
+
+
+def test_a_file_does_not_ask_a_module_for_more_than_it_holds(package):
+    from kvtool.policies.grammar import read_spelling
+
+    (package / "lazy.py").write_text("def __getattr__(name):\n    import my_own.broken\n")
+    with pytest.raises(UsageError, match="is not imported"):
+        read_spelling("my_own.lazy:MyScore")
+    sys.path.insert(0, str(package.parent))
+    try:
+        __import__("my_own.lazy")
+    finally:
+        sys.path.pop(0)
+    with pytest.raises(UsageError, match="has no class `MyScore`"):
+        read_spelling("my_own.lazy:MyScore")
+
+
+def test_the_readmes_policy_runs_from_a_module(kvtool, package):
+    code = re.search(r"   ```python\n(   \"\"\"Peak.*?)   ```", README, re.DOTALL)[1]
+    (package.parent / "my_peak.py").write_text(re.sub(r"^   ", "", code, flags=re.MULTILINE))
+    command = re.search(r"^   (kvtool generate .*my_peak:Peak.*)$", README, re.MULTILINE)[1]
+    done = kvtool(*shlex.split(command)[1:], "-q", "-n", "4")
+    assert done.code == 0, done.err
