@@ -14,7 +14,8 @@ from kvtool.cache.kernels import Call
 from kvtool.cache.slots import SlotLayer
 from kvtool.kernels import trust
 from kvtool.kernels.kind import Family
-from kvtool.policies.parts import Evidence, Rows
+from kvtool.policies.attention_rows import Rows
+from kvtool.policies.parts import Evidence
 
 
 def can_count(layer: SlotLayer, call: Call, family: Family) -> bool:

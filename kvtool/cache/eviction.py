@@ -12,9 +12,10 @@ from kvtool.cache.departure import close_rank, close_ranks, part_block, part_dec
 from kvtool.cache.lanes import split_lanes
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import keep_top, lowest
-from kvtool.policies.allocate.head_split import Heads
+from kvtool.policies.allocate.problem import Heads
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.numbers import Count, State, at_least_zero
-from kvtool.policies.parts import Evidence, Rows, SlotView
+from kvtool.policies.parts import Evidence, SlotView
 
 
 @dataclass(frozen=True)

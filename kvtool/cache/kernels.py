@@ -21,7 +21,7 @@ from kvtool.maths.attention import (
     visible_keys,
     weighted_values,
 )
-from kvtool.policies.parts import Rows
+from kvtool.policies.attention_rows import Rows
 
 _EXPLICIT_ROWS = 128  # queries whose weights are held at a time
 _MASKED_ROWS = 1024  # queries whose boolean mask is held at a time

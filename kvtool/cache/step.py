@@ -41,7 +41,7 @@ from kvtool.cache.turning import turn_block, turn_decoded
 from kvtool.errors import KvtoolError
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import group_queries, weighted_values
-from kvtool.policies.parts import Rows
+from kvtool.policies.attention_rows import Rows
 
 
 def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 from kvtool.cache.departure import close_rank, part_decoded
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import lowest
-from kvtool.policies.parts import Rows, SlotView
+from kvtool.policies.attention_rows import Rows
+from kvtool.policies.parts import SlotView
 
 
 class Group:

@@ -1,5 +1,7 @@
 """Counts of one layer, of which batch entries and heads may have their own, and numbers by slot."""
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,10 @@ Count = int | Tensor  # one number, or one per row (batch, 1, 1), or per head (b
 TURN = "turn"  # beside a slot where `positions=cache`: its place, minus where its key stands
 
 
+@overload
+def minimum(a: int, b: int) -> int: ...
+@overload
+def minimum(a: Count, b: Count) -> Count: ...
 def minimum(a: Count, b: Count) -> Count:
     """The smaller of two counts, row by row if either is per row."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -20,6 +26,10 @@ def at_least_zero(count: Count) -> Count:
     return count.clamp(min=0) if isinstance(count, Tensor) else max(count, 0)
 
 
+@overload
+def half(budget: int) -> int: ...
+@overload
+def half(budget: Count) -> Count: ...
 def half(budget: Count) -> Count:
     """Half of a budget, rounded down: the default recent window of H2O, Scissorhands and RoCo."""
     return budget // 2

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -119,13 +119,14 @@ def _fault(cls: Any) -> str | None:
     """Say why something is no score that a policy string can make, None if it is one."""
     if not _is_score(cls):
         return "it is no class under Score"
-    if not is_dataclass(cls) or not getattr(cls, "__dataclass_params__").frozen:  # noqa: B009
+    score: type[Score] = cls
+    if not hasattr(cls, "__dataclass_params__") or not cls.__dataclass_params__.frozen:
         return "it is no frozen dataclass"
-    if not isinstance(getattr(cls, "name", None), str) or not cls.name:
+    if not isinstance(getattr(score, "name", None), str) or not score.name:
         return "it has no `name`"
-    if cls.importance is Score.importance:
+    if score.importance is Score.importance:
         return "it has no `importance`"
-    if cls.evidence is Evidence.LOGITS:
+    if score.evidence is Evidence.LOGITS:
         return "it goes by logits, and only sirllm does"
     for each in fields(cls):
         if each.default is MISSING:

@@ -1,8 +1,28 @@
-"""What a policy is made of, and what it is shown: all that a policy author needs to read.
+"""The five roles of a policy, and what each is shown: all that a policy author reads.
 
-A policy never runs attention and never moves a key. It says what evidence it wants to see, keeps
-small statistics beside the slots, and gives every slot a number; the cache does the rest. Shapes
-come in one order everywhere: batch, kv_heads, group, q_len, slots, head_dim.
+A policy never runs attention and never moves a key: it says what evidence it wants to see, keeps
+small statistics beside the slots and gives every slot a number; the cache does the rest. Shapes
+come in one order: batch, kv_heads, group, q_len, slots, head_dim. The words:
+
+slots       buffers of a layer for keys and values, one token of one KV head each, in no order
+budget      slots that a layer may keep per KV head, sinks and recent included
+sinks       the first tokens of a text, on which attention rests whatever they say
+recent      the newest tokens
+window      the last queries of a prompt, which vote on what stays; also a model's sliding window
+protected   slots that stay whatever their score
+evidence    what a score is shown of attention: nothing, rows, sums of columns, the logits
+group       query heads that share a KV head
+score       the role that gives each slot its importance
+importance  a number for each slot, higher = keep
+rescore     the role that turns importance into another one that looks at values, too (CAOTE)
+allocate    the role that splits a budget: over layers, or over the KV heads of a layer
+evicted     slots chosen to leave, and the role that says what becomes of them: merged, set aside
+read        the role that chooses which of the kept tokens a decode step looks at (a reader)
+prefill     reading a prompt; after it tokens are decoded, one at a time
+block       tokens that are read at once: a prompt whole, a part of it, or a decoded token
+traffic     pairs of key and value that a decode step reads, which is what a reader's budget bounds
+
+Every role has a `name`, as typed in a policy string, and a `paper`, where it comes from.
 """
 
 from __future__ import annotations
@@ -12,6 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.heads import HeadSizes, KVHeads, all_here
 
 if TYPE_CHECKING:  # splitting a budget over layers needs no torch
@@ -26,7 +47,7 @@ Positions = Literal["text", "cache"]  # what keys are turned by: place in the te
 
 
 class Evidence(enum.Enum):
-    """What a score wants to see of every block: attention rows, sums of them, or the logits."""
+    """Evidence that a score wants of every block: attention rows, sums of them, or the logits."""
 
     NOTHING = "nothing"
     LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
@@ -36,54 +57,20 @@ class Evidence(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Attention weights of some queries of the running block.
-
-    Attributes:
-        weights: (batch, kv_heads, group, rows, slots) float32. Rows of padding are 0. A chunk in
-            the middle of a prompt stops at its last key: `slots` is then smaller than the view's.
-        visible: bool, broadcastable to (batch, kv_heads, rows, slots): the keys that a row could
-            see. None: all.
-        valid: bool (batch, rows), False where the row is padding; None: no padding.
-    """
-
-    weights: Tensor
-    visible: Tensor | None = None
-    valid: Tensor | None = None
-
-    @property
-    def slots(self) -> int:
-        """How many slots these rows reach."""
-        return self.weights.shape[-1]
-
-    def group_mean(self) -> Tensor:
-        """Mean weight over the query heads of a group: (batch, kv_heads, rows, slots)."""
-        return self.weights.mean(2)
-
-    def summed(self, vote_weights: Tensor) -> Rows:
-        """One row in place of all: their sum, each times its weight, (batch or 1, rows)."""
-        weights = self.weights * vote_weights[:, None, None, :, None]
-        return Rows(weights.sum(3, keepdim=True))
-
-
-@dataclass(frozen=True)
 class SlotView:
     """The slots of one layer as a policy sees them, the running block included. Read only.
 
-    In steady state one view covers several layers, stacked along the batch; only the values come
-    layer by layer.
+    While decoding, one view may cover several layers, stacked along the batch.
 
     Attributes:
         values: (batch, kv_heads, slots, value_dim) of each layer.
-        positions: (batch, kv_heads, slots), the true position of the token in each slot; -1 =
-            empty. In no order.
+        positions: (batch, kv_heads, slots), the true position of each token, -1 = empty; unordered.
         tokens_seen: tokens of the row so far, the running block included.
         budget: slots the row may keep in each head; the mean where heads differ.
         held: slots of the row that are not empty; where heads differ, of each head.
         layer: index of the layer, one number or one per row.
         block: tokens of the row in the running block.
-        heads: all KV heads of the layer, for what is decided across heads; a process may hold a
-            part of them.
+        heads: all KV heads of the layer, of which a process may hold a part.
         above: which slots hold tokens that the layer above keeps, bool (batch, 1, slots), for a
             score that is `nested`; None: no layer is above.
         widest: what the first layer may keep, for such a score.
@@ -102,24 +89,22 @@ class SlotView:
 
     @property
     def stored(self) -> Tensor | None:
-        """Which slots are not empty, bool (batch, kv_heads, slots); None: all."""
+        """Mark the slots that are not empty: bool (batch, kv_heads, slots); None: all."""
         return self.positions >= 0 if not isinstance(self.held, int) else None
 
     def recent(self, count: Count) -> Tensor:
         """Mark the newest `count` tokens: bool (batch, kv_heads, slots)."""
         return self.positions >= self.tokens_seen - count
 
-    def sinks(self, count: int) -> Tensor:
+    def sinks(self, count: Count) -> Tensor:
         """Mark the first `count` tokens, and empty slots: bool (batch, kv_heads, slots)."""
         return self.positions < count
 
 
 class Score:
-    """What matters: gives each slot a number, higher = keep.
+    """A measure of what matters: it gives each slot a number, higher = keep.
 
     Attributes:
-        name: as typed in a policy string.
-        paper: where it comes from.
         evidence: which attention rows `observe` and `importance` are given.
         window: how many rows, when the evidence is LAST_ROWS.
         when: `always` holds the budget after every block and token; `prompt` cuts the prompt and
@@ -127,15 +112,13 @@ class Score:
         statistics: names of the float32 numbers kept beside each slot; they start at 0 and move
             with the slots. With COLUMNS those named in `kvtool.maths.columns.COLUMNS` are summed up
             for the score, in whatever way is fast.
-        attention: whether the scores are attention that each slot received (CAOTE needs such
-            scores).
+        attention: whether the scores are attention that each slot received, as CAOTE needs it.
         distinct: whether no two tokens of a head ever have the same number.
         layers: whose tokens a layer may keep: `own`, whichever it chooses; `nested`, only such that
             the layer above keeps, of which the view tells, and budgets must not grow with depth;
             `same`, those of all layers, which are cut at once, before a forward.
         positions: what keys and queries are turned by: `text`, their place in the text, or `cache`,
             their place among the tokens that are kept.
-        least: smallest budget that an allocator should give to a layer, if the mean allows it.
     """
 
     name: ClassVar[str]
@@ -148,24 +131,20 @@ class Score:
     distinct: ClassVar[bool] = False
     layers: ClassVar[Literal["own", "nested", "same"]] = "own"
     positions: Positions = "text"
-    least: int = 1
 
     def observe(self, state: State, view: SlotView, rows: Rows) -> None:
         """Add a chunk of rows to the statistics, in place; only with ALL_ROWS."""
 
     def voters(self, widest: int) -> int:
-        """How many last rows LAST_ROWS are, where the first layer may keep `widest` tokens."""
+        """Count the last rows of LAST_ROWS, where the first layer may keep `widest` tokens."""
         return self.window
 
     def vote_weights(self, rows: int, widest: Count) -> Tensor | None:
-        """Weights of the last rows, the newest at the end, (batch or 1, rows); None: leave them.
-
-        Rows that have weights come as one, their weighted sum, so that there may be many.
-        """
+        """Weigh the last rows, (batch or 1, rows), to come as one, their sum; None: one by one."""
         return None
 
     def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
-        """Number for each slot, higher = keep: (batch, kv_heads or 1, slots) float32.
+        """Give each slot a number, higher = keep: (batch, kv_heads or 1, slots) float32.
 
         `rows` are the last rows for LAST_ROWS, and None for a score that keeps statistics or needs
         no attention.
@@ -173,35 +152,39 @@ class Score:
         raise NotImplementedError
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor | None:
-        """Slots that must stay whatever their score: bool (batch, kv_heads, slots); None: none.
+        """Mark the slots that stay whatever their score: bool (batch, kv_heads, slots); None: none.
 
-        Args:
-            victims: how many slots will be given up.
+        `victims` is how many slots will be evicted.
         """
         return None
 
     def reserved(self, budget: int) -> Mapping[str, int]:
-        """Tokens always kept, by parameter name; the budget must be above their sum."""
+        """Count the tokens always kept, by parameter name; the budget must be above their sum."""
         return {}
 
     @property
+    def least(self) -> int:
+        """Return the smallest budget that an allocator gives a layer, if the mean allows it."""
+        return 1
+
+    @property
     def allocator(self) -> Allocator | None:
-        """How the score splits the budget over layers by itself; None: equally."""
+        """Return how the score splits the budget over layers by itself; None: equally."""
         return None
 
     @property
     def head_split(self) -> Allocator | None:
-        """How the score splits a layer's budget over its KV heads by itself; None: equally."""
+        """Return its `HeadSplit` of a layer's budget over the KV heads; None: equally."""
         return None
 
     @property
     def evicted(self) -> Evicted | None:
-        """What the score makes of evicted tokens by itself; None: they are gone."""
+        """Return what the score makes of evicted tokens by itself; None: they are dropped."""
         return None
 
     @property
     def reader(self) -> Read | None:
-        """The reader that the score comes with; None: what is stored is read in full.
+        """Return the reader that the score comes with; None: what is stored is read in full.
 
         A reader without `k` takes the budget: it is then what a decode step reads, and what the
         score leaves of a prompt follows from it by RocketKV's plan.
@@ -209,25 +192,18 @@ class Score:
         return None
 
     def by_head(self) -> Score:
-        """The same score with its own number per KV head, for parts that make heads differ."""
+        """Return the score with a number per KV head, for parts that make heads differ."""
         return self
 
 
-def asked(rows: Rows | None) -> Rows:
-    """Return the rows that `importance` was given; one with LAST_ROWS is always given them."""
-    if rows is None:
-        raise ValueError("this score has LAST_ROWS as its evidence, and was given none")
-    return rows
-
-
 class Rescore:
-    """Turns a score into another one that also looks at the values."""
+    """A change of the score that also looks at the values."""
 
     name: ClassVar[str]
     paper: ClassVar[str]
 
     def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
-        """New number for each slot, higher = keep: (batch, kv_heads, slots) float32."""
+        """Give each slot another number, higher = keep: (batch, kv_heads, slots) float32."""
         raise NotImplementedError
 
 
@@ -235,8 +211,6 @@ class Allocator:
     """A way to split a budget over layers; subclasses are frozen dataclasses of its settings.
 
     Attributes:
-        name: as typed after `--allocator`.
-        paper: where it comes from.
         metric: the measurement of a profile that it needs, None for none.
     """
 
@@ -246,7 +220,7 @@ class Allocator:
 
     @property
     def modifier(self) -> str:
-        """What it is called in a policy string, where `d2o` is a base."""
+        """Return what it is called in a policy string, where `d2o` is a base."""
         return "d2o-alloc" if self.name == "d2o" else self.name
 
     def split(self, room: Room) -> Allocation:
@@ -255,11 +229,9 @@ class Allocator:
 
 
 class Evicted:
-    """What becomes of the tokens that leave.
+    """A use of evicted tokens: merged, set aside, kept out of sight.
 
     Attributes:
-        name: as typed in a policy string.
-        paper: where it comes from.
         statistics: columns of attention (`kvtool.maths.columns.COLUMNS`) that it needs beside each
             slot; one that the score keeps under the same name is shared, and the score's.
         works_on_keys: whether it works on keys, which must stand still for it.
@@ -271,23 +243,20 @@ class Evicted:
     works_on_keys: ClassVar[bool] = False
 
     def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
-        """Bytes that one row of a layer holds of them beside its slots, host memory aside.
+        """Count the bytes of them beside the slots, on the device, for one batch entry of a layer.
 
-        Args:
-            evicts: whether decoded tokens take the place of others.
+        `evicts` says whether decoded tokens take the place of others.
         """
         raise NotImplementedError
 
 
 class Read:
-    """Which of the stored tokens a decode step looks at; nothing leaves the cache by it.
+    """A choice of the stored tokens that a decode step looks at; nothing leaves the cache by it.
 
     Tables are numbers beside the slots that make the choice cheap. They are made once, at the end
     of a prompt, and every new token is added in place.
 
     Attributes:
-        name: as typed in a policy string.
-        paper: where it comes from.
         share: a step attends to the budget divided by this; the rest of it pays for choosing.
         planned: whether sizes come from RocketKV's plan.
         k: tokens to attend to; None: from the budget.
@@ -305,11 +274,11 @@ class Read:
 
     @property
     def least(self) -> int:
-        """The smallest budget, in pairs of key and value."""
+        """Return the smallest budget, in pairs of key and value."""
         return self.share
 
     def sized(self, step: StepBudget) -> Read:
-        """The same reader with every size that was left open."""
+        """Return the reader with every size that was left open."""
         raise NotImplementedError
 
     def start(self, stored: Stored) -> State:
@@ -317,17 +286,12 @@ class Read:
         return {}
 
     def columns(self, tokens: int) -> Mapping[str, int]:
-        """Length of the last axis of the tables that grow, for so many tokens."""
+        """Return the length of the last axis of the tables that grow, for so many tokens."""
         return {}
 
     def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
-        """Add token number `at` to the tables, in place; there is room for it.
-
-        Args:
-            key: (batch, kv_heads, head_dim).
-            value: (batch, kv_heads, value_dim).
-        """
+        """Add token number `at`, (batch, kv_heads, dim), to the tables, in place; there is room."""
 
     def choose(self, view: ReadView) -> Choice:
-        """The tokens to attend to; there are more of them than the budget."""
+        """Choose the tokens to attend to; there are more of them than the budget."""
         raise NotImplementedError

@@ -8,9 +8,10 @@ from typing import TypeVar
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS, add_columns
 from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.numbers import TURN, State
-from kvtool.policies.parts import Allocator, Evicted, Evidence, Read, Rescore, Rows, Score, SlotView
+from kvtool.policies.parts import Allocator, Evicted, Evidence, Read, Rescore, Score, SlotView
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, part_name, spell_settings
 
@@ -89,7 +90,7 @@ class Policy:
                 hint=_SCORED,
             )
         if self.evicted is not None:
-            self._check_evicted(self.evicted.name)
+            self._check_evicted(self.evicted)
         if self.fate is not None and self.head_split is not None and self.score.when == "always":
             raise UsageError(
                 f"`{self.fate.name}` cannot follow heads of unequal counts while they decode, as "
@@ -99,8 +100,9 @@ class Policy:
         for name in ("statistics", "columns", "needs_all_rows"):  # and what they follow from
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
 
-    def _check_evicted(self, name: str) -> None:
-        if isinstance(self.evicted, SelectOnly):
+    def _check_evicted(self, evicted: Evicted) -> None:
+        name = evicted.name
+        if isinstance(evicted, SelectOnly):
             raise UsageError(
                 f"`{name}` needs a score that comes with a reader, as rocketkv-mt does"
             )
@@ -113,7 +115,7 @@ class Policy:
                 f"`{name}` makes something of tokens that a layer evicts by itself, "
                 f"and `{self.score.name}` cuts all layers at once"
             )
-        if self.score.positions == "cache" and self.evicted.works_on_keys:
+        if self.score.positions == "cache" and evicted.works_on_keys:
             raise UsageError(
                 f"`{name}` works on keys that stand still, and with positions=cache they move",
                 hint=f"{self.score.name}+{name}",
@@ -216,7 +218,8 @@ class Policy:
     @property
     def head_split(self) -> HeadSplit | None:
         """How a layer's budget is split over its KV heads; None: equally."""
-        return self.score.head_split if self.heads is None else self.heads
+        split = self.score.head_split if self.heads is None else self.heads
+        return split if isinstance(split, HeadSplit) else None
 
     @property
     def fate(self) -> Evicted | None:
@@ -265,8 +268,8 @@ class Policy:
         """
         if tokens < 1:
             raise UsageError(f"budget must be 1 token or more, got {tokens}")
-        if self.reads_budget and tokens < self.reader.least:
-            least = self.reader.least
+        least = 1 if self.reader is None else self.reader.least
+        if self.reads_budget and tokens < least:
             raise UsageError(f"{self.name} needs a budget of {least} or more, got {tokens}")
         reserved = {name: count for name, count in self.score.reserved(tokens).items() if count}
         total = sum(reserved.values())
@@ -278,16 +281,18 @@ class Policy:
     @property
     def least(self) -> int:
         """The smallest budget that an allocator may give to a layer of a longer prompt."""
-        tokens = self.reader.least if self.reads_budget else self.score.least
+        reader = self.reader if self.reads_budget else None
+        tokens = self.score.least if reader is None else reader.least
         while (reserved := sum(self.score.reserved(tokens).values())) >= tokens:
             tokens = reserved + 1  # what is reserved never falls with the budget
         return tokens
 
     def __str__(self) -> str:
         """Spell it: lower case, only the parameters that differ from their defaults."""
-        parts = [self.score, self.rescore, self.evicted, self.allocate, self.heads]
-        if self.read is not None:
-            parts = [self.read] if self.score == Full() else [*parts, self.read]
+        parts: list[Part | None] = [self.score, self.rescore, self.evicted, self.allocate]
+        parts += [self.heads, self.read]
+        if self.read is not None and self.score == Full():
+            parts = [self.read]
         return "+".join(part_name(part) + spell_settings(part) for part in parts if part)
 
 

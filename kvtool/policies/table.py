@@ -80,37 +80,57 @@ class Entry:
     goes_on: tuple[str, ...] = ()
 
 
-Part = type[Score] | type[Read] | type[Rescore] | type[Allocator] | type[Evicted]
+Base = type[Score] | type[Read]
+Modifier = type[Rescore] | type[Allocator] | type[Evicted]
 
 
-def policy_class(name: str) -> Part:
-    """The class behind a name of the table."""
-    module, _, attribute = (BASES | MODIFIERS)[name].partition(":")
+def base_class(name: str) -> Base:
+    """Return the class behind the name of a base."""
+    return _class_at(BASES[name])
+
+
+def modifier_class(name: str) -> Modifier:
+    """Return the class behind the name of a modifier."""
+    return _class_at(MODIFIERS[name])
+
+
+def policy_class(name: str) -> Base | Modifier:
+    """Return the class behind a name of the table."""
+    return base_class(name) if name in BASES else modifier_class(name)
+
+
+def _class_at(place: str) -> Any:
+    module, _, attribute = place.partition(":")
     return getattr(import_module(f"kvtool.policies.{module}"), attribute)
 
 
 def describe() -> list[Entry]:
     """Every policy and modifier, in the order of the table."""
     entries = []
-    for name in BASES | MODIFIERS:
-        cls = policy_class(name)
-        summary = (cls.__doc__ or "").strip().splitlines()[0]
-        kind = "base" if name in BASES else "modifier"
-        budget = _budget_kind(cls) if kind == "base" else "that of its base"
+    for name in BASES:
+        base = base_class(name)
+        told = _summary(base), defaults(base), base.paper, _budget_kind(base)
+        entries.append(Entry(name, "base", *told))
+    for name in MODIFIERS:
+        cls, budget = modifier_class(name), "that of its base"
         if name in ALLOCATORS:
             budget = f"the mean over {'heads' if issubclass(cls, HeadSplit) else 'layers'}"
-        goes_on = () if kind == "base" else _taken_by(name)
-        entries.append(Entry(name, kind, summary, defaults(cls), cls.paper, budget, goes_on))
+        told = _summary(cls), defaults(cls), cls.paper, budget
+        entries.append(Entry(name, "modifier", *told, _taken_by(name)))
     return entries
+
+
+def _summary(cls: type) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0]
 
 
 def _taken_by(modifier: str) -> tuple[str, ...]:
     """Return the bases that a policy string may put the modifier on, as they have to be spelled."""
-    carriers = (_carrier(policy_class(base), policy_class(modifier)) for base in BASES)
+    carriers = (_carrier(base_class(base), modifier_class(modifier)) for base in BASES)
     return tuple(spelled for spelled in carriers if spelled is not None)
 
 
-def _carrier(base: type[Score] | type[Read], modifier: type) -> str | None:
+def _carrier(base: Base, modifier: Modifier) -> str | None:
     """Spell a base with the first of its settings under which it takes a modifier, if any does."""
     for settings in ({}, *_choices(base)):
         carrier = base(**settings)
@@ -130,7 +150,7 @@ def _choices(base: type) -> Iterator[dict[str, str]]:
             yield from ({each.name: value} for value in get_args(hints[each.name]))
 
 
-def _budget_kind(base: type[Score] | type[Read]) -> str:
+def _budget_kind(base: Base) -> str:
     if issubclass(base, Read):
         return _READ
     return _READ_AFTER_CUT if Policy(base()).two_stages else _BUDGET_KINDS[base.when]

@@ -111,7 +111,8 @@ def test_a_token_comes_back_where_nothing_was_dropped():
     assert keep(range(9), [9, 10]) == [1, 6, 9, 10]
     assert keep([*first, 6, 7, 8], [9, 10]) == [6, 8, 9, 10]
     from kvtool.maths.selection import keep_top
-    from kvtool.policies.parts import Rows, SlotView
+    from kvtool.policies.attention_rows import Rows
+    from kvtool.policies.parts import SlotView
     from kvtool.policies.scores.rocketkv import RocketKV
 
     score = RocketKV(window=2, kernel=1)

@@ -4,7 +4,8 @@ import torch
 
 from kvtool import parse_policy
 from kvtool.maths.selection import keep_top, lowest
-from kvtool.policies.parts import Evidence, Rows, SlotView
+from kvtool.policies.attention_rows import Rows
+from kvtool.policies.parts import Evidence, SlotView
 from tests.reference import policies as reference
 
 # the attention of four queries, one head; row i sees tokens 0..i

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import order_key
-from kvtool.policies.allocate.head_split import Heads, HeadSplit
+from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.allocate.problem import Heads
 
 _FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
 _ABSENT = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity included

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kvtool.errors import UsageError
-from kvtool.policies.allocate.head_split import Heads, HeadSplit
-from kvtool.policies.allocate.problem import UNLIMITED
+from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.allocate.problem import UNLIMITED, Heads
 
 PROXY = "proxy"
 _SINK, _RECENT = 128, 512  # of streaming heads, where the budget has room for them
@@ -42,6 +42,10 @@ def retrieval_share(budget: Tensor, context: Tensor) -> Tensor:
     return torch.where(budget >= context, 1.0, spare / (context - streaming).clamp(min=1))
 
 
+@overload
+def sink_tokens(budget: int) -> int: ...
+@overload
+def sink_tokens(budget: int | Tensor) -> int | Tensor: ...
 def sink_tokens(budget: int | Tensor) -> int | Tensor:
     """Return the sinks of a streaming head, 128 or a fifth of a small budget.
 
@@ -145,6 +149,8 @@ class Duo(HeadSplit):
         return [UNLIMITED] * whole + [min(budget, _SINK + _RECENT)] * (kv_heads - whole)
 
     def tokens(self, heads: Heads) -> Tensor:
+        if heads.rank is None:
+            raise ValueError("heads must be ranked before a budget is split by their ranks")
         batch, kv_heads = heads.positions.shape[:2]
         device = heads.positions.device
         budget = torch.as_tensor(heads.budget, device=device).expand(batch, 1, 1)[..., 0]

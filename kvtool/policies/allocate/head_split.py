@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.maths.allocation import Allocation
-from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.problem import Heads, Room
 from kvtool.policies.parts import Allocator
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Heads:
-    """A layer's budget to split over its KV heads, when the layer is cut.
-
-    Attributes:
-        budget: mean tokens per head, one number or (batch, 1, 1).
-        importance: (batch, kv_heads, slots) float32, higher = keep.
-        positions: (batch, kv_heads, slots), -1 = empty.
-        protected: bool (batch, kv_heads, slots), slots that stay in any case; None: none.
-        least: tokens that every head must have beside the protected ones.
-        tokens_seen: tokens of the text so far, one number or (batch, 1, 1).
-        rank: (kv_heads,) int64, place of each head among all heads of the model, 0 for the one that
-            most needs the whole text; None where nobody has ranked them.
-        of: how many heads were ranked.
-    """
-
-    budget: int | Tensor
-    importance: Tensor
-    positions: Tensor
-    protected: Tensor | None
-    least: int
-    tokens_seen: int | Tensor
-    rank: Tensor | None = None
-    of: int = 0
 
 
 class HeadSplit(Allocator):

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvtool.maths.allocation import Allocation, allocate
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 UNLIMITED = 2**30  # tokens of a head that keeps everything, whatever comes
 
@@ -26,6 +30,9 @@ class ErrorCurves:
     errors: Sequence[Sequence[float]]
 
 
+NOT_MEASURED = ErrorCurves((), ())
+
+
 @dataclass(frozen=True)
 class Room:
     """A total to split over layers, for a prompt of a known length.
@@ -35,18 +42,18 @@ class Room:
         lo: least of each layer.
         hi: most of each layer: the tokens of the prompt.
         window: newest tokens that every layer keeps, where the policy has such a window.
-        variance: F of each layer (see `kvtool.policies.allocate.d2o`), None if not measured.
+        variance: F of each layer (see `kvtool.policies.allocate.d2o`), nothing if not measured.
         largest: the largest F that each layer could have had, n - 1 over a prompt of n tokens.
-        curves: output error against budget, None if not measured.
+        curves: output error against budget, empty if not measured.
     """
 
     total: int
     lo: Sequence[int]
     hi: Sequence[int]
     window: int | None = None
-    variance: Sequence[float] | None = None
-    largest: Sequence[float] | None = None
-    curves: ErrorCurves | None = None
+    variance: Sequence[float] = ()
+    largest: Sequence[float] = ()
+    curves: ErrorCurves = NOT_MEASURED
 
     @property
     def layers(self) -> int:
@@ -56,3 +63,29 @@ class Room:
     def by_weight(self, log_weights: Sequence[float]) -> Allocation:
         """Split in proportion to weights, given as logarithms."""
         return allocate(log_weights, self.total, self.lo, self.hi)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A layer's budget to split over its KV heads, when the layer is cut.
+
+    Attributes:
+        budget: mean tokens per head, one number or (batch, 1, 1).
+        importance: (batch, kv_heads, slots) float32, higher = keep.
+        positions: (batch, kv_heads, slots), -1 = empty.
+        protected: bool (batch, kv_heads, slots), slots that stay in any case; None: none.
+        least: tokens that every head must have beside the protected ones.
+        tokens_seen: tokens of the text so far, one number or (batch, 1, 1).
+        rank: (kv_heads,) int64, place of each head among all heads of the model, 0 for the one that
+            most needs the whole text; None where nobody has ranked them.
+        of: how many heads were ranked.
+    """
+
+    budget: int | Tensor
+    importance: Tensor
+    positions: Tensor
+    protected: Tensor | None
+    least: int
+    tokens_seen: int | Tensor
+    rank: Tensor | None = None
+    of: int = 0

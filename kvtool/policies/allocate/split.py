@@ -8,6 +8,8 @@ from typing import Protocol
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.uniform import Uniform
+from kvtool.policies.parts import Allocator
 from kvtool.policies.policy import Policy
 
 
@@ -55,13 +57,18 @@ class AllocatedSplit:
     layers: int
 
     def __post_init__(self) -> None:
-        allocator = self.policy.allocator
+        allocator = self.allocator
         if allocator.metric not in (None, "f_variance"):
             raise UsageError(
                 f"`{allocator.modifier}` needs measurements of the model, which a plan holds",
                 hint=f"kvtool profile --metrics {allocator.metric} | "
                 f"kvtool plan-budget - --allocator {allocator.name}",
             )
+
+    @property
+    def allocator(self) -> Allocator:
+        """The policy's, or one that gives all layers the same."""
+        return self.policy.allocator or Uniform()
 
     def for_prompt(self, mean: int, n: int, spread: Spread | None = None) -> list[int]:
         held = [n] * self.layers if spread is None else spread.held
@@ -75,7 +82,7 @@ class AllocatedSplit:
             lo=[min(self.policy.least, mean, tokens) for tokens in held],
             hi=held,
             window=score.window if score.when == "prompt" else None,
-            variance=spread.variance if spread else None,
-            largest=spread.largest if spread else None,
+            variance=spread.variance if spread else (),
+            largest=spread.largest if spread else (),
         )
-        return self.policy.allocator.split(room).tokens
+        return self.allocator.split(room).tokens

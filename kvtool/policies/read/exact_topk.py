@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from kvtool.maths.attention import attention_weights
 from kvtool.maths.selection import top_slots
 from kvtool.policies.parts import Read
-from kvtool.policies.read.view import Choice, ReadView, StepBudget
+from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import check_least, computed
 
 
@@ -51,4 +51,4 @@ class ExactTopK(Read):
             sinks=view.sinks,
         )[:, :, :, 0]
         scores = weights if self.scope == "query_head" else weights.mean(2)
-        return Choice(top_slots(scores, min(self.k, view.tokens)))
+        return Choice(top_slots(scores, min(fixed(self.k), view.tokens)))

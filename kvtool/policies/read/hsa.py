@@ -23,7 +23,7 @@ from kvtool.maths.channels import heaviest_channels, partial_scale, take_channel
 from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
 from kvtool.policies.read.paged import Paged
-from kvtool.policies.read.view import Choice, ReadView, StepBudget
+from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import check_least, computed
 
 LEAST_BUDGET = 16
@@ -59,6 +59,8 @@ class HSA(Paged):
 
     def sized(self, step: StepBudget) -> "HSA":
         plan = step.stages
+        if plan is None:
+            raise ValueError("hsa goes by the second stage of RocketKV's plan")
         return replace(
             self,
             page=self.page or plan.page_size,
@@ -67,8 +69,8 @@ class HSA(Paged):
         )
 
     def choose(self, view: ReadView) -> Choice:
-        pages = pages_of(view.tokens, self.page)
-        used = heaviest_channels(view.query, self.k1)
+        pages, channels = pages_of(view.tokens, self.page_size), fixed(self.k1)
+        used = heaviest_channels(view.query, channels)
         part = take_channels(view.query, used)
         negative = view.query.float().sum(2).gather(2, used) < 0
         rows = used + negative * view.query.shape[-1]
@@ -76,22 +78,22 @@ class HSA(Paged):
         logits *= partial_scale(view.query, part, view.scale)
         share = logits - self._log_sum(logits, view.tokens)
         slots = self._best_tokens(share.exp().mean(2), view.tokens)
-        return Choice(slots, estimate=self.k1 * pages)
+        return Choice(slots, estimate=channels * pages)
 
     def _log_sum(self, logits: Tensor, tokens: int) -> Tensor:
         """Log of the sum over tokens: every page counts once for each of its tokens."""
-        last = tokens - (logits.shape[-1] - 1) * self.page
-        counts = logits.new_full((logits.shape[-1],), self.page)
+        last = tokens - (logits.shape[-1] - 1) * self.page_size
+        counts = logits.new_full((logits.shape[-1],), self.page_size)
         counts[-1] = last
         return (logits + counts.log()).logsumexp(-1, keepdim=True)
 
     def _best_tokens(self, scores: Tensor, tokens: int) -> Tensor:
         """The first `k` tokens of the pages in the order of their scores."""
-        k, pages = min(self.k, tokens), scores.shape[-1]
-        partial = tokens < pages * self.page
-        ranked = top_slots(scores, min(pages, pages_of(k, self.page) + partial))
-        within = torch.arange(self.page, device=scores.device)
-        slots = (ranked[..., None] * self.page + within).flatten(2)
+        k, pages, page = min(fixed(self.k), tokens), scores.shape[-1], self.page_size
+        partial = tokens < pages * page
+        ranked = top_slots(scores, min(pages, pages_of(k, page) + partial))
+        within = torch.arange(page, device=scores.device)
+        slots = (ranked[..., None] * page + within).flatten(2)
         if partial:  # places behind the last token go behind all others
             place = torch.arange(slots.shape[2], device=scores.device)
             place = torch.where(slots < tokens, place, slots.shape[2])

@@ -22,7 +22,7 @@ from kvtool.maths.basis import moments, principal_components
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Read
-from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored
+from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
 from kvtool.policies.spelling import check_least, computed
 
 
@@ -74,5 +74,5 @@ class Loki(Read):
         components = view.tables["components"][..., : view.tokens]
         logits = torch.matmul(part, components).float() * view.scale
         scores = logits if self.scope == "query_head" else logits.softmax(-1).mean(2)
-        slots = top_slots(scores, min(self.k, view.tokens))
+        slots = top_slots(scores, min(fixed(self.k), view.tokens))
         return Choice(slots, estimate=components.shape[2] * view.tokens)

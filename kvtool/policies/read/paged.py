@@ -7,7 +7,7 @@ from torch import Tensor
 from kvtool.maths.pages import page_bounds, pages_of, widen_page
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Read
-from kvtool.policies.read.view import Stored
+from kvtool.policies.read.view import Stored, fixed
 
 
 class Paged(Read):
@@ -19,11 +19,16 @@ class Paged(Read):
 
     page: int | None
 
+    @property
+    def page_size(self) -> int:
+        """Tokens per page, once it is fixed."""
+        return fixed(self.page)
+
     def start(self, stored: Stored) -> State:
-        return {"bounds": page_bounds(stored.keys, self.page)}
+        return {"bounds": page_bounds(stored.keys, self.page_size)}
 
     def columns(self, tokens: int) -> Mapping[str, int]:
-        return {"bounds": pages_of(tokens, self.page)}
+        return {"bounds": pages_of(tokens, self.page_size)}
 
     def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
-        widen_page(tables["bounds"], key, at, self.page)
+        widen_page(tables["bounds"], key, at, self.page_size)

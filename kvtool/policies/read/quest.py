@@ -19,7 +19,7 @@ from kvtool.kernels.tables import page_scores
 from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
 from kvtool.policies.read.paged import Paged
-from kvtool.policies.read.view import Choice, ReadView, StepBudget
+from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import check_least, computed
 
 _LEAST_PAGES = 3
@@ -50,15 +50,16 @@ class Quest(Paged):
         return replace(self, page=page, k=self.k or step.pairs // self.share)
 
     def choose(self, view: ReadView) -> Choice:
-        pages = pages_of(view.tokens, self.page)
-        chosen = max(_LEAST_PAGES, self.k // self.page)
+        page = self.page_size
+        pages = pages_of(view.tokens, page)
+        chosen = max(_LEAST_PAGES, fixed(self.k) // page)
         if chosen >= pages:
             return Choice(None)
         bounds = view.tables["bounds"]
         scores = page_scores(view.query, bounds, pages)
         best = top_slots(scores[..., :-1], chosen - 1)
-        within = torch.arange(self.page, device=best.device)
-        last = torch.arange((pages - 1) * self.page, view.tokens, device=best.device)
-        slots = (best[..., None] * self.page + within).flatten(2)
+        within = torch.arange(page, device=best.device)
+        last = torch.arange((pages - 1) * page, view.tokens, device=best.device)
+        slots = (best[..., None] * page + within).flatten(2)
         slots = torch.cat([slots, last.expand(*slots.shape[:2], -1)], 2)
         return Choice(slots, estimate=bounds.shape[2] * pages)

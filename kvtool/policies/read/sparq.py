@@ -23,7 +23,7 @@ from kvtool.maths.channels import heaviest_channels, partial_scale, take_channel
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Read
-from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored
+from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
 from kvtool.policies.spelling import check_least, computed
 
 
@@ -70,11 +70,11 @@ class SparQ(Read):
         tables["value_sum"] += value
 
     def choose(self, view: ReadView) -> Choice:
-        used = heaviest_channels(view.query, self.r)
+        used = heaviest_channels(view.query, fixed(self.r))
         part = take_channels(view.query, used)
         logits = row_product(part, view.tables["channels"], used, view.tokens)
         weights = (logits * partial_scale(view.query, part, view.scale)).softmax(-1)
-        past, k = view.tokens - self.local, min(self.k, view.tokens)
+        past, k = view.tokens - self.local, min(fixed(self.k), view.tokens)
         slots = top_slots(weights.mean(2)[..., :past], k - self.local)
         if self.local:
             newest = torch.arange(past, view.tokens, device=slots.device)

@@ -8,6 +8,13 @@ from torch import Tensor
 from kvtool.policies.numbers import State
 
 
+def fixed(size: int | None) -> int:
+    """Return a size of a reader that `sized` has given all its sizes."""
+    if size is None:
+        raise ValueError("a reader chooses once all its sizes are fixed: see `Read.sized`")
+    return size
+
+
 class Stages(Protocol):
     """What RocketKV's plan says of stage 2; see `kvtool.planning.rocketkv`."""
 

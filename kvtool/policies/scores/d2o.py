@@ -13,20 +13,25 @@ sinks, 3 heavy hitters and 1 recent token.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate import d2o as allocate
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.evicted.d2o_merge import D2OMerge
 from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evicted, Evidence, Rows, Score, SlotView
+from kvtool.policies.parts import Evicted, Evidence, Score, SlotView
 
 _HEAVY = 0.75  # of what the sinks leave of a budget; the rest is recent
 
 
+@overload
+def recent_tokens(budget: int, sinks: int) -> int: ...
+@overload
+def recent_tokens(budget: Count, sinks: int) -> Count: ...
 def recent_tokens(budget: Count, sinks: int) -> Count:
     """Newest tokens that a layer keeps: a quarter of what the sinks leave.
 

@@ -13,8 +13,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.policies.allocate.duo import PROXY, Duo, sink_tokens
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Rows, Score, SlotView
+from kvtool.policies.parts import Score, SlotView
 
 
 @dataclass(frozen=True)

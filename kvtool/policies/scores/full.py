@@ -5,8 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.numbers import State
-from kvtool.policies.parts import Rows, Score, SlotView
+from kvtool.policies.parts import Score, SlotView
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.pyramidinfer import Cosine
+from kvtool.policies.attention_rows import Rows, asked
 from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evidence, Rows, Score, SlotView, asked
+from kvtool.policies.parts import Evidence, Score, SlotView
 
 _NEWEST = 1.2  # weight of the newest vote; that of the oldest is 1
 

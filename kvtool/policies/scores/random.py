@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import UsageError
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Rows, Score, SlotView
+from kvtool.policies.parts import Score, SlotView
 
 
 def uniform_draws(positions: Tensor, stream: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.numbers import State
-from kvtool.policies.parts import Positions, Rows, Score, SlotView
+from kvtool.policies.parts import Positions, Score, SlotView
 
 
 @dataclass(frozen=True)

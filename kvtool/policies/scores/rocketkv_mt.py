@@ -14,9 +14,10 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evidence, Rows, Score, SlotView
+from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.read.hsa import HSA
 from kvtool.policies.scores.rocketkv import check_split
 from kvtool.policies.scores.votes import check_voting, pooled_votes, voting_window

@@ -9,14 +9,15 @@ the default here (`protect_recent=0, sinks=0` is literal). As in that code a tok
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, overload
 
 from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import top_mask
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.numbers import Count, State, at_least_zero, half, minimum
-from kvtool.policies.parts import Evidence, Positions, Rows, Score, SlotView
+from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed
 
 
@@ -76,5 +77,9 @@ class RoCo(Score):
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"sinks": self.sinks, "protect_recent": self._protect_recent(budget)}
 
+    @overload
+    def _protect_recent(self, budget: int) -> int: ...
+    @overload
+    def _protect_recent(self, budget: Count) -> Count: ...
     def _protect_recent(self, budget: Count) -> Count:
         return minimum(10, budget // 4) if self.protect_recent is None else self.protect_recent

@@ -16,8 +16,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.errors import UsageError
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.numbers import Count, State, half
-from kvtool.policies.parts import Evidence, Positions, Rows, Score, SlotView
+from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed
 
 

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import top_mask
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.numbers import Count, State, at_least_zero, minimum
-from kvtool.policies.parts import Evidence, Rows, Score, SlotView
+from kvtool.policies.parts import Evidence, Score, SlotView
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.errors import UsageError
+from kvtool.policies.attention_rows import Rows
 from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Positions, Rows, Score, SlotView
+from kvtool.policies.parts import Positions, Score, SlotView
 
 
 @dataclass(frozen=True)

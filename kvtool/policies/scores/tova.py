@@ -11,8 +11,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from kvtool.policies.attention_rows import Rows, asked
 from kvtool.policies.numbers import State
-from kvtool.policies.parts import Evidence, Positions, Rows, Score, SlotView, asked
+from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.maths.votes import pool_votes
+from kvtool.policies.attention_rows import Rows, asked
 from kvtool.policies.numbers import minimum
-from kvtool.policies.parts import Rows, SlotView, asked
+from kvtool.policies.parts import SlotView
 
 
 class Voting(Protocol):

@@ -15,7 +15,7 @@ from kvtool.policies.allocate.duo import (
     retrieval_share,
     sink_tokens,
 )
-from kvtool.policies.allocate.head_split import Heads
+from kvtool.policies.allocate.problem import Heads
 
 GATES = torch.tensor([[0.9, 0.1, 0.5], [0.5, 0.0, 0.7]])
 
