@@ -44,12 +44,14 @@ class _Draw:
         """A random order of the places on the last axis."""
         return torch.rand(shape, generator=self._generator, dtype=torch.float32).argsort(-1)
 
-    def shown(self, tensor: Tensor | None) -> Tensor | None:
-        """A copy on the device, floats in the dtype of the model."""
-        if tensor is None:
-            return None
+    def shown(self, tensor: Tensor) -> Tensor:
+        """Copy to the device, floats in the dtype of the model."""
         floats = tensor.is_floating_point()
         return tensor.to(self.kind.device, self.kind.dtype if floats else tensor.dtype, copy=True)
+
+    def shown_if_any(self, tensor: Tensor | None) -> Tensor | None:
+        """Copy to the device what there is."""
+        return None if tensor is None else self.shown(tensor)
 
     def sums(self, slots: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Running sums that are not zero, on the device and here."""
@@ -61,34 +63,64 @@ class _Draw:
         sizes = _ROWS, _HEADS, length
         return self.normal(*sizes, self.kind.head_dim), self.normal(*sizes, self.kind.value_dim)
 
-    def masks(self) -> dict[str, object]:
-        sinks = self.normal(_ROWS, _HEADS * self.kind.group) if self.kind.sinks else None
-        softcap = 3.0 if self.kind.softcap else None
-        return {"scale": self.kind.head_dim**-0.5, "softcap": softcap, "sinks": sinks}
+    @property
+    def scale(self) -> float:
+        """The factor of logits."""
+        return self.kind.head_dim**-0.5
+
+    @property
+    def softcap(self) -> float | None:
+        """The soft cap of logits, if the kind has one."""
+        return 3.0 if self.kind.softcap else None
+
+    def sinks(self) -> Tensor | None:
+        """Draw logits that take their share without a value, if the kind has them."""
+        return self.normal(_ROWS, _HEADS * self.kind.group) if self.kind.sinks else None
 
 
 def _check_rows(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     from kvtool.kernels.attend_rows import attend_rows
     from kvtool.kernels.column_sums import column_sums
 
+    shown, scale, softcap = draw.shown, draw.scale, draw.softcap
     query = draw.normal(_ROWS, _HEADS * draw.kind.group, _NEW, draw.kind.head_dim)
     key, value = draw.pairs(_KEPT + _NEW)
-    options = draw.masks() | {"window": 2 * _NEW if draw.kind.window else None}
-    options_shown = options | {"sinks": draw.shown(options["sinks"])}
+    sinks = draw.sinks()
+    window = 2 * _NEW if draw.kind.window else None
     order = torch.arange(_KEPT + _NEW)
     in_order = order[_KEPT:].expand(_ROWS, -1), order.expand(_ROWS, 1, -1)
     for new, stored in (in_order, _ragged(draw)):
-        given = query, key, value, new, stored
-        shown = [draw.shown(tensor) for tensor in given]
-        found = attend_rows(*shown, in_order=stored.shape[1] == 1, **options_shown)
-        expected = twins.attend_rows(*given, **options)
+        found = attend_rows(
+            *(shown(query), shown(key), shown(value), shown(new), shown(stored)),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=draw.shown_if_any(sinks),
+            in_order=stored.shape[1] == 1,
+        )
+        expected = twins.attend_rows(
+            *(query, key, value, new, stored),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
         real = (new >= 0)[:, None].expand(expected[1].shape)
         for name, one, other in zip(("output", "lse", "seen"), found, expected, strict=True):
             yield name, (one.cpu()[real], other[real])
         sums, plain = draw.sums(_KEPT + _NEW)
-        masks = {name: options[name] for name in ("scale", "window", "softcap")}
-        column_sums(*shown[:2], *shown[3:], *found[1:], sums, **masks)
-        twins.column_sums(*given[:2], *given[3:], *expected[1:], plain, **masks)
+        column_sums(
+            *(shown(query), shown(key), shown(new), shown(stored), found[1], found[2], sums),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+        twins.column_sums(
+            *(query, key, new, stored, expected[1], expected[2], plain),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
         yield from ((name, (sums[name], plain[name])) for name in COLUMNS)
 
 
@@ -106,28 +138,51 @@ def _ragged(draw: _Draw) -> Pair:
 def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     from kvtool.kernels.attend_slots import attend_slots
 
+    shown, scale, softcap = draw.shown, draw.scale, draw.softcap
     query = draw.normal(_ROWS, _HEADS * draw.kind.group, 1, draw.kind.head_dim)
-    given = query, *draw.pairs(_STORED)
-    options = draw.masks()
-    options_shown = options | {"sinks": draw.shown(options["sinks"])}
-    shown = [draw.shown(tensor) for tensor in given]
+    key, value = draw.pairs(_STORED)
+    sinks = draw.sinks()
     sums, plain = draw.sums(_STORED)
     stored = draw.order(_ROWS, _HEADS, _STORED)
     stored[..., ::5] = -1
     stored[0, :, :130] = -1  # whole tiles without a key
     valid = torch.arange(_ROWS) > 0
-    device = draw.kind.device
-    found = attend_slots(
-        *shown, stored.to(device), sums, valid=valid.to(device), weights=True, **options_shown
+    out, weights = attend_slots(
+        *(shown(query), shown(key), shown(value), shown(stored), sums),
+        scale=scale,
+        softcap=softcap,
+        sinks=draw.shown_if_any(sinks),
+        valid=shown(valid),
+        weights=True,
     )
-    expected = twins.attend_slots(*given, stored, plain, valid=valid, weights=True, **options)
-    yield "output", (found[0], expected[0])
-    yield "weights", (found[1], expected[1])
+    plain_out, plain_weights = twins.attend_slots(
+        *(query, key, value, stored, plain),
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        valid=valid,
+        weights=True,
+    )
+    yield "output", (out, plain_out)
+    if weights is not None and plain_weights is not None:
+        yield "weights", (weights, plain_weights)
     yield from ((name, (sums[name], plain[name])) for name in COLUMNS)
     chosen = draw.order(_ROWS, _HEADS, _STORED)[..., :90]
-    found = attend_slots(*shown, None, {}, chosen=chosen.to(device), **options_shown)
-    expected = twins.attend_slots(*given, None, {}, chosen=chosen, **options)
-    yield "output", (found[0], expected[0])
+    out, _ = attend_slots(
+        *(shown(query), shown(key), shown(value), None, {}),
+        scale=scale,
+        softcap=softcap,
+        sinks=draw.shown_if_any(sinks),
+        chosen=shown(chosen),
+    )
+    plain_out, _ = twins.attend_slots(
+        *(query, key, value, None, {}),
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        chosen=chosen,
+    )
+    yield "output", (out, plain_out)
 
 
 def _check_pages(draw: _Draw) -> Iterator[tuple[str, Pair]]:

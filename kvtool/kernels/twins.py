@@ -6,6 +6,7 @@ The kernels are compared with these, in tests and on a device that they are abou
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kvtool.maths.attention import (
     attention_weights,
@@ -17,8 +18,19 @@ from kvtool.maths.channels import take_rows
 from kvtool.maths.columns import add_columns
 
 
-def _logits(query, key, query_positions, key_positions, scale, window, softcap):
-    """(batch, heads, q_len, kv_len) float32 logits, -inf where a key is not visible."""
+def _logits(
+    query: Tensor,
+    key: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute (batch, heads, q_len, kv_len) float32 logits, and which keys are visible.
+
+    Logits of keys that are not visible are -inf.
+    """
     batch, heads = query.shape[:2]
     grouped = group_queries(query.float(), key.shape[1])
     logits = (grouped @ key.float().unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
@@ -30,18 +42,19 @@ def _logits(query, key, query_positions, key_positions, scale, window, softcap):
 
 
 def attend_rows(
-    query,
-    key,
-    value,
-    query_positions,
-    key_positions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
     *,
-    scale,
-    window=None,
-    softcap=None,
-    sinks=None,
-    in_order=False,
-):
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    in_order: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what `kvtool.kernels.attend_rows.attend_rows` does."""
     logits, visible = _logits(query, key, query_positions, key_positions, scale, window, softcap)
     lse = logits.logsumexp(-1)
     if sinks is not None:
@@ -51,18 +64,19 @@ def attend_rows(
 
 
 def column_sums(
-    query,
-    key,
-    query_positions,
-    key_positions,
-    lse,
-    seen,
-    sums,
+    query: Tensor,
+    key: Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    lse: Tensor,
+    seen: Tensor,
+    sums: dict[str, Tensor],
     *,
-    scale,
-    window=None,
-    softcap=None,
-):
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Compute what `kvtool.kernels.column_sums.column_sums` does."""
     logits, visible = _logits(query, key, query_positions, key_positions, scale, window, softcap)
     heads = next(iter(sums.values())).shape[1]
     valid = query_positions >= 0
@@ -72,26 +86,23 @@ def column_sums(
 
 
 def attend_slots(
-    query,
-    key,
-    value,
-    positions,
-    sums,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor | None,
+    sums: dict[str, Tensor],
     *,
-    scale,
-    softcap=None,
-    sinks=None,
-    valid=None,
-    weights=False,
-    chosen=None,
-):
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    valid: Tensor | None = None,
+    weights: bool = False,
+    chosen: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute what `kvtool.kernels.attend_slots.attend_slots` does."""
     if chosen is not None:
-        lists = chosen.shape[1]
-        key, value = (t.repeat_interleave(lists // t.shape[1], 1) for t in (key, value))
-        index = chosen[..., None]
-        key = key.gather(2, index.expand(*chosen.shape, key.shape[-1]))
-        value = value.gather(2, index.expand(*chosen.shape, value.shape[-1]))
-    batch, heads, slots = *query.shape[:2], key.shape[2]
+        key, value = _take_lists(key, chosen), _take_lists(value, chosen)
+    batch, heads = query.shape[:2]
     stored = None
     if positions is not None:
         stored = (positions >= 0).repeat_interleave(key.shape[1] // positions.shape[1], 1)
@@ -105,7 +116,7 @@ def attend_slots(
         sinks=None if sinks is None else sinks.view(batch, *grouped.shape[1:3]),
     )
     out = weighted_values(full, value)
-    full = full.view(batch, heads, 1, slots)
+    full = full.view(batch, heads, 1, key.shape[2])
     if valid is not None:
         full = full * valid[:, None, None, None]
         valid = valid[:, None]
@@ -116,10 +127,18 @@ def attend_slots(
     return out, full[:, :, 0] if weights else None
 
 
-def page_scores(query, bounds, pages):
+def _take_lists(slots: Tensor, chosen: Tensor) -> Tensor:
+    """Copy (batch, kv_heads, slots, dim) by lists of slots, (batch, lists, count)."""
+    slots = slots.repeat_interleave(chosen.shape[1] // slots.shape[1], 1)
+    return slots.gather(2, chosen[..., None].expand(*chosen.shape, slots.shape[-1]))
+
+
+def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
+    """Compute what `kvtool.kernels.tables.page_scores` does."""
     both = torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
     return torch.matmul(both, bounds[..., :pages]).float().sum(2)
 
 
-def row_product(part, table, rows, columns):
+def row_product(part: Tensor, table: Tensor, rows: Tensor, columns: int) -> Tensor:
+    """Compute what `kvtool.kernels.tables.row_product` does."""
     return torch.matmul(part, take_rows(table, rows)[..., :columns]).float()
