@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvtool.kernels import twins
+from kvtool.kernels import reference
 from kvtool.kernels.kind import Family, Kind
 from kvtool.maths.columns import COLUMNS
 
@@ -98,7 +98,7 @@ def _check_rows(draw: _Draw) -> Iterator[tuple[str, Pair]]:
             sinks=draw.shown_if_any(sinks),
             in_order=stored.shape[1] == 1,
         )
-        expected = twins.attend_rows(
+        expected = reference.attend_rows(
             *(query, key, value, new, stored),
             scale=scale,
             window=window,
@@ -115,7 +115,7 @@ def _check_rows(draw: _Draw) -> Iterator[tuple[str, Pair]]:
             window=window,
             softcap=softcap,
         )
-        twins.column_sums(
+        reference.column_sums(
             *(query, key, new, stored, expected[1], expected[2], plain),
             scale=scale,
             window=window,
@@ -155,7 +155,7 @@ def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
         valid=shown(valid),
         weights=True,
     )
-    plain_out, plain_weights = twins.attend_slots(
+    plain_out, plain_weights = reference.attend_slots(
         *(query, key, value, stored, plain),
         scale=scale,
         softcap=softcap,
@@ -175,7 +175,7 @@ def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
         sinks=draw.shown_if_any(sinks),
         chosen=shown(chosen),
     )
-    plain_out, _ = twins.attend_slots(
+    plain_out, _ = reference.attend_slots(
         *(query, key, value, None, {}),
         scale=scale,
         softcap=softcap,
@@ -191,7 +191,7 @@ def _check_pages(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     query = draw.normal(_ROWS, _HEADS, draw.kind.group, draw.kind.head_dim)
     bounds = draw.normal(_ROWS, _HEADS, 2 * draw.kind.head_dim, 150)
     found = page_scores(draw.shown(query), draw.shown(bounds), 147)
-    yield "score", (found, twins.page_scores(query, bounds, 147))
+    yield "score", (found, reference.page_scores(query, bounds, 147))
 
 
 def _check_products(draw: _Draw) -> Iterator[tuple[str, Pair]]:
@@ -202,7 +202,7 @@ def _check_products(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     table = draw.normal(_ROWS, _HEADS, 2 * count, 150)
     rows = draw.order(_ROWS, _HEADS, 2 * count)[..., :count]
     found = row_product(draw.shown(part), draw.shown(table), draw.shown(rows), 147)
-    yield "product", (found, twins.row_product(part, table, rows, 147))
+    yield "product", (found, reference.row_product(part, table, rows, 147))
 
 
 _CHECKS = {

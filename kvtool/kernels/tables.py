@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvtool.kernels import trust, twins
+from kvtool.kernels import reference, trust
 from kvtool.kernels.kind import Family
 
 
@@ -24,7 +24,7 @@ def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
         from kvtool.kernels import page_scores as kernel
 
         return kernel.page_scores(query, bounds, pages)
-    return twins.page_scores(query, bounds, pages)
+    return reference.page_scores(query, bounds, pages)
 
 
 def row_product(part: Tensor, table: Tensor, rows: Tensor, width: int) -> Tensor:
@@ -42,4 +42,4 @@ def row_product(part: Tensor, table: Tensor, rows: Tensor, width: int) -> Tensor
         from kvtool.kernels import row_product as kernel
 
         return kernel.row_product(part, table, rows, width)
-    return twins.row_product(part, table, rows, width)
+    return reference.row_product(part, table, rows, width)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kvtool.kernels import twins
+from kvtool.kernels import reference
 from tests.kernels.drawn import TOLERANCE, Drawn, Sizes, sizes
 
 pytest.importorskip("triton")
@@ -25,7 +25,7 @@ def compare(size: Sizes) -> None:
     real = (drawn.new >= 0)[:, None].expand(-1, size.heads, -1)
     tolerance = TOLERANCE[size.dtype]
     out, lse, seen = attend_rows(*given, **options)
-    expected, expected_lse, expected_seen = twins.attend_rows(*given, **options)
+    expected, expected_lse, expected_seen = reference.attend_rows(*given, **options)
     assert out.shape == (size.batch, size.heads, size.new, size.value_dim)
     assert out.dtype == size.dtype
     assert out.isfinite().all(), "what padding reads must not poison later layers"

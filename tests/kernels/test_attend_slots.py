@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.kernels import twins
+from kvtool.kernels import reference
 from kvtool.maths.columns import COLUMNS
 from tests.kernels.drawn import DEVICE, TOLERANCE, Drawn, Sizes, copied, sizes
 
@@ -36,7 +36,7 @@ def compare(size: Sizes, names, weights: bool) -> None:
     expected = copied(sums)
     tolerance = TOLERANCE[size.dtype]
     out, found = attend_slots(*given, sums, **options)
-    expected_out, expected_found = twins.attend_slots(*in_full(given), expected, **options)
+    expected_out, expected_found = reference.attend_slots(*in_full(given), expected, **options)
     assert out.shape == (size.batch, size.heads, 1, size.value_dim)
     assert out.dtype == size.dtype
     torch.testing.assert_close(out.float(), expected_out, atol=tolerance, rtol=tolerance)
@@ -81,7 +81,7 @@ def test_a_part_of_the_cache_that_is_empty_changes_nothing():
     expected = copied(sums)
     out, _ = attend_slots(drawn.query, drawn.key, drawn.value, drawn.stored, sums, scale=0.25)
     rest = {name: total[..., 600:] for name, total in expected.items()}
-    expected_out, _ = twins.attend_slots(
+    expected_out, _ = reference.attend_slots(
         drawn.query,
         drawn.key[:, :, 600:],
         drawn.value[:, :, 600:],
@@ -112,7 +112,7 @@ def test_chosen_slots_are_read_where_they_lie(size, by_query_head, count, weight
     }
     tolerance = TOLERANCE[size.dtype]
     out, found = attend_slots(*given, **options)
-    expected, expected_found = twins.attend_slots(*in_full(given), **options)
+    expected, expected_found = reference.attend_slots(*in_full(given), **options)
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
     if weights:
         torch.testing.assert_close(found, expected_found, atol=tolerance, rtol=tolerance)

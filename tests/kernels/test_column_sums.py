@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.kernels import twins
+from kvtool.kernels import reference
 from kvtool.maths.columns import COLUMNS
 from tests.kernels.drawn import Drawn, Sizes, copied, sizes
 
@@ -18,14 +18,14 @@ def compare(size: Sizes, names, by_query_head: bool = False) -> None:
     drawn = Drawn(size)
     shown = drawn.query, drawn.key, drawn.new, drawn.stored
     masks = {"scale": size.head_dim**-0.5, "window": size.window, "softcap": size.softcap}
-    _, lse, seen = twins.attend_rows(
+    _, lse, seen = reference.attend_rows(
         drawn.query, drawn.key, drawn.value, drawn.new, drawn.stored, sinks=drawn.sinks, **masks
     )
     # away from 1 / keys, where rounding would decide what is above average
     sums = drawn.sums(names, size.heads if by_query_head else size.cached)
     expected = copied(sums)
     column_sums(*shown, lse, seen, sums, **masks)
-    twins.column_sums(*shown, lse, seen, expected, **masks)
+    reference.column_sums(*shown, lse, seen, expected, **masks)
     assert sums.keys() == set(names)
     for name in names:
         torch.testing.assert_close(sums[name], expected[name], atol=2e-4, rtol=2e-4)
@@ -48,7 +48,7 @@ def test_the_weights_of_a_block_without_sinks_sum_to_the_number_of_its_queries()
     size = Sizes(1, 2, 2, 6, 30, 70, 16, 16, torch.float32, False, None, None, False, seed=7)
     drawn = Drawn(size)
     shown = drawn.query, drawn.key, drawn.new, drawn.stored
-    _, lse, seen = twins.attend_rows(
+    _, lse, seen = reference.attend_rows(
         drawn.query, drawn.key, drawn.value, drawn.new, drawn.stored, scale=0.25
     )
     total = torch.zeros(1, 2, 100, device=lse.device)

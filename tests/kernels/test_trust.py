@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from kvtool.kernels import checks, tables, trust, twins
+from kvtool.kernels import checks, reference, tables, trust
 from kvtool.kernels.kind import Family, Kind
 from kvtool.maths.columns import COLUMNS
 from tests.kernels.drawn import DEVICE
@@ -154,7 +154,7 @@ def test_plain_torch_takes_the_place_of_kernels_that_fail(monkeypatch):
     monkeypatch.setattr(page_scores, "page_scores", fail)
     query, bounds = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 16, 5)
     found = tables.page_scores(query, bounds, 5)
-    assert torch.equal(found, twins.page_scores(query, bounds, 5))
+    assert torch.equal(found, reference.page_scores(query, bounds, 5))
 
 
 def test_checking_leaves_random_numbers_alone():
