@@ -14,7 +14,7 @@ from kvtool.cache.kernels import Call
 from kvtool.cache.slots import SlotLayer
 from kvtool.kernels import trust
 from kvtool.kernels.kind import Family
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.parts import Evidence
 
 
@@ -83,7 +83,7 @@ def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> T
     return out
 
 
-def count_slots(layer: SlotLayer, call: Call) -> tuple[Tensor, Rows | None]:
+def count_slots(layer: SlotLayer, call: Call) -> tuple[Tensor, AttentionRows | None]:
     """Attend a decoded token, and add what each slot receives to the layer's state.
 
     Returns:
@@ -111,7 +111,7 @@ def count_slots(layer: SlotLayer, call: Call) -> tuple[Tensor, Rows | None]:
         return out, None
     grouped = weights.view(len(weights), layer.positions.shape[1], -1, 1, weights.shape[-1])
     visible = None if positions is None else (positions >= 0)[:, :, None]
-    return out, Rows(grouped, visible, valid)
+    return out, AttentionRows(grouped, visible, valid)
 
 
 def attend_chosen(call: Call, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:

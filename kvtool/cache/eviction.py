@@ -13,7 +13,7 @@ from kvtool.cache.lanes import split_lanes
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import keep_top, lowest
 from kvtool.policies.allocate.problem import Heads
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State, at_least_zero
 from kvtool.policies.parts import Evidence, SlotView
 
@@ -132,7 +132,7 @@ class WatchedBlock:
         self._scored = layer.policy.needs_all_rows
         self._sums: Tensor | None = None
 
-    def see(self, rows: Rows) -> None:
+    def see(self, rows: AttentionRows) -> None:
         """Take some of the block's rows."""
         view = self._block.view
         if self._scored:
@@ -150,7 +150,7 @@ class WatchedBlock:
 
 
 def leave_block(
-    layer: SlotLayer, block: Block, raw_key: Tensor, raw_value: Tensor, rows: Rows | None
+    layer: SlotLayer, block: Block, raw_key: Tensor, raw_value: Tensor, rows: AttentionRows | None
 ) -> Tensor | None:
     """Store the block, and cut to the budget if it is over.
 
@@ -291,14 +291,16 @@ def decode_needs_rows(layer: SlotLayer) -> bool:
     return layer.used > layer.least
 
 
-def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> Rows:
+def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> AttentionRows:
     """The weights of a decoded token as evidence."""
     visible = (layer.positions[:, :, None, : layer.used] >= 0) if layer.masked else None
     valid = None if positions is None else positions >= 0
     return make_rows(layer, weights, visible, valid)
 
 
-def leave_decode(layer: SlotLayer, value: Tensor, rows: Rows | None, counted: bool = False) -> None:
+def leave_decode(
+    layer: SlotLayer, value: Tensor, rows: AttentionRows | None, counted: bool = False
+) -> None:
     """Add the new row to the statistics and choose the slot that the next token overwrites.
 
     Args:
@@ -360,17 +362,17 @@ def _used_view(layer: SlotLayer, value: Tensor) -> SlotView:
 
 def make_rows(
     layer: SlotLayer, weights: Tensor, visible: Tensor | None, valid: Tensor | None
-) -> Rows:
+) -> AttentionRows:
     """Weights by the heads that are cached; rows of padding count for nothing."""
     batch, _, _, q_len, keys = weights.shape
     weights = weights.reshape(batch, layer.positions.shape[1], -1, q_len, keys)
     if valid is not None:
         weights = weights * valid[:, None, None, :, None]
-    return Rows(weights, visible, valid)
+    return AttentionRows(weights, visible, valid)
 
 
 def judge(
-    layer: SlotLayer, view: SlotView, state: State, rows: Rows | None, victims: Count
+    layer: SlotLayer, view: SlotView, state: State, rows: AttentionRows | None, victims: Count
 ) -> tuple[Tensor, Tensor | None]:
     score = layer.policy.ranking
     importance = score.importance(state, view, rows)

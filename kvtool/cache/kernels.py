@@ -21,7 +21,7 @@ from kvtool.maths.attention import (
     visible_keys,
     weighted_values,
 )
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 
 _EXPLICIT_ROWS = 128  # queries whose weights are held at a time
 _MASKED_ROWS = 1024  # queries whose boolean mask is held at a time
@@ -164,7 +164,7 @@ def last_of_prompt(layer: SlotLayer, call: Call, block: Block) -> tuple[Tensor, 
     return take(query, last[:, None].expand(query.shape[0], -1, -1)), new.gather(1, last)
 
 
-def last_rows(layer: SlotLayer, call: Call, block: Block) -> Rows:
+def last_rows(layer: SlotLayer, call: Call, block: Block) -> AttentionRows:
     query, new = last_of_prompt(layer, call, block)
     weights = weigh_votes(layer, block, new.shape[1])
     if weights is None:
@@ -175,10 +175,12 @@ def last_rows(layer: SlotLayer, call: Call, block: Block) -> Rows:
         rows = _rows_of(layer, call, block, query[:, :, part], new[:, part])
         votes = rows.summed(weights[:, part]).weights
         total = votes if total is None else total.add_(votes)
-    return Rows(total)
+    return AttentionRows(total)
 
 
-def _rows_of(layer: SlotLayer, call: Call, block: Block, query: Tensor, new: Tensor) -> Rows:
+def _rows_of(
+    layer: SlotLayer, call: Call, block: Block, query: Tensor, new: Tensor
+) -> AttentionRows:
     visible = visible_keys(new, block.view.positions)
     weights = call_weights(call, query, call.key, visible)
     return make_rows(layer, weights, visible[:, :, 0], new >= 0 if layer.ragged else None)

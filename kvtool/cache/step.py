@@ -41,7 +41,7 @@ from kvtool.cache.turning import turn_block, turn_decoded
 from kvtool.errors import KvtoolError
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import group_queries, weighted_values
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 
 
 def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
@@ -101,7 +101,7 @@ class _Token:
 
     out: Tensor
     lse: Tensor | None = None
-    rows: Rows | None = None
+    rows: AttentionRows | None = None
     counted: bool = False
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvtool.cache.departure import close_rank, part_decoded
 from kvtool.cache.slots import SlotLayer
 from kvtool.maths.selection import lowest
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.parts import SlotView
 
 
@@ -40,7 +40,7 @@ class Group:
             layer.state = {name: number[rows] for name, number in self._state.items()}
             layer.group = self
         self._values: list[Tensor] = []
-        self._rows: list[Rows | None] = []
+        self._rows: list[AttentionRows | None] = []
         self._make_room(torch.cat([layer.pending for layer in layers]))
 
     def dissolve(self) -> None:
@@ -51,7 +51,9 @@ class Group:
                 layer.positions = layer.positions.clone()
                 layer.state = {name: number.clone() for name, number in layer.state.items()}
 
-    def arrive(self, layer: SlotLayer, values: Tensor, rows: Rows | None, observed: bool) -> None:
+    def arrive(
+        self, layer: SlotLayer, values: Tensor, rows: AttentionRows | None, observed: bool
+    ) -> None:
         """Take a layer's evidence; at the last layer, choose every layer's next victims.
 
         Args:
@@ -71,7 +73,7 @@ class Group:
         score, rescore = first.policy.ranking, first.policy.rescore
         rows = None
         if self._rows[0] is not None:
-            rows = Rows(torch.cat([rows.weights for rows in self._rows]))
+            rows = AttentionRows(torch.cat([rows.weights for rows in self._rows]))
         view = SlotView(
             values=tuple(self._values),
             positions=self._positions,

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rows:
+class AttentionRows:
     """Attention weights of some queries of the running block.
 
     Attributes:
@@ -34,13 +34,13 @@ class Rows:
         """Mean weight over the query heads of a group: (batch, kv_heads, rows, slots)."""
         return self.weights.mean(2)
 
-    def summed(self, vote_weights: Tensor) -> Rows:
+    def summed(self, vote_weights: Tensor) -> AttentionRows:
         """One row in place of all: their sum, each times its weight, (batch or 1, rows)."""
         weights = self.weights * vote_weights[:, None, None, :, None]
-        return Rows(weights.sum(3, keepdim=True))
+        return AttentionRows(weights.sum(3, keepdim=True))
 
 
-def asked(rows: Rows | None) -> Rows:
+def asked(rows: AttentionRows | None) -> AttentionRows:
     """Return the rows that `importance` was given; one with LAST_ROWS is always given them."""
     if rows is None:
         raise ValueError("this score has LAST_ROWS as its evidence, and was given none")

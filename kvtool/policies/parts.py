@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.heads import HeadSizes, KVHeads, all_here
 
 if TYPE_CHECKING:  # splitting a budget over layers needs no torch
@@ -132,7 +132,7 @@ class Score:
     layers: ClassVar[Literal["own", "nested", "same"]] = "own"
     positions: Positions = "text"
 
-    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
+    def observe(self, state: State, view: SlotView, rows: AttentionRows) -> None:
         """Add a chunk of rows to the statistics, in place; only with ALL_ROWS."""
 
     def voters(self, widest: int) -> int:
@@ -143,7 +143,7 @@ class Score:
         """Weigh the last rows, (batch or 1, rows), to come as one, their sum; None: one by one."""
         return None
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         """Give each slot a number, higher = keep: (batch, kv_heads or 1, slots) float32.
 
         `rows` are the last rows for LAST_ROWS, and None for a score that keeps statistics or needs

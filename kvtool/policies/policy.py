@@ -8,7 +8,7 @@ from typing import TypeVar
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS, add_columns
 from kvtool.policies.allocate.head_split import HeadSplit
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.numbers import TURN, State
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Read, Rescore, Score, SlotView
@@ -252,7 +252,7 @@ class Policy:
         """Whether the numbers beside the slots are made from every attention row."""
         return self.observes_rows or bool(self.columns)
 
-    def observe(self, state: State, view: SlotView, rows: Rows) -> None:
+    def observe(self, state: State, view: SlotView, rows: AttentionRows) -> None:
         """Add a chunk of rows to the numbers beside the slots, in place."""
         if self.columns:
             sums = {name: state[name] for name in self.columns}

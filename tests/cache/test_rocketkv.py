@@ -111,7 +111,7 @@ def test_a_token_comes_back_where_nothing_was_dropped():
     assert keep(range(9), [9, 10]) == [1, 6, 9, 10]
     assert keep([*first, 6, 7, 8], [9, 10]) == [6, 8, 9, 10]
     from kvtool.maths.selection import keep_top
-    from kvtool.policies.attention_rows import Rows
+    from kvtool.policies.attention_rows import AttentionRows
     from kvtool.policies.parts import SlotView
     from kvtool.policies.scores.rocketkv import RocketKV
 
@@ -123,7 +123,7 @@ def test_a_token_comes_back_where_nothing_was_dropped():
         positions = torch.tensor([[candidates]], dtype=torch.int32)
         view = SlotView((), positions, tokens_seen=11, budget=4, held=len(candidates), block=3)
         weights = torch.tensor([[[[[*votes, 0.0, 0.0][p] for p in candidates]]]])
-        importance = score.importance({}, view, Rows(weights[:, :, None]))
+        importance = score.importance({}, view, AttentionRows(weights[:, :, None]))
         forced = score.protected({}, view, len(candidates) - 4)
         assert keep_top(importance, positions, 4, forced, 4)[1][0, 0].tolist() == expected
 

@@ -4,7 +4,7 @@ import torch
 
 from kvtool import parse_policy
 from kvtool.maths.selection import keep_top, lowest
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.parts import Evidence, SlotView
 from tests.reference import policies as reference
 
@@ -58,12 +58,12 @@ class Trial:
             step = chunk or rows
             for start in range(0, rows, step):
                 part = slice(start, start + step)
-                seen = Rows(weights[..., part, :], visible[:, :, part])
+                seen = AttentionRows(weights[..., part, :], visible[:, :, part])
                 self.policy.observe(self.state, self.view, seen)
         self.last = None
         if score.evidence is Evidence.LAST_ROWS:
             part = slice(max(rows - score.window, 0), None)
-            self.last = Rows(weights[..., part, :], visible[:, :, part])
+            self.last = AttentionRows(weights[..., part, :], visible[:, :, part])
         return self
 
     def by_position(self, numbers):

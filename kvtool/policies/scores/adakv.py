@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvtool.policies.allocate.ada import Ada
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.votes import check_voting, pooled_votes, voting_window
@@ -54,7 +54,7 @@ class AdaKV(Score):
     def head_split(self) -> Ada:
         return Ada(share=self.share, safeguard=self.safeguard, normalise=self.normalise)
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return pooled_votes(self, view, rows)
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:

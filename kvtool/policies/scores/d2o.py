@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate import d2o as allocate
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.evicted.d2o_merge import D2OMerge
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evicted, Evidence, Score, SlotView
@@ -69,7 +69,7 @@ class D2O(Score):
             raise UsageError(f"d2o: sinks must be 0 or more, got {self.sinks}")
         D2OMerge(beta=self.beta)
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return state["attention_sum"]
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:

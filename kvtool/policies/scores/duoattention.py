@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.policies.allocate.duo import PROXY, Duo, sink_tokens
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Score, SlotView
 
@@ -37,7 +37,7 @@ class DuoAttention(Score):
     def head_split(self) -> Duo:
         return Duo(scores=self.scores)
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return view.positions.float()
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Score, SlotView
 
@@ -18,5 +18,5 @@ class Full(Score):
     paper: ClassVar = "-"
     when: ClassVar = "never"
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return view.positions.float()

@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State, half
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed
@@ -44,7 +44,7 @@ class H2O(Score):
         if self.recent is not None and self.recent < 0:
             raise UsageError(f"h2o: recent must be 0 or more, got {self.recent}")
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return state["attention_sum"]
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:

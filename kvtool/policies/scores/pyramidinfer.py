@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.pyramidinfer import Cosine
-from kvtool.policies.attention_rows import Rows, asked
+from kvtool.policies.attention_rows import AttentionRows, asked
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 
@@ -76,7 +76,7 @@ class PyramidInfer(Score):
         weight = torch.where(voters == 1, torch.ones_like(weight), weight)
         return torch.where(age < voters, weight / voters, 0.0).float()
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         votes = view.heads.mean(asked(rows).weights[..., 0, :].mean(2)).unsqueeze(1)
         return votes if view.above is None else votes.masked_fill(~view.above, -1.0)
 

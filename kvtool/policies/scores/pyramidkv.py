@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.pyramid import Pyramid
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.votes import check_voting, pooled_votes, voting_window
@@ -50,7 +50,7 @@ class PyramidKV(Score):
     def allocator(self) -> Pyramid:
         return Pyramid(beta=self.beta)
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return pooled_votes(self, view, rows)
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:

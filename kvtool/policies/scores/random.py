@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Score, SlotView
 
@@ -76,7 +76,7 @@ class Random(Score):
             if getattr(self, field) < 0:
                 raise UsageError(f"random: {field} must be 0 or more, got {getattr(self, field)}")
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         stream = torch.as_tensor(view.tokens_seen, device=view.positions.device)
         stream = stream * 1_000_003 + view.layer + seed_offset(self.seed)
         if self.per_head:

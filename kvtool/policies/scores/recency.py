@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Positions, Score, SlotView
 
@@ -28,5 +28,5 @@ class Recency(Score):
     paper: ClassVar = "-"
     distinct: ClassVar = True
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return view.positions.float()

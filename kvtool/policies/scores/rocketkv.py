@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.read.hsa import HSA
@@ -66,7 +66,7 @@ class RocketKV(Score):
     def reader(self) -> HSA:
         return HSA(skip_layers=self.skip_layers)
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return pooled_votes(self, view, rows)
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:

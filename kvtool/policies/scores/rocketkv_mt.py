@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
@@ -60,7 +60,7 @@ class RocketKVMT(Score):
     def evicted(self) -> SelectOnly:
         return SelectOnly()
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return pooled_votes(self, view, rows)
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import top_mask
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State, at_least_zero, half, minimum
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed
@@ -62,7 +62,7 @@ class RoCo(Score):
             if value is not None and value < 0:
                 raise UsageError(f"roco: {field} must be 0 or more, got {value}")
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return mean_attention(state["attention_sum"], state["count"])
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import top_mask
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State, at_least_zero, minimum
 from kvtool.policies.parts import Evidence, Score, SlotView
 
@@ -57,7 +57,7 @@ class SirLLM(Score):
         if not 0 < self.decay <= 1:
             raise UsageError(f"sirllm: decay must be above 0 and at most 1, got {self.decay}")
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return view.positions.float()
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:

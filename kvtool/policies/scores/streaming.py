@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvtool.errors import UsageError
-from kvtool.policies.attention_rows import Rows
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Positions, Score, SlotView
 
@@ -39,7 +39,7 @@ class Streaming(Score):
         if self.sinks < 0:
             raise UsageError(f"streaming: sinks must be 0 or more, got {self.sinks}")
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return view.positions.float()
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:

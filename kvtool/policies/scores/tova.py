@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvtool.policies.attention_rows import Rows, asked
+from kvtool.policies.attention_rows import AttentionRows, asked
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 
@@ -34,7 +34,7 @@ class TOVA(Score):
     evidence: ClassVar = Evidence.LAST_ROWS
     attention: ClassVar = True
 
-    def importance(self, state: State, view: SlotView, rows: Rows | None) -> Tensor:
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         last = asked(rows).weights[..., -1, :]
         if self.head_reduce == "layer":
             return view.heads.mean(last.mean(2)).unsqueeze(1)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvtool.errors import UsageError
 from kvtool.maths.votes import pool_votes
-from kvtool.policies.attention_rows import Rows, asked
+from kvtool.policies.attention_rows import AttentionRows, asked
 from kvtool.policies.numbers import minimum
 from kvtool.policies.parts import SlotView
 
@@ -30,7 +30,7 @@ class Voting(Protocol):
     def pool(self) -> str: ...
 
 
-def pooled_votes(score: Voting, view: SlotView, rows: Rows | None) -> Tensor:
+def pooled_votes(score: Voting, view: SlotView, rows: AttentionRows | None) -> Tensor:
     """Sum the votes of the last queries, and pool them: (batch, kv_heads, slots) float32."""
     weights = asked(rows).weights
     votes = weights.sum((2, 3)) / weights.shape[2]
