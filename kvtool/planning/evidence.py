@@ -15,7 +15,7 @@ from kvtool.policies.parts import Allocator
 def evidence(
     allocator: Allocator, profile: ProfileDocument | None, free: Sequence[int], scale: Fraction
 ) -> dict[str, Any]:
-    """Return the fields of a `Room` that an allocator needs from a profile.
+    """Return the fields of an `AllocationProblem` that an allocator needs from a profile.
 
     Args:
         free: the layers to split over.

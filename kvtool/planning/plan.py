@@ -32,7 +32,7 @@ from kvtool.planning.held import (
     least_allowed,
 )
 from kvtool.planning.rocketkv import RocketKVPlan, nominal_storage, plan_rocketkv
-from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.table import spell_allocator
 from kvtool.policies.parts import Allocator
 
@@ -135,19 +135,19 @@ class _Drafts:
         window = None
         if policy is not None and policy.score.when == "prompt":
             window = policy.score.window
-        room = Room(
+        problem = AllocationProblem(
             total=total,
             lo=[min(least, layers.prompt_tokens)] * len(layers.free),
             hi=[layers.prompt_tokens] * len(layers.free),
             window=window,
             **evidence(self.allocator, self.profile, layers.free, scale),
         )
-        split = self.allocator.split(room)
+        split = self.allocator.split(problem)
         rocketkv, refused = _rocketkv(self, total // len(layers.free))
         document = PlanDocument(
             model=self.model,
             target=target,
-            layers=layers.plan(spell_allocator(self.allocator), room.lo[0], split),
+            layers=layers.plan(spell_allocator(self.allocator), problem.lo[0], split),
             rocketkv=rocketkv,
             policy=None if policy is None else str(policy),
         )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # splitting a budget over layers needs no torch
     from torch import Tensor
 
     from kvtool.maths.allocation import Allocation
-    from kvtool.policies.allocate.problem import Room
+    from kvtool.policies.allocate.problem import AllocationProblem
     from kvtool.policies.numbers import Count, State
     from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored
 
@@ -223,7 +223,7 @@ class Allocator:
         """Return what it is called in a policy string, where `d2o` is a base."""
         return "d2o-alloc" if self.name == "d2o" else self.name
 
-    def split(self, room: Room) -> Allocation:
+    def split(self, problem: AllocationProblem) -> Allocation:
         """Give every layer its tokens; they sum to the total wherever the limits allow it."""
         raise NotImplementedError
 

@@ -11,7 +11,7 @@ import kvtool
 from kvtool.errors import UsageError
 from kvtool.generation import compress, decode_step, prefill
 from kvtool.policies.allocate.d2o import D2O
-from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.pyramid import pyramid_line
 from kvtool.policies.allocate.split import Spread
 from tests.families import family_model
@@ -65,14 +65,14 @@ def column_variances(model, ids) -> list[float]:
 def test_d2o_splits_by_the_variance_of_the_prompts_attention(model, norm):
     ids = random_ids(70)
     policy = kvtool.parse_policy("streaming")
-    room = Room(
+    problem = AllocationProblem(
         total=LAYERS * 20,
         lo=[policy.least] * LAYERS,
         hi=[70] * LAYERS,
         variance=column_variances(model, ids),
         largest=[69] * LAYERS,
     )
-    expected = D2O(norm=norm).split(room).tokens
+    expected = D2O(norm=norm).split(problem).tokens
     cache, _ = filled(model, f"streaming+d2o-alloc(norm={norm})", 20, ids)
     assert cache.report().kept_per_layer == expected
     assert sum(expected) == LAYERS * 20

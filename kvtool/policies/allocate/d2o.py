@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
-from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.parts import Allocator
 
 _EPSILON = 1e-6  # of the min-max norm, as the authors' code has it
@@ -46,10 +46,10 @@ def normalise(variance: Sequence[float], largest: Sequence[float], norm: str) ->
     return list(variance)
 
 
-def split_by_density(room: Room, norm: str, temperature: float) -> Allocation:
+def split_by_density(problem: AllocationProblem, norm: str, temperature: float) -> Allocation:
     """Split by exp(-F / temperature), F brought to a scale by `norm`."""
-    exponents = normalise(room.variance, room.largest, norm)
-    return room.by_weight([-exponent / temperature for exponent in exponents])
+    exponents = normalise(problem.variance, problem.largest, norm)
+    return problem.by_weight([-exponent / temperature for exponent in exponents])
 
 
 def check_temperature(name: str, temperature: float) -> None:
@@ -84,8 +84,8 @@ class D2O(Allocator):
     def __post_init__(self) -> None:
         check_temperature(self.name, self.temperature)
 
-    def split(self, room: Room) -> Allocation:
-        return split_by_density(room, self.norm, self.temperature)
+    def split(self, problem: AllocationProblem) -> Allocation:
+        return split_by_density(problem, self.norm, self.temperature)
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class D2OExp(Allocator):
     def __post_init__(self) -> None:
         check_temperature(self.name, self.temperature)
 
-    def split(self, room: Room) -> Allocation:
-        return split_by_density(room, self.norm, self.temperature)
+    def split(self, problem: AllocationProblem) -> Allocation:
+        return split_by_density(problem, self.norm, self.temperature)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class D2OReciprocal(Allocator):
     paper: ClassVar = D2O.paper
     metric: ClassVar = D2O.metric
 
-    def split(self, room: Room) -> Allocation:
-        least = min((value for value in room.variance if value > 0), default=1.0)
+    def split(self, problem: AllocationProblem) -> Allocation:
+        least = min((value for value in problem.variance if value > 0), default=1.0)
         # a layer of no variance at all gets as much as the densest of the others
-        return room.by_weight([-math.log(max(value, least)) for value in room.variance])
+        return problem.by_weight([-math.log(max(value, least)) for value in problem.variance])

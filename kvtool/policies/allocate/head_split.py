@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.maths.allocation import Allocation
-from kvtool.policies.allocate.problem import Heads, Room
+from kvtool.policies.allocate.problem import AllocationProblem, Heads
 from kvtool.policies.parts import Allocator
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ class HeadSplit(Allocator):
     whole_prompt: ClassVar[bool] = True
     ranking: ClassVar[bool] = False
 
-    def split(self, room: Room) -> Allocation:
-        return room.by_weight([0.0] * room.layers)
+    def split(self, problem: AllocationProblem) -> Allocation:
+        return problem.by_weight([0.0] * problem.layers)
 
     def forecast(
         self, budget: int, prompt: int, kv_heads: int, place: tuple[int, int]

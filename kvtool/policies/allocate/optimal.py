@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
-from kvtool.policies.allocate.problem import ErrorCurves, Room
+from kvtool.policies.allocate.problem import AllocationProblem, ErrorCurves
 from kvtool.policies.parts import Allocator
 
 Point = tuple[int, float]
@@ -71,26 +71,26 @@ class Optimal(Allocator):
     paper: ClassVar = "-"
     metric: ClassVar = "output_error"
 
-    def split(self, room: Room) -> Allocation:
+    def split(self, problem: AllocationProblem) -> Allocation:
         """Give every layer its tokens.
 
         Raises:
             UsageError: the mean budget is below the smallest that was measured.
         """
-        curves = room.curves
+        curves = problem.curves
         smallest = curves.budgets[0]
-        mean = room.total / room.layers
-        if mean < min(smallest, *room.hi):
+        mean = problem.total / problem.layers
+        if mean < min(smallest, *problem.hi):
             raise UsageError(
                 f"allocator `{self.name}`: {mean:g} tokens per layer are fewer than {smallest}, "
                 "the smallest budget whose error the profile holds"
             )
         hulls = [
             _within(convex_hull(curve_points(curves, layer, most)), least)
-            for layer, (least, most) in enumerate(zip(room.lo, room.hi, strict=True))
+            for layer, (least, most) in enumerate(zip(problem.lo, problem.hi, strict=True))
         ]
-        possible = max(room.total, sum(hull[0][0] for hull in hulls))
-        return Allocation(least_error(hulls, min(possible, sum(room.hi))), room.total)
+        possible = max(problem.total, sum(hull[0][0] for hull in hulls))
+        return Allocation(least_error(hulls, min(possible, sum(problem.hi))), problem.total)
 
 
 def _within(hull: list[Point], least: int) -> list[Point]:

@@ -34,7 +34,7 @@ NOT_MEASURED = ErrorCurves((), ())
 
 
 @dataclass(frozen=True)
-class Room:
+class AllocationProblem:
     """A total to split over layers, for a prompt of a known length.
 
     Attributes:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
-from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.parts import Allocator
 from kvtool.policies.spelling import computed
 
@@ -68,12 +68,12 @@ class Pyramid(Allocator):
         if self.window is not None and self.window < 0:
             raise UsageError(f"{self.name}: window must be 0 or more, got {self.window}")
 
-    def split(self, room: Room) -> Allocation:
-        mean = room.total / room.layers
-        window = self._window(room)
-        line = pyramid_line(room.layers, mean, max(room.hi), window=window, beta=self.beta)
-        return room.by_weight([math.log(max(past + window, 1e-9)) for past in line])
+    def split(self, problem: AllocationProblem) -> Allocation:
+        mean = problem.total / problem.layers
+        window = self._window(problem)
+        line = pyramid_line(problem.layers, mean, max(problem.hi), window=window, beta=self.beta)
+        return problem.by_weight([math.log(max(past + window, 1e-9)) for past in line])
 
-    def _window(self, room: Room) -> int:
-        given = (self.window, room.window, _WINDOW)
+    def _window(self, problem: AllocationProblem) -> int:
+        given = (self.window, problem.window, _WINDOW)
         return next(window for window in given if window is not None)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.maths.allocation import Allocation
-from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.parts import Allocator
 
 _HALVINGS = 60  # of the decay's bracket
@@ -57,37 +57,37 @@ class Cosine(Allocator):
     name: ClassVar = "pyramidinfer"
     paper: ClassVar = "https://arxiv.org/abs/2405.12532"
 
-    def split(self, room: Room) -> Allocation:
-        line = self._kept(room, max(room.hi), 0.0)
-        if sum(line) <= room.total:
-            line = self._by_decay(room, max(room.hi))
+    def split(self, problem: AllocationProblem) -> Allocation:
+        line = self._kept(problem, max(problem.hi), 0.0)
+        if sum(line) <= problem.total:
+            line = self._by_decay(problem, max(problem.hi))
         else:
-            line = self._by_length(room, max(room.hi))
-        return room.by_weight([math.log(tokens) for tokens in line])
+            line = self._by_length(problem, max(problem.hi))
+        return problem.by_weight([math.log(tokens) for tokens in line])
 
-    def _kept(self, room: Room, n: int, decay: float) -> list[int]:
+    def _kept(self, problem: AllocationProblem, n: int, decay: float) -> list[int]:
         return kept_tokens(
-            n, room.layers, decay, recent_ratio=self.recent_ratio, min_context=self.min_context
+            n, problem.layers, decay, recent_ratio=self.recent_ratio, min_context=self.min_context
         )
 
-    def _by_decay(self, room: Room, n: int) -> list[int]:
+    def _by_decay(self, problem: AllocationProblem, n: int) -> list[int]:
         """The schedule of the largest decay that the total can pay for."""
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            if sum(self._kept(room, n, middle)) <= room.total:
+            if sum(self._kept(problem, n, middle)) <= problem.total:
                 low = middle
             else:
                 high = middle
-        return self._kept(room, n, low)
+        return self._kept(problem, n, low)
 
-    def _by_length(self, room: Room, n: int) -> list[int]:
+    def _by_length(self, problem: AllocationProblem, n: int) -> list[int]:
         """The steepest schedule, of the longest prompt that the total can pay for."""
         low, high = 1, n
         while high - low > 1:
             middle = (low + high) // 2
-            if sum(self._kept(room, middle, 0.0)) <= room.total:
+            if sum(self._kept(problem, middle, 0.0)) <= problem.total:
                 low = middle
             else:
                 high = middle
-        return self._kept(room, low, 0.0)
+        return self._kept(problem, low, 0.0)

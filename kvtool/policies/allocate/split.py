@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtool.errors import UsageError
-from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.parts import Allocator
 from kvtool.policies.policy import Policy
@@ -77,7 +77,7 @@ class AllocatedSplit:
         if spare >= 0:  # the prompt fits; what is generated grows alike
             return [tokens + spare // self.layers for tokens in held]
         score = self.policy.score
-        room = Room(
+        problem = AllocationProblem(
             total=total,
             lo=[min(self.policy.least, mean, tokens) for tokens in held],
             hi=held,
@@ -85,4 +85,4 @@ class AllocatedSplit:
             variance=spread.variance if spread else (),
             largest=spread.largest if spread else (),
         )
-        return self.allocator.split(room).tokens
+        return self.allocator.split(problem).tokens

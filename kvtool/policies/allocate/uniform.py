@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.maths.allocation import Allocation
-from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.parts import Allocator
 
 
@@ -17,5 +17,5 @@ class Uniform(Allocator):
     name: ClassVar = "uniform"
     paper: ClassVar = "-"
 
-    def split(self, room: Room) -> Allocation:
-        return room.by_weight([0.0] * room.layers)
+    def split(self, problem: AllocationProblem) -> Allocation:
+        return problem.by_weight([0.0] * problem.layers)

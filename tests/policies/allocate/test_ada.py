@@ -8,7 +8,7 @@ import torch
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.ada import Ada, _apportion, split_heads
-from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.problem import AllocationProblem
 from tests.reference.ada import apportion
 
 SCORES = [[0.6, 0.3, 0.25, 0.2, 0.02, 0.01], [0.1, 0.05, 0.04, 0.03, 0.02, 0.01]]
@@ -151,8 +151,8 @@ def test_a_whole_prompt_is_kept_whole():
 
 
 def test_layers_are_treated_alike():
-    room = Room(total=10, lo=[1] * 3, hi=[9] * 3)
-    assert Ada().split(room).tokens == [4, 3, 3]
+    problem = AllocationProblem(total=10, lo=[1] * 3, hi=[9] * 3)
+    assert Ada().split(problem).tokens == [4, 3, 3]
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])

@@ -8,7 +8,7 @@ import pytest
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.d2o import D2O, D2OExp, D2OReciprocal, normalise
-from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.pyramid import Pyramid, pyramid_line
 from kvtool.policies.allocate.uniform import Uniform
 
@@ -16,7 +16,9 @@ F = [2.0, 5.0, 300.0, 600.0]
 
 
 def d2o_room(share):
-    return Room(total=int(4000 * share), lo=[16] * 4, hi=[1000] * 4, variance=F, largest=[999] * 4)
+    return AllocationProblem(
+        total=int(4000 * share), lo=[16] * 4, hi=[1000] * 4, variance=F, largest=[999] * 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,12 +49,12 @@ def test_d2o_at_four_fifths_fills_layers_up_to_the_prompt(allocator, expected):
 
 
 def test_d2o_by_its_formula_where_no_limit_binds():
-    room = Room(total=800, lo=[0] * 4, hi=[1000] * 4, variance=F, largest=[999] * 4)
+    problem = AllocationProblem(total=800, lo=[0] * 4, hi=[1000] * 4, variance=F, largest=[999] * 4)
     parts = [math.exp(-value / 999) for value in F]
     shares = [800 * part / sum(parts) for part in parts]
     assert shares == pytest.approx([243.26, 242.53, 180.52, 133.69], abs=0.005)
     assert all(
-        abs(got - share) < 1 for got, share in zip(D2O().split(room).tokens, shares, strict=True)
+        abs(got - share) < 1 for got, share in zip(D2O().split(problem).tokens, shares, strict=True)
     )
 
 
@@ -72,9 +74,9 @@ def test_the_length_norm_is_1_where_one_token_draws_all():
 
 
 def test_layers_without_variance_do_not_break_the_reciprocal():
-    room = Room(total=100, lo=[1] * 3, hi=[99] * 3, variance=[0.0, 2.0, 4.0])
-    assert D2OReciprocal().split(room).tokens == [40, 40, 20]
-    flat = Room(total=99, lo=[1] * 3, hi=[99] * 3, variance=[0.0] * 3)
+    problem = AllocationProblem(total=100, lo=[1] * 3, hi=[99] * 3, variance=[0.0, 2.0, 4.0])
+    assert D2OReciprocal().split(problem).tokens == [40, 40, 20]
+    flat = AllocationProblem(total=99, lo=[1] * 3, hi=[99] * 3, variance=[0.0] * 3)
     assert D2OReciprocal().split(flat).tokens == [33] * 3
 
 
@@ -86,13 +88,13 @@ def test_a_temperature_that_means_nothing_is_refused(temperature):
 
 def test_pyramid_as_worked_out_by_hand():
     assert pyramid_line(4, 128, 4096, window=8, beta=20) == [234, 158, 82, 6]
-    room = Room(total=4 * 128, lo=[1] * 4, hi=[4096] * 4)
-    assert Pyramid(window=8).split(room).tokens == [242, 166, 90, 14]
+    problem = AllocationProblem(total=4 * 128, lo=[1] * 4, hi=[4096] * 4)
+    assert Pyramid(window=8).split(problem).tokens == [242, 166, 90, 14]
 
 
 def test_pyramid_spends_exactly_the_budget_over_32_layers():
-    room = Room(total=32 * 128, lo=[1] * 32, hi=[4096] * 32)
-    tokens = Pyramid(window=8).split(room).tokens
+    problem = AllocationProblem(total=32 * 128, lo=[1] * 32, hi=[4096] * 32)
+    tokens = Pyramid(window=8).split(problem).tokens
     assert sum(tokens) == 32 * 128
     assert (tokens[0], tokens[-1]) == (242, 14)
     assert tokens == sorted(tokens, reverse=True)
@@ -106,19 +108,19 @@ def test_pyramid_stops_at_the_prompt():
 
 @pytest.mark.parametrize("tokens", [129, 200, 239])
 def test_pyramid_is_uniform_for_prompts_of_less_than_twice_the_budget(tokens):
-    room = Room(total=4 * 128, lo=[1] * 4, hi=[tokens] * 4)
-    assert Pyramid(window=8).split(room).tokens == [128] * 4
+    problem = AllocationProblem(total=4 * 128, lo=[1] * 4, hi=[tokens] * 4)
+    assert Pyramid(window=8).split(problem).tokens == [128] * 4
 
 
 def test_pyramid_takes_the_window_of_the_policy():
-    room = Room(total=4 * 128, lo=[1] * 4, hi=[4096] * 4, window=32)
-    assert Pyramid().split(room).tokens == Pyramid(window=32).split(room).tokens
-    assert Pyramid().split(room).tokens != Pyramid(window=8).split(room).tokens
+    problem = AllocationProblem(total=4 * 128, lo=[1] * 4, hi=[4096] * 4, window=32)
+    assert Pyramid().split(problem).tokens == Pyramid(window=32).split(problem).tokens
+    assert Pyramid().split(problem).tokens != Pyramid(window=8).split(problem).tokens
 
 
 def test_pyramid_of_one_layer_and_of_a_budget_within_the_window():
-    assert Pyramid().split(Room(total=50, lo=[1], hi=[99])).tokens == [50]
-    small = Room(total=12, lo=[1] * 3, hi=[99] * 3)
+    assert Pyramid().split(AllocationProblem(total=50, lo=[1], hi=[99])).tokens == [50]
+    small = AllocationProblem(total=12, lo=[1] * 3, hi=[99] * 3)
     assert Pyramid(window=8).split(small).tokens == [4, 4, 4]
 
 
@@ -136,7 +138,7 @@ def test_every_split_spends_the_total_within_the_limits():
         least = rng.randint(1, 20)
         total = rng.randint(layers * least, layers * n)
         variance = [rng.choice([0.0, rng.random(), rng.expovariate(1) * n]) for _ in range(layers)]
-        room = Room(
+        problem = AllocationProblem(
             total=total,
             lo=[least] * layers,
             hi=[n] * layers,
@@ -144,6 +146,6 @@ def test_every_split_spends_the_total_within_the_limits():
             variance=variance,
             largest=[n - 1] * layers,
         )
-        split = allocator.split(room)
+        split = allocator.split(problem)
         assert (split.total, split.clamped) == (total, False)
         assert all(least <= tokens <= n for tokens in split.tokens)

@@ -8,7 +8,7 @@ import pytest
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.optimal import Optimal, convex_hull, curve_points
-from kvtool.policies.allocate.problem import ErrorCurves, Room
+from kvtool.policies.allocate.problem import AllocationProblem, ErrorCurves
 
 
 def interpolate(points, tokens):
@@ -58,50 +58,54 @@ def random_room(rng, *, convex):
             errors.append([rng.random() for _ in budgets])
     lo = [rng.randint(1, budgets[0]) for _ in range(layers)]
     total = rng.randint(layers * budgets[0], layers * n)
-    return Room(total=total, lo=lo, hi=[n] * layers, curves=ErrorCurves(budgets, errors))
+    return AllocationProblem(
+        total=total, lo=lo, hi=[n] * layers, curves=ErrorCurves(budgets, errors)
+    )
 
 
 @pytest.mark.parametrize("convex", [True, False])
 def test_no_split_has_less_error(convex):
     rng = random.Random(convex)
     for _ in range(150):
-        room = random_room(rng, convex=convex)
-        points = [curve_points(room.curves, layer, room.hi[0]) for layer in range(room.layers)]
-        split = Optimal().split(room)
-        assert split.total == room.total
-        least = [room.curves.budgets[0]] * room.layers
-        assert all(a <= x <= b for a, x, b in zip(least, split.tokens, room.hi, strict=True))
+        problem = random_room(rng, convex=convex)
+        points = [
+            curve_points(problem.curves, layer, problem.hi[0]) for layer in range(problem.layers)
+        ]
+        split = Optimal().split(problem)
+        assert split.total == problem.total
+        least = [problem.curves.budgets[0]] * problem.layers
+        assert all(a <= x <= b for a, x, b in zip(least, split.tokens, problem.hi, strict=True))
         value = partial(error_of, points, interpolate if convex else slow_hull)
         got = sum(value(i, tokens) for i, tokens in enumerate(split.tokens))
-        best = least_sum(value, room.total, least, room.hi)
+        best = least_sum(value, problem.total, least, problem.hi)
         assert got == pytest.approx(best, abs=1e-9)
 
 
 def test_all_layers_but_one_stand_on_a_measured_budget():
     rng = random.Random(7)
     for _ in range(100):
-        room = random_room(rng, convex=False)
-        corners = {*room.curves.budgets, room.hi[0]}
-        between = [t for t in Optimal().split(room).tokens if t not in corners]
+        problem = random_room(rng, convex=False)
+        corners = {*problem.curves.budgets, problem.hi[0]}
+        between = [t for t in Optimal().split(problem).tokens if t not in corners]
         assert len(between) <= 1
 
 
 def test_a_layer_that_gains_nothing_stays_small():
     curves = ErrorCurves([10, 20, 40], [[0.9, 0.5, 0.1], [0.01, 0.009, 0.008]])
-    room = Room(total=50, lo=[8, 8], hi=[1000, 1000], curves=curves)
-    assert Optimal().split(room).tokens == [40, 10]
+    problem = AllocationProblem(total=50, lo=[8, 8], hi=[1000, 1000], curves=curves)
+    assert Optimal().split(problem).tokens == [40, 10]
 
 
 def test_the_lower_limit_is_kept_where_it_binds():
     curves = ErrorCurves([10, 20, 40], [[0.9, 0.5, 0.1], [0.01, 0.009, 0.008]])
-    room = Room(total=50, lo=[16, 16], hi=[1000, 1000], curves=curves)
-    assert Optimal().split(room).tokens == [34, 16]
+    problem = AllocationProblem(total=50, lo=[16, 16], hi=[1000, 1000], curves=curves)
+    assert Optimal().split(problem).tokens == [34, 16]
 
 
 def test_a_short_prompt_is_kept_whole_and_a_total_beyond_it_is_cut():
     curves = ErrorCurves([10, 20], [[0.9, 0.5], [0.8, 0.1]])
     for total in (16, 40):
-        split = Optimal().split(Room(total=total, lo=[1, 1], hi=[8, 8], curves=curves))
+        split = Optimal().split(AllocationProblem(total=total, lo=[1, 1], hi=[8, 8], curves=curves))
         assert split.tokens == [8, 8]
         assert split.clamped == (total == 40)
 
@@ -109,7 +113,7 @@ def test_a_short_prompt_is_kept_whole_and_a_total_beyond_it_is_cut():
 def test_an_unmeasured_small_budget_is_refused():
     curves = ErrorCurves([10, 20], [[0.9, 0.5], [0.8, 0.1]])
     with pytest.raises(UsageError, match=r"9.5 tokens per layer are fewer than 10"):
-        Optimal().split(Room(total=19, lo=[1, 1], hi=[80, 80], curves=curves))
+        Optimal().split(AllocationProblem(total=19, lo=[1, 1], hi=[80, 80], curves=curves))
 
 
 def test_the_hull_skips_what_lies_above_it():

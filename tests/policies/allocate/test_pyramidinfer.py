@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from kvtool.policies.allocate.problem import Room
+from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.pyramidinfer import Cosine, kept_tokens
 
 
 def split(n, layers, mean, min_context=64):
-    room = Room(total=mean * layers, lo=[7] * layers, hi=[n] * layers)
-    return Cosine(recent_ratio=0.2, min_context=min_context).split(room).tokens
+    problem = AllocationProblem(total=mean * layers, lo=[7] * layers, hi=[n] * layers)
+    return Cosine(recent_ratio=0.2, min_context=min_context).split(problem).tokens
 
 
 def test_the_worked_examples():
