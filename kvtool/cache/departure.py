@@ -36,8 +36,8 @@ def part_block(
     """
     keys, values = (take(tensor, chosen) for tensor in slots)
     kept_state = {name: number.gather(2, chosen) for name, number in state.items()}
-    fate = layer.policy.fate
-    if fate is not None:
+    on_evict = layer.policy.on_evict
+    if on_evict is not None:
         split = layer.head_budgets
         least = layer.least if split is None else int(split.min())
         gone, gone_positions = _leaving(view.positions, chosen, positions, least)
@@ -86,10 +86,10 @@ def part_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
     Args:
         tokens_seen: tokens of each row so far.
     """
-    fate = layer.policy.fate
-    if fate is None:
+    on_evict = layer.policy.on_evict
+    if on_evict is None:
         return
-    if isinstance(fate, Merging):
+    if isinstance(on_evict, Merging):
         layer.own()
     used = slice(0, layer.used)
     gone = layer.pending[..., None]
@@ -117,7 +117,7 @@ def _hand_over(layer: SlotLayer, leaving: Departure) -> None:
     if layer.calibration is not None:
         layer.calibration.set_aside(leaving)
     else:
-        layer.policy.fate.absorb(layer.memory, leaving)
+        layer.policy.on_evict.absorb(layer.memory, leaving)
 
 
 def close_ranks(state: State, positions: Tensor, chosen: Tensor) -> None:

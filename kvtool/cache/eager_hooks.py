@@ -68,7 +68,7 @@ def _before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] 
     layer: SlotLayer = cache.layers[module.layer_idx]
     if layer.calibration is not None:
         raise KvtoolError(
-            f"`{layer.policy.fate.name}` compares queries, "
+            f"`{layer.policy.on_evict.name}` compares queries, "
             f"and the eager attention of `{cache.config.model_type}` does not show them"
         )
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]

@@ -255,16 +255,16 @@ class _Check:
             if turns and not torch.equal(number, number.round()):
                 raise self.bad(f"{name}.state.{key}", "holds parts of a position")
         self._check_budget(layer, name, positions)
-        fate = layer.policy.fate
-        if isinstance(fate, Merging):
-            for key, start in fate.start(batch, heads, torch.device("cpu")).items():
+        on_evict = layer.policy.on_evict
+        if isinstance(on_evict, Merging):
+            for key, start in on_evict.start(batch, heads, torch.device("cpu")).items():
                 kind = f"{name}.memory.{key}"
                 found = self.left.get(kind)
                 if found is not None and start.isnan().all():  # which stands for: none yet
                     self.left[kind] = found.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
                 self.take(kind, tuple(start.shape), start.dtype)
-        if isinstance(fate, CaliDrop):
-            self._check_calibration(f"{name}.calibration", fate, shape)
+        if isinstance(on_evict, CaliDrop):
+            self._check_calibration(f"{name}.calibration", on_evict, shape)
         if layer.policy.selects_only and layer.window is None and f"{name}.marked" in self.left:
             marked = self.take(f"{name}.marked", (batch, heads, None), _PLACES, -1, self.seen - 1)
             self._check_ascending(f"{name}.marked", marked)
@@ -314,7 +314,7 @@ class _Check:
         if fixed and (budget != cache.budget.tokens).any():
             raise self.bad(f"{name}.budget", f"is not the cache's budget {cache.budget}")
 
-    def _check_calibration(self, name: str, fate: CaliDrop, shape: LayerShapes) -> None:
+    def _check_calibration(self, name: str, on_evict: CaliDrop, shape: LayerShapes) -> None:
         """Check what a layer has set aside; nothing, or all of it."""
         batch, kv_heads, dims = self.batch, shape.key.shape[1], (shape.key, shape.value)
         config = self.model.config.get_text_config(decoder=True)
@@ -325,7 +325,7 @@ class _Check:
             self.take(f"{name}.memory.{key}", sizes, torch.float32, unknown=key == "lse")
         for key in _COUNTED:
             self.take(f"{name}.memory.{key}", (batch, heads), torch.float32, 0)
-        form = {"bf16": torch.bfloat16, "int8": torch.int8}.get(fate.store, shape.key.dtype)
+        form = {"bf16": torch.bfloat16, "int8": torch.int8}.get(on_evict.store, shape.key.dtype)
         for place in ("shelf", "gathered"):
             if not any(each.startswith(f"{name}.store.{place}.") for each in self.left):
                 continue
@@ -333,7 +333,7 @@ class _Check:
             parts = []
             for one in dims:
                 parts.append((one.shape[-1], form if packed else one.dtype))
-                if packed and fate.store == "int8":
+                if packed and on_evict.store == "int8":
                     parts.append((1, torch.float32))
             first = self.left.get(f"{name}.store.{place}.0")
             slots = first.shape[2] if first is not None and first.dim() == 4 else None

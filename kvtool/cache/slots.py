@@ -134,8 +134,8 @@ class SlotLayer(CacheLayerMixin):
         self.head_budgets: Tensor | None = None
         self.memory: State = {}
         self.calibration: Calibration | None = None
-        if isinstance(self.policy.fate, CaliDrop):
-            self.calibration = Calibration(self.policy.fate)
+        if isinstance(self.policy.on_evict, CaliDrop):
+            self.calibration = Calibration(self.policy.on_evict)
         self.reading: list[Reading] | None = None
         self.marked: Tensor | None = None
         self.tail: tuple[Tensor, Tensor] | None = None
@@ -154,9 +154,9 @@ class SlotLayer(CacheLayerMixin):
             name: _zeros(key_states, (batch, heads, 0), torch.float32)
             for name in self.policy.statistics
         }
-        if isinstance(self.policy.fate, Merging):
+        if isinstance(self.policy.on_evict, Merging):
             with torch.inference_mode(False):
-                self.memory = self.policy.fate.start(batch, heads, self.device)
+                self.memory = self.policy.on_evict.start(batch, heads, self.device)
         self.is_initialized = True
 
     def get_seq_length(self) -> int | Tensor:

@@ -54,7 +54,7 @@ def attend(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
         KvtoolError: evicted tokens should be merged or kept aside, or a reader chooses keys, and
             the model stores latents.
     """
-    for part in (layer.reader, layer.policy.fate):
+    for part in (layer.reader, layer.policy.on_evict):
         if part is not None and call.key is not call.raw_key:
             raise KvtoolError(
                 f"`{part.name}` needs keys that are stored as they are attended, "

@@ -167,9 +167,9 @@ def _free(
         heads = policy.head_split.forecast(budget.tokens, text.prompt, layer.kv_heads, place)
     slots = sum(_held(policy, tokens, text) for tokens in heads)
     held = slots * _slot(layer, len(policy.statistics)) // layer.kv_heads
-    if policy.fate is not None:
+    if policy.on_evict is not None:
         evicts = policy.score.when == "always" and text.new > 0 and text.full > budget.tokens
-        held += policy.fate.held_bytes(layer, evicts)
+        held += policy.on_evict.held_bytes(layer, evicts)
     if not reads:
         read = sum(min(_read(policy, tokens, text), text.last) for tokens in heads)
         return held, read * layer.token_bytes

@@ -91,11 +91,15 @@ class Policy:
             )
         if self.evicted is not None:
             self._check_evicted(self.evicted)
-        if self.fate is not None and self.head_split is not None and self.score.when == "always":
+        if (
+            self.on_evict is not None
+            and self.head_split is not None
+            and self.score.when == "always"
+        ):
             raise UsageError(
-                f"`{self.fate.name}` cannot follow heads of unequal counts while they decode, as "
+                f"`{self.on_evict.name}` cannot follow heads of unequal counts while they decode, as "
                 f"`{self.score.name}` with `{self.head_split.modifier}` has them",
-                hint=f"put it on a policy that cuts a prompt: adakv+{self.fate.name}",
+                hint=f"put it on a policy that cuts a prompt: adakv+{self.on_evict.name}",
             )
         for name in ("statistics", "columns", "needs_all_rows"):  # and what they follow from
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
@@ -152,8 +156,8 @@ class Policy:
                 f"and the tables of `{self.read.name}` only grow",
                 hint="readers go on scores that keep everything or cut prompts, such as snapkv",
             )
-        if self.fate is not None:
-            raise UsageError(f"`{self.fate.name}` and `{self.read.name}` do not go together")
+        if self.on_evict is not None:
+            raise UsageError(f"`{self.on_evict.name}` and `{self.read.name}` do not go together")
         if self.head_split is not None:
             raise UsageError(f"`{self.read.name}` needs KV heads that hold equally many tokens")
         if self.score.when == "prompt" and self.read.k is None:
@@ -192,7 +196,7 @@ class Policy:
     @property
     def selects_only(self) -> bool:
         """Whether evicted tokens stay stored, and only the reader passes over them."""
-        return isinstance(self.fate, SelectOnly)
+        return isinstance(self.on_evict, SelectOnly)
 
     @property
     def stores_all(self) -> bool:
@@ -222,14 +226,14 @@ class Policy:
         return split if isinstance(split, HeadSplit) else None
 
     @property
-    def fate(self) -> Evicted | None:
+    def on_evict(self) -> Evicted | None:
         """What becomes of the tokens that leave; None: they are gone."""
         return self.score.evicted if self.evicted is None else self.evicted
 
     @cached_property
     def statistics(self) -> tuple[str, ...]:
         """Names of the float32 numbers beside each slot."""
-        own = () if self.fate is None else self.fate.statistics
+        own = () if self.on_evict is None else self.on_evict.statistics
         turn = (TURN,) if self.score.positions == "cache" else ()
         return tuple(dict.fromkeys(self.score.statistics + own + turn))
 
@@ -237,7 +241,7 @@ class Policy:
     def columns(self) -> tuple[str, ...]:
         """Which of the numbers beside the slots are columns of attention, summed over all rows."""
         own = set(self.score.statistics)
-        summed = set() if self.fate is None else set(self.fate.statistics) - own
+        summed = set() if self.on_evict is None else set(self.on_evict.statistics) - own
         if self.ranking.evidence is Evidence.COLUMNS:
             summed |= own
         return tuple(name for name in COLUMNS if name in summed)

@@ -159,7 +159,7 @@ def test_latents_and_sliding_layers():
     model = kvtool.attach(family_model("gemma3"))
     cache, _ = fed(model, "d2o", 20, random_ids(60))
     assert [bool(layer.memory) for layer in cache.layers] == [False, True, False, True]
-    assert [layer.policy.fate is None for layer in cache.layers] == [True, False, True, False]
+    assert [layer.policy.on_evict is None for layer in cache.layers] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(

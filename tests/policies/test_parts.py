@@ -70,4 +70,4 @@ def test_nothing_is_kept_for_a_reader_that_is_not_there():
     for score in (SnapKV(), H2O()):
         with pytest.raises(UsageError, match="needs a score that comes with a reader"):
             Policy(score, evicted=SelectOnly())
-    assert Policy(RocketKVMT()).fate == SelectOnly()
+    assert Policy(RocketKVMT()).on_evict == SelectOnly()
