@@ -8,7 +8,7 @@ from torch import Tensor
 from kvtool.cache.slots import SlotLayer, take
 from kvtool.policies.evicted.eviction import Departure
 from kvtool.policies.evicted.merging import Merging
-from kvtool.policies.numbers import TURN, Count, State
+from kvtool.policies.numbers import SHIFT, Count, State
 from kvtool.policies.parts import SlotView
 
 
@@ -128,9 +128,9 @@ def close_ranks(state: State, positions: Tensor, chosen: Tensor) -> None:
         positions: (batch, kv_heads, slots) of all, in ascending position, -1 = empty.
         chosen: (batch, kv_heads, kept) indices of those that stay, in ascending position.
     """
-    if TURN in state:
+    if SHIFT in state:
         before = ((positions >= 0).cumsum(-1) - 1).gather(2, chosen)
-        state[TURN].add_(torch.arange(chosen.shape[2], device=chosen.device) - before)
+        state[SHIFT].add_(torch.arange(chosen.shape[2], device=chosen.device) - before)
 
 
 def close_rank(state: State, positions: Tensor, victim: Tensor) -> None:
@@ -141,6 +141,6 @@ def close_rank(state: State, positions: Tensor, victim: Tensor) -> None:
         positions: (batch, kv_heads, slots), in any order, -1 = empty.
         victim: (batch, kv_heads) index of a slot; nothing moves where it is empty.
     """
-    if TURN in state:
+    if SHIFT in state:
         gone = positions.gather(2, victim[..., None])
-        state[TURN].sub_(((positions > gone) & (gone >= 0)).float())
+        state[SHIFT].sub_(((positions > gone) & (gone >= 0)).float())

@@ -21,7 +21,7 @@ from kvtool.cache.slots import SlotLayer
 from kvtool.errors import KvtoolError
 from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop
 from kvtool.policies.evicted.merging import Merging
-from kvtool.policies.numbers import TURN
+from kvtool.policies.numbers import SHIFT
 from kvtool.sizes import MOST_TOKENS
 
 _TEXTS = ("policy", "budget", "prefill", "model", "config_hash", "weights", "kvtool")
@@ -247,7 +247,7 @@ class _Check:
         )
         self._check_positions(f"{name}.positions", positions)
         for key in layer.policy.statistics:
-            turns = key == TURN
+            turns = key == SHIFT
             low = -MOST_TOKENS if turns else 0
             number = self.take(
                 f"{name}.state.{key}", (batch, heads, slots), torch.float32, low, MOST_TOKENS

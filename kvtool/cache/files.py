@@ -35,7 +35,7 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.policies.allocate.split import Spread
 from kvtool.policies.grammar import read_spelling
-from kvtool.policies.numbers import TURN
+from kvtool.policies.numbers import SHIFT
 
 _KIND, _VERSION = "kvtool.cache", "1"
 
@@ -311,8 +311,8 @@ def _fill_slots(
     layer.budget = layer.most if layer.least == layer.most else own["budget"][:, None, None]
     state = {key: own[f"state.{key}"] for key in layer.state}
     layer.memory |= _below(own, "memory.")
-    if TURN in state:
-        layer.reach = int(state[TURN].abs().max())
+    if SHIFT in state:
+        layer.reach = int(state[SHIFT].abs().max())
     layer.replace(own["keys"], own["values"], own["positions"].to(torch.int32), state)
     layer.marked = own.get("marked")
     layer.seen = seen

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvtool.cache.eviction import Block
 from kvtool.cache.kernels import Call
 from kvtool.cache.slots import SlotLayer
-from kvtool.policies.numbers import TURN, Count
+from kvtool.policies.numbers import SHIFT, Count
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def turn_block(layer: SlotLayer, call: Call, block: Block) -> Call:
     held: Count = kept
     if kept and layer.ragged:
         held = (block.view.positions[:, :, :kept] >= 0).sum(-1, keepdim=True)
-    turns, late = block.state[TURN], _late(call, held)
+    turns, late = block.state[SHIFT], _late(call, held)
     reach = _reach(layer, call, kept + call.q_len)
     old, new, query = call.key[:, :, :kept], call.key[:, :, kept:], call.query
     if late is not None:
@@ -49,7 +49,7 @@ def turn_decoded(layer: SlotLayer, call: Call) -> Call:
     held: Count = layer.used - 1
     if layer.ragged:
         held = (layer.positions[:, :, : layer.used] >= 0).sum(-1, keepdim=True) - 1
-    turns, late = layer.state[TURN][:, :, : layer.used], _late(call, held)
+    turns, late = layer.state[SHIFT][:, :, : layer.used], _late(call, held)
     reach, query = _reach(layer, call, layer.used), call.query
     if late is not None:
         if layer.written is None:

@@ -10,7 +10,7 @@ from kvtool.maths.columns import COLUMNS, add_columns
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.evicted.select_only import SelectOnly
-from kvtool.policies.numbers import TURN, State
+from kvtool.policies.numbers import SHIFT, State
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Read, Rescore, Score, SlotView
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, part_name, spell_settings
@@ -234,7 +234,7 @@ class Policy:
     def statistics(self) -> tuple[str, ...]:
         """Names of the float32 numbers beside each slot."""
         own = () if self.on_evict is None else self.on_evict.statistics
-        turn = (TURN,) if self.score.positions == "cache" else ()
+        turn = (SHIFT,) if self.score.positions == "cache" else ()
         return tuple(dict.fromkeys(self.score.statistics + own + turn))
 
     @cached_property

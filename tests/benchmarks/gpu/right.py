@@ -32,7 +32,7 @@ from tests.cache.split_model import policies
 from tests.models_for_tests import peaky_model, random_ids
 
 TITLE = "kept and said as on the CPU in float32"
-BUDGET, PROMPT, NEW, TURN = 24, 61, 6, 13
+BUDGET, PROMPT, NEW, SHIFT = 24, 61, 6, 13
 PADDING = 17
 LOGITS = 1e-3  # of float32, beside the CPU's
 HALVES = 0.1  # of the norm of the logits, of bfloat16; 0.036 on a CPU
@@ -109,7 +109,7 @@ def model_on(device: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel
 def padded_turns(model: PreTrainedModel, policy: str, mode: str) -> Run:
     """Two rows, one of them padded, and a second turn."""
     cache, run = build(model, policy, mode), Run()
-    for turn, length in enumerate((PROMPT, TURN)):
+    for turn, length in enumerate((PROMPT, SHIFT)):
         ids = random_ids(length, seed=turn, batch=2).to(model.device)
         mask = torch.ones_like(ids)
         mask[1, : PADDING if turn == 0 else 0] = 0
@@ -129,7 +129,7 @@ def saved(model: PreTrainedModel, policy: str, mode: str) -> Run:
         kvtool.save_cache(cache, path, model=model)
         cache = kvtool.load_cache(path, model)
     _decode(model, cache, run)
-    run.note(cache, prefill(model, cache, random_ids(TURN, seed=1).to(model.device)))
+    run.note(cache, prefill(model, cache, random_ids(SHIFT, seed=1).to(model.device)))
     _decode(model, cache, run)
     return run
 
