@@ -56,7 +56,7 @@ class Budgets:
         self.reads: ReadBudgets | None = None
         if policy.reader is not None:
             self.reads = ReadBudgets(policy, budget, plan, self._tokens, self._reserved, self._free)
-        self._plan, self._planned = plan, plan is not None and not policy.reads_budget
+        self._plan, self._planned = plan, plan is not None and not policy.budget_is_traffic
         if self._planned:
             self._split = PlannedSplit(plan)
         elif policy.allocator is not None and self._free:
@@ -139,7 +139,7 @@ class Budgets:
         if self.reads is not None:
             lengths = lengths or self._count(layer, positions, q_len)
             self.reads.end_prompt(lengths)
-        if self.policy.reads_budget:
+        if self.policy.budget_is_traffic:
             if self.policy.two_stages:
                 rows = [self.reads.stored(layer, length) for length in lengths]
                 self._set_rows(layer, rows, q_len)

@@ -310,7 +310,7 @@ class _Check:
             raise self.bad(f"{name}.positions", "lacks tokens, and its policy keeps all")
         fixed = cache.budget is not None and cache.budget.tokens is not None
         own = cache.plan is not None or cache.policy.allocator is not None
-        fixed = fixed and layer.window is None and not own and not cache.policy.reads_budget
+        fixed = fixed and layer.window is None and not own and not cache.policy.budget_is_traffic
         if fixed and (budget != cache.budget.tokens).any():
             raise self.bad(f"{name}.budget", f"is not the cache's budget {cache.budget}")
 

@@ -63,7 +63,7 @@ class ReadBudgets:
 
     def pairs(self, layer: SlotLayer, length: int) -> int:
         """What a step may read of a row, its prompt being so long."""
-        if not self.policy.reads_budget:
+        if not self.policy.budget_is_traffic:
             return self.policy.reader.k * self.policy.reader.share
         stages = self.stages(length)
         if stages is not None:
@@ -76,7 +76,7 @@ class ReadBudgets:
 
     def stages(self, length: int) -> PlannedStages | None:
         """What a plan says of RocketKV's stages; None: no plan, or a reader without them."""
-        if self.plan is None or not (self.policy.reads_budget and self.policy.reader.planned):
+        if self.plan is None or not (self.policy.budget_is_traffic and self.policy.reader.planned):
             return None
         if length not in self._stages:
             window = self.policy.score.window if self.policy.two_stages else 1
@@ -100,7 +100,7 @@ class ReadBudgets:
         Args:
             stored: tokens that the row held when its prompt ended.
         """
-        length = self.end(row) if self.policy.reads_budget else stored
+        length = self.end(row) if self.policy.budget_is_traffic else stored
         pairs, head_dim = self.pairs(layer, length), layer.keys.shape[-1]
         planned = self.stages(length)
         reader = sized_reader(

@@ -39,7 +39,7 @@ def bytes_held(config: Any, dtype: str, arm: Arm, prompt: int) -> int:
     if arm.budget is not None:
         kept = _tokens(arm, model_shape(config, name="", dtype=dtype), sizes, prompt)
         _check(arm, kept, prompt)
-        if arm.policy.reads_budget:
+        if arm.policy.budget_is_traffic:
             kept = _stored_of_read(arm, kept, prompt)
     widths = [None if width is None else width - 1 for width in layer_kinds(text)[1]]
     return cache_bytes(sizes, [kept if width is None else width for width in widths], prompt)

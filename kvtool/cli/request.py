@@ -280,7 +280,7 @@ def choose_policy(
         return chosen, size
     if size is None:
         size = DEFAULT_BUDGET
-        unit = "pairs of key and value that a token reads" if chosen.reads_budget else "tokens"
+        unit = "pairs of key and value that a token reads" if chosen.budget_is_traffic else "tokens"
         terminal.note(f"budget: {size} {unit} per layer and KV head")
     if size.tokens is not None:
         chosen.check_budget(size.tokens)
@@ -302,7 +302,7 @@ def _take_plan(
     from kvtool.planning.run import check_run
 
     budget = plan.target.budget
-    if not policy.reads_budget:
+    if not policy.budget_is_traffic:
         policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
         terminal.note(f"budget: as planned, {budget} split by {plan.layers.allocator}")
     elif policy.reader.planned and plan.rocketkv is not None:

@@ -84,7 +84,7 @@ def make_arms(
             arms.append(Arm(policy, None, prefill))
             continue
         if plan is not None:
-            if not policy.reads_budget:
+            if not policy.budget_is_traffic:
                 policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
             text = json.dumps(plan.to_data(), sort_keys=True)
             arms.append(Arm(policy, plan.target.budget, prefill, text))

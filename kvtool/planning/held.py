@@ -75,7 +75,7 @@ def even_budgets(
     from kvtool.planning.traffic import sized_reader, tokens_left
 
     stored, pairs, length = min(tokens, text.prompt), tokens, text.prompt
-    if policy.reads_budget:
+    if policy.budget_is_traffic:
         stored = tokens_left(policy, pairs, text.prompt, text.new)
     else:
         pairs, length = policy.reader.k * policy.reader.share, stored
@@ -103,11 +103,11 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
 
     new, head_dim, budgets = plan.target.max_new_tokens, plan.model.head_dim, []
     planned = None
-    if policy.reads_budget and policy.reader.planned:
+    if policy.budget_is_traffic and policy.reader.planned:
         planned = planned_stages(plan, n, policy.score.window if policy.two_stages else 1)
     for place, count in enumerate(free):
         stored, pairs, length = min(count, n), count, n
-        if not policy.reads_budget:
+        if not policy.budget_is_traffic:
             pairs, length = policy.reader.k * policy.reader.share, stored
         elif planned is None:
             stored = tokens_left(policy, pairs, n, new)
@@ -132,7 +132,7 @@ def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
     split = parse_allocator(plan.layers.allocator)
     if not isinstance(split, HeadSplit) or policy.head_split is not None:
         return policy
-    keeps_equal = policy.score.when == "never" or policy.reads_budget
+    keeps_equal = policy.score.when == "never" or policy.budget_is_traffic
     return policy if keeps_equal else replace(policy, heads=split)
 
 
@@ -197,7 +197,7 @@ def tokens_for_bytes(
 
     def needed(tokens: int) -> int:
         longer = text
-        if not policy.reads_budget:  # the budget holds for any text, with every window full
+        if not policy.budget_is_traffic:  # the budget holds for any text, with every window full
             longer = replace(text, prompt=max(text.prompt, tokens, widest))
         return forecast(
             policy, layers, even_budgets(policy, tokens, layers, longer), longer

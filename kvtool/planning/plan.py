@@ -315,7 +315,7 @@ def _counted(tokens: int) -> str:
 def _rocketkv(drafts: _Drafts, budget: int) -> tuple[RocketKVSection | None, list[str]]:
     """Return RocketKV's section, or why there is none; a plan for RocketKV itself needs one."""
     model, policy = drafts.model, drafts.policy
-    asked = policy is not None and policy.reads_budget and policy.reader.planned
+    asked = policy is not None and policy.budget_is_traffic and policy.reader.planned
     try:
         if model.dtype in DTYPE_BYTES and drafts.layers.per_token != (
             2 * model.kv_heads * model.head_dim * DTYPE_BYTES[model.dtype]
@@ -334,7 +334,7 @@ def _plan_rocketkv(drafts: _Drafts, budget: int) -> RocketKVPlan:
     policy, options = drafts.policy, {}
     if policy is not None and policy.two_stages:
         options = {"window": policy.score.window, "split": policy.score.split}
-    elif policy is not None and policy.reads_budget and policy.reader.planned:
+    elif policy is not None and policy.budget_is_traffic and policy.reader.planned:
         options = {"window": 0, "split": 0.0}
     target = drafts.target
     return plan_rocketkv(

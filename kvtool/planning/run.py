@@ -115,7 +115,7 @@ def check_run(plan: PlanDocument, policy: Policy, dtype: str | None = None) -> l
 
 
 def _goes_by_stages(policy: Policy) -> bool:
-    return policy.reads_budget and policy.reader.planned
+    return policy.budget_is_traffic and policy.reader.planned
 
 
 def _held(plan: PlanDocument, policy: Policy, dtype: str | None, text: Text | None = None) -> int:

@@ -179,7 +179,7 @@ class Policy:
         return self.score.reader if self.read is None else self.read
 
     @property
-    def reads_budget(self) -> bool:
+    def budget_is_traffic(self) -> bool:
         """Whether the budget is what a decode step reads, and not what is stored."""
         if self.reader is None or self.score.when == "always":
             return False
@@ -191,7 +191,7 @@ class Policy:
 
         What is stored of a prompt is known once all of it is there, so it is cut at its end.
         """
-        return self.reads_budget and self.score.when == "prompt"
+        return self.budget_is_traffic and self.score.when == "prompt"
 
     @property
     def selects_only(self) -> bool:
@@ -201,7 +201,7 @@ class Policy:
     @property
     def stores_all(self) -> bool:
         """Whether nothing leaves, and the budget only bounds what is read."""
-        return self.reads_budget and (self.score.when == "never" or self.selects_only)
+        return self.budget_is_traffic and (self.score.when == "never" or self.selects_only)
 
     @property
     def takes_budget(self) -> bool:
@@ -273,7 +273,7 @@ class Policy:
         if tokens < 1:
             raise UsageError(f"budget must be 1 token or more, got {tokens}")
         least = 1 if self.reader is None else self.reader.least
-        if self.reads_budget and tokens < least:
+        if self.budget_is_traffic and tokens < least:
             raise UsageError(f"{self.name} needs a budget of {least} or more, got {tokens}")
         reserved = {name: count for name, count in self.score.reserved(tokens).items() if count}
         total = sum(reserved.values())
@@ -285,7 +285,7 @@ class Policy:
     @property
     def least(self) -> int:
         """The smallest budget that an allocator may give to a layer of a longer prompt."""
-        reader = self.reader if self.reads_budget else None
+        reader = self.reader if self.budget_is_traffic else None
         tokens = self.score.least if reader is None else reader.least
         while (reserved := sum(self.score.reserved(tokens).values())) >= tokens:
             tokens = reserved + 1  # what is reserved never falls with the budget

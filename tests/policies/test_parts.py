@@ -60,7 +60,7 @@ def test_no_flag_is_for_one_policy_alone():
     ids=str,
 )
 def test_parts_tell_what_the_budget_bounds(policy, traffic, two_stages, selects, stores_all):
-    assert policy.reads_budget is traffic
+    assert policy.budget_is_traffic is traffic
     assert policy.two_stages is two_stages
     assert policy.selects_only is selects
     assert policy.stores_all is stores_all
