@@ -176,7 +176,7 @@ def leave_block(
         return None
     victims = at_least_zero(view.held - layer.budget)
     importance, protected = judge(layer, view, block.state, rows, victims)
-    if layer.policy.selects_only:
+    if layer.policy.select_only:
         slots = min(layer.most, view.positions.shape[2])
         layer.marked = keep_top(importance, view.positions, layer.budget, protected, slots)[1]
         store_block(layer, block, raw_key, raw_value)

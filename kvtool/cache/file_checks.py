@@ -265,7 +265,7 @@ class _Check:
                 self.take(kind, tuple(start.shape), start.dtype)
         if isinstance(on_evict, CaliDrop):
             self._check_calibration(f"{name}.calibration", on_evict, shape)
-        if layer.policy.selects_only and layer.window is None and f"{name}.marked" in self.left:
+        if layer.policy.select_only and layer.window is None and f"{name}.marked" in self.left:
             marked = self.take(f"{name}.marked", (batch, heads, None), _PLACES, -1, self.seen - 1)
             self._check_ascending(f"{name}.marked", marked)
 

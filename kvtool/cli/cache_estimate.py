@@ -74,7 +74,7 @@ def _stored_of_read(arm: Arm, pairs: int, prompt: int) -> int:
     """Return what is stored of a prompt where the budget is what a decoded token reads."""
     from kvtool.planning.traffic import tokens_left
 
-    if arm.policy.selects_only:
+    if arm.policy.select_only:
         return prompt
     return tokens_left(arm.policy, pairs, prompt, 0)
 

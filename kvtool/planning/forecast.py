@@ -173,7 +173,7 @@ def _free(
     if not reads:
         read = sum(min(_read(policy, tokens, text), text.last) for tokens in heads)
         return held, read * layer.token_bytes
-    if policy.selects_only and budget.tokens < text.prompt:
+    if policy.select_only and budget.tokens < text.prompt:
         held += budget.tokens * layer.kv_heads * _NUMBER  # positions of what is chosen from
         held += (budget.tokens + text.new) * layer.kv_heads * _INDEX
     tables, read = _reading(layer, budget, text)
@@ -198,7 +198,7 @@ def _held(policy: Policy, tokens: int, text: Text) -> int:
     """Return the slots of a head when all has been fed."""
     if policy.score.when == "always":
         return _slots(tokens, text)
-    stored = text.prompt if policy.score.when == "never" or policy.selects_only else tokens
+    stored = text.prompt if policy.score.when == "never" or policy.select_only else tokens
     return min(stored, text.prompt) + text.new
 
 

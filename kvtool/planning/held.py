@@ -79,7 +79,7 @@ def even_budgets(
         stored = tokens_left(policy, pairs, text.prompt, text.new)
     else:
         pairs, length = policy.reader.k * policy.reader.share, stored
-    at_end = text.prompt if policy.selects_only else stored
+    at_end = text.prompt if policy.select_only else stored
     reader = sized_reader(policy, pairs, length, at_end, free[0].key_dim, text.new)
     return [LayerBudget(stored, pairs, reader)] * len(free)
 
@@ -114,7 +114,7 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
         else:
             pairs = planned.token_budget
             stored = min(n, planned.kept[place]) if policy.two_stages else n
-        at_end = n if policy.selects_only else stored
+        at_end = n if policy.select_only else stored
         reader = sized_reader(policy, pairs, length, at_end, head_dim, new, planned)
         budgets.append(LayerBudget(stored, pairs, reader))
     return budgets

@@ -194,14 +194,14 @@ class Policy:
         return self.budget_is_traffic and self.score.when == "prompt"
 
     @property
-    def selects_only(self) -> bool:
+    def select_only(self) -> bool:
         """Whether evicted tokens stay stored, and only the reader passes over them."""
         return isinstance(self.on_evict, SelectOnly)
 
     @property
     def stores_all(self) -> bool:
         """Whether nothing leaves, and the budget only bounds what is read."""
-        return self.budget_is_traffic and (self.score.when == "never" or self.selects_only)
+        return self.budget_is_traffic and (self.score.when == "never" or self.select_only)
 
     @property
     def takes_budget(self) -> bool:

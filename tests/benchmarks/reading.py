@@ -77,7 +77,7 @@ def filled(model, policy: str, budget: int, slots) -> kvtool.cache.cache.KVCache
         whole = torch.arange(length, dtype=torch.int32, device=keys.device)
         whole = whole.expand(*keys.shape[:2], -1)
         positions = whole[..., length - count :]
-        if cache.policy.selects_only:
+        if cache.policy.select_only:
             layer.marked = positions
             count, positions = length, whole
         layer.seen = length

@@ -62,7 +62,7 @@ def test_no_flag_is_for_one_policy_alone():
 def test_parts_tell_what_the_budget_bounds(policy, traffic, two_stages, selects, stores_all):
     assert policy.budget_is_traffic is traffic
     assert policy.two_stages is two_stages
-    assert policy.selects_only is selects
+    assert policy.select_only is selects
     assert policy.stores_all is stores_all
 
 
