@@ -212,8 +212,8 @@ def tokens_for_bytes(
         return DEFAULT_TRAFFIC
     least, most = 1, size
     if policy.two_stages:
-        most = max(text.full, policy.reader.least)
-        least = least_allowed(needed, policy.reader.least, most)
+        most = max(text.full, policy.reader.min_budget)
+        least = least_allowed(needed, policy.reader.min_budget, most)
     found = largest(lambda tokens: needed(tokens) <= size, least, most)
     if found is None:
         what = "one token" if least == 1 else f"a budget of {least}"

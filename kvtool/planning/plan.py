@@ -123,7 +123,7 @@ class _Drafts:
         """The smallest budget of a layer that the request allows, a longer prompt given."""
         if self.min_tokens is not None:
             return self.min_tokens
-        return 1 if self.policy is None else self.policy.least
+        return 1 if self.policy is None else self.policy.min_budget
 
     def of(self, total: int) -> _Draft:
         """Split so many tokens over the free layers."""
@@ -293,10 +293,14 @@ def _least(drafts: _Drafts, total: int) -> int:
     """Return the least tokens of a layer, and refuse a total that is below them."""
     layers, target, policy = drafts.layers, drafts.target, drafts.policy
     mean = min(total // len(layers.free), layers.prompt_tokens)
-    if drafts.min_tokens is not None and policy is not None and drafts.min_tokens < policy.least:
+    if (
+        drafts.min_tokens is not None
+        and policy is not None
+        and drafts.min_tokens < policy.min_budget
+    ):
         raise UsageError(
             f"a layer of {_counted(drafts.min_tokens)} is too small for policy `{policy}`",
-            hint=f"--min-tokens {policy.least}",
+            hint=f"--min-tokens {policy.min_budget}",
         )
     asked = min(drafts.least, layers.prompt_tokens)
     if mean >= asked:

@@ -46,7 +46,7 @@ def sized_reader(
     """
     stages = planned
     if policy.reader.planned and planned is None:
-        strict = pairs >= policy.reader.least  # what is generated may exceed the budget
+        strict = pairs >= policy.reader.min_budget  # what is generated may exceed the budget
         stages = _stages(policy, pairs, length + new, head_dim, new, window=0, strict=strict)
     return policy.reader.sized(StepBudget(pairs, stored, head_dim, stages))
 

@@ -163,7 +163,7 @@ class Score:
         return {}
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         """Return the smallest budget that an allocator gives a layer, if the mean allows it."""
         return 1
 
@@ -273,7 +273,7 @@ class Read:
     basis: str | None = None
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         """Return the smallest budget, in pairs of key and value."""
         return self.share
 

@@ -272,7 +272,7 @@ class Policy:
         """
         if tokens < 1:
             raise UsageError(f"budget must be 1 token or more, got {tokens}")
-        least = 1 if self.reader is None else self.reader.least
+        least = 1 if self.reader is None else self.reader.min_budget
         if self.budget_is_traffic and tokens < least:
             raise UsageError(f"{self.name} needs a budget of {least} or more, got {tokens}")
         reserved = {name: count for name, count in self.score.reserved(tokens).items() if count}
@@ -283,10 +283,10 @@ class Policy:
             raise UsageError(f"budget {tokens} is not above {parts} of policy `{self.score.name}`")
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         """The smallest budget that an allocator may give to a layer of a longer prompt."""
         reader = self.reader if self.budget_is_traffic else None
-        tokens = self.score.least if reader is None else reader.least
+        tokens = self.score.min_budget if reader is None else reader.min_budget
         while (reserved := sum(self.score.reserved(tokens).values())) >= tokens:
             tokens = reserved + 1  # what is reserved never falls with the budget
         return tokens

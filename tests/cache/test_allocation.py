@@ -67,7 +67,7 @@ def test_d2o_splits_by_the_variance_of_the_prompts_attention(model, norm):
     policy = kvtool.parse_policy("streaming")
     problem = AllocationProblem(
         total=LAYERS * 20,
-        lo=[policy.least] * LAYERS,
+        lo=[policy.min_budget] * LAYERS,
         hi=[70] * LAYERS,
         variance=column_variances(model, ids),
         largest=[69] * LAYERS,
@@ -286,7 +286,7 @@ def test_every_turn_is_split_by_the_variance_of_its_own_attention(family, base):
             found.append(slow_variance(calls[layer], positions, 4))
             held.append(len(places[layer]) + length)
         assert cache.budgets.spreads[0].variance == pytest.approx(found, rel=1e-4)
-        expected = slow_reciprocal(found, held, 16 * LAYERS, min(policy.least, 16))
+        expected = slow_reciprocal(found, held, 16 * LAYERS, min(policy.min_budget, 16))
         assert cache.report().kept_per_layer == expected
         assert sum(expected) == 16 * LAYERS
         assert len(set(expected)) > 1

@@ -79,7 +79,7 @@ class AllocatedSplit:
         score = self.policy.score
         problem = AllocationProblem(
             total=total,
-            lo=[min(self.policy.least, mean, tokens) for tokens in held],
+            lo=[min(self.policy.min_budget, mean, tokens) for tokens in held],
             hi=held,
             window=score.window if score.when == "prompt" else None,
             variance=spread.variance if spread else (),

@@ -51,7 +51,7 @@ class HSA(Paged):
     planned: ClassVar = True
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         return LEAST_BUDGET
 
     def __post_init__(self) -> None:

@@ -79,7 +79,7 @@ class D2O(Score):
         return {"sinks": self.sinks, "recent": max(recent_tokens(budget, self.sinks), 0)}
 
     @property
-    def least(self) -> int:
+    def min_budget(self) -> int:
         return self.sinks + 4
 
     @property

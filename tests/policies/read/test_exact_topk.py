@@ -36,7 +36,7 @@ def test_the_budget_is_what_is_attended_to():
 def test_choosing_costs_nothing():
     assert torch.tensor(chosen(ExactTopK(k=3), *random_case(0))).shape == (4, 3)
     policy = kvtool.parse_policy("exact-topk(scope=group)")
-    assert (policy.budget_is_traffic, policy.takes_budget, policy.least) == (True, True, 1)
+    assert (policy.budget_is_traffic, policy.takes_budget, policy.min_budget) == (True, True, 1)
     assert str(policy) == "exact-topk(scope=group)"
 
 
