@@ -70,8 +70,8 @@ def enter_block(
         layer=layer.index,
         heads=layer.heads,
         block=count,
-        above=kept_above(layer, stored),
-        widest=widest(layer),
+        kept_in_parent=kept_above(layer, stored),
+        first_layer_budget=widest(layer),
     )
     return Block(new, view, state, kept)
 
@@ -106,7 +106,7 @@ def block_needs_last_rows(layer: SlotLayer, block: Block) -> bool:
 
 def weigh_votes(layer: SlotLayer, block: Block, rows: int) -> Tensor | None:
     """What the last queries' rows weigh, (batch or 1, rows); None: they come one by one."""
-    weights = layer.policy.ranking.vote_weights(rows, block.view.widest)
+    weights = layer.policy.ranking.vote_weights(rows, block.view.first_layer_budget)
     return None if weights is None else weights.to(block.new.device)
 
 

@@ -71,9 +71,9 @@ class SlotView:
         layer: index of the layer, one number or one per row.
         block: tokens of the row in the running block.
         heads: all KV heads of the layer, of which a process may hold a part.
-        above: which slots hold tokens that the layer above keeps, bool (batch, 1, slots), for a
+        kept_in_parent: which slots hold tokens that the layer above keeps, bool (batch, 1, slots), for a
             score that is `nested`; None: no layer is above.
-        widest: what the first layer may keep, for such a score.
+        first_layer_budget: what the first layer may keep, for such a score.
     """
 
     values: tuple[Tensor, ...]
@@ -84,8 +84,8 @@ class SlotView:
     layer: Count = 0
     block: Count = 1
     heads: KVHeads = field(default_factory=all_here)
-    above: Tensor | None = None
-    widest: Count | None = None
+    kept_in_parent: Tensor | None = None
+    first_layer_budget: Count | None = None
 
     @property
     def stored(self) -> Tensor | None:
@@ -135,11 +135,11 @@ class Score:
     def observe(self, state: State, view: SlotView, rows: AttentionRows) -> None:
         """Add a chunk of rows to the statistics, in place; only with ALL_ROWS."""
 
-    def voters(self, widest: int) -> int:
-        """Count the last rows of LAST_ROWS, where the first layer may keep `widest` tokens."""
+    def voters(self, first_layer_budget: int) -> int:
+        """Count the last rows of LAST_ROWS, where the first layer may keep so many tokens."""
         return self.window
 
-    def vote_weights(self, rows: int, widest: Count) -> Tensor | None:
+    def vote_weights(self, rows: int, first_layer_budget: Count) -> Tensor | None:
         """Weigh the last rows, (batch or 1, rows), to come as one, their sum; None: one by one."""
         return None
 

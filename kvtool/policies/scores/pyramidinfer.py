@@ -65,24 +65,26 @@ class PyramidInfer(Score):
     def allocator(self) -> Cosine:
         return Cosine(self.recent_ratio, self.min_context)
 
-    def voters(self, widest: int) -> int:
-        return max(int(self.recent_ratio * widest), 1)
+    def voters(self, first_layer_budget: int) -> int:
+        return max(int(self.recent_ratio * first_layer_budget), 1)
 
-    def vote_weights(self, rows: int, widest: Count) -> Tensor:
-        widest = torch.as_tensor(widest).view(-1, 1)
-        voters = (self.recent_ratio * widest.double()).long().clamp(min=1)
-        age = torch.arange(rows - 1, -1, -1, device=widest.device)
+    def vote_weights(self, rows: int, first_layer_budget: Count) -> Tensor:
+        first_layer_budget = torch.as_tensor(first_layer_budget).view(-1, 1)
+        voters = (self.recent_ratio * first_layer_budget.double()).long().clamp(min=1)
+        age = torch.arange(rows - 1, -1, -1, device=first_layer_budget.device)
         weight = _NEWEST - (_NEWEST - 1) * age / (voters - 1).clamp(min=1)
         weight = torch.where(voters == 1, torch.ones_like(weight), weight)
         return torch.where(age < voters, weight / voters, 0.0).float()
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         votes = view.heads.mean(asked(rows).weights[..., 0, :].mean(2)).unsqueeze(1)
-        return votes if view.above is None else votes.masked_fill(~view.above, -1.0)
+        return (
+            votes if view.kept_in_parent is None else votes.masked_fill(~view.kept_in_parent, -1.0)
+        )
 
     def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
-        widest = torch.as_tensor(view.widest).double()
-        recent = (self.recent_ratio * widest).long() + 1
+        first_layer_budget = torch.as_tensor(view.first_layer_budget).double()
+        recent = (self.recent_ratio * first_layer_budget).long() + 1
         return view.sinks(self.sinks) | view.recent(recent.to(view.positions.device))
 
     def reserved(self, budget: int) -> Mapping[str, int]:
