@@ -20,14 +20,14 @@ from kvtool.policies.allocate.problem import Heads
 
 _FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
 _ABSENT = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity included
-_FINEST = 10_000  # denominator of a share at most: four decimals
+_FINEST = 10_000  # denominator of the floor at most: four decimals
 
 
 def split_heads(
     scores: Tensor,
     total: int | Tensor,
     *,
-    share: float = 0.2,
+    floor: float = 0.2,
     safeguard: Literal["mix", "force"] = "mix",
     normalise: bool = False,
     among: Tensor | None = None,
@@ -43,9 +43,9 @@ def split_heads(
         scores: (batch, kv_heads, n) float32 on one scale for all heads, higher = keep.
         total: tokens of all heads together, one number or (batch, 1); where the heads offer fewer,
             all that they offer.
-        share: part of the budget that every head has for sure, 0 to 1.
-        safeguard: `mix` moves the counts towards the mean by this share; `force` lets every head
-            keep the best `share * mean` of its own before the heads compete for the rest.
+        floor: part of the budget that every head has for sure, 0 to 1.
+        safeguard: `mix` moves the counts towards the mean by this part; `force` lets every head
+            keep the best `floor * mean` of its own before the heads compete for the rest.
         normalise: first weigh each head by how much of its score its own best `mean` hold.
         among: bool (batch, kv_heads, n), the entries that compete; None: all.
         least: tokens that each head has for sure before the shares are mixed; at most the mean.
@@ -61,7 +61,7 @@ def split_heads(
     rank = _rank(scores, among)
     if normalise:
         scores = scores * _coverage(scores, among, rank < mean)
-    part, whole = _as_ratio(share)
+    part, whole = _as_ratio(floor)
     sure = mean * (part if safeguard == "force" else 0) // whole
     competing = torch.where(among & (rank < sure.clamp(min=least)), _FORCED, _keys(scores, among))
     # position by position, so that heads of equal scores share alike
@@ -75,9 +75,9 @@ def split_heads(
     return _apportion(heads * (whole - part) * counts + part * total, total, offered)
 
 
-def _as_ratio(share: float) -> tuple[int, int]:
-    """Return a share as the ratio of whole numbers that was meant: 0.2 as 1 / 5."""
-    return Fraction(str(share)).limit_denominator(_FINEST).as_integer_ratio()
+def _as_ratio(part: float) -> tuple[int, int]:
+    """Return a part as the ratio of whole numbers that was meant: 0.2 as 1 / 5."""
+    return Fraction(str(part)).limit_denominator(_FINEST).as_integer_ratio()
 
 
 def _keys(scores: Tensor, among: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Ada(HeadSplit):
             heads.importance,
             # what protection leaves of the layer's budget
             (total - forced.sum(1, keepdim=True)).clamp(min=0),
-            share=self.share,
+            floor=self.share,
             safeguard=self.safeguard,
             normalise=self.normalise,
             among=among,

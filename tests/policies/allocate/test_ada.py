@@ -47,10 +47,10 @@ def slow_force(scores, total, share, among):
 
 def test_the_worked_example():
     scores = torch.tensor([SCORES])
-    assert split_heads(scores, 6, share=0.0).tolist() == [[4, 2]]
-    assert split_heads(scores, 6, share=0.2).tolist() == [[4, 2]]  # from 3.8 and 2.2
-    assert split_heads(scores, 6, share=0.5).tolist() == [[4, 2]]  # from 3.5 and 2.5
-    assert split_heads(scores, 6, share=1.0).tolist() == [[3, 3]]
+    assert split_heads(scores, 6, floor=0.0).tolist() == [[4, 2]]
+    assert split_heads(scores, 6, floor=0.2).tolist() == [[4, 2]]  # from 3.8 and 2.2
+    assert split_heads(scores, 6, floor=0.5).tolist() == [[4, 2]]  # from 3.5 and 2.5
+    assert split_heads(scores, 6, floor=1.0).tolist() == [[3, 3]]
 
 
 @pytest.mark.parametrize("safeguard", ["mix", "force"])
@@ -73,7 +73,7 @@ def test_counts_against_loops(safeguard):
         got = split_heads(
             torch.tensor(scores),
             total,
-            share=share,
+            floor=share,
             safeguard=safeguard,
             among=torch.tensor(among).expand(batch, -1, -1),
         )
@@ -89,8 +89,8 @@ def test_equal_remainders_go_to_the_lower_head():
     scores = torch.zeros(1, 4, 50)
     for head, count in enumerate(counts):
         scores[0, head, :count] = 1.0
-    assert split_heads(scores, 96, share=0.0).tolist() == [counts]
-    assert split_heads(scores, 96, share=0.2).tolist() == [[8, 31, 19, 38]]
+    assert split_heads(scores, 96, floor=0.0).tolist() == [counts]
+    assert split_heads(scores, 96, floor=0.2).tolist() == [[8, 31, 19, 38]]
 
 
 def test_what_a_head_cannot_fill_goes_to_the_others():
@@ -100,7 +100,7 @@ def test_what_a_head_cannot_fill_goes_to_the_others():
         among[0, head, :offered] = True
     scores = torch.zeros(1, 4, 30)
     scores[0, 1, :25] = 1.0  # all heads tie for what this one leaves: 2, 25, 7, 6
-    counts = split_heads(scores, 40, share=0.5, among=among)
+    counts = split_heads(scores, 40, floor=0.5, among=among)
     # mixed 6, 17.5, 8.5, 8; the rest of 38 in proportion: 19.56, 9.5, 8.94
     assert counts.tolist() == [[2, 20, 9, 9]]
 
@@ -127,21 +127,21 @@ def test_each_row_has_its_own_budget():
 
 
 def test_heads_of_equal_scores_share_alike():
-    assert split_heads(torch.zeros(1, 4, 9), 12, share=0.0).tolist() == [[3, 3, 3, 3]]
+    assert split_heads(torch.zeros(1, 4, 9), 12, floor=0.0).tolist() == [[3, 3, 3, 3]]
 
 
 def test_forced_entries_come_before_infinite_scores_of_other_heads():
     scores = torch.full((1, 2, 6), float("inf"))
     scores[0, 1] = -1.0
-    counts = split_heads(scores, 6, share=0.7, safeguard="force")
+    counts = split_heads(scores, 6, floor=0.7, safeguard="force")
     assert counts.tolist() == [[4, 2]]
 
 
 def test_normalising_weighs_heads_by_what_their_best_hold():
     # head 0 spreads evenly (its best 2 hold half), head 1 is peaked (its best 2 hold nearly all)
     scores = torch.tensor([[[1.0, 1.0, 1.0, 1.0], [0.9, 0.6, 0.0, 0.0]]])
-    assert split_heads(scores, 4, share=0.0).tolist() == [[4, 0]]
-    assert split_heads(scores, 4, share=0.0, normalise=True).tolist() == [[2, 2]]
+    assert split_heads(scores, 4, floor=0.0).tolist() == [[4, 0]]
+    assert split_heads(scores, 4, floor=0.0, normalise=True).tolist() == [[2, 2]]
     nothing = torch.zeros(1, 2, 4)
     assert split_heads(nothing, 4, normalise=True).tolist() == [[2, 2]]
 
