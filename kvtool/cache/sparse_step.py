@@ -101,9 +101,9 @@ def _attend_rows(reading: Reading, call: Call, keys: Tensor, values: Tensor) -> 
         else:
             key, value = take_slots(keys, slots), take_slots(values, slots)
         out, pairs = _attend_pairs(call, query, key, value), key[..., 0].numel()
-    if choice.share is not None:
+    if choice.weight is not None:
         own = out.view(*grouped.shape[:3], -1)
-        mixed = torch.lerp(choice.rest[:, :, None], own.float(), choice.share[..., None])
+        mixed = torch.lerp(choice.rest[:, :, None], own.float(), choice.weight[..., None])
         out = mixed.to(out.dtype).view_as(out)
     rows_and_heads = keys.shape[0] * keys.shape[1]
     pair = keys.shape[-1] + values.shape[-1]

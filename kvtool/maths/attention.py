@@ -107,9 +107,9 @@ def join_attention(
     Returns:
         The output and the log-sum-exp over both.
     """
-    share = torch.sigmoid(lse - other_lse)
-    share = torch.where(other_lse == float("-inf"), 1.0, share)[..., None]
-    return torch.lerp(other_out, out, share), torch.logaddexp(lse, other_lse)
+    weight = torch.sigmoid(lse - other_lse)
+    weight = torch.where(other_lse == float("-inf"), 1.0, weight)[..., None]
+    return torch.lerp(other_out, out, weight), torch.logaddexp(lse, other_lse)
 
 
 def weighted_values(weights: Tensor, values: Tensor) -> Tensor:

@@ -87,12 +87,12 @@ class Choice:
             chosen) where every query head has its own; in any order. None: all.
         estimate: numbers that were read to choose, per row and KV head; a pair of key and value has
             `head_dim` + `value_dim` of them.
-        share: (batch, kv_heads, group) float32, the part of the output that the chosen tokens make
+        weight: (batch, kv_heads, group) float32, the part of the output that the chosen tokens make
             up; None: all of it.
         rest: (batch, kv_heads, value_dim) float32, what the other part is.
     """
 
     slots: Tensor | None
     estimate: int = 0
-    share: Tensor | None = None
+    weight: Tensor | None = None
     rest: Tensor | None = None

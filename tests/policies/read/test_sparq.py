@@ -29,7 +29,7 @@ def test_the_worked_example():
     reader = SparQ(r=2, k=2)
     choice = reader.choose(make_view(reader, QUERIES[:1], KEYS, VALUES))
     assert sorted(choice.slots[0, 0].tolist()) == [0, 3]
-    torch.testing.assert_close(choice.share[0, 0], torch.tensor([0.953388]))
+    torch.testing.assert_close(choice.weight[0, 0], torch.tensor([0.953388]))
     torch.testing.assert_close(choice.rest[0, 0], torch.tensor([1.5, 0.5]))
     out = read(reader, QUERIES[:1], KEYS, VALUES)
     torch.testing.assert_close(out, torch.tensor([[1.614455, -0.272268]]))

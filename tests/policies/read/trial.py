@@ -41,9 +41,9 @@ def read(reader, queries, keys, values, basis=None):
     slots = choice.slots[0, 0].expand(len(queries), -1)
     weights = (view.query[0, 0] @ view.keys[0, 0].T * view.scale).gather(1, slots).softmax(-1)
     out = (weights[..., None] * tensor(values)[0, 0][slots]).sum(1)
-    if choice.share is None:
+    if choice.weight is None:
         return out
-    share = choice.share[0, 0][:, None]
+    share = choice.weight[0, 0][:, None]
     return share * out + (1 - share) * choice.rest[0, 0]
 
 
