@@ -64,7 +64,7 @@ class ReadBudgets:
     def pairs(self, layer: SlotLayer, length: int) -> int:
         """What a step may read of a row, its prompt being so long."""
         if not self.policy.budget_is_traffic:
-            return self.policy.reader.k * self.policy.reader.share
+            return self.policy.reader.k * self.policy.reader.divisor
         stages = self.stages(length)
         if stages is not None:
             return stages.token_budget

@@ -78,7 +78,7 @@ def even_budgets(
     if policy.budget_is_traffic:
         stored = tokens_left(policy, pairs, text.prompt, text.new)
     else:
-        pairs, length = policy.reader.k * policy.reader.share, stored
+        pairs, length = policy.reader.k * policy.reader.divisor, stored
     at_end = text.prompt if policy.select_only else stored
     reader = sized_reader(policy, pairs, length, at_end, free[0].key_dim, text.new)
     return [LayerBudget(stored, pairs, reader)] * len(free)
@@ -108,7 +108,7 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
     for place, count in enumerate(free):
         stored, pairs, length = min(count, n), count, n
         if not policy.budget_is_traffic:
-            pairs, length = policy.reader.k * policy.reader.share, stored
+            pairs, length = policy.reader.k * policy.reader.divisor, stored
         elif planned is None:
             stored = tokens_left(policy, pairs, n, new)
         else:

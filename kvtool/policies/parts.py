@@ -257,7 +257,7 @@ class Read:
     of a prompt, and every new token is added in place.
 
     Attributes:
-        share: a step attends to the budget divided by this; the rest of it pays for choosing.
+        divisor: a step attends to the budget divided by this; the rest of it pays for choosing.
         planned: whether sizes come from RocketKV's plan.
         k: tokens to attend to; None: from the budget.
         skip_layers: so many first layers read all that they store.
@@ -266,7 +266,7 @@ class Read:
 
     name: ClassVar[str]
     paper: ClassVar[str]
-    share: ClassVar[int] = 2
+    divisor: ClassVar[int] = 2
     planned: ClassVar[bool] = False
     k: int | None = None
     skip_layers: int = 0
@@ -275,7 +275,7 @@ class Read:
     @property
     def min_budget(self) -> int:
         """Return the smallest budget, in pairs of key and value."""
-        return self.share
+        return self.divisor
 
     def sized(self, step: StepBudget) -> Read:
         """Return the reader with every size that was left open."""

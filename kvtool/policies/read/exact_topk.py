@@ -34,7 +34,7 @@ class ExactTopK(Read):
 
     name: ClassVar = "exact-topk"
     paper: ClassVar = "https://arxiv.org/abs/2502.14051"
-    share: ClassVar = 1
+    divisor: ClassVar = 1
 
     def __post_init__(self) -> None:
         check_least(self, {"k": 1, "skip_layers": 0})

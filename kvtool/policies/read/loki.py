@@ -52,7 +52,7 @@ class Loki(Read):
 
     def sized(self, step: StepBudget) -> "Loki":
         d = self.d or max(1, round(step.head_dim * step.pairs / step.tokens))
-        k = self.k or step.pairs // self.share
+        k = self.k or step.pairs // self.divisor
         return replace(self, d=min(d, step.head_dim), k=k)
 
     def start(self, stored: Stored) -> State:

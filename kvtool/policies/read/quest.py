@@ -47,7 +47,7 @@ class Quest(Paged):
 
     def sized(self, step: StepBudget) -> "Quest":
         page = self.page or max(1, -(-2 * step.tokens // step.pairs))
-        return replace(self, page=page, k=self.k or step.pairs // self.share)
+        return replace(self, page=page, k=self.k or step.pairs // self.divisor)
 
     def choose(self, view: ReadView) -> Choice:
         page = self.page_size

@@ -55,7 +55,7 @@ class SparQ(Read):
 
     def sized(self, step: StepBudget) -> "SparQ":
         r = self.r or max(1, round(step.head_dim * step.pairs / step.tokens))
-        k = self.k or step.pairs // self.share
+        k = self.k or step.pairs // self.divisor
         return replace(self, r=min(r, step.head_dim), k=k)
 
     def start(self, stored: Stored) -> State:
