@@ -25,13 +25,13 @@ _SINK, _RECENT = 128, 512  # of streaming heads, where the budget has room for t
 _SINK_DIVISOR = 5  # sinks are this part of a budget of 256 tokens and less
 
 
-def retrieval_share(budget: Tensor, context: Tensor) -> Tensor:
+def retrieval_ratio(budget: Tensor, context: Tensor) -> Tensor:
     """Return the share of all heads that can keep a whole context, for a mean budget per head.
 
     As RocketKV's authors do it (https://arxiv.org/abs/2502.14051): up to 640 tokens every head
     streams.
 
-    >>> retrieval_share(torch.tensor(4096), torch.tensor(32768)).item()
+    >>> retrieval_ratio(torch.tensor(4096), torch.tensor(32768)).item()
     0.10756972111553785
 
     Returns:
@@ -143,7 +143,7 @@ class Duo(HeadSplit):
         self, budget: int, prompt: int, kv_heads: int, place: tuple[int, int]
     ) -> list[int]:
         layer, layers = place
-        share = retrieval_share(torch.tensor(budget), torch.tensor(prompt)).item()
+        share = retrieval_ratio(torch.tensor(budget), torch.tensor(prompt)).item()
         whole = int(share * kv_heads * layers + 1e-9) - layer * kv_heads
         whole = min(max(whole, 0), kv_heads)
         return [UNLIMITED] * whole + [min(budget, _SINK + _RECENT)] * (kv_heads - whole)
@@ -156,7 +156,7 @@ class Duo(HeadSplit):
         budget = torch.as_tensor(heads.budget, device=device).expand(batch, 1, 1)[..., 0]
         seen = torch.as_tensor(heads.tokens_seen, device=device).expand(batch, 1, 1)[..., 0]
         # a share this close below a whole number of heads is that number
-        whole = (retrieval_share(budget, seen) * heads.of + 1e-9).floor()
+        whole = (retrieval_ratio(budget, seen) * heads.of + 1e-9).floor()
         streaming = budget.clamp(max=_SINK + _RECENT).expand(batch, kv_heads)
         split = torch.where(heads.rank < whole, UNLIMITED, streaming)
         return torch.where(seen <= budget, budget, split)

@@ -12,7 +12,7 @@ from kvtool.policies.allocate.duo import (
     rank_heads,
     reach_of_heads,
     read_scores,
-    retrieval_share,
+    retrieval_ratio,
     sink_tokens,
 )
 from kvtool.policies.allocate.problem import Heads
@@ -21,7 +21,7 @@ GATES = torch.tensor([[0.9, 0.1, 0.5], [0.5, 0.0, 0.7]])
 
 
 def share(budget, context):
-    return retrieval_share(torch.tensor(budget), torch.tensor(context)).item()
+    return retrieval_ratio(torch.tensor(budget), torch.tensor(context)).item()
 
 
 @pytest.mark.parametrize(("budget", "expected"), [(4096, 0.107570), (1024, 0.011952)])
