@@ -71,8 +71,8 @@ class SlotView:
         layer: index of the layer, one number or one per row.
         block: tokens of the row in the running block.
         heads: all KV heads of the layer, of which a process may hold a part.
-        kept_in_parent: which slots hold tokens that the layer above keeps, bool (batch, 1, slots), for a
-            score that is `nested`; None: no layer is above.
+        kept_in_parent: which slots hold tokens that the layer above keeps, bool (batch, 1, slots),
+            for a score whose layers are nested; None: no layer is above.
         first_layer_budget: what the first layer may keep, for such a score.
     """
 

@@ -91,15 +91,12 @@ class Policy:
             )
         if self.evicted is not None:
             self._check_evicted(self.evicted)
-        if (
-            self.on_evict is not None
-            and self.head_split is not None
-            and self.score.when == "always"
-        ):
+        used, split = self.on_evict, self.head_split
+        if used is not None and split is not None and self.score.when == "always":
             raise UsageError(
-                f"`{self.on_evict.name}` cannot follow heads of unequal counts while they decode, as "
-                f"`{self.score.name}` with `{self.head_split.modifier}` has them",
-                hint=f"put it on a policy that cuts a prompt: adakv+{self.on_evict.name}",
+                f"`{used.name}` cannot follow heads of unequal counts while they decode, as "
+                f"`{self.score.name}` with `{split.modifier}` has them",
+                hint=f"put it on a policy that cuts a prompt: adakv+{used.name}",
             )
         for name in ("statistics", "columns", "needs_all_rows"):  # and what they follow from
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
