@@ -53,7 +53,7 @@ def attend_part_kernel(
     MASKED: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """The queries that attend to one list of slots, over one part of it."""
+    """Attend to one part of a list of slots by the queries that share the list."""
     own = tl.program_id(0) % lists
     batch = (tl.program_id(0) // lists).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)

@@ -56,7 +56,7 @@ def attend_rows_kernel(
     IN_ORDER: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """A tile of queries of one head, over all keys that they can see."""
+    """Attend a tile of queries of one head over all keys that they can see."""
     tiles = tl.cdiv(q_len, ROWS)
     first = tl.program_id(0) % tiles * ROWS
     own = tl.program_id(0) // tiles
@@ -129,7 +129,7 @@ def attend_rows(
     sinks: Tensor | None = None,
     in_order: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of the newest tokens over [kept slots, new tokens].
+    """Attend the newest tokens over [kept slots, new tokens].
 
     Args:
         query: (batch, heads, q_len, head_dim), after RoPE.

@@ -34,7 +34,7 @@ def attend_slots(
     weights: bool = False,
     chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one query per row, counted in place.
+    """Attend one query per batch entry over the slots, and count its weights in place.
 
     Args:
         query: (batch, heads, 1, head_dim), after RoPE.

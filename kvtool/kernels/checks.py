@@ -41,7 +41,7 @@ class _Draw:
         return drawn.to(self.kind.dtype).float()
 
     def order(self, *shape: int) -> Tensor:
-        """A random order of the places on the last axis."""
+        """Draw an order of the places on the last axis."""
         return torch.rand(shape, generator=self._generator, dtype=torch.float32).argsort(-1)
 
     def shown(self, tensor: Tensor) -> Tensor:
@@ -54,23 +54,23 @@ class _Draw:
         return None if tensor is None else self.shown(tensor)
 
     def sums(self, slots: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Running sums that are not zero, on the device and here."""
+        """Draw running sums that are not zero, on the device and here."""
         start = {name: self.normal(_ROWS, _HEADS, slots).abs() for name in COLUMNS}
         return {name: total.to(self.kind.device, copy=True) for name, total in start.items()}, start
 
     def pairs(self, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values."""
+        """Draw keys and values."""
         sizes = _ROWS, _HEADS, length
         return self.normal(*sizes, self.kind.head_dim), self.normal(*sizes, self.kind.value_dim)
 
     @property
     def scale(self) -> float:
-        """The factor of logits."""
+        """Return the factor of logits."""
         return self.kind.head_dim**-0.5
 
     @property
     def softcap(self) -> float | None:
-        """The soft cap of logits, if the kind has one."""
+        """Return the soft cap of logits, if the kind has one."""
         return 3.0 if self.kind.softcap else None
 
     def sinks(self) -> Tensor | None:
@@ -125,7 +125,7 @@ def _check_rows(draw: _Draw) -> Iterator[tuple[str, Pair]]:
 
 
 def _ragged(draw: _Draw) -> Pair:
-    """Positions of new tokens behind some padding, and of slots of which some are empty."""
+    """Draw positions of new tokens behind some padding, and of slots of which some are empty."""
     padding = torch.arange(_ROWS)[:, None] * 9
     place = torch.arange(_NEW) - padding
     new = (2 * _KEPT + place).masked_fill(place < 0, -1)

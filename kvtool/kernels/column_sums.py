@@ -58,7 +58,7 @@ def column_sums_kernel(
     ABOVE_AVERAGE: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """A tile of keys under all queries that can see them, the mean over `group` query heads."""
+    """Sum what a tile of keys receives from all queries that see it, the mean over a group."""
     tiles = tl.cdiv(kv_len, KEYS)
     low = tl.program_id(0) % tiles * KEYS
     own = tl.program_id(0) // tiles % sums_heads

@@ -38,7 +38,7 @@ def join_parts_kernel(
     ABOVE_AVERAGE: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """A tile of slots of one cached head: its weights, and with the first tile the output."""
+    """Compute the weights of a tile of slots of one KV head, and with the first tile the output."""
     own = tl.program_id(0) % sums_heads
     batch = (tl.program_id(0) // sums_heads).to(tl.int64)
     places = tl.program_id(1) * KEYS + tl.arange(0, KEYS)

@@ -28,7 +28,7 @@ def page_scores_kernel(
     PAGES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """A tile of pages of one head."""
+    """Score a tile of pages of one head."""
     own = (tl.program_id(0) % heads).to(tl.int64)
     batch = (tl.program_id(0) // heads).to(tl.int64)
     page = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
@@ -56,7 +56,7 @@ def page_scores_kernel(
 
 
 def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
-    """As `kvtool.kernels.tables.page_scores`."""
+    """Score pages as `kvtool.kernels.tables.page_scores` does."""
     query, bounds = dense(query), dense(bounds)
     batch, heads, group, dim = query.shape
     scores = torch.empty((batch, heads, pages), dtype=torch.float32, device=query.device)

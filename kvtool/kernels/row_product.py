@@ -32,7 +32,7 @@ def row_product_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A tile of columns of one head, for all members of its group."""
+    """Multiply with a tile of columns of one head, for all members of its group."""
     own = (tl.program_id(0) % heads).to(tl.int64)
     batch = (tl.program_id(0) // heads).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -66,7 +66,7 @@ def row_product_kernel(
 
 
 def row_product(part: Tensor, table: Tensor, rows: Tensor, columns: int) -> Tensor:
-    """As `kvtool.kernels.tables.row_product`."""
+    """Multiply with rows as `kvtool.kernels.tables.row_product` does."""
     part, table, rows = dense(part), dense(table), dense(rows)
     batch, heads, group, taken = part.shape
     out = torch.empty((batch, heads, group, columns), dtype=torch.float32, device=part.device)

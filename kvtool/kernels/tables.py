@@ -7,7 +7,7 @@ from kvtool.kernels.kind import Family
 
 
 def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
-    """Upper bounds of the dot products with the keys of each page, summed over a group.
+    """Bound the dot products with the keys of each page from above, summed over a group.
 
     The bound of a page is sum_d max(q_d upper_d, q_d lower_d): the upper bound counts where the
     query is positive, the lower one where it is negative.
@@ -28,7 +28,7 @@ def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
 
 
 def row_product(part: Tensor, table: Tensor, rows: Tensor, width: int) -> Tensor:
-    """Products of a few numbers of each query with as many rows of a table.
+    """Multiply a few numbers of each query with as many rows of a table.
 
     Args:
         part: (batch, kv_heads, group, count).

@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def width(dim: int) -> int:
-    """Columns of a tile that holds `dim`: a power of two, and what a matrix unit takes at least."""
+    """Return the columns of a tile that holds `dim`: a power of two that a matrix unit takes."""
     return max(16, triton.next_power_of_2(dim))
 
 
 def tile_edge(*operands: Tensor, rows: int = 0) -> int:
-    """Rows of a tile: few enough for a GPU's shared memory to hold those of all operands.
+    """Count the rows of a tile: few enough for a GPU's shared memory to hold all operands.
 
     Some are read ahead: the memory holds three tiles of each. Products of float32 in full precision
     take several times the room of halves.
@@ -26,13 +26,13 @@ def tile_edge(*operands: Tensor, rows: int = 0) -> int:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor, its last axis without gaps."""
+    """Return the tensor, its last axis without gaps."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @triton.jit
 def load_tile(base, rows, stride, limit, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of a matrix, 0 beyond its last row and column."""
+    """Load rows of a matrix, 0 beyond its last row and column."""
     columns = tl.arange(0, WIDTH)
     inside = (rows < limit)[:, None] & (columns < DIM)[None, :]
     places = rows.to(tl.int64)[:, None] * stride + columns[None, :]
@@ -41,7 +41,7 @@ def load_tile(base, rows, stride, limit, DIM: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def logits_of(query, key, scale, softcap, CAPPED: tl.constexpr):
-    """Scaled dot products of two tiles in float32, soft-capped where the model does so."""
+    """Compute scaled dot products of two tiles in float32, soft-capped where the model does so."""
     logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     if CAPPED:
         logits = softcap * (1 - 2 / (tl.exp(2 * logits / softcap) + 1))  # softcap * tanh
@@ -50,7 +50,7 @@ def logits_of(query, key, scale, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def visible_tile(query_positions, key_positions, window, WINDOWED: tl.constexpr):
-    """Which keys each query may see, as `kvtool.maths.attention.visible_keys` has it."""
+    """Mark the keys that each query may see, as `kvtool.maths.attention.visible_keys` does."""
     query = query_positions[:, None]
     key = key_positions[None, :]
     visible = (key >= 0) & (key <= query)

@@ -27,12 +27,12 @@ class Allocation:
 
     @property
     def total(self) -> int:
-        """What the layers hold together."""
+        """Sum the tokens of the layers."""
         return sum(self.tokens)
 
     @property
     def clamped(self) -> bool:
-        """Whether the limits ruled the total out, so that the nearest possible one is held."""
+        """Tell whether the limits ruled the total out, so that the nearest possible one is held."""
         return self.total != self.asked
 
 

@@ -30,7 +30,7 @@ def attention_weights(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Softmax of scaled dot products, in float32.
+    """Compute the softmax of scaled dot products, in float32.
 
     Args:
         query: (batch, kv_heads, group, q_len, head_dim), after RoPE.
@@ -61,7 +61,7 @@ def attention_weights_lse(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The weights, and the logarithm of what they were divided by.
+    """Compute the weights, and the logarithm of what they were divided by.
 
     Args:
         query, keys, scale, visible, softcap, sinks: as for `attention_weights`, but a row may see
@@ -96,7 +96,7 @@ def _logits(
 def join_attention(
     out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys from attention over each.
+    """Join attention over two disjoint sets of keys.
 
     Softmax over a union is a weighted mean; in logarithms nothing overflows.
 
@@ -113,7 +113,7 @@ def join_attention(
 
 
 def weighted_values(weights: Tensor, values: Tensor) -> Tensor:
-    """Mean of the values under the weights.
+    """Average the values under the weights.
 
     Args:
         weights: (batch, kv_heads, group, q_len, kv_len) float32.
@@ -130,7 +130,7 @@ def weighted_values(weights: Tensor, values: Tensor) -> Tensor:
 def visible_keys(
     query_positions: Tensor, key_positions: Tensor, window: int | None = None
 ) -> Tensor:
-    """Which keys each query may see: stored, not later than itself and inside the sliding window.
+    """Mark the keys that each query may see: stored, not later, inside the sliding window.
 
     Three queries at 2, 3, 4 over keys at 0, 2, 3, 4 and an empty slot (-1), no window:
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def moments(keys: Tensor) -> Tensor:
-    """Means over the tokens: of k k^T, and in one more row of k.
+    """Average over the tokens: k k^T, and in one more row k.
 
     Args:
         keys: (..., tokens, head_dim).
@@ -21,7 +21,7 @@ def moments(keys: Tensor) -> Tensor:
 
 
 def principal_components(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """The directions in which keys vary, the strongest first.
+    """Find the directions in which keys vary, the strongest first.
 
     Args:
         moments: (..., head_dim + 1, head_dim), as of `moments`; means of several texts' are those

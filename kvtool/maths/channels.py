@@ -9,7 +9,7 @@ _TINY = 1e-30  # keeps a query of zeros from dividing by zero
 
 
 def heaviest_channels(query: Tensor, count: int) -> Tensor:
-    """The `count` channels of largest magnitude, summed over the query heads of a group.
+    """Find the `count` channels of largest magnitude, summed over the query heads of a group.
 
     Args:
         query: (batch, kv_heads, group, head_dim).
@@ -21,12 +21,12 @@ def heaviest_channels(query: Tensor, count: int) -> Tensor:
 
 
 def take_channels(query: Tensor, channels: Tensor) -> Tensor:
-    """Some channels of a query: (batch, kv_heads, group, count)."""
+    """Take some channels of a query: (batch, kv_heads, group, count)."""
     return query.gather(3, channels[:, :, None].expand(-1, -1, query.shape[2], -1))
 
 
 def partial_scale(query: Tensor, part: Tensor, scale: float) -> Tensor:
-    """The factor that makes a logit of a dot product over the heaviest channels alone.
+    """Compute the factor that makes a logit of a dot product over the heaviest channels alone.
 
     SparQ (https://arxiv.org/abs/2312.04985): the temperature sqrt(D |q'| / |q|), with the 1-norms
     of the channels taken and of all, in place of sqrt(D).

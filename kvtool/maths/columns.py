@@ -41,7 +41,7 @@ def add_columns(
 
 
 def column_variance(sums: Tensor, stored: Tensor) -> Tensor:
-    """Population variance of what slots receive, whatever its mean.
+    """Compute the population variance of what slots receive, whatever its mean.
 
     D2O (https://arxiv.org/abs/2406.13035), equation 4. The mean is 1 only where a whole prompt
     attends to itself and no part of the attention goes to a sink beside the keys.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def page_bounds(keys: Tensor, page: int) -> Tensor:
-    """Channel by channel, the largest and the smallest number among the keys of each page.
+    """Find the largest and the smallest number among the keys of each page, channel by channel.
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim), at least one token.
@@ -47,7 +47,7 @@ def widen_page(bounds: Tensor, key: Tensor, at: int, page: int) -> None:
 
 
 def pages_of(tokens: int, page: int) -> int:
-    """How many pages so many tokens fill, the last one perhaps not whole.
+    """Count the pages that so many tokens fill, the last one perhaps not whole.
 
     >>> pages_of(7, 3), pages_of(6, 3)
     (3, 2)

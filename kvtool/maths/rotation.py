@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def turning_table(frequencies: Tensor, reach: int) -> Tensor:
-    """Cosines and sines of all whole turns up to `reach` positions back and forth.
+    """Tabulate cosines and sines of all shifts up to `max_shift` positions back and forth.
 
     Args:
         frequencies: (pairs,) float32, radians a position.
@@ -25,7 +25,7 @@ def turning_table(frequencies: Tensor, reach: int) -> Tensor:
 
 
 def cosines_and_sines(turns: Tensor, frequencies: Tensor) -> Tensor:
-    """Cosines and sines of turns.
+    """Compute cosines and sines of shifts.
 
     Args:
         turns: (..) positions, signed.

@@ -12,7 +12,7 @@ _EMPTY = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity inc
 
 
 def order_key(scores: Tensor, positions: Tensor) -> Tensor:
-    """One distinct integer per slot that sorts by score, then by position, the lower one first.
+    """Make an integer per slot that sorts by score, then by position, the lower one first.
 
     The bits of a float, read as an integer, sort like the float once the negative half is mirrored.
     They go to the upper half of the key, the position to the lower half, so no two slots tie and
@@ -57,7 +57,7 @@ def top_mask(
 
 
 def top_slots(scores: Tensor, count: int) -> Tensor:
-    """The `count` slots of highest score, the best first; ties go to the lower index.
+    """Find the `count` slots of highest score, the best first; ties go to the lower index.
 
     >>> top_slots(torch.tensor([0.1, 0.3, 0.3, 0.2]), 2).tolist()
     [1, 2]
@@ -105,7 +105,7 @@ def keep_top(
 def lowest(
     scores: Tensor, positions: Tensor, protected: Tensor | None = None, distinct: bool = False
 ) -> Tensor:
-    """The one slot to give up: the lowest score, and among equals the highest position.
+    """Find the slot to evict: the lowest score, and among equals the highest position.
 
     Args:
         scores: (batch, kv_heads, slots) float32, no NaN.

@@ -7,7 +7,7 @@ _COLUMNS = 64  # logits that are turned into float32 at a time
 
 
 def surprisals(logits: Tensor, tokens: Tensor, at: Tensor) -> Tensor:
-    """-log p of each token, by the logits of one column.
+    """Compute -log p of each token, by the logits of one column.
 
     Args:
         logits: (batch, columns, vocab), any float dtype.

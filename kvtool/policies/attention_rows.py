@@ -27,15 +27,15 @@ class AttentionRows:
 
     @property
     def slots(self) -> int:
-        """How many slots these rows reach."""
+        """Count the slots that these rows reach."""
         return self.weights.shape[-1]
 
     def group_mean(self) -> Tensor:
-        """Mean weight over the query heads of a group: (batch, kv_heads, rows, slots)."""
+        """Average the weights over the query heads of a group: (batch, kv_heads, rows, slots)."""
         return self.weights.mean(2)
 
     def summed(self, vote_weights: Tensor) -> AttentionRows:
-        """One row in place of all: their sum, each times its weight, (batch or 1, rows)."""
+        """Sum the rows into one, each times its weight, (batch or 1, rows)."""
         weights = self.weights * vote_weights[:, None, None, :, None]
         return AttentionRows(weights.sum(3, keepdim=True))
 

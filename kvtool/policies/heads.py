@@ -37,7 +37,7 @@ class KVHeads:
         return 0
 
     def mean(self, numbers: Tensor) -> Tensor:
-        """Mean over all heads, (batch, kv_heads, ..) to (batch, ..)."""
+        """Average over all heads, (batch, kv_heads, ..) to (batch, ..)."""
         return numbers.mean(1)
 
     def total(self, numbers: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class KVHeads:
         return numbers
 
     def most(self, numbers: Tensor) -> Tensor:
-        """Largest of what each process has counted."""
+        """Return the largest of what each process has counted."""
         return numbers
 
     def all(self, slots: Tensor, empty: float) -> Tensor:

@@ -15,14 +15,14 @@ def minimum(a: int, b: int) -> int: ...
 @overload
 def minimum(a: Count, b: Count) -> Count: ...
 def minimum(a: Count, b: Count) -> Count:
-    """The smaller of two counts, row by row if either is per row."""
+    """Return the smaller of two counts, per batch entry if either is."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
     return min(a, b)
 
 
 def at_least_zero(count: Count) -> Count:
-    """A count, or 0 where it is negative."""
+    """Return a count, or 0 where it is negative."""
     return count.clamp(min=0) if isinstance(count, Tensor) else max(count, 0)
 
 
@@ -31,5 +31,5 @@ def half(budget: int) -> int: ...
 @overload
 def half(budget: Count) -> Count: ...
 def half(budget: Count) -> Count:
-    """Half of a budget, rounded down: the default recent window of H2O, Scissorhands and RoCo."""
+    """Return half of a budget, rounded down: the default recent window of H2O and others."""
     return budget // 2

@@ -165,26 +165,26 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """The name of the base, as typed."""
+        """Return the name of the base."""
         if self.read is not None and self.score.when == "never":
             return self.read.name
         return self.score.name
 
     @property
     def reader(self) -> Read | None:
-        """What a decode step looks at; None: all that is stored."""
+        """Return what chooses the tokens that a decode step reads; None: it reads all."""
         return self.score.reader if self.read is None else self.read
 
     @property
     def budget_is_traffic(self) -> bool:
-        """Whether the budget is what a decode step reads, and not what is stored."""
+        """Tell whether the budget is what a decode step reads, and not what is stored."""
         if self.reader is None or self.score.when == "always":
             return False
         return self.score.when == "never" or self.reader.k is None
 
     @property
     def two_stages(self) -> bool:
-        """Whether one budget, what a step reads, says what is cut and what the reader leaves out.
+        """Tell whether a budget of traffic says as well how much of a prompt is evicted.
 
         What is stored of a prompt is known once all of it is there, so it is cut at its end.
         """
@@ -192,51 +192,51 @@ class Policy:
 
     @property
     def select_only(self) -> bool:
-        """Whether evicted tokens stay stored, and only the reader passes over them."""
+        """Tell whether evicted tokens stay stored, and only the reader passes over them."""
         return isinstance(self.on_evict, SelectOnly)
 
     @property
     def stores_all(self) -> bool:
-        """Whether nothing leaves, and the budget only bounds what is read."""
+        """Tell whether nothing leaves, and the budget only bounds what is read."""
         return self.budget_is_traffic and (self.score.when == "never" or self.select_only)
 
     @property
     def takes_budget(self) -> bool:
-        """Whether there is anything that a budget would bound."""
+        """Tell whether there is anything that a budget would bound."""
         return self.score.when != "never" or self.read is not None
 
     @cached_property
     def ranking(self) -> Score:
-        """The score as it is run: per KV head where a rescore or a split makes heads differ."""
+        """Return the score as it is run: per KV head where another part makes heads differ."""
         by_head = self.rescore is not None or self.head_split is not None
         return self.score.by_head() if by_head else self.score
 
     @property
     def allocator(self) -> Allocator | None:
-        """How the budget is split over the layers; None: every layer has the same."""
+        """Return how the budget is split over the layers; None: every layer has the same."""
         return self.score.allocator if self.allocate is None else self.allocate
 
     @property
     def head_split(self) -> HeadSplit | None:
-        """How a layer's budget is split over its KV heads; None: equally."""
+        """Return how a layer's budget is split over its KV heads; None: equally."""
         split = self.score.head_split if self.heads is None else self.heads
         return split if isinstance(split, HeadSplit) else None
 
     @property
     def on_evict(self) -> Evicted | None:
-        """What becomes of the tokens that leave; None: they are gone."""
+        """Return what becomes of evicted tokens; None: they are dropped."""
         return self.score.evicted if self.evicted is None else self.evicted
 
     @cached_property
     def statistics(self) -> tuple[str, ...]:
-        """Names of the float32 numbers beside each slot."""
+        """Name the float32 numbers beside each slot."""
         own = () if self.on_evict is None else self.on_evict.statistics
         turn = (SHIFT,) if self.score.positions == "cache" else ()
         return tuple(dict.fromkeys(self.score.statistics + own + turn))
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """Which of the numbers beside the slots are columns of attention, summed over all rows."""
+        """Name those of them that are columns of attention, summed over all rows."""
         own = set(self.score.statistics)
         summed = set() if self.on_evict is None else set(self.on_evict.statistics) - own
         if self.ranking.evidence is Evidence.COLUMNS:
@@ -245,12 +245,12 @@ class Policy:
 
     @cached_property
     def observes_rows(self) -> bool:
-        """Whether the score looks at every attention row itself."""
+        """Tell whether the score looks at every attention row itself."""
         return self.ranking.evidence is Evidence.ALL_ROWS
 
     @cached_property
     def needs_all_rows(self) -> bool:
-        """Whether the numbers beside the slots are made from every attention row."""
+        """Tell whether the numbers beside the slots are made from every attention row."""
         return self.observes_rows or bool(self.columns)
 
     def observe(self, state: State, view: SlotView, rows: AttentionRows) -> None:
@@ -281,7 +281,7 @@ class Policy:
 
     @property
     def min_budget(self) -> int:
-        """The smallest budget that an allocator may give to a layer of a longer prompt."""
+        """Return the smallest budget that an allocator may give to a layer of a longer prompt."""
         reader = self.reader if self.budget_is_traffic else None
         tokens = self.score.min_budget if reader is None else reader.min_budget
         while (reserved := sum(self.score.reserved(tokens).values())) >= tokens:

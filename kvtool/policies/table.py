@@ -105,7 +105,7 @@ def _class_at(place: str) -> Any:
 
 
 def describe() -> list[Entry]:
-    """Every policy and modifier, in the order of the table."""
+    """List every policy and modifier, in the order of the table."""
     entries = []
     for name in BASES:
         base = base_class(name)

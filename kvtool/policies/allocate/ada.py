@@ -81,7 +81,7 @@ def _as_ratio(part: float) -> tuple[int, int]:
 
 
 def _keys(scores: Tensor, among: Tensor) -> Tensor:
-    """Sortable integers: by score, then by position, then by head."""
+    """Make sortable integers: by score, then by position, then by head."""
     heads, n = scores.shape[1:]
     places = torch.arange(n, device=scores.device) * heads
     places = places + torch.arange(heads, device=scores.device)[:, None]
@@ -89,14 +89,14 @@ def _keys(scores: Tensor, among: Tensor) -> Tensor:
 
 
 def _rank(scores: Tensor, among: Tensor) -> Tensor:
-    """Place of each entry among those of its head, 0 for the best."""
+    """Rank each entry among those of its head, 0 for the best."""
     order = _keys(scores, among).argsort(-1, descending=True)
     places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
 def _coverage(scores: Tensor, among: Tensor, best: Tensor) -> Tensor:
-    """Share of a head's score that its best entries hold: (batch, kv_heads, 1)."""
+    """Compute the part of a head's score that its best entries hold: (batch, kv_heads, 1)."""
     scores = scores.masked_fill(~among, 0.0)
     whole = scores.sum(-1, keepdim=True)
     part = scores.masked_fill(~best, 0.0).sum(-1, keepdim=True)
@@ -104,7 +104,7 @@ def _coverage(scores: Tensor, among: Tensor, best: Tensor) -> Tensor:
 
 
 def _apportion(weights: Tensor, total: Tensor, most: Tensor) -> Tensor:
-    """Whole numbers in proportion to weights, within limits, by their largest remainders.
+    """Round proportions to whole numbers, within limits, by their largest remainders.
 
     What a limit binds keeps that limit, and the others the ratios of their weights, as in
     `kvtool.maths.allocation.allocate`; here rows are tensors and every remainder is exact. Equal
@@ -129,7 +129,7 @@ def _apportion(weights: Tensor, total: Tensor, most: Tensor) -> Tensor:
 
 
 def _bound(weights: Tensor, total: Tensor, most: Tensor) -> Tensor:
-    """Which proportions are cut off by their limits: bool (batch, kv_heads).
+    """Mark the proportions that their limits cut off: bool (batch, kv_heads).
 
     From the head whose limit is lowest for its weight on: one is bound if, with those before it at
     their limits, its proportion of what is left is above its own.

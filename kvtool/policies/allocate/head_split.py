@@ -31,7 +31,7 @@ class HeadSplit(Allocator):
     def forecast(
         self, budget: int, prompt: int, kv_heads: int, place: tuple[int, int]
     ) -> list[int]:
-        """Tokens that the heads of a layer will hold, of which only the sum need be right.
+        """Forecast the tokens of each head of a layer, of which only the sum need be right.
 
         Args:
             budget: mean tokens per head, fewer than the prompt has.
@@ -40,7 +40,7 @@ class HeadSplit(Allocator):
         return [budget] * kv_heads
 
     def tokens(self, heads: Heads) -> Tensor:
-        """Tokens that each head may keep: (batch, kv_heads) int64. No device sync.
+        """Count the tokens that each head may keep: (batch, kv_heads) int64. No device sync.
 
         A row whose text fits its budget gives every head that budget, as it would have alone.
         """

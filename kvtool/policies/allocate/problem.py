@@ -57,7 +57,7 @@ class AllocationProblem:
 
     @property
     def layers(self) -> int:
-        """How many layers share the total."""
+        """Count the layers that divide the total."""
         return len(self.lo)
 
     def by_weight(self, log_weights: Sequence[float]) -> Allocation:

@@ -24,7 +24,7 @@ _WINDOW = 8  # where the policy has none, as in the authors' scripts
 def pyramid_line(
     layers: int, budget: float, tokens: int, *, window: int, beta: float
 ) -> list[float]:
-    """Past tokens of each layer, the window not counted: a line whose mean is budget - window.
+    """Draw the line of past tokens over the layers, the window left out, of mean budget - window.
 
     >>> pyramid_line(4, 128, 4096, window=8, beta=20)
     [234.0, 158.0, 82.0, 6.0]

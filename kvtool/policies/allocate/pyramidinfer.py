@@ -71,7 +71,7 @@ class Cosine(Allocator):
         )
 
     def _by_decay(self, problem: AllocationProblem, n: int) -> list[int]:
-        """The schedule of the largest decay that the total can pay for."""
+        """Find the schedule of the largest decay that the total can pay for."""
         low, high = 0.0, 1.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
@@ -82,7 +82,7 @@ class Cosine(Allocator):
         return self._kept(problem, n, low)
 
     def _by_length(self, problem: AllocationProblem, n: int) -> list[int]:
-        """The steepest schedule, of the longest prompt that the total can pay for."""
+        """Find the steepest schedule, of the longest prompt that the total can pay for."""
         low, high = 1, n
         while high - low > 1:
             middle = (low + high) // 2

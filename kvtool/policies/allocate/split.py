@@ -29,7 +29,7 @@ class Spread:
 
     @property
     def largest(self) -> list[float]:
-        """The largest F of each layer, where all queries attend to the same token."""
+        """Return the largest F of each layer, where all queries attend to the same token."""
         return [self.queries**2 * (held - 1) / held**2 if held else 0.0 for held in self.held]
 
 
@@ -67,7 +67,7 @@ class AllocatedSplit:
 
     @property
     def allocator(self) -> Allocator:
-        """The policy's, or one that gives all layers the same."""
+        """Return the policy's allocator, or one that gives all layers the same."""
         return self.policy.allocator or Uniform()
 
     def for_prompt(self, mean: int, n: int, spread: Spread | None = None) -> list[int]:

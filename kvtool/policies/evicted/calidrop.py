@@ -42,7 +42,7 @@ POSITION = 4
 def query_cosine(
     query: Tensor, held: Tensor, granularity: str, heads: KVHeads = ALL_HERE
 ) -> Tensor:
-    """Cosine between a step's queries and those held.
+    """Compute the cosine between a step's queries and those held.
 
     Args:
         query, held: (batch, heads, head_dim), after RoPE.
@@ -62,7 +62,7 @@ def query_cosine(
 
 
 def decide(cosine: Tensor, theta1: float, theta2: float) -> tuple[Tensor, Tensor]:
-    """Which heads recompute the evicted part, and which are calibrated (these included).
+    """Decide which heads recompute the evicted part, and which are calibrated (these included).
 
     >>> recompute, calibrate = decide(torch.tensor([0.5, 0.7, 0.85, 0.9]), 0.7, 0.85)
     >>> recompute.tolist(), calibrate.tolist()
@@ -128,7 +128,7 @@ class CaliDrop(Evicted):
     def start(
         self, batch: int, heads: int, head_dim: int, value_dim: int, device: torch.device
     ) -> State:
-        """What is held of each query head before its first query."""
+        """Make what is held of each query head before its first query."""
         return {
             "query": torch.zeros(batch, heads, head_dim, device=device),
             "out": torch.zeros(batch, heads, value_dim, device=device),

@@ -29,7 +29,7 @@ _CHUNK = 1024  # victims whose values are held in float64 at a time
 
 
 def merge_probability(own: Tensor, following: Tensor, count: Tensor) -> Tensor:
-    """Probability with which evicted tokens are merged.
+    """Compute the probability with which evicted tokens are merged.
 
     Args:
         own: accumulated attention of the evicted tokens, at least 0.
@@ -45,7 +45,7 @@ def merge_probability(own: Tensor, following: Tensor, count: Tensor) -> Tensor:
 
 
 def spans(gone: Tensor, kept: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Where the next m kept tokens of each evicted one begin and end.
+    """Find where the next m kept tokens of each evicted one begin and end.
 
     >>> first, last = spans(torch.tensor([[[1, 5]]]), torch.tensor([[[0, 2, 4, 6, -1]]]), m=2)
     >>> first.tolist(), last.tolist()
@@ -87,7 +87,7 @@ def span_sums(numbers: Tensor, kept: Tensor, first: Tensor, m: int) -> Tensor:
 def spread(
     values: Tensor, source: Tensor, gone: Tensor, amount: Tensor, first: Tensor, last: Tensor
 ) -> Tensor:
-    """Values with those of evicted tokens added to their spans.
+    """Add the values of evicted tokens to their spans.
 
     What overlapping spans add up to is the running sum, in float64, of what begins less what ends.
 
@@ -165,7 +165,7 @@ class CaM(Merging):
         kept.scatter_(2, nearest.indices[..., None].expand_as(new), new)
 
     def _amount(self, leaving: Departure, own: Tensor, following: Tensor, count: Tensor) -> Tensor:
-        """How much of each evicted value every token of its span gets."""
+        """Compute how much of each evicted value every token of its span gets."""
         chance = merge_probability(own, following, count)
         if not self.deterministic:
             chance = (self._draws(leaving) < chance).float()

@@ -32,7 +32,7 @@ _EPSILON = 1e-8
 
 
 def nearest_kept(gone: Tensor, kept: Tensor, kept_positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each evicted key the most similar kept one, ties to the lower position.
+    """Find the kept key most similar to each evicted one, ties to the lower position.
 
     Args:
         gone: (batch, kv_heads, victims, head_dim).

@@ -46,5 +46,5 @@ class Departure:
 
     @property
     def decoded(self) -> bool:
-        """Whether one token leaves for one that was decoded: kept slots are in no order."""
+        """Tell whether one token leaves for one that was decoded: kept slots are in no order."""
         return self.importance is None

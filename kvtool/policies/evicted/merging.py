@@ -16,7 +16,7 @@ class Merging(Evicted):
         return sum(tensor.numel() * tensor.element_size() for tensor in memory.values())
 
     def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
-        """What a layer remembers beside its slots: tensors whose first axis is the batch."""
+        """Make what a layer remembers beside its slots: tensors whose first axis is the batch."""
         return {}
 
     def absorb(self, memory: State, leaving: Departure) -> None:

@@ -54,6 +54,6 @@ def _stored(layer: HeadSizes, tokens: int) -> Stored:
 
 
 def _empty(layer: HeadSizes, tokens: int, dim: int) -> Tensor:
-    """(1, kv_heads, tokens, dim) of no content."""
+    """Make a (1, kv_heads, tokens, dim) tensor of no content."""
     shape = (1, layer.kv_heads, tokens, dim)
     return torch.empty(shape, dtype=_DTYPES[layer.itemsize], device="meta")

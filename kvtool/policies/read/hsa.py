@@ -81,14 +81,14 @@ class HSA(Paged):
         return Choice(slots, estimate=channels * pages)
 
     def _log_sum(self, logits: Tensor, tokens: int) -> Tensor:
-        """Log of the sum over tokens: every page counts once for each of its tokens."""
+        """Sum over tokens, in logarithms: every page counts once for each of its tokens."""
         last = tokens - (logits.shape[-1] - 1) * self.page_size
         counts = logits.new_full((logits.shape[-1],), self.page_size)
         counts[-1] = last
         return (logits + counts.log()).logsumexp(-1, keepdim=True)
 
     def _best_tokens(self, scores: Tensor, tokens: int) -> Tensor:
-        """The first `k` tokens of the pages in the order of their scores."""
+        """Take the first `k` tokens of the pages in the order of their scores."""
         k, pages, page = min(fixed(self.k), tokens), scores.shape[-1], self.page_size
         partial = tokens < pages * page
         ranked = top_slots(scores, min(pages, pages_of(k, page) + partial))

@@ -21,7 +21,7 @@ class Paged(Read):
 
     @property
     def page_size(self) -> int:
-        """Tokens per page, once it is fixed."""
+        """Return the tokens per page, once they are fixed."""
         return fixed(self.page)
 
     def start(self, stored: Stored) -> State:

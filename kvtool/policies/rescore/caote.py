@@ -26,7 +26,7 @@ _CHUNK = 8192  # slots whose difference from the centre is held at a time
 
 
 def normalised(scores: Tensor, held: Count, stored: Tensor | None = None) -> Tensor:
-    """Scores as shares of their sum over the stored slots.
+    """Divide scores by their sum over the stored slots.
 
     Args:
         scores: (batch, kv_heads, slots) float32, at least 0.
@@ -46,7 +46,7 @@ def normalised(scores: Tensor, held: Count, stored: Tensor | None = None) -> Ten
 
 
 def output_change(share: Tensor, distance: Tensor) -> Tensor:
-    """How far the output moves when a token leaves: share / (1 - share) * |centre - value|.
+    """Measure how far the output moves without a token: share / (1 - share) * |centre - value|.
 
     Args:
         share: (batch, kv_heads, slots) float32, rows sum to 1.
@@ -61,7 +61,7 @@ def output_change(share: Tensor, distance: Tensor) -> Tensor:
 
 
 def distance_from_mean(weights: Tensor, values: Tensor) -> Tensor:
-    """How far each value lies from the mean of the values under the weights.
+    """Measure how far each value lies from the mean of the values under the weights.
 
     Args:
         weights: (batch, kv_heads, slots) float32, rows sum to 1.

@@ -33,7 +33,7 @@ def recent_tokens(budget: int, sinks: int) -> int: ...
 @overload
 def recent_tokens(budget: Count, sinks: int) -> Count: ...
 def recent_tokens(budget: Count, sinks: int) -> Count:
-    """Newest tokens that a layer keeps: a quarter of what the sinks leave.
+    """Count the newest tokens that a layer keeps: a quarter of what the sinks leave.
 
     >>> recent_tokens(100, sinks=4)
     24

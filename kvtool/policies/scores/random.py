@@ -22,7 +22,7 @@ from kvtool.policies.parts import Score, SlotView
 
 
 def uniform_draws(positions: Tensor, stream: Tensor) -> Tensor:
-    """Independent numbers in [0, 1), one per position and stream (the finaliser of SplitMix64).
+    """Draw numbers in [0, 1), one per position and stream (the finaliser of SplitMix64).
 
     Args:
         positions: (batch, kv_heads, slots) integers.

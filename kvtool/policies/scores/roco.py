@@ -22,12 +22,12 @@ from kvtool.policies.spelling import computed
 
 
 def mean_attention(attention_sum: Tensor, count: Tensor) -> Tensor:
-    """Mean weight that each slot received; 0 where nothing was seen."""
+    """Average the weights that each slot received; 0 where nothing was seen."""
     return attention_sum / count.clamp(min=1)
 
 
 def attention_deviation(attention_sum: Tensor, square_sum: Tensor, count: Tensor) -> Tensor:
-    """Population deviation of the weights that each slot received; 0 after one observation."""
+    """Compute the population deviation of the weights of each slot; 0 after one observation."""
     count = count.clamp(min=1)
     mean = attention_sum / count
     return (square_sum / count - mean * mean).clamp_(min=0).sqrt_()
