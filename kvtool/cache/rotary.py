@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvtool.cache import eager_hooks, handover
 from kvtool.errors import KvtoolError
-from kvtool.maths.rotation import cosines_and_sines, turn, turning_table
+from kvtool.maths.rotation import cosines_and_sines, rope_shift, rope_shift_table
 
 _PLACE, _STEP = 3, 1000  # of the token that is read twice
 _LONGEST_TABLE = 8192  # positions; beyond, angles are computed when they are needed
@@ -49,10 +49,10 @@ class Rotation:
         else:
             if reach > self._table[0]:
                 longer = 1 << reach.bit_length()
-                self._table = longer, turning_table(self.frequencies, longer)
+                self._table = longer, rope_shift_table(self.frequencies, longer)
             known, table = self._table
             turns = table[(by + known).long()]
-        return turn(states, turns, interleaved=self.interleaved)
+        return rope_shift(states, turns, interleaved=self.interleaved)
 
 
 def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation | None]:

@@ -11,47 +11,47 @@ import torch
 from torch import Tensor
 
 
-def turning_table(frequencies: Tensor, reach: int) -> Tensor:
+def rope_shift_table(frequencies: Tensor, max_shift: int) -> Tensor:
     """Tabulate cosines and sines of all shifts up to `max_shift` positions back and forth.
 
     Args:
         frequencies: (pairs,) float32, radians a position.
 
     Returns:
-        (2 * reach + 1, 2 * pairs) float32: cosines, then sines; row d + reach is a turn by d.
+        (2 * max_shift + 1, 2 * pairs) float32: cosines, then sines; row d + max_shift is for d.
     """
-    turns = torch.arange(-reach, reach + 1, device=frequencies.device)
-    return cosines_and_sines(turns, frequencies)
+    shifts = torch.arange(-max_shift, max_shift + 1, device=frequencies.device)
+    return cosines_and_sines(shifts, frequencies)
 
 
-def cosines_and_sines(turns: Tensor, frequencies: Tensor) -> Tensor:
+def cosines_and_sines(shifts: Tensor, frequencies: Tensor) -> Tensor:
     """Compute cosines and sines of shifts.
 
     Args:
-        turns: (..) positions, signed.
+        shifts: (..) positions, signed.
         frequencies: (pairs,) float32, radians a position.
 
     Returns:
         (.., 2 * pairs) float32: cosines, then sines.
     """
-    angles = turns.float()[..., None] * frequencies
+    angles = shifts.float()[..., None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
-def turn(states: Tensor, turns: Tensor, *, interleaved: bool) -> Tensor:
+def rope_shift(states: Tensor, shifts: Tensor, *, interleaved: bool) -> Tensor:
     """Turn every pair of keys or queries.
 
     Args:
         states: (batch, heads, tokens, head_dim), after RoPE.
-        turns: (batch, heads or 1, tokens, 2 * pairs) float32 of `cosines_and_sines`; pairs come
+        shifts: (batch, heads or 1, tokens, 2 * pairs) float32 of `cosines_and_sines`; pairs come
             first in a head, 2 * pairs is at most head_dim.
         interleaved: whether the numbers of a pair are neighbours.
 
     Returns:
         A new tensor like `states`, computed in float32.
     """
-    width = turns.shape[-1]
-    cosine, sine = turns.chunk(2, -1)
+    width = shifts.shape[-1]
+    cosine, sine = shifts.chunk(2, -1)
     if interleaved:
         left, right = slice(0, width, 2), slice(1, width, 2)
     else:

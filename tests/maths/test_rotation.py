@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvtool.maths.rotation import cosines_and_sines, turn, turning_table
+from kvtool.maths.rotation import cosines_and_sines, rope_shift, rope_shift_table
 
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.01])
 
@@ -19,7 +19,7 @@ def as_complex(vector, interleaved):
 def test_a_turn_multiplies_each_pair_by_a_complex_number(interleaved):
     states = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0))
     by = torch.tensor([4.0, -7.0, 0.0, 100.0, 1.0]).expand(2, 1, 5)
-    turned = turn(states, cosines_and_sines(by, FREQUENCIES), interleaved=interleaved)
+    turned = rope_shift(states, cosines_and_sines(by, FREQUENCIES), interleaved=interleaved)
     assert torch.equal(turned[..., 6:], states[..., 6:])
     for row, head, token in [(0, 0, 0), (1, 2, 1), (0, 1, 3), (1, 0, 4)]:
         before = as_complex(states[row, head, token].tolist(), interleaved)
@@ -34,19 +34,19 @@ def test_no_turn_changes_nothing_in_any_dtype():
     for dtype in (torch.float32, torch.bfloat16):
         states = torch.randn(1, 2, 3, 6).to(dtype)
         still = cosines_and_sines(torch.zeros(1, 2, 3), FREQUENCIES)
-        assert torch.equal(turn(states, still, interleaved=False), states)
+        assert torch.equal(rope_shift(states, still, interleaved=False), states)
 
 
 def test_turns_by_hand():
     # a quarter turn takes (1, 0) to (0, 1); half a turn of the second pair takes (0, 2) to (0, -2)
     quarter = torch.tensor([math.pi / 2, math.pi])
     states = torch.tensor([[[[1.0, 0.0, 0.0, 2.0]]]])
-    turned = turn(states, cosines_and_sines(torch.ones(1, 1, 1), quarter), interleaved=False)
+    turned = rope_shift(states, cosines_and_sines(torch.ones(1, 1, 1), quarter), interleaved=False)
     torch.testing.assert_close(turned, torch.tensor([[[[0.0, 0.0, 1.0, -2.0]]]]))
 
 
 def test_a_table_holds_every_turn_both_ways():
-    table = turning_table(FREQUENCIES, 9)
+    table = rope_shift_table(FREQUENCIES, 9)
     assert table.shape == (19, 6)
     for by in (-9, -1, 0, 5, 9):
         torch.testing.assert_close(table[by + 9], cosines_and_sines(torch.tensor(by), FREQUENCIES))
