@@ -151,10 +151,10 @@ class Score:
         """
         raise NotImplementedError
 
-    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor | None:
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
         """Mark the slots that stay whatever their score: bool (batch, kv_heads, slots); None: none.
 
-        `victims` is how many slots will be evicted.
+        `evicted` is how many slots will be evicted.
         """
         return None
 

@@ -44,7 +44,7 @@ class MyScore(Score):
     def importance(self, state, view, rows):
         return state["attention_sum"]
 
-    def protected(self, state, view, victims):
+    def protected(self, state, view, evicted):
         return view.recent(self.recent)
 
     def reserved(self, budget):

@@ -72,7 +72,7 @@ class D2O(Score):
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return state["attention_sum"]
 
-    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         return view.sinks(self.sinks) | view.recent(recent_tokens(view.budget, self.sinks))
 
     def reserved(self, budget: int) -> Mapping[str, int]:

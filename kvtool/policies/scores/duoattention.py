@@ -40,7 +40,7 @@ class DuoAttention(Score):
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return view.positions.float()
 
-    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         return view.sinks(sink_tokens(view.budget))
 
     def reserved(self, budget: int) -> Mapping[str, int]:

@@ -82,7 +82,7 @@ class PyramidInfer(Score):
             votes if view.kept_in_parent is None else votes.masked_fill(~view.kept_in_parent, -1.0)
         )
 
-    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         first_layer_budget = torch.as_tensor(view.first_layer_budget).double()
         recent = (self.recent_ratio * first_layer_budget).long() + 1
         return view.sinks(self.sinks) | view.recent(recent.to(view.positions.device))

@@ -1,4 +1,4 @@
-"""Random: victims drawn uniformly, the baseline that any score must beat.
+"""Random: evicted slots drawn uniformly, the baseline that any score must beat.
 
 Used as a baseline by RoCo (Ren and Zhu, 2024, https://arxiv.org/abs/2402.06262).
 
@@ -85,7 +85,7 @@ class Random(Score):
             stream = stream + (heads[:, None] << 50)
         return uniform_draws(view.positions, stream)
 
-    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor | None:
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
         if self.sinks == 0 and self.recent == 0:
             return None
         return view.sinks(self.sinks) | view.recent(self.recent)

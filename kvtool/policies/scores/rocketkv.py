@@ -69,5 +69,5 @@ class RocketKV(Score):
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return pooled_votes(self, view, rows)
 
-    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         return voting_window(self, view)

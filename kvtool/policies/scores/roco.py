@@ -65,11 +65,11 @@ class RoCo(Score):
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return mean_attention(state["attention_sum"], state["count"])
 
-    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         recent = self._protect_recent(view.budget)
         forced = view.recent(recent) | view.sinks(self.sinks)
         # forced tokens never leave, so they are all held once there are enough of them
-        free = at_least_zero(view.held - minimum(recent + self.sinks, view.held) - victims)
+        free = at_least_zero(view.held - minimum(recent + self.sinks, view.held) - evicted)
         deviation = attention_deviation(*(state[name] for name in self.statistics))
         scope = minimum(half(view.budget) if self.scope is None else self.scope, free)
         return forced | top_mask(deviation, view.positions, scope, among=~forced)

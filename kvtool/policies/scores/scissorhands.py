@@ -47,7 +47,7 @@ class Scissorhands(Score):
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return state["above_average"]
 
-    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         return view.recent(half(view.budget) if self.recent is None else self.recent)
 
     def reserved(self, budget: int) -> Mapping[str, int]:

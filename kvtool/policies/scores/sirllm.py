@@ -60,7 +60,7 @@ class SirLLM(Score):
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return view.positions.float()
 
-    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         sinks = view.sinks(self.sinks)
         count = at_least_zero(view.budget - self.sinks - self.recent - view.block)
         count = minimum(count, view.positions.shape[2])

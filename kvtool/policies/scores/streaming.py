@@ -42,7 +42,7 @@ class Streaming(Score):
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return view.positions.float()
 
-    def protected(self, state: State, view: SlotView, victims: Count) -> Tensor:
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         return view.sinks(self.sinks)
 
     def reserved(self, budget: int) -> Mapping[str, int]:
