@@ -14,7 +14,8 @@ from kvtool.cache.read_budgets import ReadBudgets
 from kvtool.cache.slots import SlotLayer
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
-from kvtool.planning.forecast import LayerShape, Text
+from kvtool.model_shape import LayerShape
+from kvtool.planning.forecast import Text
 from kvtool.planning.held import tokens_for_bytes
 from kvtool.policies.allocate.planned import PlannedSplit
 from kvtool.policies.allocate.split import AllocatedSplit, Split, Spread

@@ -10,9 +10,9 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.task import Asking, Json, Sample, Task
 
 if TYPE_CHECKING:
-    from kvtool.documents.profile import ModelShape
     from kvtool.evaluation.arms import Arm
     from kvtool.evaluation.bench import Protocol
+    from kvtool.model_shape import LayerShape
 
 
 def bytes_held(config: Any, dtype: str, arm: Arm, prompt: int) -> int:
@@ -29,20 +29,17 @@ def bytes_held(config: Any, dtype: str, arm: Arm, prompt: int) -> int:
         UsageError: the policy's protected tokens alone fill what the budget means here, or bytes
             are too few.
     """
-    from kvtool.profiling.memory import cache_bytes
-    from kvtool.profiling.shape import layer_bytes, layer_kinds, model_shape, stored_dtype
+    from kvtool.model_shape import layer_shapes
+    from kvtool.planning.forecast import kv_bytes, tokens_held
 
-    text = config.get_text_config(decoder=True)
-    dtype = stored_dtype(text, dtype)
-    sizes = layer_bytes(text, dtype)
-    kept = None
+    layers, kept = layer_shapes(config, dtype), None
     if arm.budget is not None:
-        kept = _tokens(arm, model_shape(config, name="", dtype=dtype), sizes, prompt)
+        vocabulary = config.get_text_config(decoder=True).vocab_size
+        kept = _tokens(arm, layers, vocabulary, prompt)
         _check(arm, kept, prompt)
         if arm.policy.budget_is_traffic:
             kept = _stored_of_read(arm, kept, prompt)
-    widths = [None if width is None else width - 1 for width in layer_kinds(text)[1]]
-    return cache_bytes(sizes, [kept if width is None else width for width in widths], prompt)
+    return kv_bytes(layers, tokens_held(layers, prompt, kept))
 
 
 def check_bytes(config: Any, dtype: str, arms: Sequence[Arm]) -> None:
@@ -56,18 +53,17 @@ def check_bytes(config: Any, dtype: str, arms: Sequence[Arm]) -> None:
             bytes_held(config, dtype, arm, prompt=0)
 
 
-def _tokens(arm: Arm, model: ModelShape, sizes: list[int], prompt: int) -> int:
+def _tokens(arm: Arm, layers: list[LayerShape | None], vocabulary: int, prompt: int) -> int:
     """Return the tokens or pairs of each layer without a window, as the cache fixes them."""
-    from kvtool.documents.plan import FREE
     from kvtool.planning.forecast import Text
-    from kvtool.planning.held import layer_shapes, tokens_for_bytes
+    from kvtool.planning.held import tokens_for_bytes
 
     if arm.budget.bytes is None:
         return arm.budget.for_prompt(prompt)
-    if not set(model.layer_types) & set(FREE):
+    if all(layer is None or layer.window is not None for layer in layers):
         return prompt
-    text = Text(prompt, vocabulary=model.vocabulary)
-    return tokens_for_bytes(arm.policy, layer_shapes(model, sizes), text, arm.budget.bytes)
+    text = Text(prompt, vocabulary=vocabulary)
+    return tokens_for_bytes(arm.policy, layers, text, arm.budget.bytes)
 
 
 def _stored_of_read(arm: Arm, pairs: int, prompt: int) -> int:
@@ -124,8 +120,8 @@ class Estimate:
     def prompt_tokens(self, task: Task, sample: Sample) -> int | None:
         """Return the tokens of a sample up to its first answer, cut where they are cut."""
         from kvtool.evaluation.prompts import first_prompt
+        from kvtool.model_shape import trained_length
         from kvtool.models.chat import Frame, make_frame
-        from kvtool.models.length import trained_length
 
         if not sample.turns:
             if sample.context:

@@ -252,11 +252,11 @@ def _read_model(options: EvalOptions, plan: Plan, terminal: Terminal) -> tuple[A
 def _note_budgets(plan: Plan, config: Any, dtype: str, terminal: Terminal) -> None:
     """Say what bytes and plans mean for the policies, and refuse plans whose bytes are exceeded."""
     from kvtool.evaluation.arms import plan_of
+    from kvtool.model_shape import stored_dtype
     from kvtool.planning.held import DEFAULT_TRAFFIC
     from kvtool.planning.run import check_run
-    from kvtool.profiling.shape import stored_dtype
 
-    dtype = stored_dtype(config.get_text_config(decoder=True), dtype)
+    dtype = stored_dtype(config, dtype)
     for arm in plan.arms:
         planned = plan_of(arm)
         for line in [] if planned is None else check_run(planned, arm.policy, dtype):
@@ -293,7 +293,7 @@ def _draw(plan: Plan, tokenizer: Any, config: Any) -> list[Job]:
     """Draw all samples, for which the tokenizer is enough: bad data show before weights load."""
     from kvtool.evaluation.bench import token_counter
     from kvtool.evaluation.runner import draw_jobs
-    from kvtool.models.length import trained_length
+    from kvtool.model_shape import trained_length
 
     counter = token_counter(tokenizer, trained_length(config))
     return draw_jobs(plan.tasks, counter, plan.recipe.eval.limit)

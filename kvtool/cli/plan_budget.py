@@ -14,8 +14,10 @@ from kvtool.models.load import REFERENCE
 from kvtool.sizes import parse_count
 
 if TYPE_CHECKING:
+    from kvtool.documents.model_shape import ModelShape
     from kvtool.documents.plan import PlanDocument, Target
-    from kvtool.documents.profile import ModelShape, ProfileDocument
+    from kvtool.documents.profile import ProfileDocument
+    from kvtool.model_shape import LayerShape
     from kvtool.policies.parts import Allocator
     from kvtool.policies.policy import Policy
     from kvtool.sizes import Budget
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Model:
-    """The model to plan for, and the bytes of a token in each of its layers if these are known."""
+    """The model to plan for, and what each of its layers stores."""
 
     shape: ModelShape
-    layer_bytes: list[int] | None
+    layers: list[LayerShape | None]
 
 
 def plan_budget(options: PlanOptions, terminal: Terminal) -> None:
@@ -56,7 +58,7 @@ def plan_budget(options: PlanOptions, terminal: Terminal) -> None:
         profile=profile,
         policy=policy,
         min_tokens=least,
-        layer_bytes=model.layer_bytes,
+        layers=model.layers,
     )
     for line in planned.notes:
         terminal.note(line)
@@ -92,8 +94,9 @@ def _model(options: PlanOptions, profile: ProfileDocument | None, terminal: Term
         return _of_profile(options, profile)
     if options.model is None:
         terminal.note(f"model: {REFERENCE} (bundled; choose another with --model)")
+    from kvtool.documents.model_shape import ModelShape
+    from kvtool.model_shape import layer_shapes
     from kvtool.models.load import load_config, resolve_device, resolve_dtype
-    from kvtool.profiling.shape import layer_bytes, model_shape
 
     dtype = options.dtype or "auto"
     if options.model is None:  # whatever the bundled model runs in on this machine
@@ -101,7 +104,7 @@ def _model(options: PlanOptions, profile: ProfileDocument | None, terminal: Term
     config = load_config(
         options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
     )
-    shape = model_shape(
+    shape = ModelShape.of(
         config, name=options.model or REFERENCE, revision=options.revision, dtype=dtype
     )
     if profile is not None and profile.model.config_hash != shape.config_hash:
@@ -113,28 +116,27 @@ def _model(options: PlanOptions, profile: ProfileDocument | None, terminal: Term
     if options.dtype in (None, "auto"):
         why = "in which it would run here" if options.model is None else "the checkpoint's own"
         terminal.note(f"dtype: {shape.dtype}, {why} (change: --dtype)")
-    return _Model(shape, layer_bytes(config.get_text_config(decoder=True), shape.dtype))
+    return _Model(shape, layer_shapes(config, shape.dtype))
 
 
 def _of_profile(options: PlanOptions, profile: ProfileDocument) -> _Model:
     """Return the model of a profile, without asking for its configuration."""
-    from kvtool.documents.plan import DTYPE_BYTES
+    from kvtool.documents.model_shape import DTYPE_BYTES
 
     shape, memory = profile.model, profile.metrics.memory
     sizes = None if memory is None else memory.layer_bytes_per_token
     if memory is not None and memory.dtype != shape.dtype:
         sizes = None
     if options.dtype in (None, "auto", shape.dtype):
-        return _Model(shape, sizes)
+        return _Model(shape, shape.layer_shapes(sizes))
     if shape.dtype not in DTYPE_BYTES:
         raise UsageError(
             "--dtype: the profile does not say in which dtype its bytes are counted",
             hint=f"-m {shape.id} counts anew",
         )
     per_token = shape.kv_bytes_per_token * DTYPE_BYTES[options.dtype] // DTYPE_BYTES[shape.dtype]
-    return _Model(
-        shape.model_copy(update={"dtype": options.dtype, "kv_bytes_per_token": per_token}), None
-    )
+    shape = shape.model_copy(update={"dtype": options.dtype, "kv_bytes_per_token": per_token})
+    return _Model(shape, shape.layer_shapes())
 
 
 def _target(

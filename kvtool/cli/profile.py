@@ -204,10 +204,10 @@ def _error_settings(options: ProfileOptions, tokens: int) -> tuple[str, tuple[in
 
 
 def _memory_alone(options: ProfileOptions, terminal: Terminal) -> ProfileDocument:
+    from kvtool.documents.model_shape import ModelShape
     from kvtool.documents.profile import Metrics, ProfileDocument
     from kvtool.models.load import load_config
     from kvtool.profiling.memory import memory_table
-    from kvtool.profiling.shape import model_shape
 
     if options.model is None:
         terminal.note(f"model: {REFERENCE} (bundled; choose another with --model)")
@@ -217,7 +217,7 @@ def _memory_alone(options: ProfileOptions, terminal: Terminal) -> ProfileDocumen
     revision = options.revision or getattr(config, "_commit_hash", None)
     name = options.model or REFERENCE
     return ProfileDocument(
-        model=model_shape(config, name=name, revision=revision, dtype=options.dtype),
+        model=ModelShape.of(config, name=name, revision=revision, dtype=options.dtype),
         metrics=Metrics(memory=memory_table(config, options.dtype)),
     )
 
@@ -226,12 +226,12 @@ def _measure(
     options: ProfileOptions, plan: Plan, tokens: int, terminal: Terminal
 ) -> tuple[ProfileDocument, dict[str, Tensor]]:
     from kvtool.cli.profile_texts import draw_texts
+    from kvtool.documents.model_shape import ModelShape
     from kvtool.documents.profile import ProfileDocument
     from kvtool.evaluation.environment import without_home
     from kvtool.models.load import load_tokenizer
     from kvtool.profiling.measure import measure
     from kvtool.profiling.memory import memory_table
-    from kvtool.profiling.shape import model_shape
     from kvtool.profiling.summary import summarise
 
     tokenizer, config = load_tokenizer(
@@ -250,7 +250,7 @@ def _measure(
     memory = memory_table(loaded.model.config, dtype) if plan.memory else None
     metrics, curves = summarise(found, plan, memory)
     document = ProfileDocument(
-        model=model_shape(
+        model=ModelShape.of(
             loaded.model.config,
             name=without_home(loaded.name),
             revision=loaded.revision,
@@ -267,7 +267,7 @@ def _measure(
 
 
 def _check_length(config: Any, tokens: int, steps: int) -> None:
-    from kvtool.models.length import trained_length
+    from kvtool.model_shape import trained_length
 
     limit = trained_length(config)
     if limit is not None and tokens + steps > limit:

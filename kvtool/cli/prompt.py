@@ -90,7 +90,7 @@ def note_length(config: PreTrainedConfig, tokens: int, new_tokens: int, terminal
     Returns:
         Whether it may be longer.
     """
-    from kvtool.models.length import trained_length
+    from kvtool.model_shape import trained_length
 
     limit = trained_length(config)
     if limit is None or tokens + new_tokens <= limit:

@@ -329,8 +329,8 @@ def _stages(plan: PlanDocument, policy: Policy) -> str:
 
 def _run_dtype(options: PromptOptions) -> str:
     """Return the dtype that the model will run in here."""
+    from kvtool.model_shape import stored_dtype
     from kvtool.models.load import load_config, resolve_device, resolve_dtype
-    from kvtool.profiling.shape import stored_dtype
 
     dtype = resolve_dtype(options.dtype, resolve_device(options.device, options.device_map))
     if dtype != "auto":
@@ -338,7 +338,7 @@ def _run_dtype(options: PromptOptions) -> str:
     config = load_config(
         options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
     )
-    return stored_dtype(config.get_text_config(decoder=True), dtype)
+    return stored_dtype(config, dtype)
 
 
 def read_prefill(text: str | None) -> str:

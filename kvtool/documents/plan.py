@@ -19,19 +19,11 @@ from pydantic import (
 
 from kvtool.documents.disagreement import disagreement
 from kvtool.documents.document import Document, Section
-from kvtool.documents.profile import ModelShape
+from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.stages import compression_ratio, stage1_tokens
 from kvtool.errors import UsageError
+from kvtool.model_shape import FREE
 from kvtool.sizes import Budget
-
-FREE = ("full_attention", "hybrid")
-"""Kinds of layers whose budget is free, by transformers' names."""
-
-SLIDING = ("sliding_attention", "hybrid_sliding")
-"""Kinds of layers that keep their own window, whatever the budget."""
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Size of a number in the dtypes that a model can be loaded in."""
 
 
 def _ratio(value: Any) -> Any:
@@ -298,7 +290,7 @@ class PlanDocument(Document):
             message = f"stage 1 leaves {stage1} of {section.context} tokens, {new} of them new"
             raise disagreement(("rocketkv", "stage1_tokens"), stage1, message)
         check("prompt_tokens", stage1 - new, "`stage1_tokens` and `target.max_new_tokens`")
-        if section.head_dims > self.model.head_dim:
-            message = f"{section.head_dims} is more than the {self.model.head_dim} of a head"
+        if section.head_dims > self.model.key_dim:
+            message = f"{section.head_dims} is more than the {self.model.key_dim} of a head"
             raise disagreement(("rocketkv", "head_dims"), section.head_dims, message)
         return self

@@ -18,34 +18,13 @@ from pydantic import (
 )
 
 from kvtool.documents.document import Document, Section
+from kvtool.documents.model_shape import ModelShape
 
 Layers = list[FiniteFloat | None]
 """One number per layer."""
 
 LayerCurves = list[list[FiniteFloat] | None]
 """One list per layer, an entry for each point of an axis that stands beside it."""
-
-
-class ModelShape(Section):
-    """What a model stores per token, and what tells it from others.
-
-    `kv_bytes_per_token` counts keys and values of all attention layers, those with a sliding window
-    included; `layer_types` are transformers' names, such as `full_attention`.
-    """
-
-    id: str
-    revision: str | None = None
-    config_hash: str
-    dtype: str | None = None
-    layers: PositiveInt
-    heads: PositiveInt
-    kv_heads: PositiveInt
-    head_dim: PositiveInt
-    layer_types: list[str]
-    sliding_window: PositiveInt | None = None
-    kv_bytes_per_token: PositiveInt
-    vocabulary: PositiveInt | None = None
-    trained_length: PositiveInt | None = None
 
 
 class ProfileData(Section):

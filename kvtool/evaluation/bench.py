@@ -18,8 +18,8 @@ from kvtool.evaluation.arms import Arm, plan_of
 from kvtool.evaluation.memory import Peak, watched_devices
 from kvtool.evaluation.prompts import first_prompt
 from kvtool.evaluation.task import Asking, Json, Sample, Task, TokenCounter, Turn
+from kvtool.model_shape import trained_length
 from kvtool.models.chat import Frame, continued_ids, make_frame
-from kvtool.models.length import trained_length
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
 
 if TYPE_CHECKING:

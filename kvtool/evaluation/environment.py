@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.results import Environment, ModelUsed
 from kvtool.models.load import Loaded
-from kvtool.profiling.shape import model_shape
 
 _PACKAGES = (
     "torch",
@@ -87,10 +87,8 @@ def without_home(text: str) -> str:
 def model_used(loaded: Loaded) -> ModelUsed:
     """Describe a loaded model."""
     from kvtool.cache.build import kernel_of
-    from kvtool.models.length import trained_length
 
-    config = loaded.model.config.get_text_config(decoder=True)
-    shape = model_shape(loaded.model.config, name=loaded.name)
+    shape = ModelShape.of(loaded.model.config, name=loaded.name)
     return ModelUsed(
         id=without_home(loaded.name),
         revision=loaded.revision,
@@ -101,7 +99,7 @@ def model_used(loaded: Loaded) -> ModelUsed:
         layers=shape.layers,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        trained_length=trained_length(config),
+        trained_length=shape.trained_length,
     )
 
 

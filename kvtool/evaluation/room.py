@@ -12,14 +12,13 @@ from typing import Any
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.arms import Arm
-from kvtool.planning.forecast import LayerShape, Text, forecast
-from kvtool.planning.held import even_budgets, forecast_plan, layer_shapes
+from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.planning.forecast import Text, forecast, slot_bytes, tokens_held
+from kvtool.planning.held import even_budgets, forecast_plan
 from kvtool.policies.allocate.planned import PlannedSplit
 from kvtool.policies.allocate.split import AllocatedSplit
-from kvtool.profiling.shape import layer_bytes, layer_kinds, model_shape, stored_dtype
 from kvtool.sizes import parse_prefill
 
-_NUMBER = 4  # bytes of a position, and of a number of a policy
 _GROWTH, _STEP = 1.25, 16  # of buffers that are appended to
 
 
@@ -43,13 +42,9 @@ def row_bytes(
             f"`{arm.policy.name}` stores tables beside its keys, which no batch is computed for",
             hint="give the batch itself: batch: [1, 4, 16]",
         )
-    text = config.get_text_config(decoder=True)
-    shape = model_shape(config, name="", dtype=dtype)
-    stored = layer_bytes(text, stored_dtype(text, dtype))
-    beside = _NUMBER * shape.kv_heads * (1 + len(arm.policy.statistics))
-    sizes = [size and size + beside for size in stored]
-    windows = layer_kinds(text)[1]
-    kept = _kept(arm, plan, windows, sum(window is None for window in windows), n)
+    layers, numbers = layer_shapes(config, dtype), len(arm.policy.statistics)
+    sizes = [0 if layer is None else slot_bytes(layer, numbers) for layer in layers]
+    kept = _kept(arm, plan, layers, n)
     allocator, heads = arm.policy.allocator, arm.policy.head_split
     waits = plan is None and arm.budget is not None
     waits = waits and (
@@ -60,13 +55,13 @@ def row_bytes(
         block = n
     whole = _appended(block, block, n - block)  # slots where a prompt is kept as it comes
     reading = [
-        whole if k == n or (waits and window is None) else k
-        for k, window in zip(kept, windows, strict=True)
+        whole if k == n or (waits and layer is not None and layer.window is None) else k
+        for k, layer in zip(kept, layers, strict=True)
     ]
     running = max(size * (k + block) for size, k in zip(sizes, kept, strict=True))
     before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
     spare = 8 / 7 if heads is not None else 1
-    return int(max(before, _held(arm, plan, layer_shapes(shape, stored), n, new) * spare))
+    return int(max(before, _held(arm, plan, layers, n, new) * spare))
 
 
 def _held(
@@ -101,9 +96,10 @@ def largest_batch(
 
 
 def _kept(
-    arm: Arm, plan: PlanDocument | None, windows: list[int | None], free: int, n: int
+    arm: Arm, plan: PlanDocument | None, layers: list[LayerShape | None], n: int
 ) -> list[int]:
     """Return the tokens of each layer when the prompt has been read."""
+    free = sum(layer is not None and layer.window is None for layer in layers)
     if arm.budget is None:
         of_free = [n] * free
     elif plan is not None:
@@ -119,7 +115,10 @@ def _kept(
         even = allocator is None or allocator.metric is not None  # whose sum is known beforehand
         of_free = [mean] * free if even else AllocatedSplit(arm.policy, free).for_prompt(mean, n)
     tokens = iter(of_free)
-    return [min(n, next(tokens) if width is None else width - 1) for width in windows]
+    return [
+        min(n, next(tokens)) if layer is not None and layer.window is None else held
+        for layer, held in zip(layers, tokens_held(layers, n), strict=True)
+    ]
 
 
 def _appended(slots: int, step: int, tokens: int) -> int:

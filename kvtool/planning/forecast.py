@@ -14,36 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtool.model_shape import LayerShape
+
 if TYPE_CHECKING:
     from kvtool.policies.parts import Read
     from kvtool.policies.policy import Policy
 
 _NUMBER = 4  # bytes of a position, and of a number of a policy beside a slot
 _INDEX = 8  # bytes of the index of a slot
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one attention layer stores.
-
-    Attributes:
-        kv_heads, heads: that store keys, and that ask.
-        key_dim, value_dim: numbers of a key and of a value in one head.
-        itemsize: bytes of a number.
-        window: tokens that the layer keeps at most of itself, None where its budget is free.
-    """
-
-    kv_heads: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    itemsize: int
-    window: int | None = None
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the key and value of one token in one KV head."""
-        return (self.key_dim + self.value_dim) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -105,6 +83,31 @@ class Forecast:
     full_traffic: int
 
 
+def tokens_held(
+    layers: Sequence[LayerShape | None], n: int, budget: int | None = None
+) -> list[int]:
+    """Count the tokens that each layer holds of `n`.
+
+    Args:
+        budget: of the layers without a window; None: all.
+    """
+    free = n if budget is None else min(n, budget)
+    windows = [None if layer is None else layer.window for layer in layers]
+    kept = [free if window is None else min(n, window) for window in windows]
+    return [0 if layer is None else count for layer, count in zip(layers, kept, strict=True)]
+
+
+def kv_bytes(layers: Sequence[LayerShape | None], tokens: Sequence[int]) -> int:
+    """Count the bytes of one row's keys and values, so many tokens in each layer."""
+    pairs = zip(layers, tokens, strict=True)
+    return sum(layer.bytes * count for layer, count in pairs if layer is not None)
+
+
+def slot_bytes(layer: LayerShape, numbers: int) -> int:
+    """Count the bytes of a slot in all heads: key, value, position and numbers beside."""
+    return layer.bytes + layer.kv_heads * _NUMBER * (1 + numbers)
+
+
 def forecast(
     policy: Policy | None,
     layers: Sequence[LayerShape | None],
@@ -119,7 +122,7 @@ def forecast(
         budgets: of those without a window, in order.
     """
     places = [i for i, layer in enumerate(layers) if layer is not None and layer.window is None]
-    storage, traffic, full_storage, full_traffic = 0, 0, 0, 0
+    storage, traffic, full_traffic = 0, 0, 0
     if places and policy is not None and policy.score.layers == "same":
         storage += _shared(policy, layers[places[0]], budgets[0], text)
     for index, layer in enumerate(layers):
@@ -130,18 +133,15 @@ def forecast(
             reads = policy is not None and policy.reader is not None
             reads = reads and index >= policy.reader.skip_layers
             held, read = _free(policy, layer, budgets[place], text, (place, len(places)), reads)
-            most = text.full
+            full_traffic += text.last * layer.bytes
         else:
-            held = _slots(layer.window, text) * _slot(layer, _turned(policy))
-            read = min(layer.window + 1, text.last) * layer.kv_heads * layer.token_bytes
-            most = min(layer.window, text.full)
+            held = _slots(layer.window, text) * slot_bytes(layer, _turned(policy))
+            read = min(layer.window + 1, text.last) * layer.bytes
+            full_traffic += read
         storage += held
         traffic += read
-        full_storage += most * layer.kv_heads * layer.token_bytes
-        last = text.last if layer.window is None else min(layer.window + 1, text.last)
-        full_traffic += last * layer.kv_heads * layer.token_bytes
-    rows = text.rows
-    return Forecast(storage * rows, traffic * rows, full_storage * rows, full_traffic * rows)
+    full, rows = kv_bytes(layers, tokens_held(layers, text.full)), text.rows
+    return Forecast(storage * rows, traffic * rows, full * rows, full_traffic * rows)
 
 
 def _free(
@@ -159,14 +159,14 @@ def _free(
         reads: whether a reader chooses what it looks at.
     """
     if policy is None:
-        held = _slots(budget.tokens, text) * _slot(layer, 0)
-        read = min(budget.tokens + 1, text.last) * layer.kv_heads * layer.token_bytes
+        held = _slots(budget.tokens, text) * slot_bytes(layer, 0)
+        read = min(budget.tokens + 1, text.last) * layer.bytes
         return held, read
     heads = [budget.tokens] * layer.kv_heads
     if policy.head_split is not None and text.prompt > budget.tokens:
         heads = policy.head_split.forecast(budget.tokens, text.prompt, layer.kv_heads, place)
     slots = sum(_held(policy, tokens, text) for tokens in heads)
-    held = slots * _slot(layer, len(policy.statistics)) // layer.kv_heads
+    held = slots * slot_bytes(layer, len(policy.statistics)) // layer.kv_heads
     if policy.on_evict is not None:
         evicts = policy.score.when == "always" and text.new > 0 and text.full > budget.tokens
         held += policy.on_evict.held_bytes(layer, evicts)
@@ -178,11 +178,6 @@ def _free(
         held += (budget.tokens + text.new) * layer.kv_heads * _INDEX
     tables, read = _reading(layer, budget, text)
     return held + tables, read
-
-
-def _slot(layer: LayerShape, numbers: int) -> int:
-    """Return the bytes of a slot in all heads: key, value, position and numbers beside."""
-    return layer.kv_heads * (layer.token_bytes + _NUMBER * (1 + numbers))
 
 
 def _turned(policy: Policy | None) -> int:
@@ -224,5 +219,5 @@ def _reading(layer: LayerShape, budget: LayerBudget, text: Text) -> tuple[int, i
     last, end = stored + max(text.new, 1), stored + text.new
     tables = table_bytes(budget.reader, layer, end) if end > budget.pairs else 0
     if last <= budget.pairs:
-        return tables, last * layer.kv_heads * layer.token_bytes
+        return tables, last * layer.bytes
     return tables, step_bytes(budget.reader, layer, last)

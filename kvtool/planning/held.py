@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtool.documents.plan import DTYPE_BYTES, FREE, SLIDING, PlanDocument
-from kvtool.documents.profile import ModelShape
+from kvtool.documents.model_shape import DTYPE_BYTES
+from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
-from kvtool.planning.forecast import Forecast, LayerBudget, LayerShape, Text, forecast
+from kvtool.model_shape import LayerShape
+from kvtool.planning.forecast import Forecast, LayerBudget, Text, forecast
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
@@ -18,36 +19,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TRAFFIC = 512
 """Pairs of key and value that a step reads where bytes bound what is stored, and all is."""
-
-
-def layer_shapes(model: ModelShape, sizes: Sequence[int] | None = None) -> list[LayerShape | None]:
-    """Return what each layer of a model stores, None for those without attention.
-
-    Args:
-        sizes: bytes of a token in every layer; None shares `kv_bytes_per_token` out evenly.
-
-    Raises:
-        UsageError: fewer bytes than heads have numbers.
-    """
-    kinds = model.layer_types
-    stores = [kind in FREE or kind in SLIDING for kind in kinds]
-    if sizes is None:
-        sizes = [model.kv_bytes_per_token // sum(stores) if stored else 0 for stored in stores]
-    shapes: list[LayerShape | None] = []
-    for kind, stored, size in zip(kinds, stores, sizes, strict=True):
-        per_head = size // model.kv_heads
-        itemsize = DTYPE_BYTES.get(model.dtype or "", 0)
-        itemsize = itemsize or (2 if per_head == 4 * model.head_dim else 4)
-        if stored and per_head < itemsize:
-            raise UsageError(
-                f"model `{model.id}` stores {model.kv_bytes_per_token} bytes a token, too few for "
-                f"{model.kv_heads} KV heads in {sum(stores)} layers"
-            )
-        window = max(1, model.sliding_window - 1) if kind in SLIDING else None
-        dims = (model.head_dim, per_head // itemsize - model.head_dim)
-        shape = LayerShape(model.kv_heads, model.heads, *dims, itemsize, window)
-        shapes.append(shape if stored else None)
-    return shapes
 
 
 def in_dtype(layers: Sequence[LayerShape | None], dtype: str | None) -> list[LayerShape | None]:
@@ -101,7 +72,7 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
     from kvtool.planning.stages import planned_stages
     from kvtool.planning.traffic import sized_reader, tokens_left
 
-    new, head_dim, budgets = plan.target.max_new_tokens, plan.model.head_dim, []
+    new, head_dim, budgets = plan.target.max_new_tokens, plan.model.key_dim, []
     planned = None
     if policy.budget_is_traffic and policy.reader.planned:
         planned = planned_stages(plan, n, policy.score.window if policy.two_stages else 1)
@@ -148,7 +119,7 @@ def forecast_plan(
         policy: None for one without numbers of its own.
         layers: those of the plan's model if None.
     """
-    layers = layer_shapes(plan.model) if layers is None else layers
+    layers = plan.model.layer_shapes() if layers is None else layers
     policy = policy and planned_heads(policy, plan)
     budgets = planned_budgets(plan, policy, text.prompt)
     return forecast(policy, layers, budgets, text)

@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from kvtool.documents.model_shape import DTYPE_BYTES, ModelShape
 from kvtool.documents.plan import (
-    DTYPE_BYTES,
-    FREE,
-    SLIDING,
     Amount,
     Cost,
     LayerPlan,
@@ -19,18 +17,13 @@ from kvtool.documents.plan import (
     Target,
     Totals,
 )
-from kvtool.documents.profile import ModelShape, ProfileDocument
+from kvtool.documents.profile import ProfileDocument
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
+from kvtool.model_shape import FREE, LayerShape
 from kvtool.planning.evidence import evidence, length_scale
-from kvtool.planning.forecast import Forecast, LayerShape, Text
-from kvtool.planning.held import (
-    DEFAULT_TRAFFIC,
-    forecast_plan,
-    largest,
-    layer_shapes,
-    least_allowed,
-)
+from kvtool.planning.forecast import Forecast, Text, kv_bytes, tokens_held
+from kvtool.planning.held import DEFAULT_TRAFFIC, forecast_plan, largest, least_allowed
 from kvtool.planning.rocketkv import RocketKVPlan, nominal_storage, plan_rocketkv
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.table import spell_allocator
@@ -60,7 +53,7 @@ def make_plan(
     profile: ProfileDocument | None = None,
     policy: Policy | None = None,
     min_tokens: int | None = None,
-    layer_bytes: Sequence[int] | None = None,
+    layers: Sequence[LayerShape | None] | None = None,
 ) -> Planned:
     """Plan budgets for a model.
 
@@ -69,19 +62,20 @@ def make_plan(
         profile: of the same model; only some allocators need one.
         policy: what will run; None for no policy in particular.
         min_tokens: least of every layer; None leaves it to the policy and `LEAST`.
-        layer_bytes: of one token in every layer; None shares `kv_bytes_per_token` out evenly.
+        layers: what each layer stores; None shares `kv_bytes_per_token` out evenly.
 
     Raises:
         UsageError: a target too small for the policy or the limits, a measurement that is missing,
             a model without layers to plan.
     """
-    layers = _Layers.of(model, target.prompt_tokens, layer_bytes)
-    drafts = _Drafts(model, allocator, target, profile, policy, min_tokens, layers)
+    shapes = model.layer_shapes() if layers is None else list(layers)
+    plannable = _Layers.of(model, target.prompt_tokens, shapes)
+    drafts = _Drafts(model, allocator, target, profile, policy, min_tokens, plannable)
     total, notes = _total(drafts)
     draft = drafts.of(total)
     totals = drafts.totals(draft.document)
     document = draft.document.model_copy(update={"totals": totals})
-    notes = [*notes, *_notes(target, layers, draft.split), *draft.refused]
+    notes = [*notes, *_notes(target, plannable, draft.split), *draft.refused]
     if policy is None and target.bytes is not None:
         notes.append(
             "note: no policy is named (-p), so bytes are those of one that keeps no numbers of its "
@@ -159,9 +153,9 @@ class _Drafts:
 
     def totals(self, document: PlanDocument) -> Totals:
         """Say what it all takes."""
-        layers, batch = self.layers, self.target.batch
-        held = [min(tokens, layers.prompt_tokens) for tokens in document.layers.tokens]
-        used = sum(tokens * size for tokens, size in zip(held, layers.bytes, strict=True))
+        layers, n = self.layers.shapes, self.target.prompt_tokens
+        held = [min(tokens, n) for tokens in document.layers.tokens]
+        used = kv_bytes(layers, held)
         found = self.forecast(document)
         storage, traffic = _amounts(found)
         if self.policy is not None:
@@ -170,8 +164,8 @@ class _Drafts:
             )
         return Totals(
             tokens=sum(held),
-            bytes=used * batch,
-            share_of_full=used / layers.full_bytes,
+            bytes=used * self.target.batch,
+            share_of_full=used / kv_bytes(layers, tokens_held(layers, n)),
             storage=storage,
             traffic=traffic,
         )
@@ -189,47 +183,29 @@ class _Layers:
 
     Attributes:
         free: indices of the layers to split over.
-        fixed: tokens that each other layer holds at most.
-        bytes: of one token in every layer.
         prompt_tokens: length of the longest prompt.
         shapes: what each layer stores of a token.
     """
 
     free: list[int]
-    fixed: dict[int, int]
-    bytes: Sequence[int]
     prompt_tokens: int
     shapes: list[LayerShape | None]
 
     @classmethod
-    def of(cls, model: ModelShape, prompt_tokens: int, sizes: Sequence[int] | None) -> _Layers:
-        kinds = model.layer_types
-        free = [i for i, kind in enumerate(kinds) if kind in FREE]
-        sliding = [i for i, kind in enumerate(kinds) if kind in SLIDING]
+    def of(cls, model: ModelShape, prompt: int, shapes: list[LayerShape | None]) -> _Layers:
+        free = [i for i, kind in enumerate(model.layer_types) if kind in FREE]
         if not free:
             raise UsageError(
                 f"model `{model.id}` has no layer whose budget is free",
                 hint="layers with a sliding window keep just that, whatever the budget",
             )
-        if sliding and model.sliding_window is None:
-            raise UsageError(f"model `{model.id}` slides over windows of unknown width")
-        fixed = dict.fromkeys(set(range(len(kinds))) - set(free), 0)
-        fixed |= {i: max(1, model.sliding_window - 1) for i in sliding}
-        if sizes is None:
-            each = model.kv_bytes_per_token // (len(free) + len(sliding))
-            sizes = [each if i in free or i in sliding else 0 for i in range(len(kinds))]
-        return cls(free, fixed, sizes, prompt_tokens, layer_shapes(model, sizes))
+        return cls(free, prompt, shapes)
 
     @property
-    def per_token(self) -> int:
-        """Bytes of one token in a layer whose budget is free."""
-        return max(self.bytes[i] for i in self.free)
-
-    @property
-    def full_bytes(self) -> int:
-        """Keys and values of one row of a full cache of the prompt."""
-        fixed = sum(min(held, self.prompt_tokens) * self.bytes[i] for i, held in self.fixed.items())
-        return fixed + self.prompt_tokens * sum(self.bytes[i] for i in self.free)
+    def fixed(self) -> dict[int, int]:
+        """Tokens that each layer holds at most whose budget is not free."""
+        windows = {i: layer.window or 0 for i, layer in enumerate(self.shapes) if layer is not None}
+        return {i: windows.get(i, 0) for i in range(len(self.shapes)) if i not in self.free}
 
     def tokens(self, split: Sequence[int]) -> list[int]:
         """Return the tokens of every layer."""
@@ -243,7 +219,7 @@ class _Layers:
             allocator=allocator,
             min_tokens=least,
             tokens=self.tokens(split.tokens),
-            fractions=[free[i] / n if i in free else None for i in range(len(self.bytes))],
+            fractions=[free[i] / n if i in free else None for i in range(len(self.shapes))],
         )
 
 
@@ -321,9 +297,9 @@ def _rocketkv(drafts: _Drafts, budget: int) -> tuple[RocketKVSection | None, lis
     model, policy = drafts.model, drafts.policy
     asked = policy is not None and policy.budget_is_traffic and policy.reader.planned
     try:
-        if model.dtype in DTYPE_BYTES and drafts.layers.per_token != (
-            2 * model.kv_heads * model.head_dim * DTYPE_BYTES[model.dtype]
-        ):
+        stored = [drafts.layers.shapes[i] for i in drafts.layers.free]
+        per_head = 2 * model.head_dim * DTYPE_BYTES.get(model.dtype or "", 0)
+        if per_head and max(layer.token_bytes for layer in stored if layer) != per_head:
             raise UsageError(f"`{model.id}` does not store keys and values per head")
         plan = _plan_rocketkv(drafts, budget)
     except UsageError as error:
@@ -365,7 +341,7 @@ def _notes(target: Target, layers: _Layers, split: Allocation) -> list[str]:
     sliding = sum(tokens > 0 for tokens in layers.fixed.values())
     if sliding:
         notes.append(
-            f"note: {sliding} of {len(layers.bytes)} layers keep their sliding window; "
+            f"note: {sliding} of {len(layers.shapes)} layers keep their sliding window; "
             f"the target is that of the other {len(layers.free)}"
         )
     if split.clamped:

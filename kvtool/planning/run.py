@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.planning.forecast import Text
-from kvtool.planning.held import forecast_plan, in_dtype, layer_shapes
+from kvtool.planning.held import forecast_plan, in_dtype
 from kvtool.planning.stages import PlannedStages, planned_stages
 from kvtool.policies.allocate.planned import tokens_for_prompt
 from kvtool.policies.policy import Policy
@@ -122,7 +122,7 @@ def _held(plan: PlanDocument, policy: Policy, dtype: str | None, text: Text | No
     target = plan.target
     planned = Text(target.prompt_tokens, target.max_new_tokens, target.batch)
     planned = replace(planned, vocabulary=plan.model.vocabulary)
-    layers = in_dtype(layer_shapes(plan.model), dtype)
+    layers = in_dtype(plan.model.layer_shapes(), dtype)
     return forecast_plan(plan, policy, text or planned, layers).storage
 
 

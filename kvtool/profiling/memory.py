@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from kvtool.documents.profile import MemoryTable
-from kvtool.profiling.shape import layer_bytes, layer_kinds, stored_dtype
+from kvtool.model_shape import layer_shapes, stored_dtype, trained_length
+from kvtool.planning.forecast import kv_bytes, tokens_held
 
 BATCHES = (1, 4, 16, 64)
 MEMORY = tuple(size * 2**30 for size in (1, 4, 8, 16, 24, 48, 80))
@@ -22,44 +23,26 @@ def memory_table(config: Any, dtype: str | None = None) -> MemoryTable:
 
     Args:
         config: a transformers configuration.
-        dtype: as for `model_shape`.
+        dtype: of keys and values; None or `auto`: the checkpoint's own.
     """
-    text = config.get_text_config(decoder=True)
-    dtype = stored_dtype(text, dtype)
-    _, windows = layer_kinds(text)
-    layers = layer_bytes(text, dtype)
-    most = [None if window is None else max(1, window - 1) for window in windows]
-    contexts = _contexts(getattr(text, "max_position_embeddings", None))
+    layers = layer_shapes(config, dtype)
+    contexts = _contexts(trained_length(config))
 
     def used(tokens: int) -> int:
-        return cache_bytes(layers, most, tokens)
+        return kv_bytes(layers, tokens_held(layers, tokens))
 
     return MemoryTable(
-        dtype=dtype,
-        layer_bytes_per_token=layers,
-        layer_window=most,
+        dtype=stored_dtype(config, dtype),
+        layer_bytes_per_token=[0 if layer is None else layer.bytes for layer in layers],
+        layer_window=[None if layer is None else layer.window for layer in layers],
         contexts=contexts,
         batches=list(BATCHES),
         bytes=[[used(tokens) * rows for rows in BATCHES] for tokens in contexts],
         memory=list(MEMORY),
         largest_context=[
-            [_most_that_fits(lambda n, rows=rows: used(n) * rows, size) for rows in BATCHES]
-            for size in MEMORY
+            [_most_that_fits(used, size // rows) for rows in BATCHES] for size in MEMORY
         ],
         largest_batch=[[size // used(tokens) for tokens in contexts] for size in MEMORY],
-    )
-
-
-def cache_bytes(layers: Sequence[int], most: Sequence[int | None], tokens: int) -> int:
-    """Return the bytes of one row of a full cache.
-
-    Args:
-        layers: bytes per token of each layer.
-        most: tokens that a layer stores at most, None where that is all of them.
-    """
-    return sum(
-        size * (tokens if limit is None else min(tokens, limit))
-        for size, limit in zip(layers, most, strict=True)
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.plan import PlanDocument, Target
 from kvtool.generation import decode_step, generate, prefill
 from kvtool.models.load import load
@@ -15,7 +16,6 @@ from kvtool.planning.plan import make_plan
 from kvtool.planning.rocketkv import plan_rocketkv
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.read.hsa import HSA
-from kvtool.profiling.shape import model_shape
 from tests.cache.test_readers import Run, decoded, follow, model, ragged  # noqa: F401
 from tests.models_for_tests import peaky_model, random_ids
 from tests.reference import readers
@@ -219,7 +219,7 @@ def obeyed(document, length, policy="rocketkv(window=4)", new=3):
 
 def planned(policy="rocketkv(window=4)", tokens=None, target_tokens=None, **target):
     """A plan for a small model; `tokens` in place of those that it gives to its layers."""
-    shape = model_shape(peaky_model("llama").config, name="peaky", dtype="float32")
+    shape = ModelShape.of(peaky_model("llama").config, name="peaky", dtype="float32")
     given = {"context": 320, "max_new_tokens": 20, "tokens": target_tokens} | target
     document = make_plan(
         shape, Uniform(), Target(**given), policy=kvtool.parse_policy(policy)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 import kvtool
+from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.plan import Target
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
@@ -21,7 +22,6 @@ from kvtool.models.load import load
 from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.table import BASES
-from kvtool.profiling.shape import model_shape
 from kvtool.sizes import Budget
 
 PAGE = Path(__file__).parents[2] / "kvtool" / "planning" / "README.md"
@@ -52,7 +52,7 @@ class Measured:
 
 def plan_for(model, policy, **target):
     """A plan for the prompt and the new tokens."""
-    shape = model_shape(model.config, name="reference", dtype="float32")
+    shape = ModelShape.of(model.config, name="reference", dtype="float32")
     asked = Target(context=PROMPT + NEW, max_new_tokens=NEW, **target)
     return make_plan(shape, Uniform(), asked, policy=policy).document
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.documents.model_shape import ModelShape
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.planning.forecast import Text, forecast
-from kvtool.planning.held import even_budgets, layer_shapes
+from kvtool.planning.held import even_budgets
 from kvtool.policies.table import ALLOCATORS, BASES, MODIFIERS
-from kvtool.profiling.shape import model_shape
 from tests.families import family_model
 from tests.models_for_tests import peaky_model, random_ids
 from tests.planning import models
@@ -59,9 +59,9 @@ def bytes_of(cache) -> int:
 
 
 def forecast_of(model, policy, budget, n, new, batch=2):
-    shape = model_shape(model.config, name="m", dtype=str(model.dtype).removeprefix("torch."))
+    shape = ModelShape.of(model.config, name="m", dtype=str(model.dtype).removeprefix("torch."))
     text = Text(n, new, batch, shape.vocabulary)
-    layers = layer_shapes(shape)
+    layers = shape.layer_shapes()
     budgets = even_budgets(policy, budget or n, layers, text)
     return forecast(policy, layers, budgets, text)
 
@@ -144,4 +144,4 @@ def test_padded_rows_hold_no_more_than_so_many_of_the_longest(model, name, n):
 def test_bytes_that_hold_no_number_are_refused():
     toy = models.shape(kv_bytes_per_token=4)
     with pytest.raises(UsageError, match="stores 4 bytes a token, too few for"):
-        layer_shapes(toy)
+        toy.layer_shapes()

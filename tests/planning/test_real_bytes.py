@@ -5,12 +5,13 @@ import torch
 
 from kvtool.cache.attention import attach
 from kvtool.cache.build import build_cache
+from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.plan import Target
 from kvtool.documents.profile import Metrics, ProfileData, ProfileDocument
+from kvtool.model_shape import layer_shapes
 from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.pyramid import Pyramid
-from kvtool.profiling.shape import layer_bytes, model_shape
 from tests.families import family_model
 
 PROMPT, BATCH = 60, 2
@@ -28,7 +29,7 @@ def profiled(shape):
 )
 def test_planned_bytes_are_held(family):
     model = attach(family_model(family))
-    shape = model_shape(model.config, name=family, dtype="float32")
+    shape = ModelShape.of(model.config, name=family, dtype="float32")
     ids = torch.randint(2, 90, (BATCH, PROMPT), generator=torch.Generator().manual_seed(0))
     for target in TARGETS:
         for allocator in (D2O(), Pyramid(window=1)):
@@ -37,7 +38,7 @@ def test_planned_bytes_are_held(family):
                 allocator,
                 Target(context=PROMPT, batch=BATCH, **target),
                 profile=profiled(shape),
-                layer_bytes=layer_bytes(model.config.get_text_config(decoder=True), "float32"),
+                layers=layer_shapes(model.config, "float32"),
             ).document
             cache = build_cache(model, "recency", plan=plan)
             with torch.no_grad():

@@ -2,12 +2,20 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.documents.model_shape import ModelShape
 from kvtool.generation import prefill
-from kvtool.profiling.memory import cache_bytes, memory_table
-from kvtool.profiling.shape import model_shape
+from kvtool.profiling.memory import memory_table
 from tests.families import FAMILIES, family_model
 
 GIB = 2**30
+
+
+def held(table, tokens):
+    """Bytes of one row, layer by layer."""
+    used = 0
+    for size, window in zip(table.layer_bytes_per_token, table.layer_window, strict=True):
+        used += size * (tokens if window is None or window > tokens else window)
+    return used
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_neox"])
@@ -16,9 +24,9 @@ def test_bytes_are_those_of_the_tensors_of_a_full_cache(name):
     cache = kvtool.build_cache(model, "full")
     prefill(model, cache, torch.full((3, 40), 7))
     table = memory_table(model.config, "float32")
-    used = 3 * cache_bytes(table.layer_bytes_per_token, table.layer_window, 40)
+    used = 3 * held(table, 40)
     assert used == cache.report().kv_bytes
-    shape = model_shape(model.config, name=name, dtype="float32")
+    shape = ModelShape.of(model.config, name=name, dtype="float32")
     assert shape.kv_bytes_per_token == sum(table.layer_bytes_per_token)
     assert (shape.layers, len(shape.layer_types)) == (4, 4)
     if name != "deepseek_v3":  # which stores one latent vector, not a key and a value per head
@@ -62,10 +70,7 @@ def test_what_is_said_to_fit_fits_and_one_more_token_does_not():
     table = memory_table(model.config, "float32")
     for size, row in zip(table.memory, table.largest_context, strict=True):
         for rows, tokens in zip(table.batches, row, strict=True):
-            at = [
-                rows * cache_bytes(table.layer_bytes_per_token, table.layer_window, n)
-                for n in (tokens, tokens + 1)
-            ]
+            at = [rows * held(table, n) for n in (tokens, tokens + 1)]
             assert at[0] <= size < at[1]
 
 

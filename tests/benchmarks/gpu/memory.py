@@ -19,9 +19,9 @@ from kvtool.evaluation.arms import Arm
 from kvtool.evaluation.memory import Peak, watched_devices
 from kvtool.evaluation.room import row_bytes
 from kvtool.generation import decode_step, prefill
+from kvtool.model_shape import layer_shapes
 from kvtool.planning.forecast import Text, forecast
-from kvtool.planning.held import even_budgets, layer_shapes
-from kvtool.profiling.shape import model_shape
+from kvtool.planning.held import even_budgets
 from kvtool.sizes import Budget
 from tests.benchmarks.gpu.live import live_bytes
 from tests.benchmarks.gpu.results import Case, Record, Wrong
@@ -85,7 +85,7 @@ def foreseen(settings: Settings, policy: str, mode: str) -> Record:
     ours, (prompt, budget, new) = model(settings.device, settings.tiny), sizes(settings)
     parsed, dtype = kvtool.parse_policy(policy), str(ours.dtype).removeprefix("torch.")
     text = Text(prompt, new)
-    layers = layer_shapes(model_shape(ours.config, name="", dtype=dtype))
+    layers = layer_shapes(ours.config, dtype)
     kept = budget if parsed.takes_budget else prompt + new
     held = forecast(parsed, layers, even_budgets(parsed, kept, layers, text), text).storage
     if parsed.reader is not None:

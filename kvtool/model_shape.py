@@ -1,0 +1,132 @@
+"""What a model stores of a token, read from its transformers configuration; no weights.
+
+The only file that knows under which names configurations give heads, KV heads, head sizes, latents
+and windows, and which families store something else than those names say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvtool.transformers_versions import layer_types
+
+FREE = ("full_attention", "hybrid")
+"""Kinds of layers whose budget is free, by transformers' names."""
+
+SLIDING = ("sliding_attention", "hybrid_sliding")
+"""Kinds of layers that keep their own window, whatever the budget."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer stores.
+
+    Attributes:
+        kv_heads, heads: that store keys, and that ask.
+        key_dim, value_dim: numbers of a key and of a value in one head. Latent attention (MLA)
+            stores what all heads share in one KV head: the latent as key, the rotated key as value.
+        itemsize: bytes of a number.
+        window: tokens that the layer keeps at most of itself, None where its budget is free.
+    """
+
+    kv_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    itemsize: int
+    window: int | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the key and value of one token in one KV head."""
+        return (self.key_dim + self.value_dim) * self.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return self.kv_heads * self.token_bytes
+
+
+def layer_shapes(config: Any, dtype: str | None = None) -> list[LayerShape | None]:
+    """Read what each layer stores, None for those without keys and values of their own.
+
+    Args:
+        config: a transformers configuration.
+        dtype: in which keys and values are stored; None or `auto`: the checkpoint's own.
+    """
+    import torch
+
+    text = config.get_text_config(decoder=True)
+    size = getattr(torch, stored_dtype(text, dtype)).itemsize
+    shapes: list[LayerShape | None] = []
+    for (kind, options), own in zip(layer_types(text), text.per_layer_config, strict=True):
+        if kind not in FREE + SLIDING:
+            shapes.append(None)
+            continue
+        width = options.get("sliding_window")
+        window = None if width is None else kept_of_window(width)
+        heads = own.num_attention_heads
+        shapes.append(LayerShape(_kv_heads(own), heads, *_dims(own), size, window))
+    return shapes
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Name the kind of each layer, as transformers does."""
+    return [kind for kind, _ in layer_types(config.get_text_config(decoder=True))]
+
+
+def window_width(config: Any) -> int | None:
+    """Read the width of the first layer that slides over a window, None where none does."""
+    options = [option for _, option in layer_types(config.get_text_config(decoder=True))]
+    return next((own["sliding_window"] for own in options if "sliding_window" in own), None)
+
+
+def kept_of_window(width: int) -> int:
+    """Count the tokens that a layer keeps of its window, which the running token is part of."""
+    return max(1, width - 1)
+
+
+def stored_dtype(config: Any, dtype: str | None) -> str:
+    """Name the dtype that keys and values have: `float32` where nothing says.
+
+    Args:
+        dtype: the one asked for; None or `auto`: the checkpoint's own.
+    """
+    if dtype is not None and dtype != "auto":
+        return dtype
+    text = config.get_text_config(decoder=True)
+    return str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
+
+
+def trained_length(config: Any) -> int | None:
+    """Count the positions that a model was trained for, None if it does not say."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def stores_latents(config: Any) -> bool:
+    """Say whether a layer stores what all its heads share, in place of keys and values (MLA)."""
+    return bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
+
+
+def _kv_heads(config: Any) -> int:
+    """Count the heads that store keys."""
+    heads = config.num_attention_heads
+    if stores_latents(config):
+        return 1
+    if getattr(config, "new_decoder_architecture", False):
+        return heads  # Falcon repeats its KV heads before they reach the cache
+    multi_query = getattr(config, "multi_query", None)
+    if multi_query is not None:
+        return 1 if multi_query else heads
+    names = ("num_key_value_heads", "num_kv_heads")
+    return next(filter(None, (getattr(config, name, None) for name in names)), heads)
+
+
+def _dims(config: Any) -> tuple[int, int]:
+    """Return the numbers of a key and of a value in one head."""
+    if stores_latents(config):
+        return config.kv_lora_rank, config.qk_rope_head_dim
+    given = getattr(config, "head_dim", None)
+    dim = given or config.hidden_size // config.num_attention_heads
+    return dim, dim

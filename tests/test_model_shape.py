@@ -1,0 +1,90 @@
+"""What is read from a configuration is what a tiny model of it hands to its cache."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+import kvtool
+from kvtool.documents.model_shape import ModelShape
+from kvtool.model_shape import LayerShape, layer_shapes
+from tests.families import BASE, DEEPSEEK, FAMILIES, GEMMA, HYBRID, family_model
+
+FALCON = {"alibi": False, "num_kv_heads": 2}
+OTHERS = {
+    "falcon-old": ("falcon", FALCON | {"multi_query": False, "num_kv_heads": None}),
+    "falcon-new": ("falcon", FALCON | {"multi_query": True, "new_decoder_architecture": True}),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK | {"topk_method": "greedy"}),
+    "gpt_bigcode": ("gpt_bigcode", {"multi_query": True}),
+    "gpt_bigcode-heads": ("gpt_bigcode", {"multi_query": False}),
+    "gemma3-shared": ("gemma3n_text", GEMMA | {"layer_types": HYBRID, "num_kv_shared_layers": 2}),
+}
+
+
+def tiny_model(name):
+    if name in FAMILIES:
+        return family_model(name)
+    kind, changes = OTHERS[name]
+    config = AutoConfig.for_model(kind, **(BASE | changes))
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def received(model):
+    """(KV heads, size of a key, size of a value, itemsize) of every layer, from its tensors."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.ones((1, 3), dtype=torch.long), past_key_values=cache, use_cache=True)
+    found = []
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        stored = isinstance(keys, torch.Tensor)
+        sizes = stored and (keys.shape[1], keys.shape[-1], values.shape[-1], keys.element_size())
+        found.append(sizes or None)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_neox"] + list(OTHERS))
+def test_shapes_are_those_that_the_cache_receives(name):
+    model = tiny_model(name)
+    tensors = received(model)
+    shapes = layer_shapes(model.config, "float32")
+    told = [s and (s.kv_heads, s.key_dim, s.value_dim, s.itemsize) for s in shapes[: len(tensors)]]
+    assert told == tensors
+    assert shapes[len(tensors) :] == [None] * (model.config.num_hidden_layers - len(tensors))
+    assert {shape.heads for shape in shapes if shape} == {4}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window", "falcon", "deepseek_v3"])
+def test_windows_are_what_a_cache_keeps(name):
+    model = kvtool.attach(family_model(name))
+    cache = kvtool.build_cache(model, "full")
+    with torch.no_grad():
+        model(torch.full((1, 40), 7), past_key_values=cache, use_cache=True)
+    shapes = layer_shapes(model.config)
+    assert [min(40, shape.window or 40) for shape in shapes] == cache.report().kept_per_layer
+
+
+def test_real_models_store_what_their_papers_say():
+    deepseek = AutoConfig.for_model("deepseek_v3")
+    assert layer_shapes(deepseek, "bfloat16")[0] == LayerShape(1, 128, 512, 64, 2)
+    told = ModelShape.of(deepseek, name="deepseek", dtype="bfloat16")
+    assert (told.heads, told.kv_heads, told.head_dim, told.latent_dim) == (128, 1, 576, 512)
+    falcon_7b = AutoConfig.for_model("falcon", num_attention_heads=71, hidden_size=4544)
+    assert layer_shapes(falcon_7b, "bfloat16")[0] == LayerShape(1, 71, 64, 64, 2)
+    falcon_40b = AutoConfig.for_model(
+        "falcon",
+        num_attention_heads=128,
+        num_kv_heads=8,
+        hidden_size=8192,
+        new_decoder_architecture=True,
+    )
+    # the 8 KV heads are repeated for the 128 that ask, before they are cached
+    assert layer_shapes(falcon_40b, "bfloat16")[0] == LayerShape(128, 128, 64, 64, 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "falcon", "lfm2"])
+def test_a_document_tells_the_same_layers(name):
+    config = family_model(name).config
+    shapes = layer_shapes(config, "bfloat16")
+    told = ModelShape.of(config, name=name, dtype="bfloat16")
+    assert ModelShape(**told.model_dump()).layer_shapes() == shapes
+    assert ("latent_dim" in told.model_dump()) == (name == "deepseek_v3")
