@@ -17,6 +17,9 @@ FREE = ("full_attention", "hybrid")
 SLIDING = ("sliding_attention", "hybrid_sliding")
 """Kinds of layers that keep their own window, whatever the budget."""
 
+RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding")
+"""Kinds of layers that carry the state of a recurrence, beside slots or in place of them."""
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -65,9 +68,9 @@ def layer_shapes(config: Any, dtype: str | None = None) -> list[LayerShape | Non
             shapes.append(None)
             continue
         width = options.get("sliding_window")
-        window = None if width is None else kept_of_window(width)
-        heads = own.num_attention_heads
-        shapes.append(LayerShape(_kv_heads(own), heads, *_dims(own), size, window))
+        heads = _fact(own, "num_attention_heads", kind)
+        sizes = (_kv_heads(own, kind, heads), heads, *_dims(own, kind, heads), size)
+        shapes.append(LayerShape(*sizes, None if width is None else kept_of_window(width)))
     return shapes
 
 
@@ -109,9 +112,17 @@ def stores_latents(config: Any) -> bool:
     return bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
 
 
-def _kv_heads(config: Any) -> int:
-    """Count the heads that store keys."""
-    heads = config.num_attention_heads
+def _fact(config: Any, name: str, kind: str) -> Any:
+    """Return an entry of a configuration, None without it.
+
+    Inkling gives its layers that slide over a window entries of their own.
+    """
+    own = getattr(config, f"swa_{name}", None) if kind in SLIDING else None
+    return own or getattr(config, name, None)
+
+
+def _kv_heads(config: Any, kind: str, heads: int) -> int:
+    """Count the heads that store keys, of `heads` that ask."""
     if stores_latents(config):
         return 1
     if getattr(config, "new_decoder_architecture", False):
@@ -120,13 +131,14 @@ def _kv_heads(config: Any) -> int:
     if multi_query is not None:
         return 1 if multi_query else heads
     names = ("num_key_value_heads", "num_kv_heads")
-    return next(filter(None, (getattr(config, name, None) for name in names)), heads)
+    found = next(filter(None, (_fact(config, name, kind) for name in names)), heads)
+    doubled = config.model_type == "mimo_v2_flash" and kind in SLIDING
+    return 2 * found if doubled else found
 
 
-def _dims(config: Any) -> tuple[int, int]:
+def _dims(config: Any, kind: str, heads: int) -> tuple[int, int]:
     """Return the numbers of a key and of a value in one head."""
     if stores_latents(config):
         return config.kv_lora_rank, config.qk_rope_head_dim
-    given = getattr(config, "head_dim", None)
-    dim = given or config.hidden_size // config.num_attention_heads
-    return dim, dim
+    key = _fact(config, "head_dim", kind) or config.hidden_size // heads
+    return key, getattr(config, "v_head_dim", None) or key

@@ -7,15 +7,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import kvtool
 from kvtool.documents.model_shape import ModelShape
 from kvtool.model_shape import LayerShape, layer_shapes
-from tests.families import BASE, DEEPSEEK, FAMILIES, GEMMA, HYBRID, family_model
+from tests.families import BASE, DEEPSEEK, EXPERTS, FAMILIES, GEMMA, HYBRID, family_model
 
 FALCON = {"alibi": False, "num_kv_heads": 2}
+GEMMA4 = {"layer_types": HYBRID, "global_head_dim": 32, "hidden_size_per_layer_input": 8}
 OTHERS = {
     "falcon-old": ("falcon", FALCON | {"multi_query": False, "num_kv_heads": None}),
     "falcon-new": ("falcon", FALCON | {"multi_query": True, "new_decoder_architecture": True}),
     "deepseek_v2": ("deepseek_v2", DEEPSEEK | {"topk_method": "greedy"}),
     "gpt_bigcode": ("gpt_bigcode", {"multi_query": True}),
     "gpt_bigcode-heads": ("gpt_bigcode", {"multi_query": False}),
+    "gemma4": ("gemma4_text", GEMMA | GEMMA4 | {"attention_k_eq_v": False}),
+    "gemma4-global": ("gemma4_text", GEMMA | GEMMA4 | {"num_global_key_value_heads": 1}),
+    "mimo": ("mimo_v2_flash", EXPERTS | GEMMA | {"v_head_dim": 24, "layer_types": HYBRID}),
     "gemma3-shared": ("gemma3n_text", GEMMA | {"layer_types": HYBRID, "num_kv_shared_layers": 2}),
 }
 
@@ -88,3 +92,26 @@ def test_a_document_tells_the_same_layers(name):
     told = ModelShape.of(config, name=name, dtype="bfloat16")
     assert ModelShape(**told.model_dump()).layer_shapes() == shapes
     assert ("latent_dim" in told.model_dump()) == (name == "deepseek_v3")
+
+
+def test_head_scores_are_of_the_heads_that_store(tmp_path):
+    model, path = kvtool.attach(family_model("falcon")), tmp_path / "scores.tsv"
+    path.write_text("0.5\n0.1\n0.9\n0.2\n")  # 4 layers of 1 KV head for the 4 that ask
+    cache = kvtool.build_cache(model, f"duoattention(scores={path})", 300)
+    assert cache.head_ranks.tolist() == [[1], [3], [0], [2]]
+
+
+@pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "gemma3", "lfm2", "gptj"])
+def test_a_saved_cache_is_checked_against_the_configuration(tmp_path, monkeypatch, name):
+    """The model runs for the states of a recurrence alone."""
+    model, path = kvtool.attach(family_model(name)), tmp_path / "c.safetensors"
+    cache = kvtool.build_cache(model, "streaming", 12)
+    with torch.no_grad():
+        model(torch.full((1, 40), 7), past_key_values=cache, use_cache=True)
+    kvtool.save_cache(cache, path)
+    forwards = []
+    model.register_forward_pre_hook(lambda *given: forwards.append(given))
+    loaded = kvtool.load_cache(path, model)
+    for layer in [each.index for each in cache.slot_layers]:
+        assert loaded.kept_positions(layer).equal(cache.kept_positions(layer))
+    assert len(forwards) == (name == "lfm2")

@@ -8,7 +8,6 @@ the others: what rows and heads hold, and the numbers of tokens that they have s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from kvtool.cache import handover
 from kvtool.cache.cache import KVCache
 from kvtool.cache.slots import SlotLayer
 from kvtool.errors import KvtoolError
+from kvtool.model_shape import RECURRENT, LayerShape, layer_kinds, layer_shapes
 from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.numbers import SHIFT
@@ -30,36 +30,21 @@ _EITHER, _PLACES = (torch.float32, torch.float64), (torch.int64, torch.int32)
 _COUNTED = ("steps", "recomputed", "calibrated")
 
 
-@dataclass(frozen=True)
-class LayerShapes:
-    """What a model stores of one token in one layer; empty tensors for what it does not.
-
-    Attributes:
-        key, value: (1, kv_heads, 1, dim); None without attention.
-        recurrent: states of a recurrence by name, of one row.
-    """
-
-    key: Tensor | None
-    value: Tensor | None
-    recurrent: Mapping[str, Tensor]
-
-
 @torch.no_grad()
-def ask_shapes(model: PreTrainedModel) -> list[LayerShapes]:
-    """Find out what each layer stores, by reading one token."""
+def ask_recurrent(model: PreTrainedModel) -> list[Mapping[str, Tensor]]:
+    """Read one token to find the states of each layer's recurrence by name, of one row."""
+    if not any(kind in RECURRENT for kind in layer_kinds(model.config)):
+        return [{} for _ in layer_kinds(model.config)]
     attachment, form = handover.attachment(model), (model.device, model.dtype)
-    if attachment is not None and form in attachment.shapes:
-        return attachment.shapes[form]
+    if attachment is not None and form in attachment.recurrent:
+        return attachment.recurrent[form]
     cache = DynamicCache(config=model.config)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     model(input_ids=token, past_key_values=cache, use_cache=True)
-    shapes = []
-    for layer in cache.layers:
-        key, value = getattr(layer, "keys", None), getattr(layer, "values", None)
-        shapes.append(LayerShapes(key, value, recurrent_states(layer)))
+    states: list[Mapping[str, Tensor]] = [recurrent_states(layer) for layer in cache.layers]
     if attachment is not None:
-        attachment.shapes[form] = shapes
-    return shapes
+        attachment.recurrent[form] = states
+    return states
 
 
 def recurrent_states(layer: object) -> dict[str, Tensor]:
@@ -140,14 +125,15 @@ class _Check:
             raise self.bad(f"layer.{first}.keys", "are missing or have another shape")
         self.batch = keys.shape[0]
         self._check_text()
-        shapes = ask_shapes(self.model)
-        for i, (layer, shape) in enumerate(zip(self.cache.layers, shapes, strict=True)):
-            slots = isinstance(layer, SlotLayer)
-            if slots:
+        shapes = layer_shapes(self.model.config)
+        for layer in self.cache.slot_layers:
+            shape = shapes[layer.index]
+            if shape is not None:
                 self._check_slots(layer, shape)
-            for name, state in shape.recurrent.items():
+        for i, states in enumerate(ask_recurrent(self.model)):
+            for name, state in states.items():
                 whole = f"layer.{i}.{name}"
-                if whole in self.left or not slots:
+                if whole in self.left or not isinstance(self.cache.layers[i], SlotLayer):
                     self.take(whole, (self.batch, *state.shape[1:]), state.dtype)
         for name in self.left:
             raise self.bad(name, "belongs to no cache of this policy and model")
@@ -237,11 +223,11 @@ class _Check:
 
     # ---- of a layer
 
-    def _check_slots(self, layer: SlotLayer, shape: LayerShapes) -> None:
-        name, batch, heads = f"layer.{layer.index}", self.batch, shape.key.shape[1]
+    def _check_slots(self, layer: SlotLayer, shape: LayerShape) -> None:
+        name, batch, heads = f"layer.{layer.index}", self.batch, shape.kv_heads
         slots = self._kept(layer)
-        for part, one in (("keys", shape.key), ("values", shape.value)):
-            self.take(f"{name}.{part}", (batch, heads, slots, one.shape[-1]), one.dtype)
+        for part, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
+            self.take(f"{name}.{part}", (batch, heads, slots, dim), self.model.dtype)
         positions = self.take(
             f"{name}.positions", (batch, heads, slots), torch.int64, -1, self.seen - 1
         )
@@ -314,25 +300,23 @@ class _Check:
         if fixed and (budget != cache.budget.tokens).any():
             raise self.bad(f"{name}.budget", f"is not the cache's budget {cache.budget}")
 
-    def _check_calibration(self, name: str, on_evict: CaliDrop, shape: LayerShapes) -> None:
+    def _check_calibration(self, name: str, on_evict: CaliDrop, shape: LayerShape) -> None:
         """Check what a layer has set aside; nothing, or all of it."""
-        batch, kv_heads, dims = self.batch, shape.key.shape[1], (shape.key, shape.value)
-        config = self.model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_attention_heads", None)
-        width = {"query": shape.key.shape[-1], "out": shape.value.shape[-1]}
+        batch, heads, kv_heads = self.batch, shape.heads, shape.kv_heads
+        width = {"query": shape.key_dim, "out": shape.value_dim}
         for key, channels in _WEIGHED.items():
             sizes = (batch, heads, width[key]) if channels else (batch, heads)
             self.take(f"{name}.memory.{key}", sizes, torch.float32, unknown=key == "lse")
         for key in _COUNTED:
             self.take(f"{name}.memory.{key}", (batch, heads), torch.float32, 0)
-        form = {"bf16": torch.bfloat16, "int8": torch.int8}.get(on_evict.store, shape.key.dtype)
+        form = {"bf16": torch.bfloat16, "int8": torch.int8}.get(on_evict.store, self.model.dtype)
         for place in ("shelf", "gathered"):
             if not any(each.startswith(f"{name}.store.{place}.") for each in self.left):
                 continue
             packed = place == "shelf"
             parts = []
-            for one in dims:
-                parts.append((one.shape[-1], form if packed else one.dtype))
+            for dim in (shape.key_dim, shape.value_dim):
+                parts.append((dim, form if packed else self.model.dtype))
                 if packed and on_evict.store == "int8":
                     parts.append((1, torch.float32))
             first = self.left.get(f"{name}.store.{place}.0")
@@ -352,10 +336,10 @@ def check_ranks(path: Path, tensors: Mapping[str, Tensor], model: PreTrainedMode
         KvtoolError: they are missing, of another shape, or no ranks.
     """
     ranks = tensors.get("head_ranks")
-    shapes = [shape for shape in ask_shapes(model) if shape.key is not None]
+    shapes = [shape for shape in layer_shapes(model.config) if shape is not None]
     if ranks is None or ranks.dtype != torch.int64:
         raise bad_file(path, "`head_ranks` are missing or no whole numbers")
-    wanted = (len(shapes), shapes[0].key.shape[1])
+    wanted = (len(shapes), shapes[0].kv_heads)
     if tuple(ranks.shape) != wanted:
         raise bad_file(path, f"`head_ranks` are {list(ranks.shape)}, not {list(wanted)}")
     if not torch.equal(ranks.flatten().sort().values, torch.arange(ranks.numel())):

@@ -18,11 +18,12 @@ from torch import Tensor
 from kvtool.errors import KvtoolError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
 
     from kvtool.cache.cache import KVCache
-    from kvtool.cache.file_checks import LayerShapes
     from kvtool.cache.rotary import Rotation
     from kvtool.cache.slots import SlotLayer
     from kvtool.policies.numbers import Count
@@ -85,7 +86,7 @@ class Attachment:
         head_ranks: (attention layers, kv_heads) int64, once somebody has ranked the heads.
         rotations: how each attention layer turns its keys, by the model's device and dtype, once
             somebody has asked.
-        shapes: what each layer stores of a token, likewise.
+        recurrent: states of each layer's recurrence by name, of one row, likewise.
     """
 
     implementation: str
@@ -93,7 +94,7 @@ class Attachment:
     eager: bool = False
     head_ranks: Tensor | None = None
     rotations: dict[tuple, list[Rotation | None]] = field(default_factory=dict)
-    shapes: dict[tuple, list[LayerShapes]] = field(default_factory=dict)
+    recurrent: dict[tuple, list[Mapping[str, Tensor]]] = field(default_factory=dict)
 
 
 def attachment(model: PreTrainedModel) -> Attachment | None:

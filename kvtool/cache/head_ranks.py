@@ -11,6 +11,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.kernels import Call
 from kvtool.cache.shards import heads_of_layer, shards_of
 from kvtool.errors import UsageError
+from kvtool.model_shape import layer_shapes, trained_length
 from kvtool.policies.allocate.duo import PROXY, rank_heads, reach_of_heads, read_scores
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
@@ -31,10 +32,8 @@ def rank_model(model: PreTrainedModel, source: str) -> Tensor:
         UsageError: a file that does not fit the model; a model that is not attached yet.
     """
     if source != PROXY:
-        config = model.config.get_text_config(decoder=True)
-        layers = len(KVCache(config, Policy(Full()), None).slot_layers)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return rank_heads(read_scores(source, (layers, heads)))
+        stored = [layer for layer in layer_shapes(model.config) if layer is not None]
+        return rank_heads(read_scores(source, (len(stored), stored[0].kv_heads)))
     attachment = handover.attachment(model)
     if attachment is None:
         raise UsageError(
@@ -54,8 +53,7 @@ def measure_reach(model: PreTrainedModel) -> Tensor:
         (attention layers, kv_heads) float32 on the CPU.
     """
     config = model.config.get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None) or _TOKENS
-    n = min(_TOKENS, longest)
+    n = min(_TOKENS, trained_length(config) or _TOKENS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, n), generator=generator).to(model.device)
     shards = shards_of(model)

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 from kvtool.cache import eager_hooks, handover
 from kvtool.errors import KvtoolError
 from kvtool.maths.rotation import cosines_and_sines, rope_shift, rope_shift_table
+from kvtool.model_shape import stores_latents, trained_length
 
 _PLACE, _STEP = 3, 1000  # of the token that is read twice
 _LONGEST_TABLE = 8192  # positions; beyond, angles are computed when they are needed
@@ -71,7 +72,7 @@ def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation |
     if attachment is not None and form in attachment.rotations:
         return attachment.rotations[form]
     _check(model)
-    step = min(_STEP, (getattr(_text(model), "max_position_embeddings", None) or _STEP) // 2)
+    step = min(_STEP, (trained_length(model.config) or _STEP) // 2)
     keys = _read_twice(model, step)
     found: dict[tuple, Rotation | None] = {}
     rotations = [_find(model, keys[layer], step, found) for layer in layers]
@@ -90,7 +91,7 @@ def _check(model: PreTrainedModel) -> None:
     reason = None
     if text.model_type in eager_hooks.FAMILIES:
         reason = "runs its own eager attention"
-    elif getattr(text, "kv_lora_rank", None):
+    elif stores_latents(text):
         reason = "stores latents in place of keys"
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         reason = "takes no position ids"

@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtool.errors import KvtoolError
+from kvtool.model_shape import layer_shapes
 from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.transformers_versions import tensor_parallel_group
 
@@ -78,7 +79,7 @@ def heads_of_layer(
     """
     if shards.processes == 1 or query_heads == config.num_attention_heads:
         return ALL_HERE
-    whole = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    whole = next(layer.kv_heads for layer in layer_shapes(config) if layer is not None)
     if kv_heads * shards.processes != whole:
         raise KvtoolError(
             f"`{config.model_type}` splits {config.num_attention_heads} query heads over "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.documents.files import check_name
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
+from kvtool.model_shape import layer_shapes
 from kvtool.processes import started
 
 if TYPE_CHECKING:
@@ -268,14 +269,13 @@ def _split_over_processes(config: Any) -> dict[str, Any]:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     count = started().count
-    text = config.get_text_config(decoder=True)
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    kv_heads = min(layer.kv_heads for layer in layer_shapes(config) if layer is not None)
     if kv_heads % count:
         raise UsageError(
             f"{kv_heads} KV heads cannot be split over {count} processes",
             hint=f"as many processes as divide {kv_heads}",
         )
-    if not getattr(text, "base_model_tp_plan", None):
+    if not getattr(config.get_text_config(decoder=True), "base_model_tp_plan", None):
         raise KvtoolError(f"transformers has no tensor-parallel plan for `{config.model_type}`")
     return {"distributed_config": DistributedConfig(tp_size=count, tp_plan="auto")}
 

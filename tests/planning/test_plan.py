@@ -76,7 +76,11 @@ def test_a_short_prompt_does_not_fill_a_window():
 
 
 def test_bytes_of_uneven_layers_come_from_their_own_sizes():
-    made = plan(model=shape(FULL, FULL), tokens=10, options={"layers": shape(FULL, FULL).layer_shapes([512, 256])})
+    made = plan(
+        model=shape(FULL, FULL),
+        tokens=10,
+        options={"layers": shape(FULL, FULL).layer_shapes([512, 256])},
+    )
     assert made.totals.bytes == 10 * 768
     assert made.totals.share_of_full == 0.01
 
