@@ -35,6 +35,21 @@ def fraction_of(ratio: Fraction, n: int) -> int:
     return max(1, ratio.numerator * n // ratio.denominator)
 
 
+def bytes_in_words(count: float) -> str:
+    """Write bytes in powers of 1024.
+
+    >>> bytes_in_words(0), bytes_in_words(1536), bytes_in_words(3 * 2**30)
+    ('0 B', '1.5 KiB', '3.0 GiB')
+    """
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1023.95:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
 def parse_count(text: str | int) -> int:
     """Read a number of tokens: `4096` or `4K` (= 4096).
 

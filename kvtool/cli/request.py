@@ -156,7 +156,7 @@ class Request:
         told = beyond_plan(self.plan, used, tokens, new)
         if told is not None:
             terminal.note(f"note: after this {told}")
-        return PlanSection.of(self.plan, used)
+        return PlanSection.of(self.plan, used.tokens, used.stages, used.held)
 
     def check_length(self, tokens: int, terminal: Terminal) -> None:
         """Refuse a share of this prompt that its protected tokens alone would fill."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from kvtool.documents.document import Document, Section
-
-if TYPE_CHECKING:
-    from kvtool.cache.report import CacheReport
-    from kvtool.documents.plan import PlanDocument
-    from kvtool.planning.run import PlanInUse
+from kvtool.documents.plan import PlanDocument
+from kvtool.sizes import bytes_in_words
 
 
 class CacheSection(Section):
@@ -38,8 +36,8 @@ class CacheSection(Section):
     traffic_bytes: NonNegativeInt
 
     @classmethod
-    def of(cls, report: CacheReport) -> CacheSection:
-        """Take the numbers from a cache's report."""
+    def of(cls, report: object) -> CacheSection:
+        """Take the numbers from a cache's report, which has them under the same names."""
         return cls(**{name: getattr(report, name) for name in cls.model_fields})
 
     def in_words(self) -> str:
@@ -48,9 +46,28 @@ class CacheSection(Section):
         span = f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
         smaller = f" ({self.full_bytes / self.kv_bytes:.1f}x smaller)" if self.kv_bytes else ""
         return (
-            f"kept {span} of {self.tokens_seen} tokens, {_size(self.kv_bytes)} "
-            f"of {_size(self.full_bytes)}{smaller}"
+            f"kept {span} of {self.tokens_seen} tokens, {bytes_in_words(self.kv_bytes)} "
+            f"of {bytes_in_words(self.full_bytes)}{smaller}"
         )
+
+
+class StagesInUse(Protocol):
+    """RocketKV's stages for a prompt, as `kvtool.planning.stages` has them."""
+
+    @property
+    def token_budget(self) -> int: ...
+
+    @property
+    def kept(self) -> Sequence[int]: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def head_dims(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
 
 
 class StagesSection(Section):
@@ -85,23 +102,25 @@ class PlanSection(Section):
     rocketkv: StagesSection | None
 
     @classmethod
-    def of(cls, plan: PlanDocument, used: PlanInUse) -> PlanSection:
+    def of(
+        cls, plan: PlanDocument, tokens: list[int], stages: StagesInUse | None, held: int
+    ) -> PlanSection:
         """Take from a plan what a run goes by."""
-        totals, stages = plan.totals, used.stages
-        storage = None if totals is None or totals.storage is None else totals.storage.bytes
-        rocketkv = stages and StagesSection(
-            split_factor=plan.rocketkv.split_factor,
-            token_budget=stages.token_budget,
-            stage1_tokens=[kept + plan.target.max_new_tokens for kept in stages.kept],
-            page_size=stages.page_size,
-            head_dims=stages.head_dims,
-            top_k=stages.top_k,
-        )
+        totals, rocketkv = plan.totals, None
+        if stages is not None and plan.rocketkv is not None:
+            rocketkv = StagesSection(
+                split_factor=plan.rocketkv.split_factor,
+                token_budget=stages.token_budget,
+                stage1_tokens=[kept + plan.target.max_new_tokens for kept in stages.kept],
+                page_size=stages.page_size,
+                head_dims=stages.head_dims,
+                top_k=stages.top_k,
+            )
         return cls(
             prompt_tokens=plan.target.prompt_tokens,
-            storage=storage,
-            held=used.held,
-            tokens=used.tokens,
+            storage=None if totals is None or totals.storage is None else totals.storage.bytes,
+            held=held,
+            tokens=tokens,
             rocketkv=rocketkv,
         )
 
@@ -219,10 +238,3 @@ class CompressionDocument(Document):
     cache: CacheSection
     plan: PlanSection | None = None
     timing: CompressionTiming
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from kvtool.documents.results import GateResult, TaskResult
+from kvtool.sizes import bytes_in_words
 
 MISSING = "–"
+size = bytes_in_words
 
 
 def score(value: float | None, best: float | None) -> str:
@@ -48,21 +50,6 @@ def stderr(value: float | None, best: float | None) -> str:
     if value is None:
         return ""
     return f"±{_digits(value, best)}"
-
-
-def size(count: float) -> str:
-    """Write bytes in powers of 1024.
-
-    >>> size(0), size(1536), size(3 * 2**30)
-    ('0 B', '1.5 KiB', '3.0 GiB')
-    """
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1023.95:
-            return f"{count:.1f} {unit}"
-    return f"{count / 1024:.1f} TiB"
 
 
 def tokens(count: float) -> str:
