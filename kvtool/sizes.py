@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from kvtool.errors import UsageError, did_you_mean, quote
 
+DEFAULT_TOKENS = 512  # per layer and KV head: stored, or read by a step where all is stored
 DEFAULT_BLOCK = 128  # tokens of a prompt that are fed at a time, as in CAOTE section 2
 MOST_TOKENS = 2**31 - 1  # of a text: a cache stores positions in 32 bits
 MOST_BYTES = 2**63 - 1
@@ -202,6 +203,10 @@ class Budget:
     def __repr__(self) -> str:
         name = next(n for n in ("tokens", "ratio", "bytes") if getattr(self, n) is not None)
         return f"Budget({name}={getattr(self, name)!r})"
+
+
+DEFAULT_BUDGET = Budget(tokens=DEFAULT_TOKENS)
+"""What is stored, or read by a step where a policy's budget is that, if nothing is said."""
 
 
 def _typed(value: str | int | float) -> str:

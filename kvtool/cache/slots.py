@@ -18,6 +18,7 @@ from kvtool.cache.calibration import Calibration
 from kvtool.cache.reading import Reading, reordered
 from kvtool.errors import KvtoolError
 from kvtool.maths.selection import take
+from kvtool.planning.growth import STEP, grown
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.heads import ALL_HERE, KVHeads
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from kvtool.cache.lanes import Lanes
     from kvtool.cache.rotary import Rotation
     from kvtool.cache.together import Group
-
-_GROWTH = 1.25  # of buffers without a budget, so that appending copies O(1) per token
-_STEP = 16  # slots that they grow by beyond that
 
 
 class SlotLayer(CacheLayerMixin):
@@ -566,7 +564,7 @@ class SlotLayer(CacheLayerMixin):
         capacity = self.capacity
         if slots <= capacity:
             return
-        roomy = max(slots, int(capacity * _GROWTH) + _STEP) if capacity else slots
+        roomy = grown(capacity, slots)
         when, limit, foreseen = self.policy.score.when, self.limit, self.foreseen
         if self.held_back:
             roomy = slots
@@ -576,7 +574,7 @@ class SlotLayer(CacheLayerMixin):
         elif when == "prompt" and slots <= self.most:
             roomy = min(roomy, self.most)
         if slots <= foreseen:
-            roomy = foreseen if roomy + _STEP >= foreseen else roomy
+            roomy = foreseen if roomy + STEP >= foreseen else roomy
         roomy = max(roomy, slots)  # heads of different counts, side by side, may exceed the mean
         self.keys = _grown(self.keys, roomy, 0)
         self.values = _grown(self.values, roomy, 0)

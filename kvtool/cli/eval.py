@@ -22,6 +22,7 @@ from kvtool.documents.files import check_name
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, check_folder
 from kvtool.processes import joined
+from kvtool.sizes import DEFAULT_TOKENS
 
 if TYPE_CHECKING:
     from kvtool.cli.cache_estimate import Estimate
@@ -56,7 +57,7 @@ class EvalOptions(RecipeOptions):
             "-b",
             metavar="SIZE,..",
             help="Budgets: tokens (512, 4K), shares of the prompt (20%), bytes (64MiB).  "
-            "[default: 512]",
+            f"[default: {DEFAULT_TOKENS}]",
         ),
     ] = field(default_factory=list)
     baseline: Annotated[
@@ -253,7 +254,6 @@ def _note_budgets(plan: Plan, config: Any, dtype: str, terminal: Terminal) -> No
     """Say what bytes and plans mean for the policies, and refuse plans whose bytes are exceeded."""
     from kvtool.evaluation.arms import plan_of
     from kvtool.model_shape import stored_dtype
-    from kvtool.planning.held import DEFAULT_TRAFFIC
     from kvtool.planning.run import check_run
 
     dtype = stored_dtype(config, dtype)
@@ -265,7 +265,7 @@ def _note_budgets(plan: Plan, config: Any, dtype: str, terminal: Terminal) -> No
         if by_bytes and arm.policy.stores_all:
             terminal.note(
                 f"{arm.name}: bytes are for what is stored, which is everything; a token reads "
-                f"{DEFAULT_TRAFFIC} pairs of key and value per layer and KV head"
+                f"{DEFAULT_TOKENS} pairs of key and value per layer and KV head"
             )
 
 

@@ -15,10 +15,11 @@ from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import parse_policies
 from kvtool.documents.source import Source
 from kvtool.errors import UsageError
-from kvtool.evaluation.arms import BASELINE, DEFAULT_BUDGET, Arm, make_arms
+from kvtool.evaluation.arms import BASELINE, Arm, make_arms
 from kvtool.evaluation.extras import require
 from kvtool.evaluation.gates import Gate, check_gates, parse_least
 from kvtool.evaluation.task import Json, Task
+from kvtool.sizes import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,14 @@ from kvtool.documents.prompts import check_prompt
 from kvtool.errors import UsageError
 from kvtool.models.load import REFERENCE, Loaded, check_folder, load
 from kvtool.processes import started
-from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_count, parse_prefill
+from kvtool.sizes import (
+    DEFAULT_BLOCK,
+    DEFAULT_BUDGET,
+    DEFAULT_TOKENS,
+    Budget,
+    parse_count,
+    parse_prefill,
+)
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
@@ -26,7 +33,6 @@ if TYPE_CHECKING:
     from kvtool.documents.recipe import Recipe
     from kvtool.policies.policy import Policy
 
-DEFAULT_BUDGET = Budget(tokens=512)
 _MODEL_SETTINGS = (
     "revision",
     "dtype",
@@ -286,11 +292,9 @@ def choose_policy(
         chosen.check_budget(size.tokens)
         note_handful(size.tokens, terminal)
     if size.bytes is not None and chosen.stores_all:
-        from kvtool.planning.held import DEFAULT_TRAFFIC
-
         terminal.note(
             f"budget: {size} are for what is stored, which is everything; a token reads "
-            f"{DEFAULT_TRAFFIC} pairs of key and value per layer and KV head"
+            f"{DEFAULT_TOKENS} pairs of key and value per layer and KV head"
         )
     return chosen, size
 

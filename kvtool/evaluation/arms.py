@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError
-from kvtool.sizes import Budget, parse_prefill
+from kvtool.sizes import DEFAULT_BUDGET, Budget, parse_prefill
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
     from kvtool.policies.policy import Policy
 
 BASELINE = "full"
-DEFAULT_BUDGET = Budget(tokens=512)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from kvtool.errors import KvtoolError
 from kvtool.evaluation.arms import Arm
 from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.planning.forecast import Text, forecast, slot_bytes, tokens_held
+from kvtool.planning.growth import grown
 from kvtool.planning.held import even_budgets, forecast_plan
 from kvtool.policies.allocate.planned import PlannedSplit
 from kvtool.policies.allocate.split import AllocatedSplit
 from kvtool.sizes import parse_prefill
-
-_GROWTH, _STEP = 1.25, 16  # of buffers that are appended to
 
 
 def row_bytes(
@@ -127,5 +126,5 @@ def _appended(slots: int, step: int, tokens: int) -> int:
     while used < most:
         used = min(used + step, most)
         if used > slots:
-            slots = max(used, int(slots * _GROWTH) + _STEP)
+            slots = grown(slots, used)
     return slots

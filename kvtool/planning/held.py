@@ -11,14 +11,10 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape
 from kvtool.planning.forecast import Forecast, LayerBudget, Text, forecast
-from kvtool.sizes import Budget
+from kvtool.sizes import DEFAULT_TOKENS, Budget
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
-
-
-DEFAULT_TRAFFIC = 512
-"""Pairs of key and value that a step reads where bytes bound what is stored, and all is."""
 
 
 def in_dtype(layers: Sequence[LayerShape | None], dtype: str | None) -> list[LayerShape | None]:
@@ -175,12 +171,12 @@ def tokens_for_bytes(
         ).storage
 
     if policy.stores_all:
-        if needed(DEFAULT_TRAFFIC) > size:
+        if needed(DEFAULT_TOKENS) > size:
             raise UsageError(
                 f"budget {Budget(bytes=size)} is too small: `{policy}` stores everything, which "
-                f"takes {needed(DEFAULT_TRAFFIC)} bytes"
+                f"takes {needed(DEFAULT_TOKENS)} bytes"
             )
-        return DEFAULT_TRAFFIC
+        return DEFAULT_TOKENS
     least, most = 1, size
     if policy.two_stages:
         most = max(text.full, policy.reader.min_budget)

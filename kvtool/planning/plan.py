@@ -23,11 +23,12 @@ from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import FREE, LayerShape
 from kvtool.planning.evidence import evidence, length_scale
 from kvtool.planning.forecast import Forecast, Text, kv_bytes, tokens_held
-from kvtool.planning.held import DEFAULT_TRAFFIC, forecast_plan, largest, least_allowed
+from kvtool.planning.held import forecast_plan, largest, least_allowed
 from kvtool.planning.rocketkv import RocketKVPlan, nominal_storage, plan_rocketkv
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.table import spell_allocator
 from kvtool.policies.parts import Allocator
+from kvtool.sizes import DEFAULT_TOKENS
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
@@ -230,7 +231,7 @@ def _total(drafts: _Drafts) -> tuple[int, list[str]]:
     if budget.bytes is None:
         return budget.for_prompt(drafts.target.prompt_tokens) * count, []
     if policy is not None and policy.stores_all:
-        mean = min(DEFAULT_TRAFFIC, layers.prompt_tokens)
+        mean = min(DEFAULT_TOKENS, layers.prompt_tokens)
         needed = drafts.forecast(drafts.of(mean * count).document).storage
         if needed > budget.bytes:
             raise UsageError(

@@ -8,6 +8,7 @@ from kvtool.documents.model_shape import ModelShape
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.planning.forecast import Text, forecast
+from kvtool.planning.growth import grown
 from kvtool.planning.held import even_budgets
 from kvtool.policies.table import ALLOCATORS, BASES, MODIFIERS
 from tests.families import family_model
@@ -145,3 +146,14 @@ def test_bytes_that_hold_no_number_are_refused():
     toy = models.shape(kv_bytes_per_token=4)
     with pytest.raises(UsageError, match="stores 4 bytes a token, too few for"):
         toy.layer_shapes()
+
+
+def test_a_full_cache_appends_by_the_rule_that_forecasts_count_with(model):
+    cache = kvtool.build_cache(model, "full")
+    prefill(model, cache, random_ids(90))
+    capacity, layer = 90, cache.slot_layers[0]
+    for tokens in range(91, 160):
+        decode_step(model, cache, random_ids(1)[0])
+        capacity = capacity if capacity >= tokens else grown(capacity, tokens)
+        assert layer.capacity == capacity
+    assert capacity > 160
