@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvtool.errors import UsageError
-from kvtool.models.load import resolve_device
+from kvtool.models.placement import resolve_device
 from kvtool.processes import Processes, joined, started
 
 

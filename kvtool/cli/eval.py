@@ -20,7 +20,7 @@ from kvtool.cli.request import note_model
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_name
 from kvtool.errors import UsageError
-from kvtool.models.load import REFERENCE, check_folder
+from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.processes import joined
 from kvtool.sizes import DEFAULT_TOKENS
 
@@ -236,7 +236,8 @@ def _folder(options: EvalOptions, plan: Plan) -> Path:
 def _read_model(options: EvalOptions, plan: Plan, terminal: Terminal) -> tuple[Any, Any, str]:
     """Return tokenizer, configuration and dtype, once it is known that they do what is wanted."""
     from kvtool.models.chat import make_frame
-    from kvtool.models.load import check_attention, load_tokenizer, resolve_device, resolve_dtype
+    from kvtool.models.load import load_tokenizer
+    from kvtool.models.placement import check_attention, resolve_device, resolve_dtype
 
     model = plan.recipe.model
     device = resolve_device(model.device, model.device_map)

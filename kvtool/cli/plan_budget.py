@@ -10,7 +10,7 @@ from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.plan_options import PlanOptions, check_paths, positive, read_target
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
-from kvtool.models.load import REFERENCE
+from kvtool.models.folder import REFERENCE
 from kvtool.sizes import parse_count
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def _model(options: PlanOptions, profile: ProfileDocument | None, terminal: Term
         terminal.note(f"model: {REFERENCE} (bundled; choose another with --model)")
     from kvtool.documents.model_shape import ModelShape
     from kvtool.model_shape import layer_shapes
-    from kvtool.models.load import load_config, resolve_device, resolve_dtype
+    from kvtool.models.load import load_config
+    from kvtool.models.placement import resolve_device, resolve_dtype
 
     dtype = options.dtype or "auto"
     if options.model is None:  # whatever the bundled model runs in on this machine

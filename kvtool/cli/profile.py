@@ -16,7 +16,7 @@ from kvtool.cli.request import check_alone, load_model
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable
 from kvtool.errors import UsageError
-from kvtool.models.load import REFERENCE, check_folder
+from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.profiling.names import DEFAULT, METRICS, parse_metrics
 from kvtool.sizes import Budget, parse_count
 

@@ -15,7 +15,8 @@ from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable
 from kvtool.documents.prompts import check_prompt
 from kvtool.errors import UsageError
-from kvtool.models.load import REFERENCE, Loaded, check_folder, load
+from kvtool.models.folder import REFERENCE, check_folder
+from kvtool.models.load import Loaded, load
 from kvtool.processes import started
 from kvtool.sizes import (
     DEFAULT_BLOCK,
@@ -334,7 +335,8 @@ def _stages(plan: PlanDocument, policy: Policy) -> str:
 def _run_dtype(options: PromptOptions) -> str:
     """Return the dtype that the model will run in here."""
     from kvtool.model_shape import stored_dtype
-    from kvtool.models.load import load_config, resolve_device, resolve_dtype
+    from kvtool.models.load import load_config
+    from kvtool.models.placement import resolve_device, resolve_dtype
 
     dtype = resolve_dtype(options.dtype, resolve_device(options.device, options.device_map))
     if dtype != "auto":
@@ -405,7 +407,7 @@ def note_model(model: str | None, terminal: Terminal) -> None:
 
 def configuration(options: PromptOptions, request: Request) -> dict[str, Any]:
     """Return what a dry run prints."""
-    from kvtool.models.load import resolve_device, resolve_dtype
+    from kvtool.models.placement import resolve_device, resolve_dtype
 
     device = resolve_device(options.device, options.device_map)
     spread = {} if options.device_map is None else {"device_map": options.device_map}

@@ -9,7 +9,9 @@ import torch
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.models import reference
-from kvtool.models.load import check_folder, load, load_config, resolve_device, resolve_dtype
+from kvtool.models.folder import check_folder
+from kvtool.models.load import load, load_config
+from kvtool.models.placement import resolve_device, resolve_dtype
 
 
 @pytest.fixture

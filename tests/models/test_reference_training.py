@@ -5,8 +5,8 @@ import torch
 
 from kvtool.errors import KvtoolError
 from kvtool.models.reference import train
-from kvtool.models.reference.muon import Muon, orthogonalise
-from kvtool.models.reference.stages import STAGES
+from kvtool.models.reference.training.muon import Muon, orthogonalise
+from kvtool.models.reference.training.stages import STAGES
 
 
 def options(out, *more):

@@ -7,9 +7,9 @@ import pytest
 
 from kvtool.errors import KvtoolError
 from kvtool.models.reference.filler import Filler
-from kvtool.models.reference.rows import FILLER_WEIGHT, Mixture, draw_batch, draw_row
 from kvtool.models.reference.tasks import TASKS, draw_example
 from kvtool.models.reference.tokenizer import build_tokenizer
+from kvtool.models.reference.training.rows import FILLER_WEIGHT, Mixture, draw_batch, draw_row
 from kvtool.models.reference.vocabulary import BOS, EOS, TOKEN_ID, decode, encode
 
 FILLER = Filler(0, 200)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvtool.models.reference import path
 from kvtool.models.reference.filler import Filler
@@ -21,7 +21,7 @@ _FILLER_SENTENCES = 5_000
 _TOKENS_AT_ONCE = 16_384
 
 
-def _correct(model: nn.Module, examples: list[Example]) -> list[Tensor]:
+def _correct(model: PreTrainedModel, examples: list[Example]) -> list[Tensor]:
     """Return, for each example, which answer tokens are the model's first choice.
 
     All of an answer is right exactly when greedy decoding gives that answer: each token is
@@ -43,7 +43,7 @@ def _correct(model: nn.Module, examples: list[Example]) -> list[Tensor]:
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, task: str, tokens: int, *, samples: int, filler: Filler, seed: int = 0
+    model: PreTrainedModel, task: str, tokens: int, *, samples: int, filler: Filler, seed: int = 0
 ) -> dict[str, float]:
     """Measure one task at one length.
 

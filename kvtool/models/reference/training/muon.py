@@ -36,22 +36,23 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """Update every parameter that has a gradient; equal shapes go through in one batch."""
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[Tensor]] = {}
+            by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_shape.setdefault(parameter.shape, []).append(parameter)
-            for shape, parameters in by_shape.items():
-                updates = torch.stack([self._nesterov(p, group["momentum"]) for p in parameters])
+                    pair = parameter, parameter.grad
+                    by_shape.setdefault(parameter.shape, []).append(pair)
+            for shape, pairs in by_shape.items():
+                updates = torch.stack([self._nesterov(*pair, group["momentum"]) for pair in pairs])
                 scale = group["lr"] * 0.2 * math.sqrt(max(shape))
-                for parameter, update in zip(parameters, orthogonalise(updates), strict=True):
+                for (parameter, _), update in zip(pairs, orthogonalise(updates), strict=True):
                     parameter.add_(update, alpha=-scale)
 
-    def _nesterov(self, parameter: Tensor, momentum: float) -> Tensor:
+    def _nesterov(self, parameter: Tensor, gradient: Tensor, momentum: float) -> Tensor:
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
-        state["momentum"].lerp_(parameter.grad, 1 - momentum)
-        return parameter.grad.lerp(state["momentum"], momentum)
+        state["momentum"].lerp_(gradient, 1 - momentum)
+        return gradient.lerp(state["momentum"], momentum)

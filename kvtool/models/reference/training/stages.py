@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvtool.models.reference.rows import Mixture
+from kvtool.models.reference.training.rows import Mixture
 
 _ALL = ("multikey", "words", "multiquery", "multivalue", "route", "variables")
 

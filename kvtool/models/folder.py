@@ -1,0 +1,101 @@
+"""Check a model folder before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from kvtool.documents.files import check_name
+from kvtool.errors import UsageError
+
+REFERENCE = "reference"
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_INDEXES = tuple(f"{name}.index.json" for name in _WEIGHTS)
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
+
+
+def find_source(model: str | None) -> tuple[str, str]:
+    """Find the name to report and the place to load from; None is the bundled model."""
+    if model is None or (model == REFERENCE and not Path(model).exists()):
+        from kvtool.models import reference
+
+        return REFERENCE, str(reference.path())
+    return model, os.path.expanduser(model)
+
+
+def check_folder(model: str | None, *, config_only: bool = False) -> None:
+    """Refuse, without importing torch, a model folder that lacks what loading needs.
+
+    Args:
+        config_only: whether neither weights nor a tokenizer will be needed.
+
+    Raises:
+        UsageError: the folder, its config.json, its weights or its tokenizer is missing.
+    """
+    name, source = find_source(model)
+    if not source.strip():
+        raise UsageError("the model name is empty", hint="give a folder or a hub ID")
+    folder = Path(source)
+    check_name(folder, "--model")
+    if source.lower().endswith(".gguf") and not folder.is_dir():
+        raise _refuse_gguf(name)
+    if not folder.is_dir():
+        if folder.is_file():
+            raise UsageError(f"model `{name}` is a file", hint="give the folder that holds it")
+        if source.startswith(("/", "./", "../")) or source.endswith("/") or source.count("/") > 1:
+            raise UsageError(f"model folder `{name}` does not exist")
+        return
+    config = folder / "config.json"
+    gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
+    if gguf is not None and not _has_weights(folder):
+        raise _refuse_gguf(str(gguf))
+    if not config.is_file():
+        raise UsageError(f"model folder `{name}` has no config.json")
+    try:
+        if not isinstance(json.loads(config.read_bytes()), dict):
+            raise ValueError("it holds no mapping")
+    except ValueError as error:
+        raise UsageError(f"`{config}` is not valid JSON: {error}") from None
+    if config_only:
+        return
+    _check_weights(name, folder)
+    if not any((folder / file).is_file() for file in _TOKENIZERS):
+        raise UsageError(f"model folder `{name}` has no tokenizer (no tokenizer.json)")
+
+
+def _refuse_gguf(name: str) -> UsageError:
+    return UsageError(
+        f"`{name}` is a GGUF file, a format that kvtool does not read",
+        hint="give the checkpoint that it was made from, a folder or hub ID with safetensors",
+    )
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in (*_WEIGHTS, *_INDEXES))
+
+
+def _check_weights(name: str, folder: Path) -> None:
+    index = next((folder / file for file in _INDEXES if (folder / file).is_file()), None)
+    if any((folder / file).is_file() for file in _WEIGHTS):
+        return
+    if index is None:
+        raise UsageError(f"model folder `{name}` has no weights (no {_WEIGHTS[0]})")
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"`{index}` is not an index of weight files") from None
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise UsageError(
+            f"model folder `{name}` lacks {len(missing)} of {len(shards)} weight files "
+            f"(first: {missing[0]})"
+        )

@@ -1,0 +1,118 @@
+"""Choose where and how a model runs: device, dtype, attention kernel, processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.model_shape import layer_shapes
+from kvtool.processes import started
+
+if TYPE_CHECKING:
+    import torch
+
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def resolve_device(device: str, device_map: str | None = None) -> str:
+    """Turn `auto` into a device of this machine, and refuse one that it does not have.
+
+    Of several processes on a machine, each takes a GPU of its own for `auto`.
+    """
+    import torch
+
+    if device_map is not None and device != "auto":
+        raise UsageError("--device and --device-map exclude each other; keep one")
+    if device_map is not None and device_map not in _MAPS:
+        _check_device(device_map, "--device-map", f"no device map `{device_map}`", _MAPS)
+    if device == "auto":
+        if not torch.cuda.is_available():
+            return "cpu"
+        processes = started()
+        index = processes.local_rank % torch.cuda.device_count()
+        return "cuda" if processes.count == 1 else f"cuda:{index}"
+    _check_device(device, "--device", f"no device `{device}`", ("auto",))
+    return device
+
+
+def _check_device(device: str, flag: str, wrong: str, besides: Sequence[str]) -> None:
+    """Refuse what is no device, and one that this machine does not have.
+
+    Args:
+        flag: where it was given.
+        wrong: what is wrong with it.
+        besides: what else could be given.
+    """
+    import torch
+
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or device.endswith(":"):
+        raise UsageError(f"{wrong}; choose {', '.join(besides)}, cpu, cuda or cuda:0")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(index or 0) >= count:
+        raise UsageError(f"{wrong}: {count} CUDA devices here", hint=f"{flag} cpu")
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """Say what `auto` means on a device: `float32` on a CPU, the checkpoint's own (`auto`) else."""
+    return "float32" if dtype == "auto" and device == "cpu" else dtype
+
+
+def torch_dtype(dtype: str, device: str, device_map: str | None) -> str | torch.dtype:
+    import torch
+
+    resolved = resolve_dtype(dtype, "cuda" if device_map and device != "cpu" else device)
+    return "auto" if resolved == "auto" else getattr(torch, resolved)
+
+
+def check_attention(attn_implementation: str, device: str) -> None:
+    """Refuse an attention kernel that this machine cannot run."""
+    from importlib.util import find_spec
+
+    if attn_implementation != "flash_attention_2":
+        return
+    if find_spec("flash_attn") is None:
+        raise UsageError(
+            "--attn-implementation flash_attention_2 needs the flash-attn package",
+            hint="pip install 'kvtool[flash]'",
+        )
+    if device == "cpu":
+        raise UsageError("--attn-implementation flash_attention_2 needs a CUDA device, not cpu")
+
+
+def check_processes(device: str, device_map: str | None) -> None:
+    """Refuse tensor parallelism without processes, or where something else chooses devices."""
+    if device_map is not None:
+        raise UsageError("--tensor-parallel and --device-map exclude each other; keep one")
+    if device != "auto":
+        raise UsageError(
+            f"--tensor-parallel takes a device for each process, not --device {device}",
+            hint="leave out --device; CUDA_VISIBLE_DEVICES chooses the GPUs",
+        )
+    if started().count == 1:
+        raise UsageError(
+            "--tensor-parallel splits a model over processes, and there is one",
+            hint="start with torchrun --nproc-per-node N -m kvtool ..",
+        )
+
+
+def split_over_processes(config: Any) -> dict[str, Any]:
+    """Return how transformers is told to split a model over all processes.
+
+    Raises:
+        UsageError: heads that cannot be split into equal parts.
+        KvtoolError: a family whose split transformers does not know.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    count = started().count
+    kv_heads = min(layer.kv_heads for layer in layer_shapes(config) if layer is not None)
+    if kv_heads % count:
+        raise UsageError(
+            f"{kv_heads} KV heads cannot be split over {count} processes",
+            hint=f"as many processes as divide {kv_heads}",
+        )
+    if not getattr(config.get_text_config(decoder=True), "base_model_tp_plan", None):
+        raise KvtoolError(f"transformers has no tensor-parallel plan for `{config.model_type}`")
+    return {"distributed_config": DistributedConfig(tp_size=count, tp_plan="auto")}
