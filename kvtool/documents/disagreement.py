@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import InitErrorDetails
 
 from kvtool.documents.problems import Keys
 
@@ -16,6 +17,7 @@ def disagreement(keys: Keys, given: Any, message: str) -> ValidationError:
         keys: the way to the value.
         given: the value.
     """
-    details = {"type": "value_error", "loc": keys, "input": given}
-    error = {**details, "ctx": {"error": ValueError(message)}}
+    error = InitErrorDetails(
+        type="value_error", loc=keys, input=given, ctx={"error": ValueError(message)}
+    )
     return ValidationError.from_exception_data("document", [error])

@@ -36,6 +36,7 @@ def _ratio(value: Any) -> Any:
     return number if exact else str(budget)
 
 
+_NO_STAGE1 = "needs `stage1_tokens`, or `split_factor`, which gives it"
 _ROUNDING = 1e-6
 """How far a number may be off that another one gives, as a share of it."""
 
@@ -149,6 +150,8 @@ class RocketKVSection(Section):
         """Return C: as it stands, else as the split factor gives it."""
         if self.stage1_tokens is not None:
             return self.stage1_tokens
+        if self.split_factor is None:
+            raise UsageError(_NO_STAGE1)
         return stage1_tokens(self.context, self.token_budget, self.split_factor, max_new_tokens)
 
 
@@ -235,9 +238,9 @@ class PlanDocument(Document):
             return self
         n = self.target.prompt_tokens
         as_they_stand = "without `totals` the tokens stand as they are"
-        for i in self.free_layers if self.layers.fractions else []:
-            given, share = self.layers.tokens[i], self.layers.fractions[i]
-            if abs(given - share * n) > _ROUNDING * n:
+        for i, share in enumerate(self.layers.fractions or []):
+            given = self.layers.tokens[i]
+            if share is not None and abs(given - share * n) > _ROUNDING * n:
                 message = (
                     f"{given} tokens do not agree with `layers.fractions.{i}`, {share} of {n} "
                     f"tokens; {as_they_stand}"
@@ -278,9 +281,7 @@ class PlanDocument(Document):
         ratio = compression_ratio(section.context, section.token_budget)
         check("compression_ratio", ratio, "`context` and `token_budget`")
         if section.stage1_tokens is None and section.split_factor is None:
-            raise disagreement(
-                ("rocketkv",), None, "needs `stage1_tokens`, or `split_factor`, which gives it"
-            )
+            raise disagreement(("rocketkv",), None, _NO_STAGE1)
         if section.split_factor is not None:
             given = (section.context, section.token_budget, section.split_factor, new)
             why = "`split_factor`, `context` and `token_budget`"

@@ -85,8 +85,8 @@ def spell_out(node: Node) -> Node:
     if model is not None and isinstance(model.value, str):
         node = node.with_child("model", _wrapped(model, "id"))
     evaluation = node.child("eval")
-    tasks = evaluation.child("tasks") if evaluation else None
-    if tasks is None or not isinstance(tasks.value, (str, list)):
+    tasks = None if evaluation is None else evaluation.child("tasks")
+    if evaluation is None or tasks is None or not isinstance(tasks.value, (str, list)):
         return node
     entries = [tasks] if isinstance(tasks.value, str) else tasks.value
     entries = [_wrapped(e, "task") if isinstance(e.value, str) else e for e in entries]

@@ -100,7 +100,8 @@ def _read_array(text: str, shown: str) -> list[tuple[Mark, _Item]]:
     node = parse_json(text, shown)
     if not isinstance(node.value, list):
         node = replace(node, value=[node])
-    items, problems = [], []
+    items: list[tuple[Mark, _Item]] = []
+    problems: list[Problem] = []
     for item in node.value:
         _collect(item, items, problems)
     return _checked(items, problems)
@@ -109,7 +110,8 @@ def _read_array(text: str, shown: str) -> list[tuple[Mark, _Item]]:
 def _read_lines(
     text: str, shown: str, lines: Iterable[tuple[int, str]]
 ) -> list[tuple[Mark, _Item]]:
-    items, problems = [], []
+    items: list[tuple[Mark, _Item]] = []
+    problems: list[Problem] = []
     for start, line in lines:
         try:
             value = load_json(line)

@@ -56,7 +56,7 @@ def find_problems(
         keys = _keys(details, node)
         found.setdefault((keys, details["type"] == "extra_forbidden"), []).append(details)
     inner = {keys[:depth] for keys, _ in found for depth in range(len(keys))}
-    problems = []
+    problems: list[Problem] = []
     for (keys, unknown), group in found.items():
         if keys in inner and all(details["type"] in _NOUNS for details in group):
             continue  # another member of the union fits better, and tells why it does not fit

@@ -200,10 +200,10 @@ def _run_prompt(
     known = cache.input_ids
     if prompt_ids is not None and prompt_ids.shape[1] == 0:
         raise UsageError("the prompt is empty")
-    if prompt_ids is None and known is None:
-        raise UsageError("there is nothing to continue: no prompt, and the cache is empty")
     start = time.perf_counter()
     if known is None:
+        if prompt_ids is None:
+            raise UsageError("there is nothing to continue: no prompt, and the cache is empty")
         ids = prompt_ids.to(model.device)
         logits = prefill(model, cache, ids, attention_mask, new_tokens=new_tokens)
     else:
@@ -215,15 +215,15 @@ def _run_prompt(
             logits = prefill(model, cache, new, new_tokens=new_tokens)
         else:
             ids = known
-            logits = cache.next_logits
+            left = cache.next_logits
             with explaining(model, ids):
                 for token in unfed.unbind(1):
-                    logits = decode_step(model, cache, token)
-            if logits is None:
+                    left = decode_step(model, cache, token)
+            if left is None:
                 raise UsageError(
                     "the saved cache has no next token to continue from; give a prompt"
                 )
-            logits = logits.to(model.device)
+            logits = left.to(model.device)
             check_logits(model, logits, ids)
     wait(model)
     return ids, logits, time.perf_counter() - start

@@ -143,7 +143,8 @@ class Conversation:
             return "\n"
         if self._behind == "text":  # which has the token that begins texts
             return self._frame.opening.removeprefix(self.tokenizer.bos_token or "")
-        ended = self.tokenizer.decode(self.cache.input_ids[0, -1:])
+        known = self.cache.input_ids
+        ended = "" if known is None else self.tokenizer.decode(known[0, -1:])
         return self._frame.next.removeprefix(ended)  # which the answer may have said itself
 
     def _ids(self, text: str, *, special: bool = False) -> Tensor:

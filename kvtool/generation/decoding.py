@@ -35,9 +35,10 @@ def decode_loop(
     logits_processor,
     stopping_criteria,
     generation_config: GenerationConfig,
+    *,
+    next_logits: Tensor,
+    kv_cache: KVCache,
     text_streamer: TextStreamer | None = None,
-    next_logits: Tensor | None = None,
-    kv_cache: KVCache | None = None,
     generator: torch.Generator | None = None,
     kept_logits: list[Tensor] | None = None,
     step: Callable[[PreTrainedModel, KVCache, Tensor], Tensor] = decode_step,
@@ -116,6 +117,8 @@ class Callback(TextStreamer):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)
         self._on_text = on_text
+        self.token_cache: list[int]  # of the streamer: what is held, and how much of it is out
+        self.print_len: int
 
     def put(self, value: Tensor) -> None:
         super().put(value)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.finite import check_logits, explaining
 
 
@@ -37,6 +37,7 @@ def prefill(
         (batch, vocab) float32 logits after the last token of each row.
 
     Raises:
+        UsageError: no token in any row.
         KvtoolError: padded rows in blocks on a model with recurrent layers.
         BrokenNumbers: the logits are not finite.
     """
@@ -67,6 +68,8 @@ def prefill(
             else:
                 ends_here = valid.any(1)[:, None]
                 logits = torch.where(ends_here, out, logits)
+    if logits is None:
+        raise UsageError("the prompt is empty")
     check_logits(model, logits, input_ids)
     return logits
 
@@ -134,9 +137,10 @@ def forward(
     else:
         positions = (starts[:, None] + valid.long().cumsum(1) - 1).clamp(min=0)
         mask = torch.cat([valid.new_ones(batch, past), valid], 1).long()
-    wanted = None if last is None else sorted(set(last))
-    options = {}
-    if wanted and "logits_to_keep" in inspect.signature(model.forward).parameters:
+    columns, options = last, {}
+    if last and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        wanted = sorted(set(last))
+        columns = [wanted.index(column) for column in last]
         options["logits_to_keep"] = torch.tensor(wanted, device=model.device)
     out = model(
         input_ids=input_ids,
@@ -146,9 +150,8 @@ def forward(
         use_cache=True,
         **options,
     ).logits
-    if last is None:
+    if columns is None:
         return out.float()
-    columns = [wanted.index(column) for column in last] if options else last
     return out[torch.arange(batch, device=out.device), columns].float()
 
 
@@ -169,8 +172,9 @@ def decode_step(
         (batch, vocab) float32 logits.
     """
     layer = cache.first_layer
-    start = layer.lengths.to(token_ids.device) if layer.ragged else layer.seen
-    positions = torch.zeros_like(token_ids)[:, None] + (start[:, None] if layer.ragged else start)
+    lengths = layer.lengths
+    start = layer.seen if lengths is None else lengths.to(token_ids.device)[:, None]
+    positions = torch.zeros_like(token_ids)[:, None] + start
     return (
         (forward or model)(
             input_ids=token_ids[:, None],

@@ -7,7 +7,6 @@ before the output projection, with the full cache, and o' is the same under the 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
@@ -28,14 +27,15 @@ class _Sums:
     """Squared differences and squared lengths per layer, kept on the device."""
 
     def __init__(self) -> None:
-        self._error: dict[int, Tensor | float] = defaultdict(float)
-        self._size: dict[int, Tensor | float] = defaultdict(float)
+        self._error: dict[int, Tensor] = {}
+        self._size: dict[int, Tensor] = {}
 
     def add(self, layer: int, full: Tensor, ours: Tensor) -> None:
         """Add the outputs of one step, of any equal shape."""
         full, ours = full.float(), ours.float()
-        self._error[layer] = self._error[layer] + (full - ours).square().sum()
-        self._size[layer] = self._size[layer] + full.square().sum()
+        zero = full.new_zeros(())
+        self._error[layer] = self._error.get(layer, zero) + (full - ours).square().sum()
+        self._size[layer] = self._size.get(layer, zero) + full.square().sum()
 
     def ratios(self) -> dict[int, float]:
         """Return one number per attention layer, in order."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from kvtool.documents.profile import (
@@ -35,8 +37,11 @@ def summarise(
         memory: goes in as it is.
     """
     wanted = set(plan.metrics)
-    metrics = {name: _layers(found[name]) for name in ("f_variance", "entropy") if name in wanted}
-    curves = {}
+    metrics: dict[str, Any] = {"memory": memory}
+    curves: dict[str, Any] = {}
+    for name in ("f_variance", "entropy"):
+        if name in wanted:
+            metrics[name] = _layers(found[name])
     if "query_cosine" in wanted:
         cosine = found["query_cosine"]
         metrics["query_cosine"] = _layers(cosine[..., 0])
@@ -66,7 +71,7 @@ def summarise(
         metrics["output_error"] = OutputErrors(
             policy=plan.policy, budgets=list(plan.budgets), errors=_rows(found["output_error"])
         )
-    return Metrics(**metrics, memory=memory), Curves(**curves) if curves else None
+    return Metrics(**metrics), Curves(**curves) if curves else None
 
 
 def _grid(shares: Tensor, plan: Plan) -> RecomputeGrid:
@@ -75,9 +80,9 @@ def _grid(shares: Tensor, plan: Plan) -> RecomputeGrid:
         RecomputePoint(
             theta1=theta1,
             theta2=theta2,
-            recompute=_round(recompute),
-            calibrate=_round(calibrate),
-            idle=_round(1 - calibrate),
+            recompute=_digits(recompute),
+            calibrate=_digits(calibrate),
+            idle=_digits(1 - calibrate),
         )
         for (theta1, theta2), (recompute, calibrate) in zip(GRID, mean, strict=True)
     ]
@@ -94,7 +99,7 @@ def _rows(values: Tensor) -> list[list[float] | None]:
     if values.dim() < 3 or values.isnan().all():
         return [None] * len(values)
     means = values.mean(1).tolist()
-    return [None if any(v != v for v in row) else [_round(v) for v in row] for row in means]
+    return [None if any(v != v for v in row) else [_digits(v) for v in row] for row in means]
 
 
 def _at(values: Tensor, places: list[int]) -> list[list[float] | None]:
@@ -109,4 +114,8 @@ def _some(last: int) -> list[int]:
 
 
 def _round(value: float) -> float | None:
-    return None if value != value else float(f"{value:.{_DIGITS}g}")
+    return None if value != value else _digits(value)
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,18 @@
+"""What is fed: a prompt of no tokens is refused before anything is read from it."""
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.errors import UsageError
+from kvtool.generation import prefill
+from tests.models_for_tests import peaky_model
+
+
+@pytest.mark.parametrize("mode", ["full", "block:4"])
+@pytest.mark.parametrize(("width", "mask"), [(0, None), (3, torch.zeros(2, 3))])
+def test_a_prompt_of_no_tokens_is_refused(mode, width, mask):
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "h2o", 16, prefill=mode)
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        prefill(model, cache, torch.ones((2, width), dtype=torch.long), mask)
