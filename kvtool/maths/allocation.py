@@ -6,8 +6,10 @@ Weights are logarithms, so that a weight of e^-600 is a share of next to nothing
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 _STEPS = 200  # halvings of the bracket; a float64 has 53 bits, the bracket some 10 more
 _WHOLE = 1e-9  # a share this close below a whole number is that number
@@ -53,16 +55,42 @@ def allocate(
         lo: least of each layer, 0 or more.
         hi: most of each layer, not below `lo`.
     """
-    if not len(log_weights) == len(lo) == len(hi) > 0:
-        raise ValueError(f"{len(log_weights)} weights, {len(lo)} lower and {len(hi)} upper limits")
-    if any(not 0 <= low <= high for low, high in zip(lo, hi, strict=True)):
-        raise ValueError("a lower limit is negative or above its upper limit")
     if not all(math.isfinite(weight) for weight in log_weights):
         raise ValueError("a weight is infinite or no number")
-    lo, hi = [int(low) for low in lo], [int(high) for high in hi]
+    lo, hi = _limits(len(log_weights), lo, hi)
     possible = min(max(int(total), sum(lo)), sum(hi))
     shares = _fill(_centred(log_weights), possible, lo, hi)
-    return Allocation(_round(shares, possible, lo, hi), int(total))
+    floors = [math.floor(share + _WHOLE) for share in shares]
+    return Allocation(_round(shares, floors, possible, lo, hi), int(total))
+
+
+def allocate_by_counts(
+    counts: Sequence[int], total: int, lo: Sequence[int], hi: Sequence[int]
+) -> Allocation:
+    """Split a total in proportion to whole numbers, as `allocate` does, with exact remainders.
+
+    >>> allocate_by_counts([1, 2, 3], 10, [0, 0, 0], [10, 10, 10]).tokens
+    [2, 3, 5]
+
+    Args:
+        counts: 1 or more each.
+    """
+    if any(count < 1 for count in counts):
+        raise ValueError("a count is below 1")
+    lo, hi = _limits(len(counts), lo, hi)
+    possible = min(max(int(total), sum(lo)), sum(hi))
+    shares = _fill_exactly(counts, possible, lo, hi)
+    floors = [math.floor(share) for share in shares]
+    return Allocation(_round(shares, floors, possible, lo, hi), int(total))
+
+
+def _limits(layers: int, lo: Sequence[int], hi: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the limits as lists of integers, and refuse what are none."""
+    if not layers == len(lo) == len(hi) > 0:
+        raise ValueError(f"{layers} weights, {len(lo)} lower and {len(hi)} upper limits")
+    if any(not 0 <= low <= high for low, high in zip(lo, hi, strict=True)):
+        raise ValueError("a lower limit is negative or above its upper limit")
+    return [int(low) for low in lo], [int(high) for high in hi]
 
 
 def _centred(log_weights: Sequence[float]) -> list[float]:
@@ -93,15 +121,37 @@ def _fill(log_weights: list[float], total: int, lo: list[int], hi: list[int]) ->
     return shares(high)
 
 
+def _fill_exactly(
+    counts: Sequence[int], total: int, lo: list[int], hi: list[int]
+) -> list[Fraction]:
+    """Return the shares clip(level * count, lo, hi) that sum to the total."""
+
+    rows = zip(counts, lo, hi, strict=True)
+    limits = [(count, Fraction(low), Fraction(high)) for count, low, high in rows]
+
+    def shares(level: Fraction) -> list[Fraction]:
+        return [min(max(level * count, low), high) for count, low, high in limits]
+
+    # the sum grows with the level, straight between the levels at which a share meets a limit
+    bends = sorted({end / count for count, low, high in limits for end in (low, high)})
+    place = bisect_right(bends, total, key=lambda level: sum(shares(level), Fraction()))
+    level = bends[max(place - 1, 0)]
+    held = shares(level)
+    moving = [n for n, low, high in limits if low <= level * n < high]
+    if not moving:
+        return held
+    return shares(level + (total - sum(held, Fraction())) / sum(moving))
+
+
 def _exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
 
-def _round(shares: list[float], total: int, lo: list[int], hi: list[int]) -> list[int]:
-    tokens = [
-        min(max(math.floor(share + _WHOLE), low), high)
-        for share, low, high in zip(shares, lo, hi, strict=True)
-    ]
+def _round(
+    shares: Sequence[float | Fraction], floors: list[int], total: int, lo: list[int], hi: list[int]
+) -> list[int]:
+    """Hand out what rounding down leaves, one by one to the largest remainders."""
+    tokens = [min(max(n, low), high) for n, low, high in zip(floors, lo, hi, strict=True)]
     left = total - sum(tokens)
     step = 1 if left >= 0 else -1
     # a unit moves every remainder by 1, so a second round would keep the order of the first

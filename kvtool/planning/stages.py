@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from kvtool.documents.plan import PlanDocument
-from kvtool.maths.allocation import allocate
+from kvtool.maths.allocation import allocate_by_counts
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,7 @@ def planned_stages(plan: PlanDocument, n: int, window: int) -> PlannedStages | N
     stage1 = max(least, scaled(section.stage1(new) - new) + new)
     tokens = [plan.layers.tokens[i] for i in plan.free_layers]
     layers = len(tokens)
-    split = allocate(
-        [math.log(count) for count in tokens], stage1 * layers, [least] * layers, [context] * layers
-    )
+    split = allocate_by_counts(tokens, stage1 * layers, [least] * layers, [context] * layers)
     return PlannedStages(
         token_budget=scaled(section.token_budget),
         kept=[count - new for count in split.tokens],

@@ -1,9 +1,10 @@
 import math
 import random
+from fractions import Fraction
 
 import pytest
 
-from kvtool.maths.allocation import allocate
+from kvtool.maths.allocation import allocate, allocate_by_counts
 
 
 def weights_of_all_kinds(rng, layers):
@@ -81,6 +82,45 @@ def slow_shares(weights, total, lo, hi):
         lack = sum(lo[i] - shares[i] for i in below)
         excess = sum(shares[i] - hi[i] for i in above)
         fixed |= below if lack >= excess else above
+
+
+def slow_split(counts, total, lo, hi):
+    """The same in exact fractions, and one token after the other to the largest remainder."""
+    fixed = {}
+    while len(fixed) < len(counts):
+        free = [i for i in range(len(counts)) if i not in fixed]
+        left, whole = total - sum(fixed.values()), sum(counts[i] for i in free)
+        shares = {i: Fraction(left * counts[i], whole) for i in free}
+        lack = {i: Fraction(lo[i]) for i in free if shares[i] < lo[i]}
+        excess = {i: Fraction(hi[i]) for i in free if shares[i] > hi[i]}
+        if not lack and not excess:
+            fixed |= shares
+        elif sum(lo[i] - shares[i] for i in lack) >= sum(shares[i] - hi[i] for i in excess):
+            fixed |= lack
+        else:
+            fixed |= excess
+    tokens = {i: math.floor(share) for i, share in fixed.items()}
+    while sum(tokens.values()) < total:
+        open_layers = [i for i in tokens if tokens[i] < hi[i]]
+        tokens[max(open_layers, key=lambda i: (fixed[i] - tokens[i], -i))] += 1
+    return [tokens[i] for i in range(len(counts))]
+
+
+def test_counts_are_split_by_exact_remainders():
+    rng = random.Random(2)
+    for _ in range(1500):
+        layers = rng.choice([1, 2, 3, 7, 32])
+        counts = [rng.choice([1, 3, 7, rng.randint(1, 4000)]) for _ in range(layers)]
+        lo, hi = limits(rng, layers)
+        total = rng.randint(sum(lo), sum(hi))
+        expected = slow_split(counts, total, lo, hi)
+        assert allocate_by_counts(counts, total, lo, hi).tokens == expected
+
+
+def test_equal_remainders_of_counts_go_to_the_lower_index():
+    """Half a token is left over in each; logarithms and exponentials tell the two apart."""
+    assert allocate_by_counts([4, 12], 122, [0] * 2, [999] * 2).tokens == [31, 91]
+    assert allocate([math.log(4), math.log(12)], 122, [0] * 2, [999] * 2).tokens == [30, 92]
 
 
 def test_unbound_layers_keep_the_ratios_of_their_weights():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from kvtool.documents.plan import PlanDocument
-from kvtool.maths.allocation import allocate
+from kvtool.maths.allocation import allocate_by_counts
 from kvtool.policies.allocate.split import Spread
 
 
@@ -29,9 +28,7 @@ def tokens_for_prompt(plan: PlanDocument, n: int) -> list[int]:
         least, most = n, total
     else:
         least, most = min(plan.layers.min_tokens, n, total // len(free)), n
-    split = allocate(
-        [math.log(count) for count in given], total, [least] * len(free), [most] * len(free)
-    )
+    split = allocate_by_counts(given, total, [least] * len(free), [most] * len(free))
     for i, share in zip(free, split.tokens, strict=True):
         tokens[i] = share
     return tokens
