@@ -67,7 +67,7 @@ class ReadBudgets:
             return self.policy.reader.k * self.policy.reader.divisor
         stages = self.stages(length)
         if stages is not None:
-            return stages.token_budget
+            return stages.pairs[self.layers.index(layer)]
         if self.plan is not None:
             return PlannedSplit(self.plan).for_prompt(0, length)[self.layers.index(layer)]
         if self.budget.ratio is not None:
@@ -76,11 +76,10 @@ class ReadBudgets:
 
     def stages(self, length: int) -> PlannedStages | None:
         """What a plan says of RocketKV's stages; None: no plan, or a reader without them."""
-        if self.plan is None or not (self.policy.budget_is_traffic and self.policy.reader.planned):
+        if self.plan is None:
             return None
         if length not in self._stages:
-            window = self.policy.score.window if self.policy.two_stages else 1
-            self._stages[length] = planned_stages(self.plan, length, window)
+            self._stages[length] = planned_stages(self.plan, self.policy, length)
         return self._stages[length]
 
     def stored(self, layer: SlotLayer, length: int) -> int:
@@ -102,7 +101,8 @@ class ReadBudgets:
         """
         length = self.end(row) if self.policy.budget_is_traffic else stored
         pairs, head_dim = self.pairs(layer, length), layer.keys.shape[-1]
-        planned = self.stages(length)
+        stages = self.stages(length)
+        planned = None if stages is None else stages.of_layer(self.layers.index(layer))
         reader = sized_reader(
             self.policy, pairs, length, stored, head_dim, self.reserved(), planned
         )

@@ -283,8 +283,11 @@ def _note_samples(plan: Plan, jobs: list[Job], estimate: Estimate, terminal: Ter
     fixed = plan.protocol.max_new_tokens
     answers = [[fixed or turn.max_new_tokens for turn in each.turns] for _, each in samples]
     new = max(map(sum, answers), default=0)
+    rows = max((int(sample.cell.get("batch", 1)) for _, sample in samples), default=1)
     for name, (arm, document) in planned.items():
-        used = use_plan(document, arm.policy, prompt=prompt, new=new, dtype=estimate.dtype)
+        used = use_plan(
+            document, arm.policy, prompt=prompt, new=new, rows=rows, dtype=estimate.dtype
+        )
         told = beyond_plan(document, used, prompt, new)
         if told is not None:
             terminal.note(f"{name}: after a {told}")

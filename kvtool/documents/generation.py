@@ -106,7 +106,7 @@ class PlanSection(Section):
         cls, plan: PlanDocument, tokens: list[int], stages: StagesInUse | None, held: int
     ) -> PlanSection:
         """Take from a plan what a run goes by."""
-        totals, rocketkv = plan.totals, None
+        rocketkv = None
         if stages is not None and plan.rocketkv is not None:
             rocketkv = StagesSection(
                 split_factor=plan.rocketkv.split_factor,
@@ -118,7 +118,7 @@ class PlanSection(Section):
             )
         return cls(
             prompt_tokens=plan.target.prompt_tokens,
-            storage=None if totals is None or totals.storage is None else totals.storage.bytes,
+            storage=plan.planned_bytes,
             held=held,
             tokens=tokens,
             rocketkv=rocketkv,

@@ -205,6 +205,12 @@ class PlanDocument(Document):
         return [i for i, kind in enumerate(self.model.layer_types) if kind in FREE]
 
     @property
+    def planned_bytes(self) -> int | None:
+        """Bytes that are held by its totals, None where it has none."""
+        totals = self.totals
+        return None if totals is None or totals.storage is None else totals.storage.bytes
+
+    @property
     def edited(self) -> bool:
         """Whether the tokens of the layers stand as they are, whatever the target."""
         return self.totals is None

@@ -134,7 +134,7 @@ def _fill_exactly(
 
     # the sum grows with the level, straight between the levels at which a share meets a limit
     bends = sorted({end / count for count, low, high in limits for end in (low, high)})
-    place = bisect_right(bends, total, key=lambda level: sum(shares(level), Fraction()))
+    place = bisect_right(bends, Fraction(total), key=lambda level: sum(shares(level), Fraction()))
     level = bends[max(place - 1, 0)]
     held = shares(level)
     moving = [n for n, low, high in limits if low <= level * n < high]

@@ -69,9 +69,7 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
     from kvtool.planning.traffic import sized_reader, tokens_left
 
     new, head_dim, budgets = plan.target.max_new_tokens, plan.model.key_dim, []
-    planned = None
-    if policy.budget_is_traffic and policy.reader.planned:
-        planned = planned_stages(plan, n, policy.score.window if policy.two_stages else 1)
+    planned = planned_stages(plan, policy, n)
     for place, count in enumerate(free):
         stored, pairs, length = min(count, n), count, n
         if not policy.budget_is_traffic:
@@ -79,10 +77,11 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
         elif planned is None:
             stored = tokens_left(policy, pairs, n, new)
         else:
-            pairs = planned.token_budget
+            pairs = planned.pairs[place]
             stored = min(n, planned.kept[place]) if policy.two_stages else n
         at_end = n if policy.select_only else stored
-        reader = sized_reader(policy, pairs, length, at_end, head_dim, new, planned)
+        stages = None if planned is None else planned.of_layer(place)
+        reader = sized_reader(policy, pairs, length, at_end, head_dim, new, stages)
         budgets.append(LayerBudget(stored, pairs, reader))
     return budgets
 

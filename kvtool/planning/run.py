@@ -8,21 +8,23 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.planning.forecast import Text
 from kvtool.planning.held import forecast_plan, in_dtype
-from kvtool.planning.stages import PlannedStages, planned_stages
+from kvtool.planning.stages import PlannedStages, goes_by_stages, planned_stages
 from kvtool.policies.allocate.planned import tokens_for_prompt
 from kvtool.policies.policy import Policy
 
 
 @dataclass(frozen=True)
 class PlanInUse:
-    """A plan for one prompt.
+    """A plan for prompts of one length.
 
     Attributes:
+        rows: prompts at a time.
         tokens: of every layer.
         stages: RocketKV's, where the policy goes by them.
         held: bytes that will be held at most.
     """
 
+    rows: int
     tokens: list[int]
     stages: PlannedStages | None
     held: int
@@ -36,32 +38,37 @@ def use_plan(
     Args:
         prompt: tokens of the longest prompt.
         new: tokens that are generated at most.
+        rows: prompts at a time.
         dtype: of the cache, by name; None: the plan's.
     """
-    stages = None
-    if _goes_by_stages(policy):
-        stages = planned_stages(plan, prompt, policy.score.window if policy.two_stages else 1)
+    stages = planned_stages(plan, policy, prompt)
     text = Text(prompt, new, rows, plan.model.vocabulary)
     held = _held(plan, policy, dtype, text)
-    return PlanInUse(tokens_for_prompt(plan, prompt), stages, held)
+    return PlanInUse(rows, tokens_for_prompt(plan, prompt), stages, held)
 
 
 def beyond_plan(plan: PlanDocument, used: PlanInUse, prompt: int, new: int) -> str | None:
-    """Say what a run holds after a "prompt of ..", None where that is no more than planned.
+    """Say what a run holds after a "prompt of ..", None where it is no more than planned.
 
     Args:
         prompt: tokens of the longest prompt.
         new: tokens that are generated at most.
     """
-    if plan.totals is None or plan.totals.storage is None:
+    target, promised = plan.target, plan.planned_bytes
+    more_rows = used.rows > target.batch
+    if not more_rows and (promised is None or used.held <= promised):
         return None
-    promised, target = plan.totals.storage.bytes, plan.target
-    if used.held <= promised:
-        return None
+    run = f" in {used.rows} rows" if more_rows else ""
+    planned = f" in {_rows(target.batch)}" if more_rows else ""
+    whose = "the plan is" if promised is None else f"the plan's {promised} are"
     return (
-        f"prompt of {prompt} tokens and up to {new} new ones, {used.held} bytes are "
-        f"held; the plan's {promised} are for {target.prompt_tokens} and {target.max_new_tokens}"
+        f"prompt of {prompt} tokens and up to {new} new ones{run}, {used.held} bytes are held; "
+        f"{whose} for {target.prompt_tokens} and {target.max_new_tokens}{planned}"
     )
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
 
 
 def check_run(plan: PlanDocument, policy: Policy, dtype: str | None = None) -> list[str]:
@@ -83,9 +90,7 @@ def check_run(plan: PlanDocument, policy: Policy, dtype: str | None = None) -> l
     other_dtype = None not in (dtype, plan.model.dtype) and dtype != plan.model.dtype
     other_policy = plan.policy is None or plan.policy != str(policy)
     held = _held(plan, policy, dtype)
-    target, planned = plan.target, None
-    if plan.totals is not None and plan.totals.storage is not None:
-        planned = plan.totals.storage.bytes
+    target, planned = plan.target, plan.planned_bytes
     if target.bytes is not None and held > target.bytes:
         in_plans_dtype = _held(plan, policy, None)
         if other_dtype and in_plans_dtype <= target.bytes:
@@ -114,10 +119,6 @@ def check_run(plan: PlanDocument, policy: Policy, dtype: str | None = None) -> l
     return notes
 
 
-def _goes_by_stages(policy: Policy) -> bool:
-    return policy.budget_is_traffic and policy.reader.planned
-
-
 def _held(plan: PlanDocument, policy: Policy, dtype: str | None, text: Text | None = None) -> int:
     target = plan.target
     planned = Text(target.prompt_tokens, target.max_new_tokens, target.batch)
@@ -133,16 +134,16 @@ def _check_least(plan: PlanDocument, policy: Policy) -> None:
         UsageError: the first such size.
     """
     section = plan.rocketkv
-    if section is None or not _goes_by_stages(policy):
+    if section is None or not goes_by_stages(policy):
         return
-    given = {"split": (getattr(policy.score, "split", None), section.split_factor)}
-    for name, planned in (
-        ("page", section.page_size),
-        ("k1", section.head_dims),
-        ("k", section.top_k),
-    ):
-        given[name] = getattr(policy.reader, name), planned
-    for name, (own, planned) in given.items():
+    sizes = (
+        ("split", policy.score, section.split_factor),
+        ("page", policy.reader, section.page_size),
+        ("k1", policy.reader, section.head_dims),
+        ("k", policy.reader, section.top_k),
+    )
+    for name, part, planned in sizes:
+        own = getattr(part, name, None)
         if None not in (own, planned) and own != planned:
             raise UsageError(
                 f"policy `{policy}` has {name} {own}, and the plan {planned}",

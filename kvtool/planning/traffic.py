@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvtool.planning.rocketkv import RocketKVPlan, plan_rocketkv
-from kvtool.planning.stages import PlannedStages
-from kvtool.policies.parts import Read
+from kvtool.planning.stages import LayerStages
 from kvtool.policies.policy import Policy
 from kvtool.policies.read.view import StepBudget
 
@@ -33,7 +32,7 @@ def sized_reader(
     stored: int,
     head_dim: int,
     new: int,
-    planned: PlannedStages | None = None,
+    planned: LayerStages | None = None,
 ) -> Read:
     """Return the reader of a policy with all its sizes.
 
@@ -42,7 +41,7 @@ def sized_reader(
         length: tokens of the prompt, or what is stored of it if the budget is what is stored.
         stored: tokens that are stored when the prompt ends.
         head_dim: channels of a key.
-        planned: RocketKV's stages, as a plan has them.
+        planned: the layer's stages, as a plan has them.
     """
     stages = planned
     if policy.reader.planned and planned is None:

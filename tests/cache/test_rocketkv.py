@@ -12,6 +12,8 @@ from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.plan import PlanDocument, Target
 from kvtool.generation import decode_step, generate, prefill
 from kvtool.models.load import load
+from kvtool.planning.forecast import Text
+from kvtool.planning.held import forecast_plan
 from kvtool.planning.plan import make_plan
 from kvtool.planning.rocketkv import plan_rocketkv
 from kvtool.policies.allocate.uniform import Uniform
@@ -277,6 +279,19 @@ def test_unequal_fractions_share_stage_1_by_largest_remainder():
     )
     cache, _ = obeyed(flat, 300)
     assert cache.report().kept_per_layer == [120 - 24 - 20 + 3, 4 + 3]  # the window at least
+
+
+def test_unequal_fractions_share_what_hsa_reads():
+    """t = 32 and 16 tokens attended in the mean of 2 layers: 64 and 32 by 50 : 14."""
+    document = planned("hsa", tokens=[50, 14], target_tokens=32)
+    section = document.rocketkv
+    cache, found = obeyed(document, 300, "hsa")
+    assert found == [HSA(section.page_size, section.head_dims, k) for k in (25, 7)]
+    assert [layer.reading[0].budget for layer in cache.layers] == [50, 14]
+    read = [layer.bytes_read() for layer in cache.layers]
+    assert read[0] - read[1] == 2 * (25 - 7) * (16 + 16) * 4  # KV heads, keys and values
+    forecast = forecast_plan(document, kvtool.parse_policy("hsa"), Text(300, 3))
+    assert forecast.traffic == cache.report().traffic_bytes == sum(read)
 
 
 def test_a_share_scales_the_counts_and_nothing_else():

@@ -224,6 +224,20 @@ def test_eval_says_where_samples_hold_more_than_was_planned(kvtool):
     assert quiet == []
 
 
+def test_eval_says_where_more_rows_run_than_were_planned(kvtool):
+    notes = []
+    for batch in ("2", "1"):
+        plan = planned(kvtool, "-b", "64", "-p", "h2o", "--context", "4096", "--batch", batch)
+        task = ("--set", "eval.tasks.0.batch=2", "--set", "eval.tasks.0.lengths=256")
+        done = kvtool("eval", "-", "-p", "h2o", "-t", "speed", *task, "--dry-run", stdin=plan)
+        assert done.code == 0, done.err
+        notes.append([line for line in done.err.splitlines() if "bytes are held" in line])
+    quiet, (told,) = notes
+    assert quiet == []
+    assert " in 2 rows, " in told
+    assert told.endswith(" in 1 row")
+
+
 def test_eval_reports_what_was_planned(kvtool):
     plan = planned(kvtool, "--ratio", "25%")
     told = run(kvtool, "eval", "-", "-p", "h2o,streaming", *QUICK, "-o", "run", stdin=plan)
