@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from pydantic_core import InitErrorDetails
 
 from kvtool.documents.problems import Keys
+
+if TYPE_CHECKING:
+    from pydantic_core import InitErrorDetails
 
 
 def disagreement(keys: Keys, given: Any, message: str) -> ValidationError:
@@ -17,7 +19,10 @@ def disagreement(keys: Keys, given: Any, message: str) -> ValidationError:
         keys: the way to the value.
         given: the value.
     """
-    error = InitErrorDetails(
-        type="value_error", loc=keys, input=given, ctx={"error": ValueError(message)}
-    )
+    error: InitErrorDetails = {
+        "type": "value_error",
+        "loc": keys,
+        "input": given,
+        "ctx": {"error": ValueError(message)},
+    }
     return ValidationError.from_exception_data("document", [error])

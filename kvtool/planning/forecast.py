@@ -11,7 +11,7 @@ is read are not in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.model_shape import LayerShape
@@ -52,19 +52,25 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What a step looks at in a layer: pairs of key and value, and the reader with its sizes."""
+
+    pairs: int
+    reader: Read
+
+
+@dataclass(frozen=True)
 class LayerBudget:
     """What a layer whose budget is free has to go by.
 
     Attributes:
         tokens: that it may hold (and then appends to or not, as the policy does it), or that are
             left of the prompt.
-        pairs: of key and value that a step may read; None: all.
-        reader: with its sizes, if it has one.
+        reading: what a step looks at; None: all.
     """
 
     tokens: int
-    pairs: int | None = None
-    reader: Read | None = None
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True)
@@ -121,19 +127,18 @@ def forecast(
         layers: of the model in order, None for one without attention.
         budgets: of those without a window, in order.
     """
-    places = [i for i, layer in enumerate(layers) if layer is not None and layer.window is None]
-    storage, traffic, full_traffic = 0, 0, 0
-    if places and policy is not None and policy.score.layers == "same":
-        storage += _shared(policy, layers[places[0]], budgets[0], text)
+    free = [layer for layer in layers if layer is not None and layer.window is None]
+    storage, traffic, full_traffic, place = 0, 0, 0, 0
+    if free and policy is not None and policy.score.layers == "same":
+        storage += _shared(policy, free[0], budgets[0], text)
     for index, layer in enumerate(layers):
         if layer is None:
             continue
         if layer.window is None:
-            place = places.index(index)
-            reads = policy is not None and policy.reader is not None
-            reads = reads and index >= policy.reader.skip_layers
-            held, read = _free(policy, layer, budgets[place], text, (place, len(places)), reads)
+            budget = _budget_of(policy, budgets[place], index)
+            held, read = _free(policy, layer, budget, text, (place, len(free)))
             full_traffic += text.last * layer.bytes
+            place += 1
         else:
             held = _slots(layer.window, text) * slot_bytes(layer, _turned(policy))
             read = min(layer.window + 1, text.last) * layer.bytes
@@ -144,19 +149,23 @@ def forecast(
     return Forecast(storage * rows, traffic * rows, full * rows, full_traffic * rows)
 
 
+def _budget_of(policy: Policy | None, budget: LayerBudget, index: int) -> LayerBudget:
+    """Return a layer's budget, without a reading where its reader leaves the layer out."""
+    skips = policy is not None and policy.reader is not None and index < policy.reader.skip_layers
+    return replace(budget, reading=None) if skips else budget
+
+
 def _free(
     policy: Policy | None,
     layer: LayerShape,
     budget: LayerBudget,
     text: Text,
     place: tuple[int, int],
-    reads: bool,
 ) -> tuple[int, int]:
     """Return what a layer whose budget is free holds and reads of one row.
 
     Args:
         place: which it is of how many such layers.
-        reads: whether a reader chooses what it looks at.
     """
     if policy is None:
         held = _slots(budget.tokens, text) * slot_bytes(layer, 0)
@@ -170,13 +179,13 @@ def _free(
     if policy.on_evict is not None:
         evicts = policy.score.when == "always" and text.new > 0 and text.full > budget.tokens
         held += policy.on_evict.held_bytes(layer, evicts)
-    if not reads:
+    if budget.reading is None:
         read = sum(min(_read(policy, tokens, text), text.last) for tokens in heads)
         return held, read * layer.token_bytes
     if policy.select_only and budget.tokens < text.prompt:
         held += budget.tokens * layer.kv_heads * _NUMBER  # positions of what is chosen from
         held += (budget.tokens + text.new) * layer.kv_heads * _INDEX
-    tables, read = _reading(layer, budget, text)
+    tables, read = _reading(layer, budget.tokens, budget.reading, text)
     return held + tables, read
 
 
@@ -211,13 +220,13 @@ def _shared(policy: Policy, layer: LayerShape, budget: LayerBudget, text: Text) 
     return slots * _NUMBER + (text.vocabulary or 0) * layer.itemsize
 
 
-def _reading(layer: LayerShape, budget: LayerBudget, text: Text) -> tuple[int, int]:
+def _reading(layer: LayerShape, tokens: int, reading: Reading, text: Text) -> tuple[int, int]:
     """Return the bytes of a reader's tables, and what its step reads."""
     from kvtool.policies.read.dry import step_bytes, table_bytes
 
-    stored = min(budget.tokens, text.prompt)
+    stored, reader = min(tokens, text.prompt), reading.reader
     last, end = stored + max(text.new, 1), stored + text.new
-    tables = table_bytes(budget.reader, layer, end) if end > budget.pairs else 0
-    if last <= budget.pairs:
+    tables = table_bytes(reader, layer, end) if end > reading.pairs else 0
+    if last <= reading.pairs:
         return tables, last * layer.bytes
-    return tables, step_bytes(budget.reader, layer, last)
+    return tables, step_bytes(reader, layer, last)

@@ -10,7 +10,7 @@ from kvtool.documents.model_shape import DTYPE_BYTES
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape
-from kvtool.planning.forecast import Forecast, LayerBudget, Text, forecast
+from kvtool.planning.forecast import Forecast, LayerBudget, Reading, Text, forecast
 from kvtool.sizes import DEFAULT_TOKENS, Budget
 
 if TYPE_CHECKING:
@@ -39,16 +39,16 @@ def even_budgets(
     free = [layer for layer in layers if layer is not None and layer.window is None]
     if policy is None or policy.reader is None or not free:
         return [LayerBudget(tokens)] * len(free)
-    from kvtool.planning.traffic import sized_reader, tokens_left
+    from kvtool.planning.traffic import pairs_of, sized_reader, tokens_left
 
     stored, pairs, length = min(tokens, text.prompt), tokens, text.prompt
     if policy.budget_is_traffic:
         stored = tokens_left(policy, pairs, text.prompt, text.new)
     else:
-        pairs, length = policy.reader.k * policy.reader.divisor, stored
+        pairs, length = pairs_of(policy.reader), stored
     at_end = text.prompt if policy.select_only else stored
     reader = sized_reader(policy, pairs, length, at_end, free[0].key_dim, text.new)
-    return [LayerBudget(stored, pairs, reader)] * len(free)
+    return [LayerBudget(stored, Reading(pairs, reader))] * len(free)
 
 
 def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[LayerBudget]:
@@ -66,14 +66,14 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
     if policy.reader is None:
         return [LayerBudget(count) for count in free]
     from kvtool.planning.stages import planned_stages
-    from kvtool.planning.traffic import sized_reader, tokens_left
+    from kvtool.planning.traffic import pairs_of, sized_reader, tokens_left
 
     new, head_dim, budgets = plan.target.max_new_tokens, plan.model.key_dim, []
     planned = planned_stages(plan, policy, n)
     for place, count in enumerate(free):
         stored, pairs, length = min(count, n), count, n
         if not policy.budget_is_traffic:
-            pairs, length = policy.reader.k * policy.reader.divisor, stored
+            pairs, length = pairs_of(policy.reader), stored
         elif planned is None:
             stored = tokens_left(policy, pairs, n, new)
         else:
@@ -82,7 +82,7 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
         at_end = n if policy.select_only else stored
         stages = None if planned is None else planned.of_layer(place)
         reader = sized_reader(policy, pairs, length, at_end, head_dim, new, stages)
-        budgets.append(LayerBudget(stored, pairs, reader))
+        budgets.append(LayerBudget(stored, Reading(pairs, reader)))
     return budgets
 
 
@@ -177,9 +177,10 @@ def tokens_for_bytes(
             )
         return DEFAULT_TOKENS
     least, most = 1, size
-    if policy.two_stages:
-        most = max(text.full, policy.reader.min_budget)
-        least = least_allowed(needed, policy.reader.min_budget, most)
+    reader = policy.reader
+    if reader is not None and policy.two_stages:
+        most = max(text.full, reader.min_budget)
+        least = least_allowed(needed, reader.min_budget, most)
     found = largest(lambda tokens: needed(tokens) <= size, least, most)
     if found is None:
         what = "one token" if least == 1 else f"a budget of {least}"

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from kvtool.documents.model_shape import DTYPE_BYTES, ModelShape
+from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.plan import (
     Amount,
-    Cost,
-    LayerPlan,
     PlanDocument,
-    RocketKVSection,
     Target,
     Totals,
 )
 from kvtool.documents.profile import ProfileDocument
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
-from kvtool.model_shape import FREE, LayerShape
+from kvtool.model_shape import LayerShape
 from kvtool.planning.evidence import evidence, length_scale
 from kvtool.planning.forecast import Forecast, Text, kv_bytes, tokens_held
 from kvtool.planning.held import forecast_plan, largest, least_allowed
-from kvtool.planning.rocketkv import RocketKVPlan, nominal_storage, plan_rocketkv
+from kvtool.planning.plannable import PlannableLayers
+from kvtool.planning.section import make_section, plan_for
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.table import spell_allocator
 from kvtool.policies.parts import Allocator
@@ -70,7 +68,7 @@ def make_plan(
             a model without layers to plan.
     """
     shapes = model.layer_shapes() if layers is None else list(layers)
-    plannable = _Layers.of(model, target.prompt_tokens, shapes)
+    plannable = PlannableLayers.of(model, target.prompt_tokens, shapes)
     drafts = _Drafts(model, allocator, target, profile, policy, min_tokens, plannable)
     total, notes = _total(drafts)
     draft = drafts.of(total)
@@ -104,7 +102,7 @@ class _Drafts:
     profile: ProfileDocument | None
     policy: Policy | None
     min_tokens: int | None
-    layers: _Layers
+    layers: PlannableLayers
 
     @property
     def text(self) -> Text:
@@ -138,7 +136,8 @@ class _Drafts:
             **evidence(self.allocator, self.profile, layers.free, scale),
         )
         split = self.allocator.split(problem)
-        rocketkv, refused = _rocketkv(self, total // len(layers.free))
+        mean = total // len(layers.free)
+        rocketkv, refused = make_section(self.model, layers.free_shapes, target, policy, mean)
         document = PlanDocument(
             model=self.model,
             target=target,
@@ -178,62 +177,16 @@ def _amounts(found: Forecast) -> tuple[Amount, Amount]:
     return storage, traffic
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """The layers of a model before the budget is split.
-
-    Attributes:
-        free: indices of the layers to split over.
-        prompt_tokens: length of the longest prompt.
-        shapes: what each layer stores of a token.
-    """
-
-    free: list[int]
-    prompt_tokens: int
-    shapes: list[LayerShape | None]
-
-    @classmethod
-    def of(cls, model: ModelShape, prompt: int, shapes: list[LayerShape | None]) -> _Layers:
-        free = [i for i, kind in enumerate(model.layer_types) if kind in FREE]
-        if not free:
-            raise UsageError(
-                f"model `{model.id}` has no layer whose budget is free",
-                hint="layers with a sliding window keep just that, whatever the budget",
-            )
-        return cls(free, prompt, shapes)
-
-    @property
-    def fixed(self) -> dict[int, int]:
-        """Tokens that each layer holds at most whose budget is not free."""
-        windows = {i: layer.window or 0 for i, layer in enumerate(self.shapes) if layer is not None}
-        return {i: windows.get(i, 0) for i in range(len(self.shapes)) if i not in self.free}
-
-    def tokens(self, split: Sequence[int]) -> list[int]:
-        """Return the tokens of every layer."""
-        held = self.fixed | dict(zip(self.free, split, strict=True))
-        return [held[i] for i in range(len(held))]
-
-    def plan(self, allocator: str, least: int, split: Allocation) -> LayerPlan:
-        n = self.prompt_tokens
-        free = dict(zip(self.free, split.tokens, strict=True))
-        return LayerPlan(
-            allocator=allocator,
-            min_tokens=least,
-            tokens=self.tokens(split.tokens),
-            fractions=[free[i] / n if i in free else None for i in range(len(self.shapes))],
-        )
-
-
 def _total(drafts: _Drafts) -> tuple[int, list[str]]:
     """Return the tokens of all free layers together, per KV head, and what to say of them."""
     budget, layers, policy = drafts.target.budget, drafts.layers, drafts.policy
-    count = len(layers.free)
-    if budget.bytes is None:
+    count, size = len(layers.free), budget.bytes
+    if size is None:
         return budget.for_prompt(drafts.target.prompt_tokens) * count, []
     if policy is not None and policy.stores_all:
         mean = min(DEFAULT_TOKENS, layers.prompt_tokens)
         needed = drafts.forecast(drafts.of(mean * count).document).storage
-        if needed > budget.bytes:
+        if needed > size:
             raise UsageError(
                 f"{budget} is too small: `{policy}` stores everything, which takes {needed} bytes",
                 hint=f"--bytes {needed}B, or a policy that evicts",
@@ -242,7 +195,7 @@ def _total(drafts: _Drafts) -> tuple[int, list[str]]:
         return mean * count, [told]
 
     def fits(total: int) -> bool:
-        return drafts.forecast(drafts.of(total).document).storage <= budget.bytes
+        return drafts.forecast(drafts.of(total).document).storage <= size
 
     same = policy is not None and policy.score.layers == "same"
     step = count if same else 1  # equal in all layers
@@ -250,7 +203,9 @@ def _total(drafts: _Drafts) -> tuple[int, list[str]]:
     if policy is not None and policy.two_stages:
         step, most = count, drafts.target.context * count
         pairs = drafts.target.context
-        least = count * least_allowed(lambda t: _plan_rocketkv(drafts, t), drafts.least, pairs)
+        least = count * least_allowed(
+            lambda t: plan_for(drafts.model, drafts.target, policy, t), drafts.least, pairs
+        )
     found = largest(lambda steps: fits(steps * step), least // step, most // step)
     if found is not None:
         return found * step, []
@@ -293,51 +248,7 @@ def _counted(tokens: int) -> str:
     return "1 token" if tokens == 1 else f"{tokens} tokens"
 
 
-def _rocketkv(drafts: _Drafts, budget: int) -> tuple[RocketKVSection | None, list[str]]:
-    """Return RocketKV's section, or why there is none; a plan for RocketKV itself needs one."""
-    model, policy = drafts.model, drafts.policy
-    asked = policy is not None and policy.budget_is_traffic and policy.reader.planned
-    try:
-        stored = [drafts.layers.shapes[i] for i in drafts.layers.free]
-        per_head = 2 * model.head_dim * DTYPE_BYTES.get(model.dtype or "", 0)
-        if per_head and max(layer.token_bytes for layer in stored if layer) != per_head:
-            raise UsageError(f"`{model.id}` does not store keys and values per head")
-        plan = _plan_rocketkv(drafts, budget)
-    except UsageError as error:
-        if asked:
-            raise
-        return None, [f"note: no plan for rocketkv: {error}"]
-    return _section(plan, model.head_dim), []
-
-
-def _plan_rocketkv(drafts: _Drafts, budget: int) -> RocketKVPlan:
-    """Plan for the policy, where it is RocketKV or has no stage 1, or for RocketKV as it is."""
-    policy, options = drafts.policy, {}
-    if policy is not None and policy.two_stages:
-        options = {"window": policy.score.window, "split": policy.score.split}
-    elif policy is not None and policy.budget_is_traffic and policy.reader.planned:
-        options = {"window": 0, "split": 0.0}
-    target = drafts.target
-    return plan_rocketkv(
-        target.context,
-        budget,
-        drafts.model.head_dim,
-        max_new_tokens=target.max_new_tokens,
-        **options,
-    )
-
-
-def _section(plan: RocketKVPlan, head_dim: int) -> RocketKVSection:
-    ratio, split = plan.compression_ratio, plan.split_factor
-    paper = 1.0 if plan.dense else nominal_storage(ratio, split, doubled=True)
-    return RocketKVSection(
-        **asdict(plan),
-        storage=Cost(exact=plan.storage(), paper=paper),
-        traffic=Cost(exact=plan.traffic(head_dim), paper=1 / ratio),
-    )
-
-
-def _notes(target: Target, layers: _Layers, split: Allocation) -> list[str]:
+def _notes(target: Target, layers: PlannableLayers, split: Allocation) -> list[str]:
     notes = []
     sliding = sum(tokens > 0 for tokens in layers.fixed.values())
     if sliding:

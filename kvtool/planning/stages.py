@@ -48,6 +48,11 @@ def goes_by_stages(policy: Policy) -> bool:
     return policy.budget_is_traffic and policy.reader is not None and policy.reader.planned
 
 
+def split_of(policy: Policy) -> float | None:
+    """Return the share of the compression that stage 1 takes: 0 without one, None: computed."""
+    return getattr(policy.score, "split", None) if policy.two_stages else 0.0
+
+
 def planned_stages(plan: PlanDocument, policy: Policy, n: int) -> PlannedStages | None:
     """Return RocketKV's stages for a prompt of `n` tokens.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtool.planning.rocketkv import RocketKVPlan, plan_rocketkv
-from kvtool.planning.stages import LayerStages
+from kvtool.planning.stages import LayerStages, split_of
 from kvtool.policies.policy import Policy
 from kvtool.policies.read.view import StepBudget
 
@@ -43,11 +43,19 @@ def sized_reader(
         head_dim: channels of a key.
         planned: the layer's stages, as a plan has them.
     """
-    stages = planned
-    if policy.reader.planned and planned is None:
-        strict = pairs >= policy.reader.min_budget  # what is generated may exceed the budget
+    reader = policy.reader
+    if reader is None:
+        raise ValueError(f"`{policy}` has no reader")
+    stages: LayerStages | RocketKVPlan | None = planned
+    if reader.planned and planned is None:
+        strict = pairs >= reader.min_budget  # what is generated may exceed the budget
         stages = _stages(policy, pairs, length + new, head_dim, new, window=0, strict=strict)
-    return policy.reader.sized(StepBudget(pairs, stored, head_dim, stages))
+    return reader.sized(StepBudget(pairs, stored, head_dim, stages))
+
+
+def pairs_of(reader: Read) -> int:
+    """Count the pairs that a step of a reader with a `k` of its own amounts to."""
+    return (reader.k or 0) * reader.divisor
 
 
 def _stages(
@@ -66,6 +74,6 @@ def _stages(
         head_dim,
         max_new_tokens=new,
         window=window,
-        split=policy.score.split if policy.two_stages else 0.0,
+        split=split_of(policy),
         strict=strict,
     )

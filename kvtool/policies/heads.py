@@ -6,21 +6,15 @@ alike, and as one process that holds all heads would.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+from kvtool.model_shape import LayerShape
 
-class HeadSizes(Protocol):
-    """Sizes of a layer's heads: how many store and ask, numbers of a key and of a value."""
-
-    kv_heads: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    itemsize: int
-    token_bytes: int
+HeadSizes = LayerShape
+"""Sizes of a layer's heads: how many store and ask, numbers of a key and of a value."""
 
 
 class KVHeads:

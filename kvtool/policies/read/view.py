@@ -18,9 +18,14 @@ def fixed(size: int | None) -> int:
 class Stages(Protocol):
     """What RocketKV's plan says of stage 2; see `kvtool.planning.rocketkv`."""
 
-    page_size: int
-    head_dims: int
-    top_k: int
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def head_dims(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
 
 
 @dataclass(frozen=True)
