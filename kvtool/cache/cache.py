@@ -245,6 +245,28 @@ class KVCache(Cache):
         with torch.inference_mode(False):  # what is made inside it could not be written outside
             return copy.deepcopy(self, {id(value): value for value in shared})
 
+    # ---- what those who drive it tell it
+
+    def remember(self, input_ids: Tensor, next_logits: Tensor | None) -> None:
+        """Keep the text so far, and the logits after it where all of it has been fed."""
+        self.input_ids, self.next_logits = input_ids, next_logits
+
+    def end_with(self, chat: Literal["open", "answer"] | None) -> None:
+        """Note what the text ends with, None where it is no conversation in a template's words."""
+        self.chat = chat
+
+    def begin_block(self, *, last: bool) -> None:
+        """Say whether the next forward ends its prompt."""
+        self.last_block = last
+
+    def break_off(self) -> None:
+        """Note that a forward has ended inside, so that nothing goes on from it."""
+        self.changing = True
+
+    def watch_steps(self, watch: Callable[[handover.Taken, Call, Tensor], None] | None) -> None:
+        """Show every layer's step and its output to a function; None: to nobody."""
+        self.watch = watch
+
     # ---- prompts and budgets
 
     @contextmanager

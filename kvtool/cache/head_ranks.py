@@ -66,6 +66,6 @@ def measure_reach(model: PreTrainedModel) -> Tensor:
         reaches.append(heads.all(reach[None, :, None], 0).flatten().cpu())
 
     cache = KVCache(config, Policy(Full()), None)
-    cache.watch = watch
+    cache.watch_steps(watch)
     model(input_ids=ids, past_key_values=cache, use_cache=True)
     return torch.stack(reaches)

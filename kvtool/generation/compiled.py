@@ -137,7 +137,7 @@ class CompiledDecoding:
                 except (TorchDynamoException, FailOnRecompileLimitHit):
                     raise  # nothing has run
                 except BaseException:
-                    cache.changing = True  # which the graph itself would say at its end only
+                    cache.break_off()  # which the graph itself would say at its end only
                     raise
 
         return forward

@@ -86,8 +86,9 @@ def compress(
         BrokenNumbers: the logits are not finite.
     """
     ids, logits, seconds = _run_prompt(model, cache, prompt_ids, attention_mask, new_tokens)
-    cache.input_ids, cache.next_logits = ids.cpu(), logits.cpu()
-    return Compressed(prompt_ids.shape[1], cache.input_ids, cache.next_logits, seconds)
+    ids, logits = ids.cpu(), logits.cpu()
+    cache.remember(ids, logits)
+    return Compressed(prompt_ids.shape[1], ids, logits, seconds)
 
 
 def generate(
@@ -161,7 +162,8 @@ def generate(
     )
     wait(model)
     decode_s = time.perf_counter() - start
-    cache.input_ids, cache.next_logits = everything.cpu(), None
+    known = everything.cpu()
+    cache.remember(known, None)
     if stop_when is not None and stop_when():
         kept = None
     new = [until_end(row, model) for row in everything[:, ids.shape[1] :].tolist()]
@@ -170,7 +172,7 @@ def generate(
         text=tokenizer.batch_decode(new, skip_special_tokens=True),
         prompt_tokens=0 if prompt_ids is None else prompt_ids.shape[1],
         new_tokens=max(len(row) for row in new),
-        input_ids=cache.input_ids,
+        input_ids=known,
         report=cache.report(of_all_processes=True),
         prefill_s=prefill_s,
         decode_s=decode_s,

@@ -133,7 +133,7 @@ class Conversation:
         """Remember what the text so far ends with, in the cache, too, if in a template's words."""
         self._behind = behind
         if self.in_template:
-            self.cache.chat = None if behind == "text" else behind
+            self.cache.end_with(None if behind == "text" else behind)
 
     def _lead(self) -> str:
         """What comes between the text so far and what the user says."""

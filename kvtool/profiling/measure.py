@@ -134,7 +134,7 @@ def _read(
             for study in own:
                 study.see(Seen(taken, call, out, row))
 
-    cache.watch = watch
+    cache.watch_steps(watch)
     logits = prefill(model, cache, ids)
     text, broken = [ids], broken_rows(logits)
     for _ in range(steps):

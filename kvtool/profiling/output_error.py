@@ -99,7 +99,7 @@ def _isolated(
     model: PreTrainedModel, cache: KVCache, prompt_ids: Tensor, token_ids: Tensor
 ) -> list[float]:
     study, full = OutputError([cache]), build_cache(model, "full")
-    full.watch = lambda taken, call, out: study.see(Seen(taken, call, out))
+    full.watch_steps(lambda taken, call, out: study.see(Seen(taken, call, out)))
     with cache.prompt([prompt_ids.shape[1]]):
         logits = prefill(model, full, prompt_ids)
     follow(model, full, logits, _with_end(token_ids))
@@ -109,18 +109,25 @@ def _isolated(
 def _end_to_end(
     model: PreTrainedModel, cache: KVCache, prompt_ids: Tensor, token_ids: Tensor
 ) -> list[float]:
-    outputs: list[list[tuple[int, Tensor]]] = []
-    for each in (build_cache(model, "full"), cache):
-        seen: list[tuple[int, Tensor]] = []
-        logits = prefill(model, each, prompt_ids)
-        each.watch = lambda taken, call, out, seen=seen: seen.append((taken.layer.index, out))
-        follow(model, each, logits, _with_end(token_ids))
-        each.watch = None
-        outputs.append(seen)
+    outputs = [
+        _outputs(model, each, prompt_ids, token_ids) for each in (build_cache(model, "full"), cache)
+    ]
     sums = _Sums()
     for (index, full), (_, ours) in zip(*outputs, strict=True):
         sums.add(index, full, ours)
     return list(sums.ratios().values())
+
+
+def _outputs(
+    model: PreTrainedModel, cache: KVCache, prompt_ids: Tensor, token_ids: Tensor
+) -> list[tuple[int, Tensor]]:
+    """Return the index and the output of every layer that decodes the tokens, one by one."""
+    seen: list[tuple[int, Tensor]] = []
+    logits = prefill(model, cache, prompt_ids)
+    cache.watch_steps(lambda taken, call, out: seen.append((taken.layer.index, out)))
+    follow(model, cache, logits, _with_end(token_ids))
+    cache.watch_steps(None)
+    return seen
 
 
 def _with_end(token_ids: Tensor) -> Tensor:
