@@ -143,7 +143,7 @@ class CompiledDecoding:
         return forward
 
     def report(self) -> CompileReport:
-        """What has been compiled so far."""
+        """Report what has been compiled so far."""
         skipped = counters["inductor"]["cudagraph_skips"] - self._skipped
         graphs = self._cuda and self._compiled > 0 and skipped == 0
         return CompileReport(self._graphs, self._eager, self._compiled, self._seconds, graphs)

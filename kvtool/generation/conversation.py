@@ -136,7 +136,7 @@ class Conversation:
             self.cache.end_with(None if behind == "text" else behind)
 
     def _lead(self) -> str:
-        """What comes between the text so far and what the user says."""
+        """Return what comes between the text so far and what the user says."""
         if self._behind == "nothing":
             return self._frame.opening
         if self._behind == "open":

@@ -148,7 +148,7 @@ def drawing_settings(
     temperature: float,
     min_new_tokens: int,
 ) -> GenerationConfig:
-    """The model's own settings, except for what is said here; temperature 0 samples nothing."""
+    """Return the model's own settings but for what is said here; temperature 0 samples nothing."""
     settings = copy.deepcopy(model.generation_config)
     settings.max_length, settings.max_new_tokens = None, max_new_tokens
     settings.min_new_tokens = min_new_tokens or None
@@ -163,7 +163,7 @@ def drawing_settings(
 
 
 def until_end(row: list[int], model: PreTrainedModel) -> list[int]:
-    """Tokens up to the end-of-text token, which stays, without the padding behind it."""
+    """Return the tokens up to the end-of-text token, which stays, without the padding behind it."""
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     for i, token in enumerate(row):

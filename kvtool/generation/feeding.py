@@ -120,7 +120,7 @@ def forward(
     valid: Tensor | None,
     last: list[int] | None,
 ) -> Tensor:
-    """One forward of new tokens.
+    """Run one forward of new tokens.
 
     Args:
         last: the column of each row whose logits are wanted; None: all columns.

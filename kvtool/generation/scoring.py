@@ -68,7 +68,7 @@ def token_logprobs(
 
 
 def _score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and whether it is the most likely token, on the CPU.
+    """Return the log-probability of each target, and whether it is the most likely, on the CPU.
 
     It is NaN where the logits are broken.
     """

@@ -67,7 +67,7 @@ def _stages(
     window: int,
     strict: bool = False,
 ) -> RocketKVPlan:
-    """RocketKV's plan; readers that keep everything have no stage 1."""
+    """Plan both stages of RocketKV; readers that keep everything have no stage 1."""
     return plan_rocketkv(
         context,
         pairs,

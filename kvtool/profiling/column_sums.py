@@ -22,7 +22,7 @@ _ROWS = 128  # rows of weights, over the query heads of a group, that are held a
 
 
 def f_variance(sums: Tensor) -> Tensor:
-    """Population variance of column sums.
+    """Return the population variance of column sums.
 
     Args:
         sums: (..., n).
@@ -34,7 +34,7 @@ def f_variance(sums: Tensor) -> Tensor:
 
 
 def column_entropy(sums: Tensor) -> Tensor:
-    """Entropy of column sums over log n: 1 where all are equal, 0 where one token gets all.
+    """Return the entropy of column sums over log n: 1 if all are equal, 0 if one token gets all.
 
     Args:
         sums: (..., n), not negative.
@@ -48,7 +48,7 @@ def column_entropy(sums: Tensor) -> Tensor:
 
 
 def column_sums(seen: Seen) -> Tensor:
-    """Attention that each token of a prompt gets from all its queries.
+    """Sum the attention that each token of a prompt gets from all its queries.
 
     Returns:
         (heads, n) float32.

@@ -26,7 +26,7 @@ RATES = (0.3, 0.4, 0.5, 0.6)
 
 
 def jaccard_index(one: Tensor, other: Tensor) -> Tensor:
-    """Share of the members of either set that are in both.
+    """Return the share of the members of either set that are in both.
 
     Args:
         one, other: bool (..., members), not both empty.
@@ -111,7 +111,7 @@ class Overlap:
         self._sum += torch.where(over[:, None], index.double(), 0.0)
 
     def mean(self) -> Tensor:
-        """Mean Jaccard index over the tokens beyond the budget: (heads, budgets).
+        """Return the mean Jaccard index over the tokens beyond the budget: (heads, budgets).
 
         NaN for a budget that everything fits.
         """

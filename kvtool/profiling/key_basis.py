@@ -49,7 +49,7 @@ def with_basis(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def leading_share(variances: Tensor) -> Tensor:
-    """Share of the variance in the first quarter of the components: (layers, kv_heads)."""
+    """Return the share of variance in the first quarter of the components: (layers, kv_heads)."""
     if variances.dim() < 3:
         return variances
     leading = variances[..., : max(1, variances.shape[-1] // 4)]

@@ -58,12 +58,12 @@ class Persistence:
         self._seen += rows
 
     def curve(self) -> Tensor:
-        """Mean of std_k over the tokens that were seen k times, for k = 1, 2 ..: (heads, rows)."""
+        """Return the mean of std_k over tokens seen k times, for k = 1, 2 ..: (heads, rows)."""
         tokens = torch.arange(self._seen, 0, -1, device=self._curve.device)
         return self._curve[:, : self._seen] / tokens
 
     def early(self) -> Tensor:
-        """Share of the tokens seen more than 50 times whose peak is within 50 steps: (heads,).
+        """Return the share of tokens seen more than 50 times that peak within 50: (heads,).
 
         NaN without such tokens.
         """

@@ -53,7 +53,7 @@ class Seen:
         return self.call.key[self.row]
 
     def weights(self, start: int, stop: int, heads: slice = slice(None)) -> tuple[Tensor, int]:
-        """Weights of a few queries: `row_weights` of these KV heads.
+        """Compute the weights of a few queries: `row_weights` of these KV heads.
 
         Args:
             start, stop: among the new tokens.
@@ -71,7 +71,7 @@ class Seen:
         )
 
     def group_rows(self) -> Iterator[tuple[int, Tensor]]:
-        """Mean weights of the query heads that share a KV head, a few rows at a time.
+        """Average the weights of the query heads that share a KV head, a few rows at a time.
 
         Yields:
             The position of the first row, and (kv_heads, rows, position of the last row + 1).
@@ -102,7 +102,7 @@ def row_weights(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """Attention weights of the last queries over all keys before them, in float32.
+    """Compute the attention weights of the last queries over all keys before them, in float32.
 
     As `attention_weights`, but only the triangles at both ends of the rows are masked, which takes
     two thirds of the time.

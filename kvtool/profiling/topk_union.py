@@ -15,7 +15,7 @@ TOP_K = 256
 
 
 def first_steps(query: Tensor, key: Tensor, k: int) -> Tensor:
-    """The first decoded step that has each token among its `k` most attended.
+    """Return the first decoded step that has each token among its `k` most attended.
 
     Args:
         query: (kv_heads, group, steps, head_dim), those of the last `steps` keys.
@@ -42,7 +42,7 @@ def first_steps(query: Tensor, key: Tensor, k: int) -> Tensor:
 
 
 def growth(first: Tensor, steps: int) -> Tensor:
-    """How many tokens have been among the most attended after each step.
+    """Count the tokens that have been among the most attended after each step.
 
     Args:
         first: (..., kv_len), as of `first_steps`.

@@ -83,7 +83,7 @@ _ECHOED = np.arange(len(SPECIAL), len(TOKENS))  # bytes too: nowhere else are th
 
 
 def _echo(rng: np.random.Generator, tokens: int) -> Row:
-    """Random tokens in short pieces, then the same pieces in another order."""
+    """Draw random tokens in short pieces, then the same pieces in another order."""
     row = Row()
     length = int(rng.integers(3, tokens // 4))
     pieces = [
@@ -97,7 +97,7 @@ def _echo(rng: np.random.Generator, tokens: int) -> Row:
 
 
 def _frequent(rng: np.random.Generator, tokens: int) -> Row:
-    """A list of words, asked about at several points."""
+    """Draw a list of words, asked about at several points."""
     row = Row()
     row.add(frequent.HEAD)
     segments = max(1, min(int(rng.integers(2, 7)), tokens // 60))
@@ -132,7 +132,7 @@ def _draw_value(rng: np.random.Generator, mixture: Mixture, kind: str) -> list[i
 
 
 def _plan_needles(plan: _Plan, rng: np.random.Generator, mixture: Mixture, keys: list[int]) -> None:
-    """One value for each key; asked one by one, in small groups or recapped."""
+    """Plan one value for each key; asked one by one, in small groups or recapped."""
     kind = ("code", "word", "phrase", "mixed")[rng.choice(4, p=(0.55, 0.15, 0.1, 0.2))]
     kinds = ("code", "phrase") if kind == "mixed" else (kind,)
     needles = [(key, _draw_value(rng, mixture, kinds[rng.integers(len(kinds))])) for key in keys]
@@ -156,7 +156,7 @@ def _plan_needles(plan: _Plan, rng: np.random.Generator, mixture: Mixture, keys:
 def _plan_several_values(
     plan: _Plan, rng: np.random.Generator, mixture: Mixture, keys: list[int]
 ) -> None:
-    """Two to four values for each key."""
+    """Plan two to four values for each key."""
     for key in keys:
         # words are short, so a row holds more of the hard choice: which value comes next
         kind = "word" if rng.random() < 0.6 else "code"
@@ -168,7 +168,7 @@ def _plan_several_values(
 def _plan_chains(
     plan: _Plan, rng: np.random.Generator, mixture: Mixture, *, routes: int, variables: int
 ) -> None:
-    """Routes of two to six names, and values that pass through one to six variables."""
+    """Plan routes of two to six names, and values that pass through one to six variables."""
     lengths = rng.integers(2, 7, routes).tolist() + rng.integers(1, 7, variables).tolist()
     names = rng.choice(facts.VARIABLE_IDS, sum(lengths), replace=False).tolist()
     for index, length in enumerate(lengths):
