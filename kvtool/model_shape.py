@@ -62,16 +62,25 @@ def layer_shapes(config: Any, dtype: str | None = None) -> list[LayerShape | Non
 
     text = config.get_text_config(decoder=True)
     size = getattr(torch, stored_dtype(text, dtype)).itemsize
+    known: dict[tuple[str, int | None], LayerShape] = {}  # entries of a config read slowly
     shapes: list[LayerShape | None] = []
     for (kind, options), own in zip(layer_types(text), text.per_layer_config, strict=True):
+        width = options.get("sliding_window")
         if kind not in FREE + SLIDING:
             shapes.append(None)
-            continue
-        width = options.get("sliding_window")
-        heads = _fact(own, "num_attention_heads", kind)
-        sizes = (_kv_heads(own, kind, heads), heads, *_dims(own, kind, heads), size)
-        shapes.append(LayerShape(*sizes, None if width is None else kept_of_window(width)))
+        elif own is not text:
+            shapes.append(_layer_shape(own, kind, width, size))
+        else:
+            key = kind, width
+            known[key] = known.get(key) or _layer_shape(own, kind, width, size)
+            shapes.append(known[key])
     return shapes
+
+
+def _layer_shape(config: Any, kind: str, width: int | None, itemsize: int) -> LayerShape:
+    heads = _fact(config, "num_attention_heads", kind)
+    sizes = (_kv_heads(config, kind, heads), heads, *_dims(config, kind, heads), itemsize)
+    return LayerShape(*sizes, None if width is None else kept_of_window(width))
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -123,7 +132,7 @@ def _fact(config: Any, name: str, kind: str) -> Any:
 
 def _kv_heads(config: Any, kind: str, heads: int) -> int:
     """Count the heads that store keys, of `heads` that ask."""
-    if stores_latents(config):
+    if getattr(config, "kv_lora_rank", None):
         return 1
     if getattr(config, "new_decoder_architecture", False):
         return heads  # Falcon repeats its KV heads before they reach the cache
@@ -138,7 +147,7 @@ def _kv_heads(config: Any, kind: str, heads: int) -> int:
 
 def _dims(config: Any, kind: str, heads: int) -> tuple[int, int]:
     """Return the numbers of a key and of a value in one head."""
-    if stores_latents(config):
+    if getattr(config, "kv_lora_rank", None):
         return config.kv_lora_rank, config.qk_rope_head_dim
     key = _fact(config, "head_dim", kind) or config.hidden_size // heads
     return key, getattr(config, "v_head_dim", None) or key

@@ -115,3 +115,19 @@ def test_a_saved_cache_is_checked_against_the_configuration(tmp_path, monkeypatc
     for layer in [each.index for each in cache.slot_layers]:
         assert loaded.kept_positions(layer).equal(cache.kept_positions(layer))
     assert len(forwards) == (name == "lfm2")
+
+
+@pytest.mark.parametrize("name", ["gemma4", "mimo", "deepseek_v3", "falcon-new"])
+def test_bytes_hold_where_layers_are_unlike_each_other(name):
+    """The next budget, one token more in every layer that is free, would be too large."""
+    model, size = kvtool.attach(tiny_model(name)), 80_000
+    cache = kvtool.build_cache(model, "h2o", f"{size}B")
+    with torch.no_grad():
+        model(torch.full((1, 300), 7), past_key_values=cache, use_cache=True)
+        for _ in range(2):
+            model(torch.full((1, 1), 7), past_key_values=cache, use_cache=True)
+    report = cache.report()
+    free = [layer for layer in layer_shapes(model.config) if layer and layer.window is None]
+    one_more = sum(layer.bytes + layer.kv_heads * 8 for layer in free)  # a position and a sum
+    assert report.allocated_bytes + report.state_bytes <= size
+    assert report.allocated_bytes + report.state_bytes + one_more > size

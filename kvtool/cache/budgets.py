@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from kvtool.cache.density import Density
 from kvtool.cache.eviction import cut_stored
@@ -14,7 +16,7 @@ from kvtool.cache.read_budgets import ReadBudgets
 from kvtool.cache.slots import SlotLayer
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
-from kvtool.model_shape import LayerShape
+from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.planning.forecast import Text
 from kvtool.planning.held import tokens_for_bytes
 from kvtool.policies.allocate.planned import PlannedSplit
@@ -25,10 +27,14 @@ from kvtool.sizes import Budget, fraction_of
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What bytes follow from beside the stored tensors: query heads, numbers of the logits."""
+    """What bytes follow from, read from a decoder's configuration once it is asked for."""
 
-    heads: int
-    vocabulary: int
+    config: PreTrainedConfig
+
+    @cached_property
+    def layers(self) -> list[LayerShape | None]:
+        """What each layer stores, in all processes together."""
+        return layer_shapes(self.config)
 
 
 class Budgets:
@@ -49,7 +55,7 @@ class Budgets:
         plan: PlanDocument | None,
         facts: ModelFacts,
     ) -> None:
-        self.policy, self.budget, self._layers, self._facts = policy, budget, layers, facts
+        self.policy, self.budget, self._layers, self.facts = policy, budget, layers, facts
         self.spreads: list[Spread] | None = None
         self.reserve = 0
         self._free = [layer for layer in layers if layer.window is None]
@@ -269,20 +275,15 @@ class Budgets:
             return self.budget.tokens
         key = (length, layer.batch_size, self.reserve)
         if key not in self._of_bytes:
-            text = Text(length, self.reserve, layer.batch_size, self._facts.vocabulary)
+            text = Text(length, self.reserve, layer.batch_size, self.facts.config.vocab_size)
             shapes = self._shapes(layer)
             self._of_bytes[key] = tokens_for_bytes(self.policy, shapes, text, self.budget.bytes)
         return self._of_bytes[key]
 
     def _shapes(self, layer: SlotLayer) -> list[LayerShape | None]:
-        """What each layer stores of a token, all as this one does it."""
-        kv_heads = layer.positions.shape[1] * layer.heads.processes
-        dims = (layer.keys.shape[-1], layer.values.shape[-1], layer.keys.element_size())
-        shapes: list[LayerShape | None] = [None] * (self._layers[-1].index + 1)
-        for each in self._layers:
-            window = None if each.window is None else each.window - 1
-            shapes[each.index] = LayerShape(kv_heads, self._facts.heads, *dims, window)
-        return shapes
+        """What each layer stores of a token, with numbers of the size that this one has."""
+        size = layer.keys.element_size()
+        return [each and replace(each, itemsize=size) for each in self.facts.layers]
 
     def _count(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> list[int]:
         """Tokens of each row at the end of the running block: a device sync if rows are padded."""

@@ -92,7 +92,7 @@ class KVCache(Cache):
             policy,
             budget,
             plan,
-            ModelFacts(config.num_attention_heads, config.vocab_size),
+            ModelFacts(config),
         )
         split = policy.head_split
         whole = split is not None and split.whole_prompt and plan is None
@@ -372,7 +372,8 @@ class KVCache(Cache):
         """
         if self.shards.processes > 1:
             kv_heads = layer.positions.shape[1]
-            layer.heads = heads_of_layer(self.shards, self.config, query_heads, kv_heads)
+            shape = self.budgets.facts.layers[layer.index]
+            layer.heads = heads_of_layer(self.shards, self.config, shape, query_heads, kv_heads)
             if layer.calibration is not None:
                 layer.calibration.heads = layer.heads
 

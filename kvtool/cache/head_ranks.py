@@ -57,12 +57,13 @@ def measure_reach(model: PreTrainedModel) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, n), generator=generator).to(model.device)
     shards = shards_of(model)
-    reaches: list[Tensor] = []
+    shapes, reaches = layer_shapes(config), list[Tensor]()
 
     def watch(taken: handover.Taken, call: Call, out: Tensor) -> None:
         distances = min(_DISTANCES, max(1, n // 2))
         reach = reach_of_heads(call.query, call.raw_key, call.scale, distances)
-        heads = heads_of_layer(shards, config, call.query.shape[1], call.raw_key.shape[1])
+        shape, held = shapes[taken.layer.index], call.raw_key.shape[1]
+        heads = heads_of_layer(shards, config, shape, call.query.shape[1], held)
         reaches.append(heads.all(reach[None, :, None], 0).flatten().cpu())
 
     cache = KVCache(config, Policy(Full()), None)

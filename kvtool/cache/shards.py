@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtool.errors import KvtoolError
-from kvtool.model_shape import layer_shapes
+from kvtool.model_shape import LayerShape
 from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.transformers_versions import tensor_parallel_group
 
@@ -67,11 +67,16 @@ def shards_of(model: PreTrainedModel) -> KVHeads:
 
 
 def heads_of_layer(
-    shards: KVHeads, config: PreTrainedConfig, query_heads: int, kv_heads: int
+    shards: KVHeads,
+    config: PreTrainedConfig,
+    shape: LayerShape | None,
+    query_heads: int,
+    kv_heads: int,
 ) -> KVHeads:
     """Return how a layer's heads are split; some families leave attention whole in each process.
 
     Args:
+        shape: what the layer stores in all processes together.
         query_heads, kv_heads: that this process has, the latter as they are cached.
 
     Raises:
@@ -79,7 +84,7 @@ def heads_of_layer(
     """
     if shards.processes == 1 or query_heads == config.num_attention_heads:
         return ALL_HERE
-    whole = next(layer.kv_heads for layer in layer_shapes(config) if layer is not None)
+    whole = 0 if shape is None else shape.kv_heads
     if kv_heads * shards.processes != whole:
         raise KvtoolError(
             f"`{config.model_type}` splits {config.num_attention_heads} query heads over "
