@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtool.planning.rocketkv import RocketKVPlan, plan_rocketkv
 from kvtool.planning.stages import LayerStages, split_of
+from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy
 from kvtool.policies.read.view import StepBudget
 
