@@ -1,9 +1,7 @@
 """A policy: the parts that decide together what stays in the cache and what of it is read."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS, add_columns
@@ -16,7 +14,6 @@ from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, part_name, spell_settings
 
 Part = Score | Rescore | Allocator | Evicted | Read
-Kind = TypeVar("Kind", bound=Part)
 _SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv or d2o"
 
 
@@ -295,37 +292,3 @@ class Policy:
         if self.read is not None and self.score == Full():
             parts = [self.read]
         return "+".join(part_name(part) + spell_settings(part) for part in parts if part)
-
-
-def compose(base: Score | Read, modifiers: Sequence[Part]) -> Policy:
-    """Put modifiers on a base.
-
-    Args:
-        base: a reader keeps everything.
-
-    Raises:
-        UsageError: a combination that makes no sense.
-    """
-    heads = [part for part in modifiers if isinstance(part, HeadSplit)]
-    layers = [part for part in modifiers if isinstance(part, Allocator) and part not in heads]
-    return Policy(
-        Full() if isinstance(base, Read) else base,
-        _only([part for part in modifiers if isinstance(part, Rescore)]),
-        _only(layers),
-        _only(heads),
-        _only([part for part in modifiers if isinstance(part, Evicted)]),
-        _only([part for part in (base, *modifiers) if isinstance(part, Read)]),
-    )
-
-
-def _only(parts: Sequence[Kind]) -> Kind | None:
-    """Return the only modifier of its kind, None if there is none."""
-    if len(parts) > 1:
-        names = [part_name(part) for part in parts]
-        twice = len(set(names)) < len(names)
-        raise UsageError(
-            f"modifier `{names[0]}` is given twice"
-            if twice
-            else f"modifiers `{names[0]}` and `{names[1]}` exclude each other; keep one"
-        )
-    return parts[0] if parts else None

@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from kvtool.errors import UsageError
 from kvtool.policies.allocate import table as allocators
 from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.compose import compose
 from kvtool.policies.parts import Allocator, Evicted, Read, Rescore, Score
-from kvtool.policies.policy import Policy, compose
+from kvtool.policies.policy import Policy
 from kvtool.policies.spelling import defaults, spell_settings
 
 BASES: dict[str, str] = {
