@@ -37,8 +37,7 @@ def _ratio(value: Any) -> Any:
 
 
 _NO_STAGE1 = "needs `stage1_tokens`, or `split_factor`, which gives it"
-_ROUNDING = 1e-6
-"""How far a number may be off that another one gives, as a share of it."""
+_ROUNDING = 1e-6  # how far a number may be off that another one gives, as a share of it
 
 
 class Target(Section):
