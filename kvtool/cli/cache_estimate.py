@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.task import Asking, Json, Sample, Task
+from kvtool.evaluation.tasks.task import Asking, Json, Sample, Task
 
 if TYPE_CHECKING:
-    from kvtool.evaluation.arms import Arm
-    from kvtool.evaluation.bench import Protocol
-    from kvtool.model_shape import LayerShape
+    from kvtool.documents.profile import ModelShape
+    from kvtool.evaluation.bench.arms import Arm
+    from kvtool.evaluation.bench.bench import Protocol
 
 
 def bytes_held(config: Any, dtype: str, arm: Arm, prompt: int) -> int:
@@ -119,8 +119,7 @@ class Estimate:
 
     def prompt_tokens(self, task: Task, sample: Sample) -> int | None:
         """Return the tokens of a sample up to its first answer, cut where they are cut."""
-        from kvtool.evaluation.prompts import first_prompt
-        from kvtool.model_shape import trained_length
+        from kvtool.evaluation.bench.prompts import first_prompt
         from kvtool.models.chat import Frame, make_frame
 
         if not sample.turns:

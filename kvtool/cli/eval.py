@@ -27,8 +27,8 @@ from kvtool.sizes import DEFAULT_TOKENS
 if TYPE_CHECKING:
     from kvtool.cli.cache_estimate import Estimate
     from kvtool.cli.evaluation_plan import Plan
-    from kvtool.evaluation.runner import Job
-    from kvtool.evaluation.store import Store
+    from kvtool.evaluation.run.runner import Job
+    from kvtool.evaluation.run.store import Store
 
 _FILES = (".json", ".yaml", ".yml", ".txt")
 
@@ -195,7 +195,7 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     if options.dry_run:
         write_configuration(describe(plan, jobs, folder, estimate), options, terminal)
         return
-    from kvtool.evaluation.store import Store
+    from kvtool.evaluation.run.store import Store
 
     with joined() as processes, ExitStack() as held:
         together = plan.recipe.model.tensor_parallel
@@ -253,8 +253,8 @@ def _read_model(options: EvalOptions, plan: Plan, terminal: Terminal) -> tuple[A
 
 def _note_budgets(plan: Plan, config: Any, dtype: str, terminal: Terminal) -> None:
     """Say what bytes and plans mean for the policies, and refuse plans whose bytes are exceeded."""
-    from kvtool.evaluation.arms import plan_of
-    from kvtool.model_shape import stored_dtype
+    from kvtool.evaluation.bench.arms import plan_of
+    from kvtool.planning.held import DEFAULT_TRAFFIC
     from kvtool.planning.run import check_run
 
     dtype = stored_dtype(config, dtype)
@@ -272,7 +272,7 @@ def _note_budgets(plan: Plan, config: Any, dtype: str, terminal: Terminal) -> No
 
 def _note_samples(plan: Plan, jobs: list[Job], estimate: Estimate, terminal: Terminal) -> None:
     """Say where the longest sample holds more than the plan of an arm says."""
-    from kvtool.evaluation.arms import plan_of
+    from kvtool.evaluation.bench.arms import plan_of
     from kvtool.planning.run import beyond_plan, use_plan
 
     planned = {arm.name: (arm, plan_of(arm)) for arm in plan.arms if arm.plan is not None}
@@ -295,9 +295,9 @@ def _note_samples(plan: Plan, jobs: list[Job], estimate: Estimate, terminal: Ter
 
 def _draw(plan: Plan, tokenizer: Any, config: Any) -> list[Job]:
     """Draw all samples, for which the tokenizer is enough: bad data show before weights load."""
-    from kvtool.evaluation.bench import token_counter
-    from kvtool.evaluation.runner import draw_jobs
-    from kvtool.model_shape import trained_length
+    from kvtool.evaluation.bench.bench import token_counter
+    from kvtool.evaluation.run.runner import draw_jobs
+    from kvtool.models.length import trained_length
 
     counter = token_counter(tokenizer, trained_length(config))
     return draw_jobs(plan.tasks, counter, plan.recipe.eval.limit)
@@ -305,7 +305,7 @@ def _draw(plan: Plan, tokenizer: Any, config: Any) -> list[Job]:
 
 def _open(options: EvalOptions, store: Store, held: ExitStack) -> None:
     """Take hold of a run's folder, refuse another one, empty one that is to be overwritten."""
-    from kvtool.evaluation.run import RECIPE, read_results
+    from kvtool.evaluation.run.run import RECIPE, read_results
 
     held.enter_context(store.locked())
     if store.is_empty():

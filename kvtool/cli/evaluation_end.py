@@ -15,7 +15,7 @@ from kvtool.processes import joined
 if TYPE_CHECKING:
     from kvtool.cli.eval import EvalOptions
     from kvtool.documents.results import GateResult, ResultsDocument
-    from kvtool.evaluation.run import Run
+    from kvtool.evaluation.run.run import Run
 
 _GATE_FAILED, _SAMPLES_FAILED = 3, 4
 _FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
@@ -81,8 +81,8 @@ def rescore(options: EvalOptions, terminal: Terminal) -> None:
     _refuse_others(options)
     _import_policies(options)
     from kvtool.cli.evaluation_plan import gates_of, pictures_of
-    from kvtool.evaluation.run import Run
-    from kvtool.evaluation.store import Store
+    from kvtool.evaluation.run.run import Run
+    from kvtool.evaluation.run.store import Store
 
     def score() -> ResultsDocument:
         store = Store(folder)

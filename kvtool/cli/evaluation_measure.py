@@ -12,9 +12,9 @@ from kvtool.cli.terminal import Terminal
 if TYPE_CHECKING:
     from kvtool.cli.eval import EvalOptions
     from kvtool.cli.evaluation_plan import Plan
-    from kvtool.evaluation.run import Run
-    from kvtool.evaluation.runner import Job, Step
-    from kvtool.evaluation.store import Store
+    from kvtool.evaluation.run.run import Run
+    from kvtool.evaluation.run.runner import Job, Step
+    from kvtool.evaluation.run.store import Store
     from kvtool.processes import Processes
 
 
@@ -27,9 +27,9 @@ def measure(
     terminal: Terminal,
 ) -> Run:
     """Load the model and measure this process's share of what is missing."""
-    from kvtool.evaluation.environment import without_home
-    from kvtool.evaluation.run import RECIPE, Run
-    from kvtool.evaluation.share import share_of
+    from kvtool.evaluation.run.environment import without_home
+    from kvtool.evaluation.run.partition import share_of
+    from kvtool.evaluation.run.run import RECIPE, Run
 
     store.write(RECIPE, plan.recipe.to_yaml())
     model = plan.recipe.model

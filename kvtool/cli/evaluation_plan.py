@@ -15,19 +15,18 @@ from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import parse_policies
 from kvtool.documents.source import Source
 from kvtool.errors import UsageError
-from kvtool.evaluation.arms import BASELINE, Arm, make_arms
+from kvtool.evaluation.bench.arms import BASELINE, DEFAULT_BUDGET, Arm, make_arms
 from kvtool.evaluation.extras import require
-from kvtool.evaluation.gates import Gate, check_gates, parse_least
-from kvtool.evaluation.task import Json, Task
-from kvtool.sizes import DEFAULT_BUDGET
+from kvtool.evaluation.run.gates import Gate, check_gates, parse_least
+from kvtool.evaluation.tasks.task import Json, Task
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtool.cli.cache_estimate import Estimate
     from kvtool.cli.eval import EvalOptions
-    from kvtool.evaluation.bench import Protocol
-    from kvtool.evaluation.runner import Job
+    from kvtool.evaluation.bench.bench import Protocol
+    from kvtool.evaluation.run.runner import Job
 
 
 @dataclass(frozen=True)
@@ -185,7 +184,7 @@ def _policies(recipe: Recipe, source: Source) -> list[str]:
 
 
 def _protocol(recipe: Recipe) -> Protocol:
-    from kvtool.evaluation.bench import Protocol
+    from kvtool.evaluation.bench.bench import Protocol
 
     wanted, drawn = recipe.eval, recipe.generation
     return Protocol(

@@ -10,9 +10,9 @@ from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source
 from kvtool.errors import UsageError
 from kvtool.evaluation.extras import require
-from kvtool.evaluation.gates import Gate
-from kvtool.evaluation.task import Task
+from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.tasks.table import expand, task_class
+from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
     from kvtool.cli.eval import EvalOptions
@@ -120,7 +120,7 @@ def _data(options: EvalOptions) -> dict[str, str]:
 
 def hub_data(tasks: list[Task]) -> list[str]:
     """Return the datasets that the hub is asked for, which takes long where there is no network."""
-    from kvtool.evaluation.data import PRESETS
+    from kvtool.evaluation.samples.data import PRESETS
 
     names = []
     for task in tasks:

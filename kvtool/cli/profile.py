@@ -228,7 +228,7 @@ def _measure(
     from kvtool.cli.profile_texts import draw_texts
     from kvtool.documents.model_shape import ModelShape
     from kvtool.documents.profile import ProfileDocument
-    from kvtool.evaluation.environment import without_home
+    from kvtool.evaluation.run.environment import without_home
     from kvtool.models.load import load_tokenizer
     from kvtool.profiling.measure import measure
     from kvtool.profiling.memory import memory_table
@@ -286,7 +286,7 @@ def _save_heads(path: Path | None, found: dict[str, Tensor]) -> HeadsFile | None
         return None
     from kvtool.cache.tensor_files import write_tensors
     from kvtool.documents.profile import HeadsFile
-    from kvtool.evaluation.data_files import digest
+    from kvtool.evaluation.samples.data_files import digest
 
     tensors = {name: values.contiguous() for name, values in sorted(found.items())}
     metadata = {"kind": "kvtool.heads", "schema_version": "1"}

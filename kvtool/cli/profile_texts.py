@@ -43,8 +43,8 @@ def check_source(source: str) -> None:
         return
     from pathlib import Path
 
-    from kvtool.evaluation.data import Data
-    from kvtool.evaluation.data_files import check_file
+    from kvtool.evaluation.samples.data import Data
+    from kvtool.evaluation.samples.data_files import check_file
 
     path = Data.model_validate(source).path
     if path is not None and not Path(path).expanduser().is_dir():
@@ -55,8 +55,8 @@ def _builtin(
     tokenizer: Any, source: str, samples: int, tokens: int, seed: int
 ) -> tuple[list[list[int]], str]:
     """Write prose that looks back on itself, and cut it to length."""
-    from kvtool.evaluation.bench import token_counter
-    from kvtool.evaluation.passages import recap_passage
+    from kvtool.evaluation.bench.bench import token_counter
+    from kvtool.evaluation.samples.passages import recap_passage
 
     counter = token_counter(tokenizer, None)
     texts, sha = [], hashlib.sha256()
@@ -74,8 +74,8 @@ def _from_data(
     tokenizer: Any, source: str, samples: int, tokens: int, seed: int
 ) -> tuple[list[list[int]], str]:
     """Cut texts into pieces: the first of each, in random order, before the second of any."""
-    from kvtool.evaluation.data import Data, documents
-    from kvtool.evaluation.fit import generator
+    from kvtool.evaluation.samples.data import Data, documents
+    from kvtool.evaluation.samples.fit import generator
 
     data = Data.model_validate(source)
     try:

@@ -32,7 +32,7 @@ class TaskSamples(Section):
 
 
 class ProtocolEntry(Section):
-    """How prompts were put and answers drawn; see `kvtool.evaluation.bench.Protocol`."""
+    """How prompts were put and answers drawn; see `kvtool.evaluation.bench.bench.Protocol`."""
 
     query_aware: bool | None
     chat_template: Literal["auto", "on", "off"]

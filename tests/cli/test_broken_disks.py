@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.documents.results import ResultsDocument
-from kvtool.evaluation.store import Store
+from kvtool.evaluation.run.store import Store
 
 RUN = ("eval", "-q", "-t", "niah", "--lengths", "192", "--depths", "2", "--no-plots", "-f", "json")
 HALF = ".recipe.lock.yaml.x3k9.part"

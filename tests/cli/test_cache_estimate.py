@@ -7,7 +7,7 @@ from kvtool.cache.attention import attach
 from kvtool.cache.build import build_cache
 from kvtool.cli.cache_estimate import bytes_held, check_bytes
 from kvtool.errors import UsageError
-from kvtool.evaluation.arms import make_arms
+from kvtool.evaluation.bench.arms import make_arms
 from kvtool.generation import compress
 from tests.families import FAMILIES, family_model
 

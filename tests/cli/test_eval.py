@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from kvtool.documents.results import ResultsDocument
-from kvtool.evaluation.store import Store
+from kvtool.evaluation.run.store import Store
 
 QUICK = ("-t", "niah", "--lengths", "256", "--depths", "3")
 ARMS = ("-p", "streaming,h2o(recent=8)+caote", "-b", "32,50%")
@@ -150,7 +150,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_unbroken_one(kvtool, tmp_path):
 
 
 def test_interrupting_keeps_what_is_done(kvtool, monkeypatch):
-    from kvtool.evaluation.bench import Bench
+    from kvtool.evaluation.bench.bench import Bench
 
     measure = Bench.measure
     done = []

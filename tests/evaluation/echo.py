@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtool.evaluation.task import Sample, Task, Turn
+from kvtool.evaluation.tasks.task import Sample, Task, Turn
 
 
 class Echo(Task):

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.evaluation.fit import generator
 from kvtool.evaluation.metrics.contains import string_match_all
-from kvtool.evaluation.task import Asking, Json, Lengths, Sample, Samples, TokenCounter
+from kvtool.evaluation.samples.fit import generator
+from kvtool.evaluation.tasks.task import Asking, Json, Lengths, Sample, Samples, TokenCounter
 
 Cell = dict[str, int | float | str]
 

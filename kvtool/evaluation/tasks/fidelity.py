@@ -17,10 +17,10 @@ from pydantic import BaseModel, Field, NonNegativeInt
 
 from kvtool.documents.samples import Number
 from kvtool.errors import UsageError
-from kvtool.evaluation.data import Data, documents
 from kvtool.evaluation.extras import installed
-from kvtool.evaluation.passages import question_sample
-from kvtool.evaluation.task import (
+from kvtool.evaluation.samples.data import Data, documents
+from kvtool.evaluation.samples.passages import question_sample
+from kvtool.evaluation.tasks.task import (
     Json,
     Lengths,
     Sample,
@@ -37,7 +37,7 @@ from kvtool.sizes import MOST_TOKENS
 if TYPE_CHECKING:
     import torch
 
-    from kvtool.evaluation.bench import Bench
+    from kvtool.evaluation.bench.bench import Bench
 
 
 class Compared(BaseModel):

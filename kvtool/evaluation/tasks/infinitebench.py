@@ -20,9 +20,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.evaluation import needles
-from kvtool.evaluation.fit import fit
-from kvtool.evaluation.haystack import costs, haystack, insert
 from kvtool.evaluation.metrics.numbers import (
     first_digits,
     first_number,
@@ -30,7 +27,10 @@ from kvtool.evaluation.metrics.numbers import (
     leading_share,
     words_of,
 )
-from kvtool.evaluation.random_data import (
+from kvtool.evaluation.samples import needles
+from kvtool.evaluation.samples.fit import fit
+from kvtool.evaluation.samples.haystack import costs, haystack, insert
+from kvtool.evaluation.samples.random_data import (
     STATISTICS,
     random_calculation,
     random_numbers,
@@ -38,9 +38,9 @@ from kvtool.evaluation.random_data import (
     spread,
     units_for,
 )
-from kvtool.evaluation.task import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.calls import Function, call_chain, unrelated_functions
 from kvtool.evaluation.tasks.drawn import Cell, Drawn
+from kvtool.evaluation.tasks.task import Json, Sample, TokenCounter, Turn
 
 _SPARE = 8  # tokens that a calculation may take beyond the right answer
 _DEEPEST = 10  # functions that one call goes through

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvtool.evaluation.data import Data
 from kvtool.evaluation.metrics.characters import character_f1
 from kvtool.evaluation.metrics.choices import list_options, names_function, names_option
 from kvtool.evaluation.metrics.numbers import words_of
 from kvtool.evaluation.metrics.overlap import rouge
 from kvtool.evaluation.metrics.words import best, qa_f1
-from kvtool.evaluation.questions import option_answer, require, split_option, texts_of
-from kvtool.evaluation.task import Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.samples.data import Data
+from kvtool.evaluation.samples.questions import option_answer, require, split_option, texts_of
 from kvtool.evaluation.tasks.read import Read
+from kvtool.evaluation.tasks.task import Json, Sample, TokenCounter, Turn
 
 _CHOICE = "\n\nQuestion: {input}\n{options}\n\nThe letter of the right answer:"
 

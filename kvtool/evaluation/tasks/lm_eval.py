@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field, NonNegativeInt
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.harness import Prepared, contained, hash_of, prepare
-from kvtool.evaluation.task import (
+from kvtool.evaluation.tasks.harness import Prepared, contained, hash_of, prepare
+from kvtool.evaluation.tasks.task import (
     Json,
     Sample,
     Samples,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from lm_eval.api.task import Task as HarnessTask
 
-    from kvtool.evaluation.bench import Bench
+    from kvtool.evaluation.bench.bench import Bench
 
 Aggregation = Callable[[Sequence[Any]], float]
 

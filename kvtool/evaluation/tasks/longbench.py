@@ -21,13 +21,13 @@ import yaml
 from pydantic import PrivateAttr
 
 from kvtool.errors import KvtoolError, UsageError, did_you_mean
-from kvtool.evaluation.data import PRESETS, Data, Rows, read_rows
-from kvtool.evaluation.data_files import check_file, digest, load_json
 from kvtool.evaluation.metrics.code import code_sim
 from kvtool.evaluation.metrics.labels import classification, count, retrieval
 from kvtool.evaluation.metrics.lcs import rouge_l
 from kvtool.evaluation.metrics.words import best, first_line, qa_f1
-from kvtool.evaluation.task import Asking, Json, Sample, Samples, TokenCounter, Turn
+from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
+from kvtool.evaluation.samples.data_files import check_file, digest, load_json
+from kvtool.evaluation.tasks.task import Asking, Json, Sample, Samples, TokenCounter, Turn
 
 _METRICS = {
     "qa_f1": qa_f1,

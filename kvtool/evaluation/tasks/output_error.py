@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from kvtool.documents.samples import Number
-from kvtool.evaluation.passages import question_sample
-from kvtool.evaluation.task import (
+from kvtool.evaluation.samples.passages import question_sample
+from kvtool.evaluation.tasks.task import (
     Curve,
     Json,
     Lengths,
@@ -26,7 +26,7 @@ from kvtool.evaluation.task import (
 )
 
 if TYPE_CHECKING:
-    from kvtool.evaluation.bench import Bench
+    from kvtool.evaluation.bench.bench import Bench
 
 
 class LayerErrors(BaseModel):

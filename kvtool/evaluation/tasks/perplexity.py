@@ -18,9 +18,9 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_valida
 
 from kvtool.documents.samples import Number
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.data import Data, documents
-from kvtool.evaluation.passages import recap_passage
-from kvtool.evaluation.task import (
+from kvtool.evaluation.samples.data import Data, documents
+from kvtool.evaluation.samples.passages import recap_passage
+from kvtool.evaluation.tasks.task import (
     Curve,
     Json,
     Lengths,
@@ -35,7 +35,7 @@ from kvtool.evaluation.task import (
 )
 
 if TYPE_CHECKING:
-    from kvtool.evaluation.bench import Bench
+    from kvtool.evaluation.bench.bench import Bench
 
 _PER_DOUBLING = 4  # points of the curve
 

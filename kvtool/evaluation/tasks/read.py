@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.data import PRESETS, Data, Rows, read_rows
-from kvtool.evaluation.task import Asking, Samples
+from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
+from kvtool.evaluation.tasks.task import Asking, Samples
 
 
 class Read(Asking):

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import BaseModel
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.data import Data, documents
-from kvtool.evaluation.fit import generator
-from kvtool.evaluation.haystack import haystack
-from kvtool.evaluation.task import Json, Lengths, Sample, Samples, Summary, Task, TokenCounter, Turn
+from kvtool.evaluation.samples.data import Data, documents
+from kvtool.evaluation.samples.fit import generator
+from kvtool.evaluation.samples.haystack import haystack
 from kvtool.evaluation.tasks.fidelity import (
     Compared,
     compare_with_full,
@@ -23,9 +22,19 @@ from kvtool.evaluation.tasks.fidelity import (
     overlap,
     overlap_protocol,
 )
+from kvtool.evaluation.tasks.task import (
+    Json,
+    Lengths,
+    Sample,
+    Samples,
+    Summary,
+    Task,
+    TokenCounter,
+    Turn,
+)
 
 if TYPE_CHECKING:
-    from kvtool.evaluation.bench import Bench
+    from kvtool.evaluation.bench.bench import Bench
 
 
 class Repeated(Compared):

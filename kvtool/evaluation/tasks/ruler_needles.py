@@ -18,11 +18,11 @@ from typing import Literal
 
 import numpy as np
 
-from kvtool.evaluation import needles
-from kvtool.evaluation.fit import fit
-from kvtool.evaluation.haystack import costs, haystack, insert
-from kvtool.evaluation.task import Sample, TokenCounter
+from kvtool.evaluation.samples import needles
+from kvtool.evaluation.samples.fit import fit
+from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.tasks.drawn import Cell, Ruler
+from kvtool.evaluation.tasks.task import Sample, TokenCounter
 
 _NEW_TOKENS = 128
 _DEPTHS = np.linspace(0, 100, 40)

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.data import Data, read_json
-from kvtool.evaluation.fit import fit, generator
-from kvtool.evaluation.haystack import costs
 from kvtool.evaluation.metrics.contains import string_match_part
-from kvtool.evaluation.task import Asking, Json, Lengths, Sample, Samples, TokenCounter, Turn
+from kvtool.evaluation.samples.data import Data, read_json
+from kvtool.evaluation.samples.fit import fit, generator
+from kvtool.evaluation.samples.haystack import costs
+from kvtool.evaluation.tasks.task import Asking, Json, Lengths, Sample, Samples, TokenCounter, Turn
 
 _NEW_TOKENS = 32
 

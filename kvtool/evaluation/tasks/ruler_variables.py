@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtool.evaluation.fit import fit
-from kvtool.evaluation.haystack import costs, haystack, insert
 from kvtool.evaluation.metrics.contains import words_match_all
-from kvtool.evaluation.task import Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.samples.fit import fit
+from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.tasks.drawn import Cell, Ruler
+from kvtool.evaluation.tasks.task import Json, Sample, TokenCounter, Turn
 from kvtool.models.reference.vocabulary import VARIABLES
 
 _HOPS = 4

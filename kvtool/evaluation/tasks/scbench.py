@@ -22,11 +22,11 @@ import numpy as np
 from pydantic import Field
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.fit import longest
-from kvtool.evaluation.haystack import costs, haystack, insert
 from kvtool.evaluation.metrics.contains import words_match_all
 from kvtool.evaluation.metrics.numbers import first_number
-from kvtool.evaluation.random_data import (
+from kvtool.evaluation.samples.fit import longest
+from kvtool.evaluation.samples.haystack import costs, haystack, insert
+from kvtool.evaluation.samples.random_data import (
     STATISTICS,
     random_numbers,
     random_pairs,
@@ -34,8 +34,8 @@ from kvtool.evaluation.random_data import (
     spread,
     units_for,
 )
-from kvtool.evaluation.task import Asking, Json, Sample, Samples, TokenCounter, Turn
 from kvtool.evaluation.tasks.drawn import Cell, Drawn
+from kvtool.evaluation.tasks.task import Asking, Json, Sample, Samples, TokenCounter, Turn
 
 _ENDS = 3  # characters of a prefix and of a suffix
 _HOLDERS = 5  # variables that a value passes through

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.data import Data
 from kvtool.evaluation.metrics.characters import character_f1
 from kvtool.evaluation.metrics.choices import list_options, names_option
 from kvtool.evaluation.metrics.functions import repeats_function
 from kvtool.evaluation.metrics.numbers import first_digits
 from kvtool.evaluation.metrics.overlap import rouge
-from kvtool.evaluation.questions import option_answer, require, split_option, texts_of
-from kvtool.evaluation.task import Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.samples.data import Data
+from kvtool.evaluation.samples.questions import option_answer, require, split_option, texts_of
 from kvtool.evaluation.tasks.read import Read
 from kvtool.evaluation.tasks.scbench import SharedContext
+from kvtool.evaluation.tasks.task import Json, Sample, TokenCounter, Turn
 
 _ASIS = "\n\n{input}"
 

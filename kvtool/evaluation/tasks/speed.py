@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from kvtool.documents.samples import Amount, Number
-from kvtool.evaluation.task import Json, Lengths, Sample, Samples, Task, TokenCounter, Tokens
+from kvtool.evaluation.tasks.task import Json, Lengths, Sample, Samples, Task, TokenCounter, Tokens
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
-    from kvtool.evaluation.bench import Bench
+    from kvtool.evaluation.bench.bench import Bench
 
 _COMPILING = 3  # steps: one that fills the budget, one that makes the graph, one that runs it
 _GRIDS = {  # prompt, new tokens, batch
@@ -55,7 +55,7 @@ class Speed(Task):
         new_tokens: decoded steps.
         batch: prompts at a time, one number or several.
         memory: in place of `batch`, as many prompts as have room in it (`512MiB`), of each arm; see
-            `kvtool.evaluation.room`.
+            `kvtool.evaluation.bench.batch_size`.
         compile: whether decoding is compiled; graphs are made before the clock starts.
         samples: timed repetitions of each size.
         preset: the sizes that a paper measured, in place of `lengths`, `new_tokens` and `batch`.
@@ -114,7 +114,7 @@ class Speed(Task):
         return self._once(bench, *size)
 
     def _largest(self, bench: Bench, length: int, new: int) -> int:
-        from kvtool.evaluation.room import largest_batch
+        from kvtool.evaluation.bench.batch_size import largest_batch
 
         dtype = str(bench.model.dtype).removeprefix("torch.")
         memory = Budget.parse(self.memory).bytes

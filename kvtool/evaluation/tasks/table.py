@@ -6,7 +6,7 @@ import fnmatch
 from importlib import import_module
 
 from kvtool.errors import UsageError, did_you_mean
-from kvtool.evaluation.task import Task
+from kvtool.evaluation.tasks.task import Task
 
 _NEEDLES = [
     "niah_single_1",

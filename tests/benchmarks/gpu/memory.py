@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 import kvtool
 from kvtool.cli.main import run as kvtool_command
-from kvtool.evaluation.arms import Arm
-from kvtool.evaluation.memory import Peak, watched_devices
-from kvtool.evaluation.room import row_bytes
+from kvtool.evaluation.bench.arms import Arm
+from kvtool.evaluation.bench.batch_size import row_bytes
+from kvtool.evaluation.bench.memory import Peak, watched_devices
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
 from kvtool.planning.forecast import Text, forecast

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.memory import Peak, watched_devices
+from kvtool.evaluation.bench.memory import Peak, watched_devices
 from kvtool.generation import decode_step
 from tests.benchmarks.decoding import (
     WARM,

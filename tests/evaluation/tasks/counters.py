@@ -4,7 +4,7 @@ from functools import lru_cache
 
 from transformers import AutoTokenizer
 
-from kvtool.evaluation.task import TokenCounter
+from kvtool.evaluation.tasks.task import TokenCounter
 from kvtool.models.reference import path
 
 

@@ -1,6 +1,6 @@
 """What every task that draws samples to a length must hold, and oracles that read their text."""
 
-from kvtool.evaluation.fit import needed_tokens
+from kvtool.evaluation.samples.fit import needed_tokens
 from kvtool.evaluation.tasks.table import task_class
 
 

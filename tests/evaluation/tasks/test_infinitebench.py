@@ -7,7 +7,6 @@ import statistics
 import pytest
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.task import Json
 from kvtool.evaluation.tasks.infinitebench import (
     CodeRun,
     KeyValueRetrieval,
@@ -17,6 +16,7 @@ from kvtool.evaluation.tasks.infinitebench import (
     PassKeyRetrieval,
 )
 from kvtool.evaluation.tasks.table import task_class
+from kvtool.evaluation.tasks.task import Json
 from tests.evaluation.tasks.counters import WORDS, bundled
 
 TASKS = {

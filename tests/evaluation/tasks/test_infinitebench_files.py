@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.data import Data
+from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.tasks.infinitebench_files import FORMS, BookFile, speaks
 from kvtool.evaluation.tasks.table import task_class
 from tests.evaluation.tasks.counters import WORDS

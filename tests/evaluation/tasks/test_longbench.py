@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.data import PRESETS, Data
+from kvtool.evaluation.samples.data import PRESETS, Data
 from kvtool.evaluation.tasks.longbench import LongBench, benchmarks, split_prompt
 from kvtool.evaluation.tasks.table import TASKS, task_class
 from tests.evaluation.tokenizers import WORDS

@@ -8,10 +8,10 @@ import torch
 
 import kvtool
 from kvtool.errors import UsageError
-from kvtool.evaluation.arms import make_arms
-from kvtool.evaluation.bench import Bench, Meter, Protocol
-from kvtool.evaluation.memory import Peak
-from kvtool.evaluation.runner import draw_jobs
+from kvtool.evaluation.bench.arms import make_arms
+from kvtool.evaluation.bench.bench import Bench, Meter, Protocol
+from kvtool.evaluation.bench.memory import Peak
+from kvtool.evaluation.run.runner import draw_jobs
 from kvtool.evaluation.tasks.fidelity import FidelityTask
 from kvtool.evaluation.tasks.output_error import OutputError
 from kvtool.evaluation.tasks.reconstruct import Reconstruct

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from kvtool.cache.attention import attach
 from kvtool.errors import UsageError
-from kvtool.evaluation.arms import Arm
-from kvtool.evaluation.bench import Bench, Protocol, token_counter
+from kvtool.evaluation.bench.arms import Arm
+from kvtool.evaluation.bench.bench import Bench, Protocol, token_counter
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
 from tests.evaluation.tasks.drawing import check_drawing, check_fill, draw, make, score

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.arms import make_arms
-from kvtool.evaluation.bench import Bench, Protocol
+from kvtool.evaluation.bench.arms import make_arms
+from kvtool.evaluation.bench.bench import Bench, Protocol
 from kvtool.evaluation.tasks.perplexity import Perplexity
 
 ARMS = make_arms(["h2o", "streaming", "snapkv"], ["40", "4K"])

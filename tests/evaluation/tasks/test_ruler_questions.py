@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.fit import needed_tokens
+from kvtool.evaluation.samples.fit import needed_tokens
 from tests.evaluation.tasks.drawing import draw, make, score
 from tests.evaluation.tokenizers import WORDS
 

@@ -7,11 +7,11 @@ import statistics
 import pytest
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.random_data import STATISTICS
-from kvtool.evaluation.task import Sample, Turn
+from kvtool.evaluation.samples.random_data import STATISTICS
 from kvtool.evaluation.tasks import scbench
 from kvtool.evaluation.tasks.scbench import KeyValue, MathFind, PrefixSuffix, Variables
 from kvtool.evaluation.tasks.table import task_class
+from kvtool.evaluation.tasks.task import Sample, Turn
 from tests.evaluation.tasks.counters import WORDS, bundled
 
 TASKS = {"kv": KeyValue, "prefix_suffix": PrefixSuffix, "vt": Variables, "mf": MathFind}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.data import Data
+from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.tasks.scbench_files import FORMS, SharedContextFile
 from kvtool.evaluation.tasks.table import task_class
 from tests.evaluation.tasks.counters import WORDS

@@ -1,0 +1,128 @@
+"""How many prompts at a time have room in a given memory, from the configuration alone.
+
+Counted are keys, values, positions and the score's numbers: what all layers hold, and the block of
+the prompt that runs through one of them. Weights, activations and what is kept of evicted tokens
+are not. Where heads keep different counts, stores are filled to 7/8 at least, and counted as such.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.documents.plan import PlanDocument
+from kvtool.errors import KvtoolError
+from kvtool.evaluation.bench.arms import Arm
+from kvtool.planning.forecast import LayerShape, Text, forecast
+from kvtool.planning.held import even_budgets, forecast_plan, layer_shapes
+from kvtool.policies.allocate.planned import PlannedSplit
+from kvtool.policies.allocate.split import AllocatedSplit
+from kvtool.sizes import parse_prefill
+
+
+def row_bytes(
+    config: Any, dtype: str, arm: Arm, plan: PlanDocument | None, n: int, new: int
+) -> int:
+    """Return the most bytes that one row takes while it is read and continued.
+
+    Args:
+        config: a transformers configuration.
+        dtype: of the cache, by name.
+        n: tokens of the prompt.
+        new: tokens that are decoded.
+
+    Raises:
+        KvtoolError: a budget in bytes, which is one of all rows; a reader, whose tables are not
+            counted.
+    """
+    if arm.policy.reader is not None:
+        raise KvtoolError(
+            f"`{arm.policy.name}` stores tables beside its keys, which no batch is computed for",
+            hint="give the batch itself: batch: [1, 4, 16]",
+        )
+    layers, numbers = layer_shapes(config, dtype), len(arm.policy.statistics)
+    sizes = [0 if layer is None else slot_bytes(layer, numbers) for layer in layers]
+    kept = _kept(arm, plan, layers, n)
+    allocator, heads = arm.policy.allocator, arm.policy.head_split
+    waits = plan is None and arm.budget is not None
+    waits = waits and (
+        (allocator is not None and allocator.metric is not None) or heads is not None
+    )
+    block = min(parse_prefill(arm.prefill) or n, n)
+    if waits:
+        block = n
+    whole = _appended(block, block, n - block)  # slots where a prompt is kept as it comes
+    reading = [
+        whole if k == n or (waits and layer is not None and layer.window is None) else k
+        for k, layer in zip(kept, layers, strict=True)
+    ]
+    running = max(size * (k + block) for size, k in zip(sizes, kept, strict=True))
+    before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
+    spare = 8 / 7 if heads is not None else 1
+    return int(max(before, _held(arm, plan, layers, n, new) * spare))
+
+
+def _held(
+    arm: Arm, plan: PlanDocument | None, layers: list[LayerShape | None], n: int, new: int
+) -> int:
+    """Return what is held of a row from the end of its prompt on."""
+    text = Text(n, new)
+    if plan is not None and arm.budget is not None:
+        return forecast_plan(plan, arm.policy, text, layers).storage
+    tokens = n if arm.budget is None else arm.budget.for_prompt(n)
+    budgets = even_budgets(arm.policy, tokens, layers, text)
+    return forecast(arm.policy, layers, budgets, text).storage
+
+
+def largest_batch(
+    config: Any, dtype: str, arm: Arm, plan: PlanDocument | None, n: int, new: int, memory: int
+) -> int:
+    """Return how many rows have room.
+
+    Args:
+        memory: bytes.
+
+    Raises:
+        KvtoolError: not even one.
+    """
+    row = row_bytes(config, dtype, arm, plan, n, new)
+    if row > memory:
+        raise KvtoolError(
+            f"a memory of {memory} bytes is too small: one row of {n} + {new} tokens takes {row}"
+        )
+    return memory // row
+
+
+def _kept(
+    arm: Arm, plan: PlanDocument | None, layers: list[LayerShape | None], n: int
+) -> list[int]:
+    """Return the tokens of each layer when the prompt has been read."""
+    free = sum(layer is not None and layer.window is None for layer in layers)
+    if arm.budget is None:
+        of_free = [n] * free
+    elif plan is not None:
+        of_free = PlannedSplit(plan).for_prompt(0, n)
+    elif arm.budget.bytes is not None:
+        raise KvtoolError(
+            f"a budget of {arm.budget} is that of all rows, so no batch follows from it",
+            hint="give the budget in tokens or as a share",
+        )
+    else:
+        mean = arm.budget.for_prompt(n)
+        allocator = arm.policy.allocator
+        even = allocator is None or allocator.metric is not None  # whose sum is known beforehand
+        of_free = [mean] * free if even else AllocatedSplit(arm.policy, free).for_prompt(mean, n)
+    tokens = iter(of_free)
+    return [
+        min(n, next(tokens)) if layer is not None and layer.window is None else held
+        for layer, held in zip(layers, tokens_held(layers, n), strict=True)
+    ]
+
+
+def _appended(slots: int, step: int, tokens: int) -> int:
+    """Return the slots of a full buffer once so many tokens more were appended by `step`s."""
+    used, most = slots, slots + tokens
+    while used < most:
+        used = min(used + step, most)
+        if used > slots:
+            slots = grown(slots, used)
+    return slots

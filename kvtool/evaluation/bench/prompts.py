@@ -1,0 +1,84 @@
+"""How a question is put to a model: its context, truncated in the middle, and what it asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from kvtool.errors import KvtoolError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvtool.evaluation.tasks.task import Sample
+    from kvtool.models.chat import Frame
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The text of a sample's first turn, in two parts.
+
+    Attributes:
+        context: up to the end of what can be read before the question is known.
+        question: the rest, up to where the answer begins.
+        special: whether the tokenizer's special tokens go in front of the text.
+    """
+
+    context: str
+    question: str
+    special: bool
+
+
+def first_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    frame: Frame,
+    sample: Sample,
+    *,
+    max_length: int | None,
+    truncate: Literal["middle", "left", "error"],
+) -> Prompt:
+    """Put the first turn of a sample into words, cut to `max_length` tokens if it is longer.
+
+    As in LongBench, the plain text is cut before a chat template goes around it: the first and the
+    last half of the tokens are turned back into text and joined, so that the final length is about,
+    not exactly, `max_length`. Other than there, the question is never cut: one of more than half of
+    the tokens leaves less than half to the context, which then keeps its beginning.
+
+    Raises:
+        KvtoolError: the prompt is too long and may not be cut, or its question alone is too long.
+    """
+    turn = sample.turns[0]
+    context, question = sample.context, turn.question + turn.answer_prefix
+    if max_length is not None:
+        context = _shorten(tokenizer, context, question, max_length, truncate)
+    ending = turn.question + frame.closing + turn.answer_prefix
+    return Prompt(frame.opening + context, ending, frame.special)
+
+
+def _shorten(
+    tokenizer: PreTrainedTokenizerBase,
+    context: str,
+    question: str,
+    max_length: int,
+    truncate: Literal["middle", "left", "error"],
+) -> str:
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    total = len(encode(context + question))
+    if total <= max_length:
+        return context
+    if truncate == "error":
+        raise KvtoolError(f"the prompt has {total} tokens, above the {max_length} allowed")
+    asked, ids = len(encode(question)), encode(context)
+    room = max_length - asked
+    if room < 1:
+        raise KvtoolError(
+            f"the question alone has {asked} tokens, of {max_length} allowed",
+            hint="a larger --max-length",
+        )
+    head = min(max_length // 2, room) if truncate == "middle" else 0
+    return decode(ids[:head]) + decode(ids[len(ids) - (room - head) :])

@@ -1,0 +1,193 @@
+"""From the records of a run to its results: means, standard errors, costs, differences to full."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtool.documents.results import (
+    Average,
+    CellEntry,
+    Cost,
+    CurveEntry,
+    MetricEntry,
+    TaskResult,
+)
+from kvtool.errors import KvtoolError
+from kvtool.evaluation.bench.arms import BASELINE
+from kvtool.evaluation.tasks.task import Json, Statistic, Summary, Task
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The records of one arm on one task, in the order of the samples; failed ones apart.
+
+    Attributes:
+        planned: samples that there should be.
+    """
+
+    arm: str
+    task: Task
+    records: list[Json]
+    failed: int
+    planned: int
+    query_aware: bool
+    fingerprint: str
+
+
+def task_result(measured: Measured) -> TaskResult:
+    """Put one arm's records on one task together; `delta` is not known yet."""
+    task, records = measured.task, measured.records
+    summary = _summarise(measured) if records else None
+    headline = None if summary is None else summary.metrics[task.metric]
+    return TaskResult(
+        arm=measured.arm,
+        task=task.name,
+        version=task.version,
+        metric=task.metric,
+        value=None if headline is None else _finite(headline.value),
+        n=0 if headline is None else headline.n,
+        stderr=None if headline is None else _finite(headline.stderr),
+        delta=None,
+        best=task.best,
+        lower_is_better=task.lower_is_better,
+        droppable=task.droppable,
+        query_aware=measured.query_aware,
+        protocol=_protocol(task, records),
+        settings=task.model_dump(mode="json", exclude={"name"}),
+        fingerprint=measured.fingerprint,
+        failed=measured.failed,
+        metrics=[]
+        if summary is None
+        else [_metric(name, number) for name, number in summary.metrics.items()],
+        cells=[]
+        if summary is None
+        else [CellEntry(at=dict(at), **_entry(number)) for at, number in summary.cells],
+        curves=[]
+        if summary is None
+        else [
+            CurveEntry(
+                name=name,
+                x=list(curve.x),
+                y=list(curve.y),
+                x_label=curve.x_label,
+                y_label=curve.y_label,
+            )
+            for name, curve in summary.curves.items()
+        ],
+        cost=_cost([record["cost"] for record in records if "cost" in record]),
+    )
+
+
+def _summarise(measured: Measured) -> Summary:
+    """Score records.
+
+    Raises:
+        KvtoolError: the task cannot, since they are not what it has recorded: a reference that is
+            no number where one is compared, a kind of question that is not there.
+    """
+    try:
+        return measured.task.summarise(measured.records)
+    except KvtoolError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise KvtoolError(
+            f"{measured.arm}, {measured.task.name}: the records cannot be scored: "
+            f"{type(error).__name__} {error}",
+            hint="delete the file of samples, or start anew with --overwrite",
+        ) from error
+
+
+def _protocol(task: Task, records: list[Json]) -> str:
+    """Return what the samples say of their prompts, where only the data tell, else the task."""
+    facts = records[0].get("facts", {}) if records else {}
+    return facts.get("protocol") or task.protocol
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _entry(number: Statistic) -> dict[str, Any]:
+    return {"value": _finite(number.value), "n": number.n, "stderr": _finite(number.stderr)}
+
+
+def _metric(name: str, number: Statistic) -> MetricEntry:
+    return MetricEntry(name=name, **_entry(number))
+
+
+def _cost(costs: Sequence[Json]) -> Cost | None:
+    costs = [cost for cost in costs if "kv_bytes" in cost]
+    if not costs:
+        return None
+
+    def mean(name: str) -> float:
+        return statistics.fmean(cost[name] for cost in costs)
+
+    def rate(tokens: str, seconds: str) -> float | None:
+        total = sum(cost[seconds] for cost in costs)
+        count = sum(cost[tokens] for cost in costs)
+        return count / total if total > 0 and count > 0 else None
+
+    peaks = [cost["peak_memory_bytes"] for cost in costs]
+    names = ("prompt_tokens", "new_tokens", "kept_tokens", "kv_bytes", "state_bytes", "full_bytes")
+    names += ("traffic_pairs", "traffic_bytes")
+    return Cost(
+        **{name: mean(name) for name in names},
+        peak_kv_bytes=max(cost["peak_kv_bytes"] for cost in costs),
+        peak_memory_bytes=None if None in peaks else max(peaks),
+        prefill_s=mean("prefill_s"),
+        decode_s=mean("decode_s"),
+        prefill_tokens_per_s=rate("prompt_tokens", "prefill_s"),
+        decode_tokens_per_s=rate("decoded_tokens", "decode_s"),
+    )
+
+
+def with_deltas(results: Sequence[TaskResult]) -> list[TaskResult]:
+    """Fill in each result's difference to the full cache on the same task.
+
+    It is None where either is missing, or one has samples that the other has not.
+    """
+    full = {result.task: result for result in results if _is_baseline(result.arm)}
+    compared = []
+    for result in results:
+        base = full.get(result.task)
+        known = base is not None and base.value is not None and result.value is not None
+        known = known and base.n == result.n
+        delta = result.value - base.value if known else None
+        compared.append(result.model_copy(update={"delta": delta}))
+    return compared
+
+
+def _is_baseline(arm: str) -> bool:
+    return arm == BASELINE or arm.startswith(f"{BASELINE},")
+
+
+def averages(results: Sequence[TaskResult]) -> list[Average]:
+    """Return, per arm and suite, the mean headline of two or more tasks without failures."""
+    groups: dict[tuple[str, str], list[TaskResult]] = defaultdict(list)
+    for result in results:
+        suite, slash, _ = result.task.partition("/")
+        if slash and result.best is not None:
+            groups[result.arm, suite].append(result)
+    found = []
+    for (arm, suite), members in groups.items():
+        same = len({(member.best, member.lower_is_better) for member in members}) == 1
+        lacking = any(member.value is None or member.failed for member in members)
+        if len(members) < 2 or not same or lacking:
+            continue
+        deltas = [member.delta for member in members]
+        found.append(
+            Average(
+                arm=arm,
+                suite=suite,
+                tasks=[member.task for member in members],
+                value=statistics.fmean(member.value for member in members),
+                delta=None if None in deltas else statistics.fmean(deltas),
+            )
+        )
+    return found

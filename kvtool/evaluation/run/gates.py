@@ -1,0 +1,117 @@
+"""Conditions that a run must meet: a least score, a largest drop below the full cache."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtool.documents.results import GateResult, TaskResult
+from kvtool.errors import UsageError
+from kvtool.evaluation.bench.arms import BASELINE
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Exactly one of `least` and `max_drop` for the tasks that `task` names.
+
+    Attributes:
+        task: a task, a suite or a glob.
+        least: the worst headline allowed, in the task's own scale (the largest one, where smaller
+            is better).
+        max_drop: how much worse than the full cache a headline may be, in percent of it.
+    """
+
+    task: str
+    least: float | None = None
+    max_drop: float | None = None
+
+    def covers(self, task: str) -> bool:
+        """Whether the gate is about a task."""
+        return fnmatch.fnmatch(task, self.task) or task.startswith(f"{self.task}/")
+
+
+def parse_least(text: str) -> Gate:
+    """Read `TASK=VALUE`.
+
+    Raises:
+        UsageError: not of that form.
+    """
+    task, equals, number = text.rpartition("=")
+    try:
+        if not equals or not task:
+            raise ValueError
+        return Gate(task.strip(), least=float(number))
+    except ValueError:
+        raise UsageError(
+            f"--fail-under must be TASK=VALUE, got `{text}`", hint="--fail-under niah=0.9"
+        ) from None
+
+
+def check_gates(gates: Sequence[Gate], tasks: Sequence[tuple[str, float | None, bool]]) -> None:
+    """Refuse gates that no task can meet or miss.
+
+    Args:
+        tasks: of the tasks that run: name, best value, whether smaller is better.
+
+    Raises:
+        UsageError: a gate about no task of this run, or above the best value of a task.
+    """
+    for gate in gates:
+        covered = [task for task in tasks if gate.covers(task[0])]
+        if not covered:
+            raise UsageError(
+                f"gate on `{gate.task}`: no such task in this run",
+                hint=f"tasks: {', '.join(task[0] for task in tasks)}",
+            )
+        for name, best, reversed_scale in covered:
+            out_of_reach = best is not None and not reversed_scale and (gate.least or 0) > best
+            if out_of_reach:
+                raise UsageError(
+                    f"gate `{gate.task}` {gate.least:g} cannot be met: `{name}` is scored from 0 "
+                    f"to {best:g}"
+                )
+        if gate.max_drop is not None and gate.max_drop < 0:
+            raise UsageError(f"--max-drop must be 0 or more, got {gate.max_drop:g}")
+
+
+def judge(gates: Sequence[Gate], results: Sequence[TaskResult]) -> list[GateResult]:
+    """Hold every compressed result against the gates; the full cache only where it runs alone.
+
+    A result that is missing, or whose full cache is, fails its gate. A largest drop for all tasks
+    (`*`) leaves out those where percent of the full cache mean nothing, such as seconds.
+    """
+    compressed = [result for result in results if result.arm.partition(",")[0] != BASELINE]
+    verdicts = []
+    for gate in gates:
+        for result in compressed or results:
+            if gate.task == "*" and not result.droppable:
+                continue
+            if gate.covers(result.task):
+                verdicts.append(_judge(gate, result))
+    return verdicts
+
+
+def _judge(gate: Gate, result: TaskResult) -> GateResult:
+    sign = -1 if result.lower_is_better else 1
+    if gate.least is not None:
+        value, limit, kind = result.value, gate.least, "least"
+        passed = value is not None and sign * value >= sign * limit
+    else:
+        limit, kind = gate.max_drop, "max_drop"
+        value = _drop(result, sign)
+        passed = value is not None and value <= limit
+    return GateResult(
+        gate=kind, arm=result.arm, task=result.task, value=value, limit=limit, passed=passed
+    )
+
+
+def _drop(result: TaskResult, sign: int) -> float | None:
+    """Return how much worse than the full cache, in percent; negative where it is better."""
+    if result.delta is None:
+        return None
+    full = result.value - result.delta
+    worse = -sign * result.delta
+    if worse <= 0:
+        return 0.0 if full == 0 else 100 * worse / abs(full)
+    return 100.0 if full == 0 else 100 * worse / abs(full)

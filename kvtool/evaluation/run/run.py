@@ -1,0 +1,359 @@
+"""A run: from arms and tasks to a folder with every sample, the results and how to repeat it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+import kvtool
+from kvtool.documents.document import Document
+from kvtool.documents.json_reader import load_json
+from kvtool.documents.plan import PlanDocument
+from kvtool.documents.results import ArmEntry, Environment, ModelUsed, ResultsDocument
+from kvtool.documents.samples import ProtocolEntry, SamplesDocument, TaskSamples
+from kvtool.documents.source import SCHEMA_VERSION
+from kvtool.documents.validation import reason
+from kvtool.errors import KvtoolError, UsageError, quote
+from kvtool.evaluation.bench.arms import Arm, make_arms
+from kvtool.evaluation.bench.bench import Protocol, knows_query
+from kvtool.evaluation.extras import require
+from kvtool.evaluation.run.collect import Measured, averages, task_result, with_deltas
+from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
+from kvtool.evaluation.run.gates import Gate, judge
+from kvtool.evaluation.run.partition import unfinished
+from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_measurements, sample_key
+from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.tasks.table import task_class
+from kvtool.evaluation.tasks.task import Json, Task
+
+if TYPE_CHECKING:
+    from kvtool.models.load import Loaded
+
+RECIPE, RESULTS, SAMPLES = "recipe.lock.yaml", "results.json", "samples.json"
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the results say about the run as a whole.
+
+    Attributes:
+        started: when the run first began, in UTC.
+    """
+
+    name: str
+    argv: list[str]
+    started: str
+    environment: Environment
+    model: ModelUsed
+    seed: int
+    git_commit: str | None
+
+
+class Run:
+    """One comparison and its folder.
+
+    Attributes:
+        store: the folder, which the caller holds locked.
+        index: arms, tasks and samples.
+    """
+
+    def __init__(
+        self, store: Store, index: SamplesDocument, head: Head, gates: Sequence[Gate]
+    ) -> None:
+        self.store, self.index, self.head, self.gates = store, index, head, list(gates)
+        self._arms = [read_arm(entry, index.plan) for entry in index.arms]
+        self._place = Place(index.model, Protocol(**index.protocol.model_dump()))
+
+    @classmethod
+    def begin(
+        cls,
+        store: Store,
+        *,
+        name: str,
+        argv: Sequence[str],
+        loaded: Loaded,
+        arms: Sequence[Arm],
+        jobs: Sequence[Job],
+        protocol: Protocol,
+        gates: Sequence[Gate],
+    ) -> Run:
+        """Write down what will be measured, and results that are still empty.
+
+        Where processes share a run, the first one writes.
+        """
+        used = model_used(loaded)
+        before = read_results(store)
+        index = SamplesDocument(
+            model=_identity(loaded, used),
+            protocol=ProtocolEntry(**asdict(protocol)),
+            arms=[_entry(arm) for arm in arms],
+            plan=next((json.loads(arm.plan) for arm in arms if arm.plan is not None), None),
+            tasks=[_task_samples(job) for job in jobs],
+        )
+        head = Head(
+            name=name,
+            argv=list(argv),
+            started=_now() if before is None else before.started,
+            environment=environment(),
+            model=used,
+            seed=protocol.seed,
+            git_commit=git_commit(),
+        )
+        run = cls(store, index, head, gates)
+        if store.process == 0:
+            store.write(SAMPLES, index.to_json())
+            run.write_results()
+        return run
+
+    @classmethod
+    def open(cls, store: Store, gates: Sequence[Gate] | None = None) -> Run:
+        """Read a run back, to make its results anew; no model is needed.
+
+        Args:
+            gates: in place of those of the run.
+
+        Raises:
+            UsageError: the folder holds no run, or one of another schema version; a task's scores
+                need a package that is not installed.
+        """
+        results = read_results(store)
+        if results is None:
+            raise UsageError(f"`{store.folder}` holds no run (no {RESULTS})")
+        index = _read(store.folder / SAMPLES, SamplesDocument, "samples")
+        for entry in index.tasks:
+            extra = task_class(entry.task).extra
+            if extra is not None:
+                require(extra, needed_by=f"task `{entry.task}`")
+        head = Head(
+            name=results.name,
+            argv=results.argv,
+            started=results.started,
+            environment=results.environment,
+            model=results.model,
+            seed=results.seed,
+            git_commit=results.git_commit,
+        )
+        return cls(store, index, head, gates or _gates_of(results))
+
+    def unfinished(self, jobs: Sequence[Job]) -> list[Measurement]:
+        """Return what is not done, in the order in which it will be."""
+        return unfinished(jobs, self._arms, self._place, self.store)
+
+    def check_same(self, model: dict[str, Any]) -> None:
+        """Refuse to share a run with a process that measures something else.
+
+        Args:
+            model: `index.model` of the first process.
+
+        Raises:
+            UsageError: other weights, another kernel, another kvtool ..
+        """
+        for name, value in model.items():
+            own = self.index.model.get(name)
+            if own != value:
+                raise UsageError(
+                    f"process {self.store.process} measures another model than process 0: {name} "
+                    f"is `{own}`, not `{value}`"
+                )
+
+    def measure(
+        self,
+        measurements: Sequence[Measurement],
+        jobs: Sequence[Job],
+        loaded: Loaded,
+        on_step: Callable[[Step], None],
+        *,
+        stop_on_error: bool = False,
+    ) -> None:
+        """Measure; the results are written at the end, however it comes.
+
+        Raises:
+            KvtoolError: a sample failed and `stop_on_error` is set.
+        """
+        with self._results_at_the_end():
+            for step in run_measurements(
+                measurements,
+                jobs,
+                self._arms,
+                loaded,
+                self._place,
+                self.store,
+                stop_on_error=stop_on_error,
+            ):
+                on_step(step)
+
+    @contextmanager
+    def _results_at_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if self.store.process == 0:
+                self.write_results()
+
+    def write_results(self) -> ResultsDocument:
+        """Put together what has been measured so far, and write it."""
+        results = self.results()
+        self.store.write(RESULTS, results.to_json())
+        return results
+
+    def _check_record(self, arm: Arm, task: Task, record: Json) -> None:
+        if task.record is None:
+            return
+        try:
+            task.record.model_validate(record)
+        except ValidationError as error:
+            path = self.store.path(arm.folder, task.name)
+            raise KvtoolError(
+                f"`{path}`: sample {quote(record['id'])} is no record of `{task.name}`: "
+                f"{reason(error)}",
+                hint="delete that line, or start anew with --overwrite",
+            ) from None
+
+    def results(self) -> ResultsDocument:
+        """Put together what has been measured so far."""
+        measured = [self._measured(arm, task) for task in self.index.tasks for arm in self._arms]
+        results = with_deltas([task_result(each) for each in measured])
+        done = sum(len(each.records) + each.failed for each in measured)
+        return ResultsDocument(
+            name=self.head.name,
+            kvtool=kvtool.__version__,
+            git_commit=self.head.git_commit,
+            argv=self.head.argv,
+            started=self.head.started,
+            finished=_now(),
+            complete=done == sum(each.planned for each in measured),
+            environment=self.head.environment,
+            model=self.head.model,
+            seed=self.head.seed,
+            arms=self.index.arms,
+            results=results,
+            averages=averages(results),
+            gates=judge(self.gates, results),
+        )
+
+    def _task(self, entry: TaskSamples) -> Task:
+        kind = task_class(entry.task)
+        try:
+            return kind.model_validate({**entry.settings, "name": entry.task})
+        except ValidationError as error:
+            path = self.store.folder / SAMPLES
+            raise KvtoolError(f"`{path}` is damaged: {entry.task}: {reason(error)}") from None
+
+    def _measured(self, arm: Arm, entry: TaskSamples) -> Measured:
+        task = self._task(entry)
+        if task.version != entry.version:
+            raise UsageError(
+                f"`{self.store.folder}` holds version {entry.version} of task `{entry.task}`, "
+                f"this kvtool has version {task.version}",
+                hint="start anew in another folder",
+            )
+        configuration = self._place.configuration(arm, task)
+        records = self.store.records(arm.folder, entry.task)
+        for record in records.values():
+            if record.get("error") is None:
+                self._check_record(arm, task, record)
+        found = [records.get(sample_key(configuration, content)) for _, content in entry.samples]
+        return Measured(
+            arm=arm.name,
+            task=task,
+            records=[record for record in found if record is not None and "error" not in record],
+            failed=sum(record is not None and "error" in record for record in found),
+            planned=len(found),
+            query_aware=knows_query(task, self._place.protocol),
+            fingerprint=entry.fingerprint,
+        )
+
+
+def read_arm(entry: ArmEntry, plan: PlanDocument | None) -> Arm:
+    """Return the arm that a document tells of."""
+    budgets = [] if entry.budget is None else [str(entry.budget)]
+    plan = plan if entry.planned else None
+    arms = make_arms(
+        [entry.policy], budgets, prefill=entry.prefill, baseline=False, plan=plan, imports=False
+    )
+    return arms[0]
+
+
+def _entry(arm: Arm) -> ArmEntry:
+    size = arm.budget
+    budget = None if size is None else size.tokens if size.tokens is not None else str(size)
+    return ArmEntry(
+        name=arm.name,
+        policy=str(arm.policy),
+        budget=budget,
+        prefill=arm.prefill,
+        planned=arm.plan is not None,
+    )
+
+
+def _task_samples(job: Job) -> TaskSamples:
+    return TaskSamples(
+        task=job.task.name,
+        version=job.task.version,
+        settings=job.task.model_dump(mode="json", exclude={"name"}),
+        fingerprint=job.fingerprint,
+        samples=[
+            (sample.id, content) for sample, content in zip(job.samples, job.hashes, strict=True)
+        ],
+    )
+
+
+def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
+    """Tell these weights, run and spoken to in this way by this kvtool, from all others."""
+    from kvtool.cache.files import weights_fingerprint
+
+    names = ("id", "revision", "config_hash", "dtype", "device", "attn_implementation")
+    hashes = {"weights": weights_fingerprint(loaded.model), "text": text_hash(loaded)}
+    known = {name: getattr(used, name) for name in names}
+    return known | hashes | {"kvtool": kvtool.__version__}
+
+
+def _gates_of(results: ResultsDocument) -> list[Gate]:
+    found = {}
+    for gate in results.gates:
+        limits = {"least": gate.limit} if gate.gate == "least" else {"max_drop": gate.limit}
+        found[gate.gate, gate.task, gate.limit] = Gate(gate.task, **limits)
+    return list(found.values())
+
+
+def read_results(store: Store) -> ResultsDocument | None:
+    """Return the results in a run's folder, None if there are none.
+
+    Raises:
+        UsageError: they are of another schema version, or no results.
+    """
+    path = store.folder / RESULTS
+    return _read(path, ResultsDocument, "results") if path.is_file() else None
+
+
+def _read(path: Path, document: type[Document], kind: str) -> Any:
+    try:
+        data = load_json(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read `{path}`: {error.strerror}") from None
+    except ValueError as error:
+        raise KvtoolError(f"`{path}` is damaged: {error}") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version is None or not isinstance(data, dict) or data.get("kind") != kind:
+        raise UsageError(f"`{path}` holds no {kind} of kvtool")
+    if version != SCHEMA_VERSION:
+        raise UsageError(
+            f"`{path}` was written by another kvtool (schema_version {version}, "
+            f"this one reads {SCHEMA_VERSION})",
+            hint="use that kvtool, or another folder",
+        )
+    try:
+        return document.model_validate(data)
+    except ValidationError as error:
+        raise KvtoolError(f"`{path}` is damaged: {reason(error)}") from None
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,194 @@
+"""Run every sample under every arm, a line in a file for each, and skip those already there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any
+
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.evaluation.bench.arms import Arm
+from kvtool.evaluation.bench.bench import Bench, Protocol
+from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.tasks.task import Json, Sample, Task, TokenCounter
+
+if TYPE_CHECKING:
+    from kvtool.models.load import Loaded
+
+WHICH_SAMPLES = frozenset({"name", "seed", "samples", "lengths", "depths", "data"})
+"""Settings that only choose samples; what a sample holds is in its key by itself."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task and its samples, each with the hash of its content."""
+
+    task: Task
+    samples: list[Sample]
+    hashes: list[str]
+
+    @property
+    def fingerprint(self) -> str:
+        """One hash of all samples."""
+        return _hash(self.hashes)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What of a measurement is not in its sample: model, arm, task and protocol.
+
+    Attributes:
+        model: what tells the weights and the way they run from others.
+    """
+
+    model: dict[str, Any]
+    protocol: Protocol
+
+    def configuration(self, arm: Arm, task: Task) -> str:
+        """Return the hash of everything but the sample."""
+        protocol = asdict(self.protocol)
+        return _hash(
+            {
+                "model": self.model,
+                "policy": str(arm.policy),
+                "budget": None if arm.budget is None else str(arm.budget),
+                "prefill": arm.prefill,
+                "plan": arm.plan,
+                "task": task.name,
+                "version": task.version,
+                "settings": task.model_dump(mode="json", exclude=set(WHICH_SAMPLES)),
+                "protocol": {name: protocol[name] for name in sorted(protocol)},
+            }
+        )
+
+
+def draw_jobs(tasks: Sequence[Task], tokens: TokenCounter, limit: int | None) -> list[Job]:
+    """Draw or read the samples of every task.
+
+    Raises:
+        UsageError: a task that is given more tokens than the model was trained for, one without
+            any sample, one twice.
+        KvtoolError: data that cannot be read.
+    """
+    jobs = []
+    for task in tasks:
+        longest = max(getattr(task, "lengths", None) or (0,))
+        if tokens.limit is not None and longest > tokens.limit:
+            raise UsageError(
+                f"{task.name}: {longest} tokens are more than the {tokens.limit} positions that "
+                "the model was trained for",
+                hint=f"--lengths {tokens.limit} or less",
+            )
+        samples = list(islice(task.draw(tokens), limit))
+        if not samples:
+            raise UsageError(f"{task.name}: no samples")
+        ids = [sample.id for sample in samples]
+        if len(set(ids)) < len(ids):
+            twice = next(name for name in ids if ids.count(name) > 1)
+            raise KvtoolError(f"{task.name}: two samples are called `{twice}`")
+        jobs.append(Job(task, samples, [_hash(asdict(sample)) for sample in samples]))
+    names = [job.task.name for job in jobs]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"task `{name}` is given twice", hint="one run holds each task once")
+    return jobs
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def sample_key(configuration: str, content: str) -> str:
+    """Return what tells a finished measurement from every other one."""
+    return _hash([configuration, content])
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One sample under one arm.
+
+    Attributes:
+        job, sample, arm: its places in the lists of the run.
+        work: how long it takes beside the others, roughly.
+    """
+
+    job: int
+    sample: int
+    arm: int
+    work: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One measurement that is done, for whoever shows progress."""
+
+    arm: str
+    task: str
+    error: str | None
+
+
+def run_measurements(
+    measurements: Sequence[Measurement],
+    jobs: Sequence[Job],
+    arms: Sequence[Arm],
+    loaded: Loaded,
+    place: Place,
+    store: Store,
+    *,
+    stop_on_error: bool = False,
+) -> Iterator[Step]:
+    """Measure one after the other, and write a line for each.
+
+    Yields:
+        A step for each measurement once its line is written.
+
+    Raises:
+        KvtoolError: a sample failed and `stop_on_error` is set.
+    """
+    shared: dict[str, Any] = {}
+    benches = {arm: Bench(loaded, arm, place.protocol, shared) for arm in arms}
+    warm: set[Arm] = set()
+    for (j, s), of_sample in groupby(measurements, key=lambda each: (each.job, each.sample)):
+        task, sample, content = jobs[j].task, jobs[j].samples[s], jobs[j].hashes[s]
+        shared.clear()
+        for arm in (arms[each.arm] for each in of_sample):
+            if arm not in warm:
+                benches[arm].warm_up()
+                warm.add(arm)
+            record = _measure(benches[arm], task, sample)
+            configuration = place.configuration(arm, task)
+            head = {"key": sample_key(configuration, content), "configuration": configuration}
+            head |= {"id": sample.id} | ({"cell": dict(sample.cell)} if sample.cell else {})
+            store.append(arm.folder, task.name, head | record)
+            error = record.get("error")
+            if error is not None and stop_on_error:
+                raise KvtoolError(f"{task.name}, sample {sample.id}, {arm.name}: {error}")
+            yield Step(arm.name, task.name, error)
+
+
+def _measure(bench: Bench, task: Task, sample: Sample) -> Json:
+    try:
+        record = bench.measure(task, sample)
+        record = record | {"scores": task.score({**record, "cell": dict(sample.cell)})}
+        _check_finite(record)
+        return record
+    except Exception as error:  # any: a failing sample must not take the others with it
+        message = " ".join(str(error).split())
+        kind = "" if isinstance(error, KvtoolError) else f"{type(error).__name__}: "
+        return {"error": f"{kind}{message}"}
+
+
+def _check_finite(record: Json) -> None:
+    """Refuse numbers that JSON cannot hold, such as those of a model whose logits overflow.
+
+    Raises:
+        KvtoolError: NaN or an infinite number.
+    """
+    try:
+        json.dumps(record, allow_nan=False)
+    except ValueError:
+        raise KvtoolError("a score or measurement is not a finite number") from None

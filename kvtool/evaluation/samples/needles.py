@@ -1,0 +1,79 @@
+"""Needles, what they are called and how they are asked for.
+
+The wording is that of the bundled reference model, for every model: plain English that a large
+model answers too, and the only one that the reference model understands.
+
+    The secret code for falcon: 7429103.
+    Question: What is the secret code for falcon? Answer: The secret code for falcon: ..
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtool.errors import KvtoolError
+from kvtool.evaluation.tasks.task import Turn
+from kvtool.models.reference.vocabulary import ADJECTIVES, NOUNS
+
+_SMALLEST, _LARGEST = 1_000_000, 9_999_999  # seven digits, as in RULER
+
+
+def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
+    """Draw different keys: nouns, or with one adjective or two, as soon as nouns do not suffice.
+
+    Raises:
+        KvtoolError: more than there are.
+    """
+    for adjectives in range(3):
+        names = len(NOUNS) * len(ADJECTIVES) ** adjectives
+        if count <= names:
+            drawn = rng.choice(names, count, replace=False).tolist()
+            return [_name(index, adjectives) for index in drawn]
+    raise KvtoolError(f"{count} needles are more than the {names} keys there are")
+
+
+def _name(index: int, adjectives: int) -> str:
+    words: list[str] = []
+    for _ in range(adjectives):
+        index, adjective = divmod(index, len(ADJECTIVES))
+        words.append(ADJECTIVES[adjective])
+    return " ".join([*words, NOUNS[index]])
+
+
+def draw_numbers(rng: np.random.Generator, count: int) -> list[str]:
+    """Draw different numbers of seven digits, the first not 0."""
+    drawn = rng.choice(_LARGEST - _SMALLEST + 1, count, replace=False)
+    return [str(_SMALLEST + number) for number in drawn.tolist()]
+
+
+def draw_uuids(rng: np.random.Generator, count: int) -> list[str]:
+    """Draw random UUIDs (version 4)."""
+    return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
+
+
+def state(key: str, value: str) -> str:
+    """State the value of a key: a needle.
+
+    >>> state("falcon", "7429103")
+    ' The secret code for falcon: 7429103.'
+    """
+    return f" The secret code for {key}: {value}."
+
+
+def ask(keys: Sequence[str], values: Sequence[str], max_new_tokens: int) -> Turn:
+    """Ask for all `values` of the `keys`: one value, several of one key, or one of each key.
+
+    >>> ask(["owl", "lamp"], ["1234567", "7654321"], 128).question
+    '\\n Question: What are the secret codes for owl, lamp? Answer:'
+    """
+    asked = ", ".join(keys)
+    if len(values) == 1:
+        what, told = f"What is the secret code for {asked}", f" The secret code for {asked}:"
+    elif len(keys) == 1:
+        what, told = f"What are the secret codes for {asked}", f" The secret codes for {asked}:"
+    else:
+        what, told = f"What are the secret codes for {asked}", f" The secret codes for {asked} are"
+    return Turn(f"\n Question: {what}? Answer:", tuple(values), max_new_tokens, told)

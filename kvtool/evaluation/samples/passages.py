@@ -1,0 +1,88 @@
+"""Built-in texts for measurements that need no right answer: prose that looks back on itself.
+
+Codes are hidden in the built-in haystack, in the words that the bundled reference model knows; a
+recap, or a question, then needs them again. A cache that has lost them shows it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtool.evaluation.samples.fit import fit, generator
+from kvtool.evaluation.samples.haystack import costs, haystack, insert
+from kvtool.evaluation.tasks.task import Sample, TokenCounter, Turn
+
+_TOKENS_PER_CODE = 96
+_ASKED = 4
+
+
+def recap_passage(task: str, seed: int, length: int, index: int, tokens: TokenCounter) -> str:
+    """Write a text of at most `length` tokens that ends with a recap of the codes in it.
+
+    Args:
+        task: its name, for the random numbers and errors.
+
+    Raises:
+        UsageError: `length` is too short.
+    """
+    rng = generator(seed, task, length, index)
+    codes = _codes(rng, max(2, length // _TOKENS_PER_CODE))
+    recap = [codes[i] for i in rng.permutation(len(codes))]
+    turn = Turn("\n Recap:" + "".join(map(_sentence, recap)), (), 0)
+    return _place(rng, codes, turn, length, tokens, task).context + turn.question
+
+
+def question_sample(
+    task: str, seed: int, length: int, index: int, tokens: TokenCounter, *, new_tokens: int
+) -> Sample:
+    """Write a text and a question about four of the codes in it.
+
+    Args:
+        length: tokens of the prompt and the longest answer together.
+        new_tokens: of the longest answer.
+
+    Raises:
+        UsageError: `length` is too short.
+    """
+    room = max(length - new_tokens, 0)
+    rng = generator(seed, task, room, index)
+    codes = _codes(rng, max(_ASKED, room // _TOKENS_PER_CODE))
+    asked = [codes[i] for i in rng.permutation(len(codes))[:_ASKED]]
+    keys = ", ".join(key for key, _ in asked)
+    turn = Turn(
+        f"\n Question: What are the secret codes for {keys}? Answer:",
+        (f" {', '.join(f'{key}: {code}' for key, code in asked)}.",),
+        new_tokens,
+        f" The secret codes for {keys} are",
+    )
+    return _place(rng, codes, turn, length, tokens, task)
+
+
+def _codes(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+    from kvtool.models.reference.vocabulary import NOUNS
+
+    keys = rng.choice(NOUNS, min(count, len(NOUNS)), replace=False).tolist()
+    return [(key, str(rng.integers(10**4, 10**7))) for key in keys]
+
+
+def _sentence(code: tuple[str, str]) -> str:
+    return f" The secret code for {code[0]}: {code[1]}."
+
+
+def _place(
+    rng: np.random.Generator,
+    codes: list[tuple[str, str]],
+    turn: Turn,
+    length: int,
+    tokens: TokenCounter,
+    task: str,
+) -> Sample:
+    filler = haystack().draw(rng, length)
+    depths = np.sort(rng.uniform(0, 100, len(codes))).tolist()
+    needles = [_sentence(code) for code in codes]
+
+    def build(count: int) -> Sample:
+        text = "".join(insert(filler[:count], needles, depths, tokens))
+        return Sample("", text, (turn,))
+
+    return fit(build, costs(filler, tokens), length, tokens, task)

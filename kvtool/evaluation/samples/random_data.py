@@ -1,0 +1,78 @@
+"""Random keys, strings and numbers, and what there is to ask about them."""
+
+from __future__ import annotations
+
+import statistics
+import string
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from kvtool.evaluation.samples.needles import draw_uuids
+
+_Item = TypeVar("_Item")
+_CHARACTERS = np.array(list(string.ascii_lowercase + string.digits))
+_TWO_DIGITS = np.arange(10, 100)
+_DIFFERENT_NUMBERS = 24
+
+STATISTICS: dict[str, Callable[[Sequence[int]], int]] = {
+    "largest number": max,
+    "smallest number": min,
+    "second largest number": lambda numbers: sorted(set(numbers))[-2],
+    "second smallest number": lambda numbers: sorted(set(numbers))[1],
+    "median": statistics.median_low,
+}
+"""What can be asked about a list; for second places, equal numbers count once."""
+
+
+def random_pairs(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+    """Draw keys with their values, all of them UUIDs."""
+    return list(zip(draw_uuids(rng, count), draw_uuids(rng, count), strict=True))
+
+
+def random_string(rng: np.random.Generator, shortest: int, longest: int) -> str:
+    """Draw a string of lower-case letters and digits."""
+    return "".join(rng.choice(_CHARACTERS, rng.integers(shortest, longest + 1)).tolist())
+
+
+def random_numbers(rng: np.random.Generator, count: int) -> list[int]:
+    """Draw an odd number of two-digit numbers, five or more, from 24 different ones.
+
+    So few are used that even in a long list the largest number is not always 99. The first five
+    differ from each other.
+    """
+    used = rng.choice(_TWO_DIGITS, _DIFFERENT_NUMBERS, replace=False)
+    return [*used[:5].tolist(), *rng.choice(used, 2 * count).tolist()]
+
+
+def random_calculation(rng: np.random.Generator, count: int) -> tuple[list[str], list[int]]:
+    """Draw a calculation of two terms or more whose value stays from 0 to 99.
+
+    Returns:
+        Its terms (`["12", "+ 5", "- 9"]`) and the value after each (`[12, 17, 8]`).
+    """
+    values = [int(rng.integers(100))]
+    terms = [str(values[0])]
+    for _ in range(count + 1):
+        before, after = values[-1], int(rng.integers(100))
+        terms.append(f"{'+' if after >= before else '-'} {abs(after - before)}")
+        values.append(after)
+    return terms, values
+
+
+def units_for(room: int, unit: int) -> int:
+    """Return more than enough units of about `unit` tokens each to fill `room` tokens."""
+    return 2 * room // max(1, unit) + 1
+
+
+def spread(
+    filler: Sequence[_Item], chosen: Sequence[_Item], shares: Sequence[float]
+) -> list[_Item]:
+    """Put chosen items into a list, each after its share of the filler, from 0 to below 1."""
+    result = list(filler)
+    for share, item in sorted(
+        zip(shares, chosen, strict=True), key=lambda pair: pair[0], reverse=True
+    ):
+        result.insert(int(share * (len(filler) + 1)), item)
+    return result

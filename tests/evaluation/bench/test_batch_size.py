@@ -1,0 +1,74 @@
+"""The largest batch for a memory: what is computed holds, and does not leave much unused."""
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.errors import KvtoolError
+from kvtool.evaluation.bench.arms import make_arms
+from kvtool.evaluation.bench.batch_size import largest_batch, row_bytes
+from kvtool.generation.feeding import decode_step, prefill
+from tests.models_for_tests import peaky_model, random_ids
+
+N, NEW = 300, 40
+ARMS = (
+    "full",
+    "streaming@64",
+    "h2o@64",
+    "roco@20%",
+    "snapkv@64",
+    "pyramidkv@64",
+    "h2o+d2o-alloc@64",
+)
+
+
+def arm_of(text, prefill_mode="full"):
+    policy, _, budget = text.partition("@")
+    return make_arms([policy], [budget] if budget else [], prefill=prefill_mode, baseline=False)[0]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvtool.attach(peaky_model("llama"))
+
+
+@pytest.mark.parametrize("mode", ["full", "block:32"])
+@pytest.mark.parametrize("text", ARMS)
+def test_a_row_takes_what_is_computed(model, text, mode):
+    arm = arm_of(text, mode)
+    cache = kvtool.build_cache(model, arm.policy, arm.budget, prefill=mode)
+    logits = prefill(model, cache, random_ids(N, batch=2), new_tokens=NEW)
+    for _ in range(NEW):
+        logits = decode_step(model, cache, logits.argmax(-1))
+    report = cache.report()
+    held = (report.peak_bytes + report.state_bytes) / 2
+    computed = row_bytes(model.config, "float32", arm, None, N, NEW)
+    assert held <= computed <= 1.8 * held
+
+
+def test_a_worked_row(model):
+    # 2 layers of 2 heads x 16 x (k + v) x 4 bytes = 256 a token, and 2 positions of 4: 264
+    # at the end of reading: 2 layers hold 64, one of them has the prompt and its 64 again
+    arm = arm_of("streaming@64")
+    expected = 264 * (2 * 64 + 300 + 64)
+    assert row_bytes(model.config, "float32", arm, None, N, NEW) == expected
+    assert largest_batch(model.config, "float32", arm, None, N, NEW, 10 * expected + 5) == 10
+    with pytest.raises(KvtoolError, match=f"one row of 300 \\+ 40 tokens takes {expected}"):
+        largest_batch(model.config, "float32", arm, None, N, NEW, expected - 1)
+
+
+def test_half_the_dtype_is_twice_the_batch(model):
+    arm = arm_of("full")
+    single = row_bytes(model.config, "float32", arm, None, N, NEW)
+    half = row_bytes(model.config, str(torch.bfloat16).removeprefix("torch."), arm, None, N, NEW)
+    assert 0.5 < half / single < 0.52  # positions stay as they are
+
+
+def test_a_reader_gives_no_batch(model):
+    with pytest.raises(KvtoolError, match="`quest` stores tables beside its keys"):
+        row_bytes(model.config, "float32", arm_of("quest@64"), None, N, NEW)
+
+
+def test_a_budget_of_all_rows_gives_no_batch(model):
+    with pytest.raises(KvtoolError, match="a budget of 1MiB is that of all rows"):
+        row_bytes(model.config, "float32", arm_of("h2o@1MiB"), None, N, NEW)

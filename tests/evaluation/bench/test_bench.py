@@ -1,0 +1,330 @@
+"""How a sample is asked: what is fed in which order, chat templates, truncation, likelihoods."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import kvtool
+from kvtool import generation
+from kvtool.errors import KvtoolError
+from kvtool.evaluation.bench.arms import Arm, make_arms
+from kvtool.evaluation.bench.bench import Bench, Protocol
+from kvtool.evaluation.bench.prompts import first_prompt
+from kvtool.evaluation.tasks.task import Asking, Sample, Turn
+from kvtool.models.chat import make_frame
+
+CHAT = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+TEXT = " The old lamp was near the school." * 20
+CODES = " The secret code for falcon: 7429103. The secret code for tiger: 55812."
+
+
+class Questions(Asking):
+    """Asks; `mode` and `golden` as in SCBench."""
+
+    mode: str = "multi_turn"
+    golden: bool = True
+    metric: ClassVar[str] = "em"
+
+    def draw(self, tokens):
+        return []
+
+    def score_answer(self, prediction, references, facts):
+        return float(references[0] in prediction)
+
+
+def question(key: str) -> str:
+    return f"\n Question: What is the secret code for {key}? Answer:"
+
+
+def cue(key: str) -> str:
+    return f" The secret code for {key}:"
+
+
+SAMPLE = Sample(
+    "one",
+    TEXT + CODES + TEXT,
+    (
+        Turn(question("falcon"), ("7429103",), 9, cue("falcon")),
+        Turn(question("tiger"), ("55812",), 9, cue("tiger")),
+    ),
+)
+FULL, H2O, SNAPKV = make_arms(["h2o", "snapkv(window=8)"], ["60"])
+
+
+@dataclass
+class Recorder:
+    """A bench that notes every text that is fed, as text."""
+
+    fed: list
+
+    def bench(self, loaded, arm, protocol=None) -> Bench:
+        bench = Bench(loaded, arm, protocol or Protocol())
+        feed = bench.feed
+
+        def spy(cache, ids, **settings):
+            self.fed.append(loaded.tokenizer.decode(ids[0], skip_special_tokens=True))
+            return feed(cache, ids, **settings)
+
+        bench.feed = spy
+        return bench
+
+
+def first_turn(sample):
+    return Sample(sample.id, sample.context, sample.turns[:1])
+
+
+def test_a_question_is_asked_as_a_plain_generation_asks_it(loaded):
+    for arm in (FULL, H2O, SNAPKV):
+        bench = Bench(loaded, arm, Protocol())
+        (answer,) = bench.ask(first_turn(SAMPLE), Questions(name="q"))
+        text = SAMPLE.context + question("falcon") + cue("falcon")
+        ids = loaded.tokenizer(text, return_tensors="pt").input_ids
+        cache = kvtool.build_cache(loaded.model, arm.policy, arm.budget)
+        plain = generation.generate(loaded.model, loaded.tokenizer, cache, ids, max_new_tokens=9)
+        assert answer["prediction"] == plain.text[0]
+        assert answer["references"] == ["7429103"]
+        assert answer["new_tokens"] == plain.new_tokens
+        assert bench.meter.prompt_tokens == ids.shape[1]
+        assert bench.meter.decoded == plain.new_tokens - 1
+        assert bench.meter.bytes["kv_bytes"] == plain.report.kv_bytes
+        assert bench.meter.bytes["state_bytes"] == plain.report.state_bytes
+        assert bench.meter.bytes["full_bytes"] == plain.report.full_bytes
+
+
+def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(loaded):
+    asked = Sample("one", SAMPLE.context, SAMPLE.turns[1:])
+    bench = Bench(loaded, FULL, Protocol(stop=("1", "8")))
+    (answer,) = bench.ask(asked, Questions(name="q"))
+    assert answer["prediction"].strip() == "55"
+
+    class Patient(Questions):
+        @property
+        def min_new_tokens(self):
+            return 4
+
+    (answer,) = bench.ask(asked, Patient(name="q"))
+    assert answer["prediction"].strip().startswith("558")  # what must be there ends nothing
+
+
+def test_an_unknown_query_comes_after_the_context_is_compressed(loaded):
+    recorder = Recorder([])
+    bench = recorder.bench(loaded, H2O, Protocol(query_aware=False))
+    (answer,) = bench.ask(first_turn(SAMPLE), Questions(name="q"))
+    assert recorder.fed == [SAMPLE.context, question("falcon") + cue("falcon")]
+    cache = kvtool.build_cache(loaded.model, H2O.policy, H2O.budget)
+    ids = bench.encode(SAMPLE.context, special=True)
+    generation.prefill(loaded.model, cache, ids)
+    more = bench.encode(recorder.fed[1], special=False)
+    logits = generation.prefill(loaded.model, cache, more)
+    first = loaded.tokenizer.decode(logits.argmax(-1))
+    assert answer["prediction"].startswith(first)
+    full = Bench(loaded, FULL, Protocol(query_aware=False))
+    (answer,) = full.ask(first_turn(SAMPLE), Questions(name="q"))
+    assert answer["prediction"].strip() == "7429103."
+
+
+def test_turns_follow_each_other_after_the_reference_answer(loaded):
+    recorder = Recorder([])
+    answers = recorder.bench(loaded, FULL).ask(SAMPLE, Questions(name="q"))
+    assert recorder.fed == [
+        SAMPLE.context + question("falcon") + cue("falcon"),
+        " 7429103" + question("tiger") + cue("tiger"),
+    ]
+    assert [answer["prediction"].strip() for answer in answers] == ["7429103.", "55812."]
+
+
+def test_turns_can_follow_the_models_own_answer(loaded):
+    recorder = Recorder([])
+    bench = recorder.bench(loaded, FULL)
+    answers = bench.ask(SAMPLE, Questions(name="q", golden=False))
+    assert len(recorder.fed) == 2
+    assert recorder.fed[1].endswith(question("tiger") + cue("tiger"))
+    assert "7429103" not in recorder.fed[1]  # it is in the cache already
+    assert [answer["prediction"].strip() for answer in answers] == ["7429103.", "55812."]
+
+
+def test_questions_about_one_context_do_not_see_each_other(loaded):
+    recorder = Recorder([])
+    bench = recorder.bench(loaded, H2O)
+    task = Questions(name="q", mode="scdq")
+    assert not bench.knows_query(task)
+    both = bench.ask(SAMPLE, task)
+    assert recorder.fed == [
+        SAMPLE.context,
+        question("falcon") + cue("falcon"),
+        question("tiger") + cue("tiger"),
+    ]
+    swapped = Sample("one", SAMPLE.context, SAMPLE.turns[::-1])
+    again = Bench(loaded, H2O, Protocol()).ask(swapped, task)
+    assert [a["prediction"] for a in both] == [a["prediction"] for a in again[::-1]]
+
+
+@pytest.fixture
+def chatty(loaded):
+    before = loaded.tokenizer.chat_template
+    loaded.tokenizer.chat_template = CHAT
+    yield loaded
+    loaded.tokenizer.chat_template = before
+
+
+def test_a_chat_template_goes_around_the_question_and_before_the_cue(chatty):
+    recorder = Recorder([])
+    recorder.bench(chatty, FULL).ask(SAMPLE, Questions(name="q"))
+    assert recorder.fed == [
+        f"[user] {SAMPLE.context}{question('falcon')}\n[assistant] {cue('falcon')}",
+        f" 7429103\n[user] {question('tiger')}\n[assistant] {cue('tiger')}",
+    ]
+
+
+def test_a_task_can_do_without_the_template_and_so_can_a_run(chatty):
+    class Plain(Questions):
+        @property
+        def chat(self):
+            return False
+
+    for task, protocol in [
+        (Plain(name="q"), Protocol()),
+        (Questions(name="q"), Protocol(chat_template="off")),
+    ]:
+        recorder = Recorder([])
+        recorder.bench(chatty, FULL, protocol).ask(first_turn(SAMPLE), task)
+        assert recorder.fed == [SAMPLE.context + question("falcon") + cue("falcon")]
+
+
+@pytest.mark.parametrize("truncate", ["middle", "left"])
+def test_long_prompts_lose_their_middle_or_their_beginning(loaded, truncate):
+    words = "".join(f" {number}" for number in range(10, 99))
+    sample = Sample("one", words, (Turn("\n What?", (), 4, " It is"),))
+    frame = make_frame(loaded.tokenizer, "auto", True)
+
+    def cut(length):
+        return first_prompt(loaded.tokenizer, frame, sample, max_length=length, truncate=truncate)
+
+    def count(text):
+        return len(loaded.tokenizer(text, add_special_tokens=False).input_ids)
+
+    whole = cut(1000)
+    assert (whole.context, whole.question) == (words, "\n What? It is")
+    short = cut(60)
+    assert short.question == "\n What? It is"
+    assert count(short.context + short.question) == 60
+    assert words.endswith(short.context[-20:])
+    assert short.context.startswith(" 10 11 12") == (truncate == "middle")
+    assert len(short.context) < len(words)
+    with pytest.raises(KvtoolError, match="question alone"):
+        cut(4)
+    with pytest.raises(KvtoolError, match="tokens, above the 60 allowed"):
+        first_prompt(loaded.tokenizer, frame, sample, max_length=60, truncate="error")
+
+
+def test_a_question_of_more_than_half_the_length_keeps_all_of_itself(loaded):
+    words = "".join(f" {number}" for number in range(10, 99))
+    asked = "\n" + "".join(f" {number}" for number in range(10, 30)) + " What?"
+    sample = Sample("one", words, (Turn(asked, (), 4),))
+    frame = make_frame(loaded.tokenizer, "auto", True)
+
+    def count(text):
+        return len(loaded.tokenizer(text, add_special_tokens=False).input_ids)
+
+    need = count(asked)
+    length = need + 20
+    assert need > length // 2
+    for truncate, kept in (("middle", words.startswith), ("left", words.endswith)):
+        cut = first_prompt(loaded.tokenizer, frame, sample, max_length=length, truncate=truncate)
+        assert cut.question == asked
+        assert count(cut.context) == 20
+        assert kept(cut.context)
+
+
+def test_an_answer_and_its_prompt_fit_the_model(loaded, monkeypatch):
+    monkeypatch.setattr(loaded.model.config, "max_position_embeddings", 200)
+    recorder = Recorder([])
+    recorder.bench(loaded, FULL).ask(first_turn(SAMPLE), Questions(name="q"))
+    fed = loaded.tokenizer(recorder.fed[0]).input_ids
+    assert 180 < len(fed) <= 200 - 9 + 1
+    assert recorder.fed[0].endswith(question("falcon") + cue("falcon"))
+
+
+# ---- likelihoods
+
+
+def plain_logprobs(loaded, ids) -> torch.Tensor:
+    logits = loaded.model(ids).logits.double().log_softmax(-1)
+    return logits[:, :-1].gather(2, ids[:, 1:, None])[0, :, 0]
+
+
+def test_likelihoods_of_the_full_cache_are_the_models(loaded):
+    bench = Bench(loaded, FULL, Protocol())
+    context, continuation = SAMPLE.context + question("tiger") + cue("tiger"), " 55812."
+    ids = loaded.tokenizer(context + continuation, return_tensors="pt").input_ids
+    new = len(loaded.tokenizer(continuation, add_special_tokens=False).input_ids)
+    value, greedy = bench.loglikelihood(context, continuation)
+    assert greedy
+    assert value == pytest.approx(plain_logprobs(loaded, ids)[-new:].sum().item(), abs=1e-4)
+    assert bench.loglikelihood(context, " 55813.")[1] is False
+    spaced = bench.loglikelihood(context + " ", continuation[1:])
+    assert spaced[0] == pytest.approx(value, abs=1e-4)
+    rolled = bench.rolling(SAMPLE.context)
+    ids = loaded.tokenizer(SAMPLE.context, return_tensors="pt").input_ids
+    assert rolled == pytest.approx(plain_logprobs(loaded, ids).sum().item(), abs=1e-3)
+
+
+def test_likelihoods_go_through_the_evicting_cache(loaded):
+    context, continuation = SAMPLE.context + question("tiger") + cue("tiger"), " 55812."
+    tiny = Arm(kvtool.parse_policy("streaming"), make_arms(["h2o"], ["12"])[1].budget)
+    full = Bench(loaded, FULL, Protocol()).loglikelihood(context, continuation)
+    bench = Bench(loaded, tiny, Protocol())
+    cut = bench.loglikelihood(context, continuation)
+    assert cut[0] < full[0] - 1
+    assert bench.meter.bytes["kept_tokens"] == 12
+    assert Bench(loaded, tiny, Protocol()).rolling(TEXT) < Bench(loaded, FULL, Protocol()).rolling(
+        TEXT
+    )
+
+
+def test_only_tokens_that_are_fed_count_as_decoded(loaded):
+    context = SAMPLE.context + question("tiger") + cue("tiger")
+    bench = Bench(loaded, FULL, Protocol())
+    new = len(loaded.tokenizer(" 55812.", add_special_tokens=False).input_ids)
+    bench.loglikelihood(context, " 55812.")
+    assert bench.meter.prompt_tokens == len(loaded.tokenizer(context).input_ids)
+    assert (bench.meter.decoded, bench.meter.new_tokens) == (new - 1, new)
+
+
+def test_a_context_is_read_once_for_all_its_continuations_and_then_let_go(loaded):
+    class Choice(Questions):
+        def run(self, bench, sample):
+            said = [bench.loglikelihood(TEXT, text) for text in (" The lamp", " A lamp")]
+            held.append(len(bench._contexts))
+            return {"said": said}
+
+    held = []
+    shared = {}
+    bench = Bench(loaded, H2O, Protocol(), shared)
+    record = bench.measure(Choice(name="q"), SAMPLE)
+    assert record["cost"]["prompt_tokens"] == len(loaded.tokenizer(TEXT).input_ids)
+    assert held == [1]
+    assert (shared, bench._contexts) == ({}, {})  # no arm's cache stays while another runs
+
+
+def test_text_beyond_the_trained_length_begins_anew(loaded, monkeypatch):
+    monkeypatch.setattr(loaded.model.config, "max_position_embeddings", 50)
+    bench = Bench(loaded, FULL, Protocol())
+    ids = loaded.tokenizer(TEXT, return_tensors="pt").input_ids
+    expected = sum(
+        plain_logprobs(loaded, ids[:, start : start + 50]).sum().item()
+        for start in range(0, ids.shape[1] - 1, 49)
+    )
+    assert bench.rolling(TEXT) == pytest.approx(expected, abs=1e-3)
+
+
+def test_generated_text_ends_before_the_stop_text(loaded):
+    bench = Bench(loaded, FULL, Protocol())
+    prompt = SAMPLE.context + question("tiger") + cue("tiger")
+    assert bench.generate(prompt, max_new_tokens=9).strip() == "55812."
+    assert bench.generate(prompt, max_new_tokens=9, stop=("1", "8")).strip() == "55"

@@ -1,0 +1,31 @@
+"""What results say of the model, against the tensors that its cache holds."""
+
+import pytest
+
+import kvtool
+from kvtool.evaluation.run.environment import model_used
+from kvtool.generation import prefill
+from kvtool.models.load import Loaded
+from tests.families import FAMILIES, family_model
+from tests.models_for_tests import random_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_are_those_that_the_cache_stores(family):
+    model = kvtool.attach(family_model(family))
+    if family == "gpt_neox":  # which knows no such setting, and ignores ours
+        del model.config.num_key_value_heads
+    used = model_used(Loaded(model, None, family, None, "hash"))
+    cache = kvtool.build_cache(model, "full")
+    prefill(model, cache, random_ids(9))
+    keys = {layer.keys.shape[1::2] for layer in cache.slot_layers}
+    latent = 8 if family == "deepseek_v3" else 0  # the rotated key lies beside the latent vector
+    assert keys == {(used.kv_heads, used.head_dim - latent)}
+    assert used.layers == len(cache.layers)
+
+
+def test_latent_and_multi_query_heads():
+    for family, heads, dim in (("deepseek_v3", 1, 16 + 8), ("falcon", 1, 64 // 4)):
+        model = family_model(family)
+        used = model_used(Loaded(model, None, family, None, "hash"))
+        assert (used.kv_heads, used.head_dim) == (heads, dim)
