@@ -5,21 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtool.cli.chosen import choose_policy
 from kvtool.cli.conversation import begin
+from kvtool.cli.loading import check_alone, load_model
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.prompt import encode, note_text, typed_prompt
-from kvtool.cli.request import (
-    PromptOptions,
-    Request,
-    check_alone,
-    check_paths,
-    choose_policy,
-    configuration,
-    load_model,
-    read_prefill,
-    settle,
-    spell_budget,
-)
+from kvtool.cli.prompt_options import PromptOptions, check_paths
+from kvtool.cli.request import Request, configuration, read_prefill, spell_budget
+from kvtool.cli.settle import settle
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded

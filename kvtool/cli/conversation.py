@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 from kvtool.cli.generated import choose_stream, document_of_turns, text_on_stdout
 from kvtool.cli.interruption import Interruption
 from kvtool.cli.prompt import note_text
-from kvtool.cli.request import PromptOptions, Request
+from kvtool.cli.prompt_options import PromptOptions
+from kvtool.cli.request import Request
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
-    from kvtool.cli.generate import GenerateOptions
+    from kvtool.cli.generate_options import GenerateOptions
     from kvtool.documents.generation import GenerationDocument
     from kvtool.documents.turns import Turns, UserTurn
     from kvtool.generation import Conversation

@@ -13,7 +13,7 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.processes import joined
 
 if TYPE_CHECKING:
-    from kvtool.cli.eval import EvalOptions
+    from kvtool.cli.eval_options import EvalOptions
     from kvtool.documents.results import GateResult, ResultsDocument
     from kvtool.evaluation.run.run import Run
 

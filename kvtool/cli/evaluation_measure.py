@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from kvtool.cli.loading import load_attached
 from kvtool.cli.progress import show_progress
-from kvtool.cli.request import load_attached
 from kvtool.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from kvtool.cli.eval import EvalOptions
+    from kvtool.cli.eval_options import EvalOptions
     from kvtool.cli.evaluation_plan import Plan
     from kvtool.evaluation.run.run import Run
     from kvtool.evaluation.run.runner import Job, Step

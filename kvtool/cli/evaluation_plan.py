@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtool.cli.cache_estimate import Estimate
-    from kvtool.cli.eval import EvalOptions
+    from kvtool.cli.eval_options import EvalOptions
     from kvtool.evaluation.bench.bench import Protocol
     from kvtool.evaluation.run.runner import Job
 

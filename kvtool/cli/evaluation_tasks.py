@@ -15,7 +15,7 @@ from kvtool.evaluation.tasks.table import expand, task_class
 from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
-    from kvtool.cli.eval import EvalOptions
+    from kvtool.cli.eval_options import EvalOptions
 
 _SETTINGS = ("lengths", "depths", "samples", "prompts")
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from typer import Option
-
-from kvtool.cli.options import ModelOptions
+from kvtool.cli.loading import check_alone, load_model
 from kvtool.cli.output import render, write_configuration, write_data
+from kvtool.cli.profile_options import ProfileOptions
 from kvtool.cli.progress import show_progress
-from kvtool.cli.request import check_alone, load_model
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import check_writable
 from kvtool.errors import UsageError
-from kvtool.models.folder import REFERENCE, check_folder
-from kvtool.profiling.names import DEFAULT, METRICS, parse_metrics
+from kvtool.models.load import REFERENCE, check_folder
+from kvtool.profiling.names import parse_metrics
 from kvtool.sizes import Budget, parse_count
 
 if TYPE_CHECKING:
@@ -29,57 +27,6 @@ if TYPE_CHECKING:
 _POLICY = "h2o"
 _SHARES = ("1/16", "1/8", "1/4", "1/2")
 _PICTURES = (".png", ".svg", ".pdf")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions(ModelOptions):
-    """Options of `kvtool profile`."""
-
-    data: Annotated[
-        str,
-        Option("--data", metavar="FILE|HUB_ID|builtin", help="The texts that are read."),
-    ] = "builtin"
-    samples: Annotated[int, Option("--samples", min=1, metavar="N", help="How many texts.")] = 8
-    tokens: Annotated[
-        str, Option("--tokens", metavar="N", help="Tokens of each text (512, 4K).")
-    ] = "1024"
-    decode: Annotated[
-        str,
-        Option("--decode", metavar="N", help="Tokens generated after each text where needed."),
-    ] = "128"
-    metrics: Annotated[
-        str,
-        Option(
-            "--metrics",
-            metavar="NAME,..",
-            help=f"What to measure: {', '.join(METRICS)}.",
-        ),
-    ] = ",".join(DEFAULT)
-    policy: Annotated[
-        str | None,
-        Option("--policy", "-p", metavar="POLICY", help=f"Of output_error.  [default: {_POLICY}]"),
-    ] = None
-    budgets: Annotated[
-        str | None,
-        Option(
-            "--budgets",
-            metavar="SIZE,..",
-            help=f"Of output_error, tokens or shares.  [default: {','.join(_SHARES)}]",
-        ),
-    ] = None
-    plot: Annotated[
-        str | None, Option("--plot", metavar="FILE", help="Draw the profile (.png, .svg, .pdf).")
-    ] = None
-
-    @property
-    def plot_path(self) -> Path | None:
-        """The picture to write."""
-        return None if self.plot is None else Path(self.plot).expanduser()
-
-    @property
-    def heads_path(self) -> Path | None:
-        """The file of numbers per head, beside the profile; None where that is piped."""
-        return self.output_path and self.output_path.with_suffix(".heads.safetensors")
 
 
 def profile(options: ProfileOptions, terminal: Terminal) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from kvtool.cli.terminal import Terminal, visible
+from kvtool.cli.control_characters import visible
+from kvtool.cli.terminal import Terminal
 
 
 @contextlib.contextmanager

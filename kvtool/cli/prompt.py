@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from kvtool.cache.cache import KVCache
-    from kvtool.cli.request import PromptOptions
+    from kvtool.cli.prompt_options import PromptOptions
 
 _HANDFUL = 16  # a budget below it is one of a handful of tokens
 

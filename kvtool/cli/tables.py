@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 
-from kvtool.cli.terminal import visible
+from kvtool.cli.control_characters import visible
 
 
 @dataclass(frozen=True)

@@ -11,23 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from kvtool.cli.control_characters import visible
 from kvtool.processes import started
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-_CONTROL = {
-    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
-}
-
-
-def visible(text: str) -> str:
-    r"""Return a text whose control characters are spelled out: a terminal would obey them.
-
-    >>> visible("a\x1b[2Jb")
-    'a\\x1b[2Jb'
-    """
-    return text.translate(_CONTROL)
 
 
 def tell(text: str) -> None:

@@ -1,0 +1,102 @@
+"""The policy and budget that options and a plan choose, and what a user is told of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtool.cli.prompt import note_handful
+from kvtool.cli.prompt_options import DEFAULT_BUDGET, PromptOptions
+from kvtool.cli.terminal import Terminal
+from kvtool.errors import UsageError
+from kvtool.sizes import Budget
+
+if TYPE_CHECKING:
+    from kvtool.documents.plan import PlanDocument
+    from kvtool.policies.policy import Policy
+
+
+def choose_policy(
+    options: PromptOptions, plan: PlanDocument | None, terminal: Terminal
+) -> tuple[Policy, Budget | None]:
+    """Read policy and budget, fill in what was not given, and refuse a budget that is too small."""
+    policy = options.policy
+    size = None if options.budget is None else Budget.parse(options.budget)
+    if plan is not None:
+        size = plan.target.budget
+    if policy is None and size is not None:
+        raise UsageError("--budget needs a policy", hint=f"--policy h2o+caote --budget {size}")
+    from kvtool.policies.grammar import parse_policy
+
+    chosen = parse_policy("full" if policy is None else policy)
+    if policy is None:
+        terminal.note("policy: full (everything is kept; choose another with --policy)")
+    if not chosen.takes_budget:
+        if size is not None:
+            terminal.note(
+                f"note: policy `{chosen}` keeps everything; --budget {size} has no effect"
+            )
+        return chosen, None
+    if plan is not None:
+        _take_plan(options, plan, chosen, terminal)
+        return chosen, size
+    if size is None:
+        size = DEFAULT_BUDGET
+        unit = "pairs of key and value that a token reads" if chosen.reads_budget else "tokens"
+        terminal.note(f"budget: {size} {unit} per layer and KV head")
+    if size.tokens is not None:
+        chosen.check_budget(size.tokens)
+        note_handful(size.tokens, terminal)
+    if size.bytes is not None and chosen.stores_all:
+        from kvtool.planning.held import DEFAULT_TRAFFIC
+
+        terminal.note(
+            f"budget: {size} are for what is stored, which is everything; a token reads "
+            f"{DEFAULT_TRAFFIC} pairs of key and value per layer and KV head"
+        )
+    return chosen, size
+
+
+def _take_plan(
+    options: PromptOptions, plan: PlanDocument, policy: Policy, terminal: Terminal
+) -> None:
+    """Say what is taken from a plan, and refuse one that does not fit the run."""
+    from kvtool.planning.run import check_run
+
+    budget = plan.target.budget
+    if not policy.reads_budget:
+        policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
+        terminal.note(f"budget: as planned, {budget} split by {plan.layers.allocator}")
+    elif policy.reader.planned and plan.rocketkv is not None:
+        terminal.note(f"budget: as planned, {_stages(plan, policy)}")
+    else:
+        terminal.note(f"budget: as planned, {budget}, which is what a token reads")
+    for line in check_run(plan, policy, _run_dtype(options)):
+        terminal.note(line)
+
+
+def _stages(plan: PlanDocument, policy: Policy) -> str:
+    """Say which of RocketKV's stages are taken from a plan."""
+    section, first = plan.rocketkv, ""
+    if policy.score.reads:
+        split = "" if section.split_factor is None else f"split factor {section.split_factor:.4g}, "
+        stage1 = section.stage1(plan.target.max_new_tokens)
+        first = f"{split}stage 1 keeps {stage1} of {section.context} tokens, "
+    scaled = ", counts scaled to the prompt" if plan.target.ratio is not None else ""
+    return (
+        f"{first}pages of {section.page_size}, {section.head_dims} channels, "
+        f"{section.top_k} tokens attended{scaled}"
+    )
+
+
+def _run_dtype(options: PromptOptions) -> str:
+    """Return the dtype that the model will run in here."""
+    from kvtool.models.load import load_config, resolve_device, resolve_dtype
+    from kvtool.profiling.shape import stored_dtype
+
+    dtype = resolve_dtype(options.dtype, resolve_device(options.device, options.device_map))
+    if dtype != "auto":
+        return dtype
+    config = load_config(
+        options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
+    )
+    return stored_dtype(config.get_text_config(decoder=True), dtype)
