@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.tasks.task import Asking, Json, Sample, Task
+from kvtool.evaluation.samples.sample import Json, Sample
+from kvtool.evaluation.tasks.asking import Asking
+from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
     from kvtool.documents.profile import ModelShape
     from kvtool.evaluation.bench.arms import Arm
-    from kvtool.evaluation.bench.bench import Protocol
+    from kvtool.evaluation.bench.protocol import Protocol
 
 
 def bytes_held(config: Any, dtype: str, arm: Arm, prompt: int) -> int:

@@ -158,8 +158,8 @@ def _note_samples(plan: Plan, jobs: list[Job], estimate: Estimate, terminal: Ter
 
 def _draw(plan: Plan, tokenizer: Any, config: Any) -> list[Job]:
     """Draw all samples, for which the tokenizer is enough: bad data show before weights load."""
-    from kvtool.evaluation.bench.bench import token_counter
     from kvtool.evaluation.run.runner import draw_jobs
+    from kvtool.evaluation.samples.sample import token_counter
     from kvtool.models.length import trained_length
 
     counter = token_counter(tokenizer, trained_length(config))

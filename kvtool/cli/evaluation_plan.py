@@ -18,14 +18,15 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.bench.arms import BASELINE, DEFAULT_BUDGET, Arm, make_arms
 from kvtool.evaluation.extras import require
 from kvtool.evaluation.run.gates import Gate, check_gates, parse_least
-from kvtool.evaluation.tasks.task import Json, Task
+from kvtool.evaluation.samples.sample import Json
+from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtool.cli.cache_estimate import Estimate
     from kvtool.cli.eval_options import EvalOptions
-    from kvtool.evaluation.bench.bench import Protocol
+    from kvtool.evaluation.bench.protocol import Protocol
     from kvtool.evaluation.run.runner import Job
 
 
@@ -184,7 +185,7 @@ def _policies(recipe: Recipe, source: Source) -> list[str]:
 
 
 def _protocol(recipe: Recipe) -> Protocol:
-    from kvtool.evaluation.bench.bench import Protocol
+    from kvtool.evaluation.bench.protocol import Protocol
 
     wanted, drawn = recipe.eval, recipe.generation
     return Protocol(

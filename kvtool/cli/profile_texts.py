@@ -55,8 +55,8 @@ def _builtin(
     tokenizer: Any, source: str, samples: int, tokens: int, seed: int
 ) -> tuple[list[list[int]], str]:
     """Write prose that looks back on itself, and cut it to length."""
-    from kvtool.evaluation.bench.bench import token_counter
     from kvtool.evaluation.samples.passages import recap_passage
+    from kvtool.evaluation.samples.sample import token_counter
 
     counter = token_counter(tokenizer, None)
     texts, sha = [], hashlib.sha256()

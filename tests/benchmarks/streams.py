@@ -22,7 +22,7 @@ from rich.table import Table
 
 import kvtool
 from kvtool.evaluation.samples.passages import recap_passage
-from kvtool.evaluation.tasks.task import TokenCounter
+from kvtool.evaluation.samples.sample import TokenCounter
 from kvtool.generation import token_logprobs
 from kvtool.models.load import load
 from tests.benchmarks.speed import reset_peak

@@ -1,7 +1,7 @@
 import pytest
 
 import kvtool
-from kvtool.evaluation.bench.bench import token_counter
+from kvtool.evaluation.samples.sample import token_counter
 from kvtool.models.load import load
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvtool.evaluation.tasks.task import Sample, Task, Turn
+from kvtool.evaluation.samples.sample import Sample, Turn
+from kvtool.evaluation.tasks.task import Task
 
 
 class Echo(Task):

@@ -2,7 +2,7 @@
 
 import re
 
-from kvtool.evaluation.tasks.task import TokenCounter
+from kvtool.evaluation.samples.sample import TokenCounter
 from kvtool.models.reference.tokenizer import build_tokenizer
 
 _REFERENCE = build_tokenizer()

@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 import kvtool
 from kvtool.evaluation.bench.arms import make_arms
-from kvtool.evaluation.bench.bench import Protocol, token_counter
+from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.run.run import Run, read_results
 from kvtool.evaluation.run.runner import draw_jobs
 from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.samples.sample import token_counter
 from kvtool.evaluation.tasks.table import task_class
 from kvtool.models.load import load
 from kvtool.report.page import write_page

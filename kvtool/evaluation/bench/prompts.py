@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +11,7 @@ from kvtool.errors import KvtoolError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from kvtool.evaluation.tasks.task import Sample
+    from kvtool.evaluation.samples.sample import Sample
     from kvtool.models.chat import Frame
 
 
@@ -82,3 +83,9 @@ def _shorten(
         )
     head = min(max_length // 2, room) if truncate == "middle" else 0
     return decode(ids[:head]) + decode(ids[len(ids) - (room - head) :])
+
+
+def text_before(stop: Sequence[str], text: str, *, start: int = 0) -> str:
+    """Cut a text before the first of some texts in it, looked for from character `start` on."""
+    found = [text.find(mark, start) for mark in stop if mark]
+    return text[: min((at for at in found if at >= 0), default=len(text))]

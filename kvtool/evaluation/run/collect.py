@@ -19,7 +19,9 @@ from kvtool.documents.results import (
 )
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.arms import BASELINE
-from kvtool.evaluation.tasks.task import Json, Statistic, Summary, Task
+from kvtool.evaluation.metrics.summary import Statistic, Summary
+from kvtool.evaluation.samples.sample import Json
+from kvtool.evaluation.tasks.task import Task
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from kvtool.documents.source import SCHEMA_VERSION
 from kvtool.documents.validation import reason
 from kvtool.errors import KvtoolError, UsageError, quote
 from kvtool.evaluation.bench.arms import Arm, make_arms
-from kvtool.evaluation.bench.bench import Protocol, knows_query
+from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.extras import require
 from kvtool.evaluation.run.collect import Measured, averages, task_result, with_deltas
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
@@ -30,8 +30,9 @@ from kvtool.evaluation.run.gates import Gate, judge
 from kvtool.evaluation.run.partition import unfinished
 from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_measurements, sample_key
 from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.table import task_class
-from kvtool.evaluation.tasks.task import Json, Task
+from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
     from kvtool.models.load import Loaded
@@ -266,7 +267,7 @@ class Run:
             records=[record for record in found if record is not None and "error" not in record],
             failed=sum(record is not None and "error" in record for record in found),
             planned=len(found),
-            query_aware=knows_query(task, self._place.protocol),
+            query_aware=task.knows_query(self._place.protocol),
             fingerprint=entry.fingerprint,
         )
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.arms import Arm
-from kvtool.evaluation.bench.bench import Bench, Protocol
+from kvtool.evaluation.bench.bench import Bench
+from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.run.store import Store
-from kvtool.evaluation.tasks.task import Json, Sample, Task, TokenCounter
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
+from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
     from kvtool.models.load import Loaded
@@ -172,7 +174,7 @@ def run_measurements(
 
 def _measure(bench: Bench, task: Task, sample: Sample) -> Json:
     try:
-        record = bench.measure(task, sample)
+        record = task.measure(bench, sample)
         record = record | {"scores": task.score({**record, "cell": dict(sample.cell)})}
         _check_finite(record)
         return record

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.tasks.task import Sample, TokenCounter
+from kvtool.evaluation.samples.sample import Sample, TokenCounter
 
 
 def generator(seed: int, *place: str | int | float) -> np.random.Generator:

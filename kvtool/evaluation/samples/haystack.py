@@ -16,7 +16,7 @@ import numpy as np
 
 from kvtool.errors import UsageError, did_you_mean
 from kvtool.evaluation.samples.fit import longest
-from kvtool.evaluation.tasks.task import TokenCounter
+from kvtool.evaluation.samples.sample import TokenCounter
 
 _SEED = 3  # training draws from seed 1, the model's own measurement from seed 2
 _POOL_TOKENS = 60_000  # of the built-in text, about 5,900 sentences to draw from

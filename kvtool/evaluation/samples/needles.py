@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.tasks.task import Turn
+from kvtool.evaluation.samples.sample import Turn
 from kvtool.models.reference.vocabulary import ADJECTIVES, NOUNS
 
 _SMALLEST, _LARGEST = 1_000_000, 9_999_999  # seven digits, as in RULER

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtool.evaluation.samples.fit import fit, generator
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
-from kvtool.evaluation.tasks.task import Sample, TokenCounter, Turn
+from kvtool.evaluation.samples.sample import Sample, TokenCounter, Turn
 
 _TOKENS_PER_CODE = 96
 _ASKED = 4

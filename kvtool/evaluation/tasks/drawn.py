@@ -10,7 +10,9 @@ import numpy as np
 
 from kvtool.evaluation.metrics.contains import string_match_all
 from kvtool.evaluation.samples.fit import generator
-from kvtool.evaluation.tasks.task import Asking, Json, Lengths, Sample, Samples, TokenCounter
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
+from kvtool.evaluation.tasks.asking import Asking
+from kvtool.evaluation.tasks.settings import Lengths, Samples
 
 Cell = dict[str, int | float | str]
 

@@ -18,20 +18,12 @@ from pydantic import BaseModel, Field, NonNegativeInt
 from kvtool.documents.samples import Number
 from kvtool.errors import UsageError
 from kvtool.evaluation.extras import installed
+from kvtool.evaluation.metrics.summary import Statistic, Summary
 from kvtool.evaluation.samples.data import Data, documents
 from kvtool.evaluation.samples.passages import question_sample
-from kvtool.evaluation.tasks.task import (
-    Json,
-    Lengths,
-    Sample,
-    Samples,
-    Statistic,
-    Summary,
-    Task,
-    TokenCounter,
-    Tokens,
-    Turn,
-)
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
+from kvtool.evaluation.tasks.task import Task
 from kvtool.sizes import MOST_TOKENS
 
 if TYPE_CHECKING:
@@ -100,7 +92,7 @@ class FidelityTask(Task):
             bench,
             (sample.context, turn.question + turn.answer_prefix),
             self.new_tokens,
-            query_aware=bench.knows_query(self),
+            query_aware=self.knows_query(bench.protocol),
         )
 
     def score(self, record: Json) -> dict[str, float]:

@@ -38,9 +38,9 @@ from kvtool.evaluation.samples.random_data import (
     spread,
     units_for,
 )
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.calls import Function, call_chain, unrelated_functions
 from kvtool.evaluation.tasks.drawn import Cell, Drawn
-from kvtool.evaluation.tasks.task import Json, Sample, TokenCounter, Turn
 
 _SPARE = 8  # tokens that a calculation may take beyond the right answer
 _DEEPEST = 10  # functions that one call goes through

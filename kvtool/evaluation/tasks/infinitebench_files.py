@@ -22,8 +22,8 @@ from kvtool.evaluation.metrics.overlap import rouge
 from kvtool.evaluation.metrics.words import best, qa_f1
 from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.samples.questions import option_answer, require, split_option, texts_of
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.read import Read
-from kvtool.evaluation.tasks.task import Json, Sample, TokenCounter, Turn
 
 _CHOICE = "\n\nQuestion: {input}\n{options}\n\nThe letter of the right answer:"
 

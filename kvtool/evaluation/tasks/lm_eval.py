@@ -25,17 +25,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field, NonNegativeInt
 
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.evaluation.metrics.summary import Statistic, Summary, mean
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.harness import Prepared, contained, hash_of, prepare
-from kvtool.evaluation.tasks.task import (
-    Json,
-    Sample,
-    Samples,
-    Statistic,
-    Summary,
-    Task,
-    TokenCounter,
-    mean,
-)
+from kvtool.evaluation.tasks.settings import Samples
+from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

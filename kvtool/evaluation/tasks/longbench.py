@@ -27,7 +27,9 @@ from kvtool.evaluation.metrics.lcs import rouge_l
 from kvtool.evaluation.metrics.words import best, first_line, qa_f1
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
 from kvtool.evaluation.samples.data_files import check_file, digest, load_json
-from kvtool.evaluation.tasks.task import Asking, Json, Sample, Samples, TokenCounter, Turn
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.tasks.asking import Asking
+from kvtool.evaluation.tasks.settings import Samples
 
 _METRICS = {
     "qa_f1": qa_f1,

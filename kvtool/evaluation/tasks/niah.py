@@ -19,8 +19,9 @@ from kvtool.evaluation.metrics.contains import contains, word_share
 from kvtool.evaluation.samples import needles
 from kvtool.evaluation.samples.fit import fit
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.drawn import Cell, Drawn
-from kvtool.evaluation.tasks.task import Json, Lengths, Sample, Samples, TokenCounter, Turn
+from kvtool.evaluation.tasks.settings import Lengths, Samples
 
 _NEW_TOKENS = 32  # seven digits and a full stop take up to 9 tokens
 _MOST_DEPTHS = 1001  # every tenth of a percent

@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from kvtool.documents.samples import Number
+from kvtool.evaluation.metrics.summary import Curve, Summary
 from kvtool.evaluation.samples.passages import question_sample
-from kvtool.evaluation.tasks.task import (
-    Curve,
-    Json,
-    Lengths,
-    Sample,
-    Samples,
-    Summary,
-    Task,
-    TokenCounter,
-    Tokens,
-)
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
+from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
+from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
     from kvtool.evaluation.bench.bench import Bench

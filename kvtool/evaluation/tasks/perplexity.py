@@ -18,21 +18,12 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_valida
 
 from kvtool.documents.samples import Number
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.evaluation.metrics.summary import Curve, Statistic, Summary, mean
 from kvtool.evaluation.samples.data import Data, documents
 from kvtool.evaluation.samples.passages import recap_passage
-from kvtool.evaluation.tasks.task import (
-    Curve,
-    Json,
-    Lengths,
-    Sample,
-    Samples,
-    Statistic,
-    Summary,
-    Task,
-    TokenCounter,
-    Tokens,
-    mean,
-)
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
+from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
+from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
     from kvtool.evaluation.bench.bench import Bench

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
-from kvtool.evaluation.tasks.task import Asking, Samples
+from kvtool.evaluation.tasks.asking import Asking
+from kvtool.evaluation.tasks.settings import Samples
 
 
 class Read(Asking):

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import BaseModel
 
 from kvtool.errors import UsageError
+from kvtool.evaluation.metrics.summary import Summary
 from kvtool.evaluation.samples.data import Data, documents
 from kvtool.evaluation.samples.fit import generator
 from kvtool.evaluation.samples.haystack import haystack
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.fidelity import (
     Compared,
     compare_with_full,
@@ -22,16 +24,8 @@ from kvtool.evaluation.tasks.fidelity import (
     overlap,
     overlap_protocol,
 )
-from kvtool.evaluation.tasks.task import (
-    Json,
-    Lengths,
-    Sample,
-    Samples,
-    Summary,
-    Task,
-    TokenCounter,
-    Turn,
-)
+from kvtool.evaluation.tasks.settings import Lengths, Samples
+from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
     from kvtool.evaluation.bench.bench import Bench
@@ -97,7 +91,7 @@ class Reconstruct(Task):
             bench,
             (sample.context, turn.question),
             turn.max_new_tokens,
-            query_aware=bench.knows_query(self),
+            query_aware=self.knows_query(bench.protocol),
         )
         return record | {"source": sample.context}
 

@@ -21,8 +21,8 @@ import numpy as np
 from kvtool.evaluation.samples import needles
 from kvtool.evaluation.samples.fit import fit
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
+from kvtool.evaluation.samples.sample import Sample, TokenCounter
 from kvtool.evaluation.tasks.drawn import Cell, Ruler
-from kvtool.evaluation.tasks.task import Sample, TokenCounter
 
 _NEW_TOKENS = 128
 _DEPTHS = np.linspace(0, 100, 40)

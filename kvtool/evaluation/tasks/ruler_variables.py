@@ -16,8 +16,8 @@ import numpy as np
 from kvtool.evaluation.metrics.contains import words_match_all
 from kvtool.evaluation.samples.fit import fit
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.drawn import Cell, Ruler
-from kvtool.evaluation.tasks.task import Json, Sample, TokenCounter, Turn
 from kvtool.models.reference.vocabulary import VARIABLES
 
 _HOPS = 4

@@ -34,8 +34,10 @@ from kvtool.evaluation.samples.random_data import (
     spread,
     units_for,
 )
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.drawn import Cell, Drawn
-from kvtool.evaluation.tasks.task import Asking, Json, Sample, Samples, TokenCounter, Turn
+from kvtool.evaluation.tasks.settings import Samples
 
 _ENDS = 3  # characters of a prefix and of a suffix
 _HOLDERS = 5  # variables that a value passes through
@@ -55,12 +57,22 @@ class SharedContext(Asking):
     mode: Literal["multi_turn", "scdq"] = "multi_turn"
     golden: bool = True
 
+    @property
+    def same_context(self) -> bool:
+        """Whether every question is asked of the same compressed context."""
+        return self.mode == "scdq"
+
+    @property
+    def after_references(self) -> bool:
+        """Whether a turn follows the reference answer to the one before, not the model's own."""
+        return self.golden
+
     def needed_tokens(self, sample: Sample, tokens: TokenCounter) -> int:
         """Return the tokens of the longest prompt with its longest answer."""
         asked = [tokens.count(turn.question + turn.answer_prefix) for turn in sample.turns]
         new = [turn.max_new_tokens for turn in sample.turns]
         read = tokens.special + tokens.count(sample.context)
-        if self.mode == "scdq":
+        if self.same_context:
             return read + max(np.add(asked, new).tolist())
         said = [tokens.count(" " + turn.references[0]) for turn in sample.turns]
         before = np.cumsum([0, *np.add(asked, said if self.golden else new)[:-1]])

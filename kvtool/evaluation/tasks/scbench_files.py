@@ -25,9 +25,9 @@ from kvtool.evaluation.metrics.numbers import first_digits
 from kvtool.evaluation.metrics.overlap import rouge
 from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.samples.questions import option_answer, require, split_option, texts_of
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.read import Read
 from kvtool.evaluation.tasks.scbench import SharedContext
-from kvtool.evaluation.tasks.task import Json, Sample, TokenCounter, Turn
 
 _ASIS = "\n\n{input}"
 

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from kvtool.documents.samples import Amount, Number
-from kvtool.evaluation.tasks.task import Json, Lengths, Sample, Samples, Task, TokenCounter, Tokens
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
+from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
+from kvtool.evaluation.tasks.task import Task
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
@@ -107,10 +109,7 @@ class Speed(Task):
         length, new = sample.cell["length"], sample.cell["new_tokens"]
         batch = sample.cell.get("batch") or self._largest(bench, length, new)
         size = (length, new, batch)
-        if bench.warm != (self.name, *size):
-            self._once(bench, *size)
-            bench.warm = (self.name, *size)
-            bench.restart_meter()
+        bench.warm_up_for((self.name, *size), lambda: self._once(bench, *size))
         return self._once(bench, *size)
 
     def _largest(self, bench: Bench, length: int, new: int) -> int:
@@ -144,7 +143,7 @@ class Speed(Task):
         for _ in range(new):
             logits = step(bench.model, cache, logits.argmax(-1))
         broken = bool(broken_rows(logits).any())  # waits for a GPU
-        bench.count_decoding(cache, steps=new * batch, seconds=time.perf_counter() - start)
+        bench.meter.count_decoding(cache, steps=new * batch, seconds=time.perf_counter() - start)
         if broken:
             raise explain(bench.model, ids[:1])
         meter = bench.meter

@@ -10,9 +10,12 @@ import kvtool
 from kvtool import generation
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.arms import Arm, make_arms
-from kvtool.evaluation.bench.bench import Bench, Protocol
+from kvtool.evaluation.bench.ask import ask
+from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.prompts import first_prompt
-from kvtool.evaluation.tasks.task import Asking, Sample, Turn
+from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.samples.sample import Sample, Turn
+from kvtool.evaluation.tasks.scbench import SharedContext
 from kvtool.models.chat import make_frame
 
 CHAT = (
@@ -23,11 +26,9 @@ TEXT = " The old lamp was near the school." * 20
 CODES = " The secret code for falcon: 7429103. The secret code for tiger: 55812."
 
 
-class Questions(Asking):
-    """Asks; `mode` and `golden` as in SCBench."""
+class Questions(SharedContext):
+    """Asks; `mode` and `golden` are SCBench's."""
 
-    mode: str = "multi_turn"
-    golden: bool = True
     metric: ClassVar[str] = "em"
 
     def draw(self, tokens):
@@ -74,6 +75,10 @@ class Recorder:
         return bench
 
 
+def asked_of(bench, sample, task):
+    return ask(bench, sample, task.ask_options(bench.protocol))
+
+
 def first_turn(sample):
     return Sample(sample.id, sample.context, sample.turns[:1])
 
@@ -81,7 +86,7 @@ def first_turn(sample):
 def test_a_question_is_asked_as_a_plain_generation_asks_it(loaded):
     for arm in (FULL, H2O, SNAPKV):
         bench = Bench(loaded, arm, Protocol())
-        (answer,) = bench.ask(first_turn(SAMPLE), Questions(name="q"))
+        (answer,) = asked_of(bench, first_turn(SAMPLE), Questions(name="q"))
         text = SAMPLE.context + question("falcon") + cue("falcon")
         ids = loaded.tokenizer(text, return_tensors="pt").input_ids
         cache = kvtool.build_cache(loaded.model, arm.policy, arm.budget)
@@ -99,7 +104,7 @@ def test_a_question_is_asked_as_a_plain_generation_asks_it(loaded):
 def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(loaded):
     asked = Sample("one", SAMPLE.context, SAMPLE.turns[1:])
     bench = Bench(loaded, FULL, Protocol(stop=("1", "8")))
-    (answer,) = bench.ask(asked, Questions(name="q"))
+    (answer,) = asked_of(bench, asked, Questions(name="q"))
     assert answer["prediction"].strip() == "55"
 
     class Patient(Questions):
@@ -107,14 +112,14 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(loaded):
         def min_new_tokens(self):
             return 4
 
-    (answer,) = bench.ask(asked, Patient(name="q"))
+    (answer,) = asked_of(bench, asked, Patient(name="q"))
     assert answer["prediction"].strip().startswith("558")  # what must be there ends nothing
 
 
 def test_an_unknown_query_comes_after_the_context_is_compressed(loaded):
     recorder = Recorder([])
     bench = recorder.bench(loaded, H2O, Protocol(query_aware=False))
-    (answer,) = bench.ask(first_turn(SAMPLE), Questions(name="q"))
+    (answer,) = asked_of(bench, first_turn(SAMPLE), Questions(name="q"))
     assert recorder.fed == [SAMPLE.context, question("falcon") + cue("falcon")]
     cache = kvtool.build_cache(loaded.model, H2O.policy, H2O.budget)
     ids = bench.encode(SAMPLE.context, special=True)
@@ -124,13 +129,13 @@ def test_an_unknown_query_comes_after_the_context_is_compressed(loaded):
     first = loaded.tokenizer.decode(logits.argmax(-1))
     assert answer["prediction"].startswith(first)
     full = Bench(loaded, FULL, Protocol(query_aware=False))
-    (answer,) = full.ask(first_turn(SAMPLE), Questions(name="q"))
+    (answer,) = asked_of(full, first_turn(SAMPLE), Questions(name="q"))
     assert answer["prediction"].strip() == "7429103."
 
 
 def test_turns_follow_each_other_after_the_reference_answer(loaded):
     recorder = Recorder([])
-    answers = recorder.bench(loaded, FULL).ask(SAMPLE, Questions(name="q"))
+    answers = asked_of(recorder.bench(loaded, FULL), SAMPLE, Questions(name="q"))
     assert recorder.fed == [
         SAMPLE.context + question("falcon") + cue("falcon"),
         " 7429103" + question("tiger") + cue("tiger"),
@@ -141,7 +146,7 @@ def test_turns_follow_each_other_after_the_reference_answer(loaded):
 def test_turns_can_follow_the_models_own_answer(loaded):
     recorder = Recorder([])
     bench = recorder.bench(loaded, FULL)
-    answers = bench.ask(SAMPLE, Questions(name="q", golden=False))
+    answers = asked_of(bench, SAMPLE, Questions(name="q", golden=False))
     assert len(recorder.fed) == 2
     assert recorder.fed[1].endswith(question("tiger") + cue("tiger"))
     assert "7429103" not in recorder.fed[1]  # it is in the cache already
@@ -152,15 +157,15 @@ def test_questions_about_one_context_do_not_see_each_other(loaded):
     recorder = Recorder([])
     bench = recorder.bench(loaded, H2O)
     task = Questions(name="q", mode="scdq")
-    assert not bench.knows_query(task)
-    both = bench.ask(SAMPLE, task)
+    assert not task.knows_query(bench.protocol)
+    both = asked_of(bench, SAMPLE, task)
     assert recorder.fed == [
         SAMPLE.context,
         question("falcon") + cue("falcon"),
         question("tiger") + cue("tiger"),
     ]
     swapped = Sample("one", SAMPLE.context, SAMPLE.turns[::-1])
-    again = Bench(loaded, H2O, Protocol()).ask(swapped, task)
+    again = asked_of(Bench(loaded, H2O, Protocol()), swapped, task)
     assert [a["prediction"] for a in both] == [a["prediction"] for a in again[::-1]]
 
 
@@ -174,7 +179,7 @@ def chatty(loaded):
 
 def test_a_chat_template_goes_around_the_question_and_before_the_cue(chatty):
     recorder = Recorder([])
-    recorder.bench(chatty, FULL).ask(SAMPLE, Questions(name="q"))
+    asked_of(recorder.bench(chatty, FULL), SAMPLE, Questions(name="q"))
     assert recorder.fed == [
         f"[user] {SAMPLE.context}{question('falcon')}\n[assistant] {cue('falcon')}",
         f" 7429103\n[user] {question('tiger')}\n[assistant] {cue('tiger')}",
@@ -192,7 +197,7 @@ def test_a_task_can_do_without_the_template_and_so_can_a_run(chatty):
         (Questions(name="q"), Protocol(chat_template="off")),
     ]:
         recorder = Recorder([])
-        recorder.bench(chatty, FULL, protocol).ask(first_turn(SAMPLE), task)
+        asked_of(recorder.bench(chatty, FULL, protocol), first_turn(SAMPLE), task)
         assert recorder.fed == [SAMPLE.context + question("falcon") + cue("falcon")]
 
 
@@ -244,7 +249,7 @@ def test_a_question_of_more_than_half_the_length_keeps_all_of_itself(loaded):
 def test_an_answer_and_its_prompt_fit_the_model(loaded, monkeypatch):
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", 200)
     recorder = Recorder([])
-    recorder.bench(loaded, FULL).ask(first_turn(SAMPLE), Questions(name="q"))
+    asked_of(recorder.bench(loaded, FULL), first_turn(SAMPLE), Questions(name="q"))
     fed = loaded.tokenizer(recorder.fed[0]).input_ids
     assert 180 < len(fed) <= 200 - 9 + 1
     assert recorder.fed[0].endswith(question("falcon") + cue("falcon"))
@@ -306,7 +311,7 @@ def test_a_context_is_read_once_for_all_its_continuations_and_then_let_go(loaded
     held = []
     shared = {}
     bench = Bench(loaded, H2O, Protocol(), shared)
-    record = bench.measure(Choice(name="q"), SAMPLE)
+    record = Choice(name="q").measure(bench, SAMPLE)
     assert record["cost"]["prompt_tokens"] == len(loaded.tokenizer(TEXT).input_ids)
     assert held == [1]
     assert (shared, bench._contexts) == ({}, {})  # no arm's cache stays while another runs

@@ -5,9 +5,10 @@ import math
 import pytest
 
 from kvtool.errors import UsageError
+from kvtool.evaluation.metrics.summary import mean
 from kvtool.evaluation.run.collect import Measured, averages, task_result, with_deltas
 from kvtool.evaluation.run.gates import Gate, check_gates, judge, parse_least
-from kvtool.evaluation.tasks.task import Asking, mean
+from kvtool.evaluation.tasks.asking import Asking
 
 COST = {
     "prompt_tokens": 100,

@@ -10,11 +10,12 @@ import pytest
 import kvtool
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.arms import make_arms
-from kvtool.evaluation.bench.bench import Protocol, token_counter
+from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.run.collect import Measured, task_result
 from kvtool.evaluation.run.run import Run
 from kvtool.evaluation.run.runner import draw_jobs
 from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.samples.sample import token_counter
 from kvtool.evaluation.tasks.niah import Needle
 from kvtool.evaluation.tasks.reconstruct import Reconstruct
 from kvtool.models.load import load

@@ -5,7 +5,7 @@ import pytest
 
 from kvtool.errors import UsageError
 from kvtool.evaluation.samples.fit import fit, generator, longest, needed_tokens
-from kvtool.evaluation.tasks.task import Sample, TokenCounter, Turn
+from kvtool.evaluation.samples.sample import Sample, TokenCounter, Turn
 from tests.evaluation.tokenizers import WORDS
 
 

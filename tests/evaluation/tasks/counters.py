@@ -4,7 +4,7 @@ from functools import lru_cache
 
 from transformers import AutoTokenizer
 
-from kvtool.evaluation.tasks.task import TokenCounter
+from kvtool.evaluation.samples.sample import TokenCounter
 from kvtool.models.reference import path
 
 

@@ -7,6 +7,7 @@ import statistics
 import pytest
 
 from kvtool.errors import UsageError
+from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.infinitebench import (
     CodeRun,
     KeyValueRetrieval,
@@ -16,7 +17,6 @@ from kvtool.evaluation.tasks.infinitebench import (
     PassKeyRetrieval,
 )
 from kvtool.evaluation.tasks.table import task_class
-from kvtool.evaluation.tasks.task import Json
 from tests.evaluation.tasks.counters import WORDS, bundled
 
 TASKS = {

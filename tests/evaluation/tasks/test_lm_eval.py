@@ -9,11 +9,12 @@ import pytest
 import kvtool
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.arms import make_arms
-from kvtool.evaluation.bench.bench import Bench, Protocol
+from kvtool.evaluation.bench.bench import Bench
+from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.samples.sample import Sample, TokenCounter
 from kvtool.evaluation.tasks import harness
 from kvtool.evaluation.tasks.lm_eval import LmEval
 from kvtool.evaluation.tasks.table import expand, task_class
-from kvtool.evaluation.tasks.task import Sample, TokenCounter
 from kvtool.models.load import load
 from kvtool.models.reference.prompt import needle_prompt
 

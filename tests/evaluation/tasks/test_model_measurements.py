@@ -9,8 +9,10 @@ import torch
 import kvtool
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.arms import make_arms
-from kvtool.evaluation.bench.bench import Bench, Meter, Protocol
+from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.memory import Peak
+from kvtool.evaluation.bench.meter import Meter
+from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.run.runner import draw_jobs
 from kvtool.evaluation.tasks.fidelity import FidelityTask
 from kvtool.evaluation.tasks.output_error import OutputError
@@ -29,7 +31,7 @@ def measure(loaded, counter, task, *arms, protocol=None):
         shared = {}
         for arm in arms:
             bench = Bench(loaded, arm, protocol or Protocol(), shared)
-            records[arm].append(bench.measure(task, sample))
+            records[arm].append(task.measure(bench, sample))
     return samples, records
 
 
@@ -167,8 +169,7 @@ def test_no_arm_pays_for_the_answer_that_all_compare_with(loaded, counter, task,
 
     monkeypatch.setattr(Bench, "once", spy)
     monkeypatch.setattr(Bench, "restart_meter", lambda self: events.append("restart"))
-    monkeypatch.setattr(Bench, "meter", Meter(), raising=False)
-    monkeypatch.setattr(Bench, "_peak", Peak([torch.device("cpu")]), raising=False)
+    monkeypatch.setattr(Bench, "meter", Meter(Peak([torch.device("cpu")])), raising=False)
     measure(loaded, counter, task, TINY)
     assert events[-2:] == ["answer", "restart"]
 

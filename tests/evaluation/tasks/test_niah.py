@@ -9,7 +9,9 @@ from pydantic import ValidationError
 from kvtool.cache.attention import attach
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.arms import Arm
-from kvtool.evaluation.bench.bench import Bench, Protocol, token_counter
+from kvtool.evaluation.bench.bench import Bench
+from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.samples.sample import token_counter
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
 from tests.evaluation.tasks.drawing import check_drawing, check_fill, draw, make, score
@@ -131,5 +133,5 @@ def test_the_reference_model_finds_needles_with_a_full_cache():
         task = make(name, lengths=512, **settings)
         samples = list(task.draw(token_counter(bench.tokenizer, 8192)))
         assert len(samples) == 10
-        records = [bench.measure(task, sample) for sample in samples]
+        records = [task.measure(bench, sample) for sample in samples]
         assert task.summarise(records).metrics[task.metric].value >= 0.9 * task.best

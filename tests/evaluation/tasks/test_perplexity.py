@@ -6,7 +6,8 @@ import pytest
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.arms import make_arms
-from kvtool.evaluation.bench.bench import Bench, Protocol
+from kvtool.evaluation.bench.bench import Bench
+from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.tasks.perplexity import Perplexity
 
 ARMS = make_arms(["h2o", "streaming", "snapkv"], ["40", "4K"])
@@ -16,7 +17,7 @@ def measure(loaded, counter, arm, **settings):
     task = Perplexity(name="ppl", **{"lengths": "256", "samples": 2} | settings)
     samples = list(task.draw(counter))
     bench = Bench(loaded, arm, Protocol())
-    return task, samples, [bench.measure(task, sample) for sample in samples]
+    return task, samples, [task.measure(bench, sample) for sample in samples]
 
 
 def plain(loaded, text, skip) -> float:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.evaluation.samples.sample import TokenCounter
 from kvtool.evaluation.tasks.ruler_words import draw_words, frequencies
-from kvtool.evaluation.tasks.task import TokenCounter
 from kvtool.models.reference.vocabulary import NOUNS
 from tests.evaluation.tasks.drawing import check_drawing, check_fill, draw, make, score
 from tests.evaluation.tokenizers import COUNTERS, REFERENCE, WORDS

@@ -8,10 +8,10 @@ import pytest
 
 from kvtool.errors import UsageError
 from kvtool.evaluation.samples.random_data import STATISTICS
+from kvtool.evaluation.samples.sample import Sample, Turn
 from kvtool.evaluation.tasks import scbench
 from kvtool.evaluation.tasks.scbench import KeyValue, MathFind, PrefixSuffix, Variables
 from kvtool.evaluation.tasks.table import task_class
-from kvtool.evaluation.tasks.task import Sample, Turn
 from tests.evaluation.tasks.counters import WORDS, bundled
 
 TASKS = {"kv": KeyValue, "prefix_suffix": PrefixSuffix, "vt": Variables, "mf": MathFind}

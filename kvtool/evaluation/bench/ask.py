@@ -1,0 +1,120 @@
+"""How a sample is asked: what is fed in which order, and where an answer ends."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtool.evaluation.bench.prompts import Prompt, first_prompt, text_before
+from kvtool.evaluation.samples.sample import Json, Sample, Turn
+from kvtool.models.chat import Frame, make_frame
+from kvtool.models.length import trained_length
+
+if TYPE_CHECKING:
+    from kvtool.cache.cache import KVCache
+    from kvtool.evaluation.bench.bench import Bench
+
+
+@dataclass(frozen=True)
+class AskOptions:
+    """How a task wants its questions asked.
+
+    Attributes:
+        query_aware: whether the question is in the prompt that is compressed.
+        same_context: whether every question is asked of the same compressed context; else a turn
+            follows the one before it.
+        golden: whether a turn follows the reference answer to the one before, not the model's own.
+        chat: whether a chat template may go around the prompt.
+        stop: texts that end an answer.
+        min_new_tokens: tokens that an answer has at least.
+    """
+
+    query_aware: bool = True
+    same_context: bool = False
+    golden: bool = False
+    chat: bool = True
+    stop: tuple[str, ...] = ()
+    min_new_tokens: int = 0
+
+
+def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
+    """Ask every turn of a sample.
+
+    Where the query is not known beforehand, the context is compressed first and the question comes
+    as a further turn, compressed with what is left.
+
+    Returns:
+        Per turn its `prediction`, `references` and `new_tokens`.
+    """
+    frame = make_frame(bench.tokenizer, bench.protocol.chat_template, options.chat)
+    prompt = _first_prompt(bench, sample, frame)
+    cache, read_so_far = bench.new_cache(), False
+    if not options.query_aware:
+        bench.feed(cache, bench.encode(prompt.context, special=prompt.special))
+        read_so_far = True
+    answers: list[Json] = []
+    lead = ""
+    for i, turn in enumerate(sample.turns):
+        text = lead + turn.question + frame.closing + turn.answer_prefix
+        goes_on = i + 1 < len(sample.turns) and not options.same_context
+        with cache.rollback() if options.same_context else contextlib.nullcontext():
+            if read_so_far:
+                ids = bench.encode_on(text)
+            else:
+                ids = bench.encode(prompt.context + text, special=prompt.special)
+            bench.feed(cache, ids, new_tokens=_answer_tokens(bench, turn))
+            with cache.rollback() if goes_on and options.golden else contextlib.nullcontext():
+                answers.append(_answer(bench, cache, turn, options))
+        read_so_far = True
+        if goes_on and options.golden:
+            space = " " if turn.answer_prefix else ""
+            lead = space + ", ".join(turn.references) + frame.next
+        elif goes_on:  # an answer that ended itself has its end-of-turn token already
+            lead = frame.next.removeprefix(bench.tokenizer.decode(cache.input_ids[0, -1:]))
+    return answers
+
+
+def _first_prompt(bench: Bench, sample: Sample, frame: Frame) -> Prompt:
+    return first_prompt(
+        bench.tokenizer,
+        frame,
+        sample,
+        max_length=_max_length(bench, sample),
+        truncate=bench.protocol.truncate,
+    )
+
+
+def _max_length(bench: Bench, sample: Sample) -> int | None:
+    """Return the tokens of the longest first prompt after which all else still fits."""
+    if bench.protocol.max_length is not None:
+        return bench.protocol.max_length
+    limit = trained_length(bench.model.config)
+    if limit is None:
+        return None
+    later = sum(
+        bench.encode(turn.question + turn.answer_prefix, special=False).shape[1]
+        for turn in sample.turns[1:]
+    )
+    answers = [_answer_tokens(bench, turn) for turn in sample.turns]
+    return limit - later - sum(answers)
+
+
+def _answer(bench: Bench, cache: KVCache, turn: Turn, options: AskOptions) -> Json:
+    stop, fewest = (*options.stop, *bench.protocol.stop), options.min_new_tokens
+    result = bench.decode(
+        cache,
+        max_new_tokens=_answer_tokens(bench, turn),
+        stop=stop,
+        min_new_tokens=fewest,
+    )
+    begun = bench.tokenizer.decode(result.token_ids[0][:fewest], skip_special_tokens=True)
+    return {
+        "prediction": text_before(stop, result.text[0], start=len(begun)),
+        "references": list(turn.references),
+        "new_tokens": result.new_tokens,
+    }
+
+
+def _answer_tokens(bench: Bench, turn: Turn) -> int:
+    return bench.protocol.max_new_tokens or turn.max_new_tokens

@@ -1,0 +1,75 @@
+"""What a sample costs: tokens, seconds and bytes, counted while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtool.evaluation.bench.memory import Peak
+from kvtool.evaluation.samples.sample import Json
+
+if TYPE_CHECKING:
+    from kvtool.cache.cache import KVCache
+
+
+@dataclass
+class Meter:
+    """What one sample cost: seconds and tokens add up, bytes are those of its largest cache.
+
+    Attributes:
+        peak: the growth of memory since the sample began.
+    """
+
+    peak: Peak
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decoded: int = 0
+    bytes: dict[str, float] = field(default_factory=dict)
+
+    def count_prefill(self, cache: KVCache, *, tokens: int, seconds: float) -> None:
+        """Count a text that was fed as a prompt."""
+        self.prefill_s += seconds
+        self.prompt_tokens += tokens
+        self.read(cache)
+
+    def count_decoding(
+        self, cache: KVCache, *, steps: int, seconds: float, tokens: int | None = None
+    ) -> None:
+        """Count forwards of single tokens.
+
+        Args:
+            tokens: how many are new, by default as many as there were steps.
+        """
+        self.decode_s += seconds
+        self.new_tokens += steps if tokens is None else tokens
+        self.decoded += steps
+        self.read(cache)
+
+    def read(self, cache: KVCache) -> None:
+        """Take the bytes of a cache as it stands now, from its tensors."""
+        report = cache.report(of_all_processes=True)
+        attended = [kept for kept in report.kept_per_layer if kept] or [0]
+        now = {
+            "kept_tokens": sum(attended) / len(attended),
+            "kv_bytes": report.kv_bytes,
+            "state_bytes": report.state_bytes,
+            "full_bytes": report.full_bytes,
+            "peak_kv_bytes": report.peak_bytes,
+            "traffic_pairs": report.traffic_pairs,
+            "traffic_bytes": report.traffic_bytes,
+        }
+        self.bytes = {name: max(value, self.bytes.get(name, 0)) for name, value in now.items()}
+
+    def record(self) -> Json:
+        """Return everything as JSON values."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "decoded_tokens": self.decoded,
+            "prefill_s": round(self.prefill_s, 6),
+            "decode_s": round(self.decode_s, 6),
+            **self.bytes,
+            "peak_memory_bytes": self.peak.growth(),
+        }

@@ -1,0 +1,55 @@
+"""Scores of samples put together: means, standard errors, cells and curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A number over samples; `stderr` is its standard error, None where it has none."""
+
+    value: float
+    n: int
+    stderr: float | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A named line for a picture, such as the NLL against the position."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    x_label: str
+    y_label: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a task says about one arm.
+
+    Attributes:
+        metrics: every score by name; the headline is the task's `metric`.
+        cells: the headline per cell.
+        curves: lines for pictures.
+    """
+
+    metrics: dict[str, Statistic]
+    cells: list[tuple[Mapping[str, int | float | str], Statistic]] = field(default_factory=list)
+    curves: dict[str, Curve] = field(default_factory=dict)
+
+
+def mean(values: Sequence[float]) -> Statistic:
+    """Return the mean with its standard error, from the sample variance.
+
+    >>> mean([0.0, 1.0, 1.0, 0.0])
+    Statistic(value=0.5, n=4, stderr=0.28867513459481287)
+    """
+    n = len(values)
+    centre = math.fsum(values) / n
+    if n < 2:
+        return Statistic(centre, n)
+    variance = math.fsum((value - centre) ** 2 for value in values) / (n - 1)
+    return Statistic(centre, n, math.sqrt(variance / n))
