@@ -96,6 +96,16 @@ def parse_prefill(text: str, name: str = "prefill") -> int | None:
     return block
 
 
+def spell_prefill(text: str, name: str = "prefill") -> str:
+    """Read how a prompt is fed, and write it in its canonical spelling, `full` or `block:M`.
+
+    >>> spell_prefill("FULL"), spell_prefill("block"), spell_prefill("block:1K")
+    ('full', 'block:128', 'block:1024')
+    """
+    block = parse_prefill(text, name)
+    return "full" if block is None else f"block:{block}"
+
+
 def check_temperature(value: float, name: str = "temperature") -> float:
     """Return a temperature that logits can be divided by, or 0.
 

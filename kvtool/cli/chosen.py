@@ -15,21 +15,36 @@ if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
 
 
+def given_policy(options: PromptOptions) -> Policy | None:
+    """Read the policy that is asked for, with its allocator; None if there is none."""
+    if options.policy is None:
+        return None
+    from kvtool.policies.grammar import parse_policy
+
+    policy = parse_policy(options.policy)
+    if options.allocator is None:
+        return policy
+    from kvtool.policies.with_allocator import with_allocator
+
+    return with_allocator(policy, options.allocator, options.policy)
+
+
 def choose_policy(
     options: PromptOptions, plan: PlanDocument | None, terminal: Terminal
 ) -> tuple[Policy, Budget | None]:
     """Read policy and budget, fill in what was not given, and refuse a budget that is too small."""
-    policy = options.policy
     size = None if options.budget is None else Budget.parse(options.budget)
     if plan is not None:
         size = plan.target.budget
-    if policy is None and size is not None:
+    if options.policy is None and size is not None:
         raise UsageError("--budget needs a policy", hint=f"--policy h2o+caote --budget {size}")
-    from kvtool.policies.grammar import parse_policy
+    chosen = given_policy(options)
+    if chosen is None:
+        from kvtool.policies.policy import Policy
+        from kvtool.policies.scores.full import Full
 
-    chosen = parse_policy("full" if policy is None else policy)
-    if policy is None:
         terminal.note("policy: full (everything is kept; choose another with --policy)")
+        return Policy(Full()), None
     if not chosen.takes_budget:
         if size is not None:
             terminal.note(

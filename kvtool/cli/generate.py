@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from typer import Exit
 
-from kvtool.cli.chosen import choose_policy
+from kvtool.cli.chosen import choose_policy, given_policy
 from kvtool.cli.conversation import begin, converse, read_said, spell_turn
 from kvtool.cli.generate_options import GenerateOptions
 from kvtool.cli.generated import choose_stream, document_of, summary, text_on_stdout
@@ -117,17 +117,17 @@ def _of_cache(options: GenerateOptions, path: Path) -> tuple[Policy, Budget | No
     """Return policy and budget of a saved cache; flags that say something else are refused."""
     size = None if options.budget is None else Budget.parse(options.budget)
     from kvtool.cache.files import read_metadata
-    from kvtool.policies.grammar import parse_policy, read_spelling
+    from kvtool.policies.grammar import read_spelling
 
     made = read_metadata(path)
     # first what is asked for, which may import what the file names
     asked = None if options.policy is None else parse_policy(options.policy)
     policy = read_spelling(made["policy"])
     budget = Budget.parse(made["budget"]) if made["budget"] else None
-    if asked is not None and asked != policy:
-        raise UsageError(
-            f"cache `{options.cache}` was made with policy `{policy}`, not `{options.policy}`"
-        )
+    given = given_policy(options)
+    if given is not None and given != policy:
+        typed = options.policy if options.allocator is None else given
+        raise UsageError(f"cache `{options.cache}` was made with policy `{policy}`, not `{typed}`")
     if size is not None and size != budget:
         raise UsageError(f"cache `{options.cache}` was made with budget {budget}, not {size}")
     return policy, budget

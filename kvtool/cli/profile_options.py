@@ -9,10 +9,8 @@ from typing import Annotated
 from typer import Option
 
 from kvtool.cli.options import ModelOptions
+from kvtool.evaluation.profile_request import POLICY, SHARES
 from kvtool.profiling.names import DEFAULT, METRICS
-
-_POLICY = "h2o"
-_SHARES = ("1/16", "1/8", "1/4", "1/2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +39,14 @@ class ProfileOptions(ModelOptions):
     ] = ",".join(DEFAULT)
     policy: Annotated[
         str | None,
-        Option("--policy", "-p", metavar="POLICY", help=f"Of output_error.  [default: {_POLICY}]"),
+        Option("--policy", "-p", metavar="POLICY", help=f"Of output_error.  [default: {POLICY}]"),
     ] = None
     budgets: Annotated[
         str | None,
         Option(
             "--budgets",
             metavar="SIZE,..",
-            help=f"Of output_error, tokens or shares.  [default: {','.join(_SHARES)}]",
+            help=f"Of output_error, tokens or shares.  [default: {','.join(SHARES)}]",
         ),
     ] = None
     plot: Annotated[

@@ -8,6 +8,7 @@ from kvtool.cli.terminal import Terminal
 from kvtool.documents.prompts import check_prompt, read_prompt
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
+from kvtool.models.notes import handful_note, length_note
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
     from kvtool.cache.cache import KVCache
     from kvtool.cli.prompt_options import PromptOptions
-
-_HANDFUL = 16  # a budget below it is one of a handful of tokens
 
 
 def check_stdin(options: PromptOptions) -> None:
@@ -55,9 +54,7 @@ def encode(loaded: Loaded, text: str, *, first: bool, source: str) -> Tensor:
 
 def note_handful(tokens: int, terminal: Terminal) -> None:
     """Say of a budget of a handful of tokens that little can come of it."""
-    if tokens < _HANDFUL:
-        plural = "token is" if tokens == 1 else "tokens are"
-        terminal.note(f"note: {tokens} {plural} a handful; what comes of so few makes little sense")
+    terminal.note_any(handful_note(tokens))
 
 
 def note_text(
@@ -75,29 +72,9 @@ def note_text(
         Whether it may leave them.
     """
     if not cache.renumbers:
-        return note_length(config, max(cache.tokens_seen()) + tokens, new_tokens, terminal)
-    block = min(tokens, cache.block or tokens)
-    return note_length(config, cache.first_layer.kept + block, 0, terminal)
-
-
-def note_length(config: PreTrainedConfig, tokens: int, new_tokens: int, terminal: Terminal) -> bool:
-    """Say where a text is going to be longer than any that the model was trained for.
-
-    Args:
-        tokens: of the text before an answer.
-        new_tokens: of the longest answer.
-
-    Returns:
-        Whether it may be longer.
-    """
-    from kvtool.model_shape import trained_length
-
-    limit = trained_length(config)
-    if limit is None or tokens + new_tokens <= limit:
-        return False
-    answer = f" and up to {new_tokens} new ones" if new_tokens else ""
-    terminal.note(
-        f"note: {tokens} tokens{answer} are more than the {limit} that the model was trained for; "
-        "what it says beyond them may be nonsense"
-    )
-    return True
+        told = length_note(config, max(cache.tokens_seen()) + tokens, new_tokens)
+    else:
+        block = min(tokens, cache.block or tokens)
+        told = length_note(config, cache.first_layer.kept + block, 0)
+    terminal.note_any(told)
+    return told is not None

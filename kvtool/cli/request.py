@@ -9,7 +9,7 @@ from kvtool.cli.prompt import note_handful
 from kvtool.cli.prompt_options import PromptOptions
 from kvtool.cli.terminal import Terminal
 from kvtool.models.load import REFERENCE, Loaded
-from kvtool.sizes import Budget, parse_prefill
+from kvtool.sizes import Budget, spell_prefill
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
@@ -86,8 +86,7 @@ def read_prefill(text: str | None) -> str:
     Raises:
         UsageError: neither, or a block of no token.
     """
-    block = parse_prefill(text or "full", name="--prefill")
-    return "full" if block is None else f"block:{block}"
+    return spell_prefill(text or "full", name="--prefill")
 
 
 def configuration(options: PromptOptions, request: Request) -> dict[str, Any]:

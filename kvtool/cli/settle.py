@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.cli.prompt import check_stdin
 from kvtool.cli.prompt_options import PromptOptions
-from kvtool.cli.recipes import Flags, resolve, with_allocator
+from kvtool.cli.recipes import model_flags, read_given
 from kvtool.errors import UsageError
 from kvtool.sizes import parse_count
 
@@ -38,26 +38,27 @@ def settle(options: Prompted, command: str) -> tuple[Prompted, PlanDocument | No
     if options.recipe is None and not options.set and not options.unset:
         values = _values(Recipe(), options)
         given = {name: getattr(options, name) for name in values}
-        given["policy"] = _split_by(options.policy, options.allocator)
+        _check_allocator(options.policy, options.allocator)
         filled = {k: values[k] if v in (None, []) else v for k, v in given.items()}
         return replace(options, **filled), None
-    flags = Flags(options)
+    from kvtool.documents.resolve import resolve
+
+    flags = model_flags(options)
     for name in ("policy", "budget", "prefill"):
-        flags.take(options, name)
+        flags.take(name, getattr(options, name))
     for name in _DRAWING:
         value = getattr(options, name, None)
         if isinstance(value, str):
             value = parse_count(value)
         flags.set(f"--{name.replace('_', '-')} {value}", value, "generation", name)
-    recipe, _ = resolve(options, flags, command)
-    options = replace(options, **_values(recipe, options))
-    if recipe.plan is None:
-        return options, None
-    from kvtool.documents.plan import PlanDocument
-
-    if options.policy is None:
+    resolved = resolve(
+        read_given(options), flags, sets=options.set, unsets=options.unset, command=command
+    )
+    options = replace(options, **_values(resolved.recipe, options))
+    _check_allocator(options.policy, options.allocator)
+    if resolved.plan is not None and options.policy is None:
         raise UsageError("the plan names no policy", hint="--policy h2o")
-    return options, PlanDocument(**recipe.plan)
+    return options, resolved.plan
 
 
 def _values(recipe: Recipe, options: PromptOptions) -> dict[str, Any]:
@@ -67,8 +68,9 @@ def _values(recipe: Recipe, options: PromptOptions) -> dict[str, Any]:
     values = {
         "model": model.id,
         **model.model_dump(exclude={"id"}),
-        "policy": _split_by(_only(recipe.policies(), "policies", "--policy"), recipe.allocator),
-        "budget": _only(recipe.budgets(), "budgets", "--budget"),
+        "policy": _only(recipe.policies(), "policies", "--policy"),
+        "allocator": recipe.allocator,
+        "budget": _only([str(budget) for budget in recipe.budgets()], "budgets", "--budget"),
         "prefill": recipe.prefill,
         "seed": recipe.seed,
     }
@@ -76,10 +78,9 @@ def _values(recipe: Recipe, options: PromptOptions) -> dict[str, Any]:
     return values | {name: value for name, value in drawing.items() if hasattr(options, name)}
 
 
-def _split_by(policy: str | None, allocator: str | None) -> str | None:
+def _check_allocator(policy: str | None, allocator: str | None) -> None:
     if allocator is not None and policy is None:
         raise UsageError("--allocator needs a policy", hint=f"--policy h2o --allocator {allocator}")
-    return policy if policy is None else with_allocator(policy, allocator)
 
 
 def _only(values: list[str], what: str, flag: str) -> str | None:

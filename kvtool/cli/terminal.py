@@ -61,6 +61,11 @@ class Terminal:
         if not self.quiet:
             tell(f"{text}\n")
 
+    def note_any(self, text: str | None) -> None:
+        """Tell the person at the terminal something, if there is something to tell."""
+        if text is not None:
+            self.note(text)
+
     def print(self, table: RenderableType) -> None:
         """Print what rich lays out; on a terminal it is as wide as that, and coloured."""
         from rich.console import Console

@@ -84,12 +84,12 @@ BudgetChoice = Annotated[
 ]
 
 
-def spell(choice: BudgetChoice | None) -> list[str]:
-    """Return the canonical spelling of each budget; a plan is none."""
+def budgets_of(choice: BudgetChoice | None) -> list[Budget]:
+    """Return each budget; a plan is none."""
     if choice is None:
         return []
     if isinstance(choice, BudgetMapping):
         values = choice.tokens or choice.ratio or choice.bytes or []
     else:
         values = choice
-    return [str(Budget.parse(value)) for value in values]
+    return [Budget.parse(value) for value in values]

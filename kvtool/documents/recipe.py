@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvtool.documents.budget_choice import BudgetChoice, BudgetMapping, spell
+from kvtool.documents.budget_choice import BudgetChoice, BudgetMapping, budgets_of
 from kvtool.documents.document import Document
 from kvtool.documents.policy_choice import PolicyChoice
 from kvtool.documents.shapes import BY_SHAPE, MAPPING, MOST, SHORT, RecipeSection, counted, listed
@@ -27,8 +27,9 @@ from kvtool.sizes import (
     DEFAULT_BLOCK,
     LARGEST_SEED,
     MOST_TOKENS,
+    Budget,
     check_temperature,
-    parse_prefill,
+    spell_prefill,
 )
 
 Name = Annotated[str, StringConstraints(min_length=1)]
@@ -153,10 +154,7 @@ class PrefillMapping(RecipeSection):
 
 
 def _prefill(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    block = parse_prefill(value)
-    return "full" if block is None else f"block:{block}"
+    return spell_prefill(value) if isinstance(value, str) else value
 
 
 PrefillChoice = Annotated[
@@ -201,9 +199,9 @@ class Recipe(Document):
         rest = [str(modifier) for modifier in self.modifiers]
         return ["+".join([str(policy), *rest]) for policy in self.policy or []]
 
-    def budgets(self) -> list[str]:
-        """Return the budgets in their canonical spelling; empty without, and with a plan."""
-        return spell(self.budget)
+    def budgets(self) -> list[Budget]:
+        """Return the budgets; empty without, and with a plan."""
+        return budgets_of(self.budget)
 
     @property
     def plan(self) -> str | dict[str, Any] | None:

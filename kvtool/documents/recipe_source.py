@@ -163,25 +163,31 @@ def parse_policies(recipe: Recipe, source: Source, parse: Callable[[str], Policy
     """
     parsed: list[Policy] = []
     problems: dict[tuple[Keys, str], Problem] = {}
-    for i, choice in enumerate(recipe.policy or []):
-        found = _check(str(choice), parse) and _explain(
-            source, _way(source, "policy", i), choice, "", parse
-        )
-        for j, modifier in enumerate([] if found else recipe.modifiers):
-            text = f"{choice}+{modifier}"
-            if _check(text, parse):
-                way = _way(source, "modifiers", j)
-                found = [*(found or []), *_explain(source, way, modifier, f"{choice}+", parse)]
-        error = None if found else _check(recipe.policies()[i], parse)
-        if error:
-            found = [source.problem(("modifiers",), error)]
-        for problem in found or []:
-            problems[problem.keys, problem.message] = problem
-        if not problems:
-            parsed.append(parse(recipe.policies()[i]))
+    for i, text in enumerate(recipe.policies()):
+        try:
+            parsed.append(parse(text))
+        except UsageError as error:
+            found = _problems_of_policy(recipe, source, i, parse)
+            for problem in found or [source.problem(("modifiers",), str(error))]:
+                problems[problem.keys, problem.message] = problem
     if problems:
         raise DocumentError(list(problems.values()))
     return parsed
+
+
+def _problems_of_policy(
+    recipe: Recipe, source: Source, i: int, parse: Callable[[str], Any]
+) -> list[Problem]:
+    """Find why a policy cannot be read: itself, or one of its modifiers on it."""
+    choice = (recipe.policy or [])[i]
+    if _check(str(choice), parse):
+        return _explain(source, _way(source, "policy", i), choice, "", parse)
+    found = []
+    for j, modifier in enumerate(recipe.modifiers):
+        if _check(f"{choice}+{modifier}", parse):
+            way = _way(source, "modifiers", j)
+            found += _explain(source, way, modifier, f"{choice}+", parse)
+    return found
 
 
 def _way(source: Source, key: str, i: int) -> Keys:

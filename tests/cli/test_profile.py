@@ -166,7 +166,7 @@ def test_mistakes_are_told_in_one_line_before_the_model_loads(kvtool, monkeypatc
     def fail(*args, **kwargs):
         raise AssertionError("the weights were loaded")
 
-    monkeypatch.setattr("kvtool.cli.profile.load_model", fail)
+    monkeypatch.setattr("kvtool.models.attached.load", fail)
     (tmp_path / "short.txt").write_text("The old lamp was near the school.")
     arguments, message, hint = (REFUSED | ERROR_REFUSED)[case]
     if case in ERROR_REFUSED:

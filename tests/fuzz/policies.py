@@ -152,5 +152,5 @@ class Flags:
 
 def evaluate_until_drawn(*arguments: str) -> None:
     """Run `kvtool eval` as far as no sample is drawn."""
-    with patch("kvtool.cli.eval._draw", side_effect=Exit(0)):
+    with patch("kvtool.evaluation.prepare.draw_jobs", side_effect=Exit(0)):
         command(*arguments)

@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import kvtool
-from kvtool.evaluation.bench.arms import make_arms
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.run.run import Run, read_results
 from kvtool.evaluation.run.runner import draw_jobs
@@ -19,6 +18,7 @@ from kvtool.evaluation.samples.sample import token_counter
 from kvtool.evaluation.tasks.table import task_class
 from kvtool.models.load import load
 from kvtool.report.page import write_page
+from tests.evaluation.arms import make_arms
 from tests.fuzz.contract import Case, command
 from tests.fuzz.mutate import mutate_bytes, mutate_data, mutate_text, odd_word
 

@@ -1,17 +1,17 @@
-"""The arms of a comparison: one policy under one budget each, read from text."""
+"""The arms of a comparison: one policy under one budget each."""
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
-from kvtool.sizes import DEFAULT_BUDGET, Budget, parse_prefill
+from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
-    from kvtool.documents.plan import PlanDocument
     from kvtool.policies.policy import Policy
 
 BASELINE = "full"
@@ -24,13 +24,13 @@ class Arm:
     Attributes:
         budget: None for policies that keep everything.
         prefill: `full` or `block:M`.
-        plan: budgets of the layers, as the JSON of a plan whose target is `budget`.
+        plan: budgets of the layers; its target is `budget`.
     """
 
     policy: Policy
     budget: Budget | None
     prefill: str = "full"
-    plan: str | None = None
+    plan: PlanDocument | None = field(default=None, hash=False)
 
     @property
     def name(self) -> str:
@@ -46,53 +46,43 @@ class Arm:
         return re.sub(r"[^A-Za-z0-9.+@=,%_-]", "_", self.name)
 
 
-def plan_of(arm: Arm) -> PlanDocument | None:
-    """Return the plan of an arm, None if its budget does not come from one."""
-    from kvtool.documents.plan import PlanDocument
-
-    return None if arm.plan is None else PlanDocument(**json.loads(arm.plan))
-
-
 def make_arms(
-    policies: list[str],
-    budgets: list[str],
+    policies: Sequence[Policy],
+    budgets: Sequence[Budget],
     *,
     prefill: str = "full",
     baseline: bool = True,
     plan: PlanDocument | None = None,
     imports: bool = True,
 ) -> list[Arm]:
-    """Return every policy under every budget, the full cache first.
+    """Return every policy under every budget, each once, the full cache first.
 
     Args:
+        prefill: `full` or `block:M`.
         plan: takes the place of the budgets.
         imports: whether a module that a policy is named by is imported.
 
     Raises:
-        UsageError: a policy or budget that cannot be read, a budget that protected tokens fill.
+        UsageError: no policy, a budget that protected tokens fill.
     """
-    from kvtool.policies.grammar import parse_policy
+    from kvtool.policies.policy import Policy
+    from kvtool.policies.scores.full import Full
 
-    block = parse_prefill(prefill)
-    prefill = "full" if block is None else f"block:{block}"
-    sizes = [Budget.parse(budget) for budget in budgets] or [DEFAULT_BUDGET]
-    arms = [Arm(parse_policy(BASELINE), None, prefill)] if baseline else []
-    for text in policies:
-        policy = parse_policy(text, imports=imports)
+    sizes = budgets or [DEFAULT_BUDGET]
+    arms = [Arm(Policy(Full()), None, prefill)] if baseline else []
+    for policy in policies:
         if not policy.takes_budget:
             arms.append(Arm(policy, None, prefill))
             continue
         if plan is not None:
             if not policy.budget_is_traffic:
                 policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
-            text = json.dumps(plan.to_data(), sort_keys=True)
-            arms.append(Arm(policy, plan.target.budget, prefill, text))
+            arms.append(Arm(policy, plan.target.budget, prefill, plan))
             continue
         for size in sizes:
             if size.tokens is not None:
                 policy.check_budget(size.tokens)
             arms.append(Arm(policy, size, prefill))
-    arms = list(dict.fromkeys(arms))
     if not arms:
         raise UsageError("no policy to evaluate", hint="--policy streaming,h2o,h2o+caote")
-    return arms
+    return list(dict.fromkeys(arms))

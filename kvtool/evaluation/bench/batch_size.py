@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.arms import Arm
 from kvtool.planning.forecast import LayerShape, Text, forecast
@@ -19,9 +18,7 @@ from kvtool.policies.allocate.split import AllocatedSplit
 from kvtool.sizes import parse_prefill
 
 
-def row_bytes(
-    config: Any, dtype: str, arm: Arm, plan: PlanDocument | None, n: int, new: int
-) -> int:
+def row_bytes(config: Any, dtype: str, arm: Arm, n: int, new: int) -> int:
     """Return the most bytes that one row takes while it is read and continued.
 
     Args:
@@ -39,11 +36,15 @@ def row_bytes(
             f"`{arm.policy.name}` stores tables beside its keys, which no batch is computed for",
             hint="give the batch itself: batch: [1, 4, 16]",
         )
-    layers, numbers = layer_shapes(config, dtype), len(arm.policy.statistics)
-    sizes = [0 if layer is None else slot_bytes(layer, numbers) for layer in layers]
-    kept = _kept(arm, plan, layers, n)
+    text = config.get_text_config(decoder=True)
+    shape = model_shape(config, name="", dtype=dtype)
+    stored = layer_bytes(text, stored_dtype(text, dtype))
+    beside = _NUMBER * shape.kv_heads * (1 + len(arm.policy.statistics))
+    sizes = [size and size + beside for size in stored]
+    windows = layer_kinds(text)[1]
+    kept = _kept(arm, windows, sum(window is None for window in windows), n)
     allocator, heads = arm.policy.allocator, arm.policy.head_split
-    waits = plan is None and arm.budget is not None
+    waits = arm.plan is None and arm.budget is not None
     waits = waits and (
         (allocator is not None and allocator.metric is not None) or heads is not None
     )
@@ -58,24 +59,20 @@ def row_bytes(
     running = max(size * (k + block) for size, k in zip(sizes, kept, strict=True))
     before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
     spare = 8 / 7 if heads is not None else 1
-    return int(max(before, _held(arm, plan, layers, n, new) * spare))
+    return int(max(before, _held(arm, layer_shapes(shape, stored), n, new) * spare))
 
 
-def _held(
-    arm: Arm, plan: PlanDocument | None, layers: list[LayerShape | None], n: int, new: int
-) -> int:
+def _held(arm: Arm, layers: list[LayerShape | None], n: int, new: int) -> int:
     """Return what is held of a row from the end of its prompt on."""
     text = Text(n, new)
-    if plan is not None and arm.budget is not None:
-        return forecast_plan(plan, arm.policy, text, layers).storage
+    if arm.plan is not None and arm.budget is not None:
+        return forecast_plan(arm.plan, arm.policy, text, layers).storage
     tokens = n if arm.budget is None else arm.budget.for_prompt(n)
     budgets = even_budgets(arm.policy, tokens, layers, text)
     return forecast(arm.policy, layers, budgets, text).storage
 
 
-def largest_batch(
-    config: Any, dtype: str, arm: Arm, plan: PlanDocument | None, n: int, new: int, memory: int
-) -> int:
+def largest_batch(config: Any, dtype: str, arm: Arm, n: int, new: int, memory: int) -> int:
     """Return how many rows have room.
 
     Args:
@@ -84,7 +81,7 @@ def largest_batch(
     Raises:
         KvtoolError: not even one.
     """
-    row = row_bytes(config, dtype, arm, plan, n, new)
+    row = row_bytes(config, dtype, arm, n, new)
     if row > memory:
         raise KvtoolError(
             f"a memory of {memory} bytes is too small: one row of {n} + {new} tokens takes {row}"
@@ -92,15 +89,13 @@ def largest_batch(
     return memory // row
 
 
-def _kept(
-    arm: Arm, plan: PlanDocument | None, layers: list[LayerShape | None], n: int
-) -> list[int]:
+def _kept(arm: Arm, windows: list[int | None], free: int, n: int) -> list[int]:
     """Return the tokens of each layer when the prompt has been read."""
     free = sum(layer is not None and layer.window is None for layer in layers)
     if arm.budget is None:
         of_free = [n] * free
-    elif plan is not None:
-        of_free = PlannedSplit(plan).for_prompt(0, n)
+    elif arm.plan is not None:
+        of_free = PlannedSplit(arm.plan).for_prompt(0, n)
     elif arm.budget.bytes is not None:
         raise KvtoolError(
             f"a budget of {arm.budget} is that of all rows, so no batch follows from it",

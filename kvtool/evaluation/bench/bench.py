@@ -13,7 +13,7 @@ from kvtool import generation
 from kvtool.cache.build import build_cache
 from kvtool.cache.cache import KVCache
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.arms import Arm, plan_of
+from kvtool.evaluation.bench.arms import Arm
 from kvtool.evaluation.bench.memory import Peak, watched_devices
 from kvtool.evaluation.bench.meter import Meter
 from kvtool.evaluation.bench.prompts import text_before
@@ -42,7 +42,6 @@ class Bench:
         protocol: how prompts are put.
         shared: what the arms share about the running sample, such as the full cache's answer.
         meter: what the running sample has cost so far.
-        plan: brings the budget, if there is one.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class Bench:
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.arm, self.protocol = arm, protocol
-        self.plan = plan_of(arm)
         self.shared: dict[str, Any] = {} if shared is None else shared
         self._warm: tuple[Any, ...] | None = None
         self._contexts: dict[tuple[int, ...], tuple[KVCache, Tensor]] = {}
@@ -109,8 +107,8 @@ class Bench:
     def new_cache(self) -> KVCache:
         """Return an empty cache of this arm."""
         arm = self.arm
-        budget = arm.budget if self.plan is None else None
-        return build_cache(self.model, arm.policy, budget, prefill=arm.prefill, plan=self.plan)
+        budget = arm.budget if arm.plan is None else None
+        return build_cache(self.model, arm.policy, budget, prefill=arm.prefill, plan=arm.plan)
 
     def full_cache(self) -> KVCache:
         """Return an empty cache that keeps everything."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtool.documents.results import GateResult, TaskResult
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.arms import BASELINE
+from kvtool.evaluation.tasks.patterns import covers
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Gate:
 
     def covers(self, task: str) -> bool:
         """Whether the gate is about a task."""
-        return fnmatch.fnmatch(task, self.task) or task.startswith(f"{self.task}/")
+        return covers(self.task, task)
 
 
 def parse_least(text: str) -> Gate:

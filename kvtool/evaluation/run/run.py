@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 import kvtool
-from kvtool.documents.document import Document
-from kvtool.documents.json_reader import load_json
-from kvtool.documents.plan import PlanDocument
-from kvtool.documents.results import ArmEntry, Environment, ModelUsed, ResultsDocument
+from kvtool.documents.results import Environment, ModelUsed, ResultsDocument
 from kvtool.documents.samples import ProtocolEntry, SamplesDocument, TaskSamples
-from kvtool.documents.source import SCHEMA_VERSION
 from kvtool.documents.validation import reason
 from kvtool.errors import KvtoolError, UsageError, quote
-from kvtool.evaluation.bench.arms import Arm, make_arms
+from kvtool.evaluation.bench.arms import Arm
 from kvtool.evaluation.bench.protocol import Protocol
-from kvtool.evaluation.extras import require
 from kvtool.evaluation.run.collect import Measured, averages, task_result, with_deltas
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
 from kvtool.evaluation.run.gates import Gate, judge
+from kvtool.evaluation.run.index import (
+    RESULTS,
+    SAMPLES,
+    arm_entry,
+    gates_of,
+    read_arm,
+    read_results,
+    read_samples,
+    read_task,
+    task_entry,
+)
 from kvtool.evaluation.run.partition import unfinished
 from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_measurements, sample_key
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import Json
-from kvtool.evaluation.tasks.table import task_class
 from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
     from kvtool.models.load import Loaded
-
-RECIPE, RESULTS, SAMPLES = "recipe.lock.yaml", "results.json", "samples.json"
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,17 @@ class Run:
     """
 
     def __init__(
-        self, store: Store, index: SamplesDocument, head: Head, gates: Sequence[Gate]
+        self,
+        store: Store,
+        index: SamplesDocument,
+        head: Head,
+        *,
+        gates: Sequence[Gate],
+        arms: Sequence[Arm],
+        tasks: Sequence[Task],
     ) -> None:
         self.store, self.index, self.head, self.gates = store, index, head, list(gates)
-        self._arms = [read_arm(entry, index.plan) for entry in index.arms]
+        self._arms, self._tasks = list(arms), list(tasks)
         self._place = Place(index.model, Protocol(**index.protocol.model_dump()))
 
     @classmethod
@@ -94,10 +102,11 @@ class Run:
         index = SamplesDocument(
             model=_identity(loaded, used),
             protocol=ProtocolEntry(**asdict(protocol)),
-            arms=[_entry(arm) for arm in arms],
-            plan=next((json.loads(arm.plan) for arm in arms if arm.plan is not None), None),
-            tasks=[_task_samples(job) for job in jobs],
+            arms=[arm_entry(arm) for arm in arms],
+            tasks=[task_entry(job) for job in jobs],
         )
+        plan = next((arm.plan for arm in arms if arm.plan is not None), None)
+        index = index.model_copy(update={"plan": plan})  # as a field it would be validated again
         head = Head(
             name=name,
             argv=list(argv),
@@ -107,7 +116,7 @@ class Run:
             seed=protocol.seed,
             git_commit=git_commit(),
         )
-        run = cls(store, index, head, gates)
+        run = cls(store, index, head, gates=gates, arms=arms, tasks=[job.task for job in jobs])
         if store.process == 0:
             store.write(SAMPLES, index.to_json())
             run.write_results()
@@ -127,11 +136,8 @@ class Run:
         results = read_results(store)
         if results is None:
             raise UsageError(f"`{store.folder}` holds no run (no {RESULTS})")
-        index = _read(store.folder / SAMPLES, SamplesDocument, "samples")
-        for entry in index.tasks:
-            extra = task_class(entry.task).extra
-            if extra is not None:
-                require(extra, needed_by=f"task `{entry.task}`")
+        index = read_samples(store)
+        tasks = [read_task(entry, store) for entry in index.tasks]
         head = Head(
             name=results.name,
             argv=results.argv,
@@ -141,7 +147,14 @@ class Run:
             seed=results.seed,
             git_commit=results.git_commit,
         )
-        return cls(store, index, head, gates or _gates_of(results))
+        return cls(
+            store,
+            index,
+            head,
+            gates=gates or gates_of(results),
+            arms=[read_arm(entry, index.plan) for entry in index.arms],
+            tasks=tasks,
+        )
 
     def unfinished(self, jobs: Sequence[Job]) -> list[Measurement]:
         """Return what is not done, in the order in which it will be."""
@@ -219,7 +232,10 @@ class Run:
 
     def results(self) -> ResultsDocument:
         """Put together what has been measured so far."""
-        measured = [self._measured(arm, task) for task in self.index.tasks for arm in self._arms]
+        entries = zip(self._tasks, self.index.tasks, strict=True)
+        measured = [
+            self._measured(arm, task, entry) for task, entry in entries for arm in self._arms
+        ]
         results = with_deltas([task_result(each) for each in measured])
         done = sum(len(each.records) + each.failed for each in measured)
         return ResultsDocument(
@@ -239,16 +255,7 @@ class Run:
             gates=judge(self.gates, results),
         )
 
-    def _task(self, entry: TaskSamples) -> Task:
-        kind = task_class(entry.task)
-        try:
-            return kind.model_validate({**entry.settings, "name": entry.task})
-        except ValidationError as error:
-            path = self.store.folder / SAMPLES
-            raise KvtoolError(f"`{path}` is damaged: {entry.task}: {reason(error)}") from None
-
-    def _measured(self, arm: Arm, entry: TaskSamples) -> Measured:
-        task = self._task(entry)
+    def _measured(self, arm: Arm, task: Task, entry: TaskSamples) -> Measured:
         if task.version != entry.version:
             raise UsageError(
                 f"`{self.store.folder}` holds version {entry.version} of task `{entry.task}`, "
@@ -272,40 +279,6 @@ class Run:
         )
 
 
-def read_arm(entry: ArmEntry, plan: PlanDocument | None) -> Arm:
-    """Return the arm that a document tells of."""
-    budgets = [] if entry.budget is None else [str(entry.budget)]
-    plan = plan if entry.planned else None
-    arms = make_arms(
-        [entry.policy], budgets, prefill=entry.prefill, baseline=False, plan=plan, imports=False
-    )
-    return arms[0]
-
-
-def _entry(arm: Arm) -> ArmEntry:
-    size = arm.budget
-    budget = None if size is None else size.tokens if size.tokens is not None else str(size)
-    return ArmEntry(
-        name=arm.name,
-        policy=str(arm.policy),
-        budget=budget,
-        prefill=arm.prefill,
-        planned=arm.plan is not None,
-    )
-
-
-def _task_samples(job: Job) -> TaskSamples:
-    return TaskSamples(
-        task=job.task.name,
-        version=job.task.version,
-        settings=job.task.model_dump(mode="json", exclude={"name"}),
-        fingerprint=job.fingerprint,
-        samples=[
-            (sample.id, content) for sample, content in zip(job.samples, job.hashes, strict=True)
-        ],
-    )
-
-
 def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
     """Tell these weights, run and spoken to in this way by this kvtool, from all others."""
     from kvtool.cache.files import weights_fingerprint
@@ -314,46 +287,6 @@ def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
     hashes = {"weights": weights_fingerprint(loaded.model), "text": text_hash(loaded)}
     known = {name: getattr(used, name) for name in names}
     return known | hashes | {"kvtool": kvtool.__version__}
-
-
-def _gates_of(results: ResultsDocument) -> list[Gate]:
-    found = {}
-    for gate in results.gates:
-        limits = {"least": gate.limit} if gate.gate == "least" else {"max_drop": gate.limit}
-        found[gate.gate, gate.task, gate.limit] = Gate(gate.task, **limits)
-    return list(found.values())
-
-
-def read_results(store: Store) -> ResultsDocument | None:
-    """Return the results in a run's folder, None if there are none.
-
-    Raises:
-        UsageError: they are of another schema version, or no results.
-    """
-    path = store.folder / RESULTS
-    return _read(path, ResultsDocument, "results") if path.is_file() else None
-
-
-def _read(path: Path, document: type[Document], kind: str) -> Any:
-    try:
-        data = load_json(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"cannot read `{path}`: {error.strerror}") from None
-    except ValueError as error:
-        raise KvtoolError(f"`{path}` is damaged: {error}") from None
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version is None or not isinstance(data, dict) or data.get("kind") != kind:
-        raise UsageError(f"`{path}` holds no {kind} of kvtool")
-    if version != SCHEMA_VERSION:
-        raise UsageError(
-            f"`{path}` was written by another kvtool (schema_version {version}, "
-            f"this one reads {SCHEMA_VERSION})",
-            hint="use that kvtool, or another folder",
-        )
-    try:
-        return document.model_validate(data)
-    except ValidationError as error:
-        raise KvtoolError(f"`{path}` is damaged: {reason(error)}") from None
 
 
 def _now() -> str:

@@ -52,13 +52,14 @@ class Place:
     def configuration(self, arm: Arm, task: Task) -> str:
         """Return the hash of everything but the sample."""
         protocol = asdict(self.protocol)
+        plan = None if arm.plan is None else json.dumps(arm.plan.to_data(), sort_keys=True)
         return _hash(
             {
                 "model": self.model,
                 "policy": str(arm.policy),
                 "budget": None if arm.budget is None else str(arm.budget),
                 "prefill": arm.prefill,
-                "plan": arm.plan,
+                "plan": plan,
                 "task": task.name,
                 "version": task.version,
                 "settings": task.model_dump(mode="json", exclude=set(WHICH_SAMPLES)),
@@ -154,6 +155,9 @@ def run_measurements(
     shared: dict[str, Any] = {}
     benches = {arm: Bench(loaded, arm, place.protocol, shared) for arm in arms}
     warm: set[Arm] = set()
+    configurations = {
+        (arm, job.task.name): place.configuration(arm, job.task) for arm in arms for job in jobs
+    }
     for (j, s), of_sample in groupby(measurements, key=lambda each: (each.job, each.sample)):
         task, sample, content = jobs[j].task, jobs[j].samples[s], jobs[j].hashes[s]
         shared.clear()
@@ -162,7 +166,7 @@ def run_measurements(
                 benches[arm].warm_up()
                 warm.add(arm)
             record = _measure(benches[arm], task, sample)
-            configuration = place.configuration(arm, task)
+            configuration = configurations[arm, task.name]
             head = {"key": sample_key(configuration, content), "configuration": configuration}
             head |= {"id": sample.id} | ({"cell": dict(sample.cell)} if sample.cell else {})
             store.append(arm.folder, task.name, head | record)

@@ -117,7 +117,7 @@ class Speed(Task):
 
         dtype = str(bench.model.dtype).removeprefix("torch.")
         memory = Budget.parse(self.memory).bytes
-        return largest_batch(bench.model.config, dtype, bench.arm, bench.plan, length, new, memory)
+        return largest_batch(bench.model.config, dtype, bench.arm, length, new, memory)
 
     def _once(self, bench: Bench, length: int, new: int, batch: int) -> Json:
         import torch

@@ -92,7 +92,7 @@ def foreseen(settings: Settings, policy: str, mode: str) -> Record:
         return {"forecast_held_bytes": held}
     request = Budget.parse(budget) if parsed.takes_budget else None
     arm = Arm(parsed, request, mode)
-    peak = row_bytes(ours.config, dtype, arm, None, prompt, new)
+    peak = row_bytes(ours.config, dtype, arm, prompt, new)
     return {"forecast_held_bytes": held, "forecast_kv_peak_bytes": peak}
 
 

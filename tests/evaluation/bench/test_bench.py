@@ -9,7 +9,7 @@ import torch
 import kvtool
 from kvtool import generation
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.arms import Arm, make_arms
+from kvtool.evaluation.bench.arms import Arm
 from kvtool.evaluation.bench.ask import ask
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.prompts import first_prompt
@@ -17,6 +17,7 @@ from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.samples.sample import Sample, Turn
 from kvtool.evaluation.tasks.scbench import SharedContext
 from kvtool.models.chat import make_frame
+from tests.evaluation.arms import make_arms
 
 CHAT = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"

@@ -9,7 +9,6 @@ import pytest
 
 import kvtool
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.bench.arms import make_arms
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.run.collect import Measured, task_result
 from kvtool.evaluation.run.run import Run
@@ -19,6 +18,7 @@ from kvtool.evaluation.samples.sample import token_counter
 from kvtool.evaluation.tasks.niah import Needle
 from kvtool.evaluation.tasks.reconstruct import Reconstruct
 from kvtool.models.load import load
+from tests.evaluation.arms import make_arms
 from tests.evaluation.echo import Echo
 
 

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.bench.arms import make_arms
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.run.partition import unfinished
 from kvtool.evaluation.run.runner import Place, draw_jobs, run_measurements
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import token_counter
+from tests.evaluation.arms import make_arms
 from tests.evaluation.echo import Echo
 
 ARMS = make_arms(["streaming", "h2o"], ["8", "16"])

@@ -8,7 +8,6 @@ import pytest
 
 import kvtool
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.bench.arms import make_arms
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.samples.sample import Sample, TokenCounter
@@ -17,6 +16,7 @@ from kvtool.evaluation.tasks.lm_eval import LmEval
 from kvtool.evaluation.tasks.table import expand, task_class
 from kvtool.models.load import load
 from kvtool.models.reference.prompt import needle_prompt
+from tests.evaluation.arms import make_arms
 
 lm_eval = pytest.importorskip("lm_eval")
 

@@ -8,7 +8,6 @@ import torch
 
 import kvtool
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.arms import make_arms
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.memory import Peak
 from kvtool.evaluation.bench.meter import Meter
@@ -19,6 +18,7 @@ from kvtool.evaluation.tasks.output_error import OutputError
 from kvtool.evaluation.tasks.reconstruct import Reconstruct
 from kvtool.evaluation.tasks.speed import Speed
 from kvtool.generation.compiled import CompiledDecoding
+from tests.evaluation.arms import make_arms
 
 FULL, TINY, FITS = make_arms(["streaming"], ["24", "4K"])
 

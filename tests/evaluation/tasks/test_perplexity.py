@@ -5,10 +5,10 @@ import math
 import pytest
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.bench.arms import make_arms
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.tasks.perplexity import Perplexity
+from tests.evaluation.arms import make_arms
 
 ARMS = make_arms(["h2o", "streaming", "snapkv"], ["40", "4K"])
 

@@ -5,10 +5,10 @@ import torch
 
 from kvtool.cache.attention import attach
 from kvtool.cache.build import build_cache
-from kvtool.cli.cache_estimate import bytes_held, check_bytes
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.arms import make_arms
+from kvtool.evaluation.bench.estimate import bytes_held, check_bytes
 from kvtool.generation import compress
+from tests.evaluation.arms import make_arms
 from tests.families import FAMILIES, family_model
 
 PROMPT = 61  # tokens; the sliding windows of the tiny models are 24

@@ -1,28 +1,36 @@
-"""Which tasks `kvtool eval` runs, and what recipe and flags set in each."""
+"""Which tasks a run has, and what recipe and flags set in each."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtool.documents.problems import DocumentError, Problem
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source
 from kvtool.errors import UsageError
 from kvtool.evaluation.extras import require
-from kvtool.evaluation.run.gates import Gate
+from kvtool.evaluation.tasks.patterns import covers
 from kvtool.evaluation.tasks.table import expand, task_class
 from kvtool.evaluation.tasks.task import Task
 
-if TYPE_CHECKING:
-    from kvtool.cli.eval_options import EvalOptions
 
-_SETTINGS = ("lengths", "depths", "samples", "prompts")
+@dataclass(frozen=True)
+class TaskFlags:
+    """What flags set in every task that has such a setting.
+
+    Attributes:
+        values: by the name of the setting, such as `lengths`.
+        data: a file or dataset by task, suite or glob.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_tasks(
-    options: EvalOptions, recipe: Recipe, source: Source
-) -> tuple[list[Task], list[str]]:
+def read_tasks(flags: TaskFlags, recipe: Recipe, source: Source) -> tuple[list[Task], list[str]]:
     """Return the tasks of a recipe, their settings checked, and those left out for want of data.
 
     Raises:
@@ -33,7 +41,7 @@ def read_tasks(
         raise UsageError(
             "no tasks", hint="--tasks niah; suites: ruler, longbench, fidelity, ppl .."
         )
-    settings, data = _Settings(options), _data(options)
+    settings = _Settings(flags)
     tasks: list[Task] = []
     left_out: list[str] = []
     problems: list[Problem] = []
@@ -46,7 +54,7 @@ def read_tasks(
             continue
         for name in names:
             kind = task_class(name)
-            given = {"name": name} | settings.of(kind, name, data)
+            given = {"name": name} | settings.of(kind, name)
             if "seed" not in entry.settings:
                 given["seed"] = recipe.seed
             try:
@@ -65,7 +73,7 @@ def read_tasks(
                 left_out.append(name)
     if problems:
         raise DocumentError(list({str(problem): problem for problem in problems}.values()))
-    settings.check_used(data)
+    settings.check_used()
     if not tasks:
         raise UsageError("none of these tasks can run without --data TASK=FILE")
     for task in tasks:
@@ -77,37 +85,42 @@ def read_tasks(
 class _Settings:
     """Flags that set something in every task that has it."""
 
-    def __init__(self, options: EvalOptions) -> None:
-        flags = {name: getattr(options, name) for name in _SETTINGS}
-        self._flags = {name: value for name, value in flags.items() if value is not None}
+    def __init__(self, flags: TaskFlags) -> None:
+        self._flags = {name: value for name, value in flags.values.items() if value is not None}
+        self._data = flags.data
         self._used: set[str] = set()
 
-    def of(self, kind: type[Task], name: str, data: dict[str, str]) -> dict[str, Any]:
+    def of(self, kind: type[Task], name: str) -> dict[str, Any]:
         """Return what the flags set in a task."""
         fields = kind.model_fields
         given = {key: value for key, value in self._flags.items() if key in fields}
         self._used |= given.keys()
-        for pattern, place in data.items():
-            if Gate(pattern).covers(name) and "data" in fields:
+        for pattern, place in self._data.items():
+            if covers(pattern, name) and "data" in fields:
                 given["data"] = place
                 self._used.add(f"data {pattern}")
         return given
 
-    def check_used(self, data: dict[str, str]) -> None:
+    def check_used(self) -> None:
         """Refuse flags that no task has taken."""
         for key in self._flags:
             if key not in self._used:
                 raise UsageError(f"none of these tasks takes --{key}")
-        for pattern in data:
+        for pattern in self._data:
             if f"data {pattern}" not in self._used:
                 raise UsageError(
                     f"--data {pattern}=..: no such task in this run, or it takes no data"
                 )
 
 
-def _data(options: EvalOptions) -> dict[str, str]:
+def parse_data(texts: Sequence[str]) -> dict[str, str]:
+    """Read `TASK=FILE|HUB_ID` flags.
+
+    Raises:
+        UsageError: one of another form.
+    """
     found = {}
-    for text in options.data:
+    for text in texts:
         task, equals, place = text.partition("=")
         if not equals or not task or not place:
             raise UsageError(

@@ -16,12 +16,19 @@ BUILTIN = "builtin"
 
 
 def draw_texts(
-    tokenizer: Any, *, source: str, samples: int, tokens: int, seed: int
+    tokenizer: Any,
+    *,
+    source: str,
+    samples: int,
+    tokens: int,
+    seed: int,
+    given: Sequence[str] | None = None,
 ) -> tuple[list[Tensor], ProfileData]:
     """Return (1, tokens) int64 for each text, and where they are from.
 
     Args:
         source: `builtin`, a file, a folder of text files, or the name of a dataset.
+        given: texts in place of those of the source.
 
     Raises:
         UsageError: no such file, no text of so many tokens.
@@ -29,8 +36,12 @@ def draw_texts(
     """
     import torch
 
-    draw = _builtin if source == BUILTIN else _from_data
-    texts, fingerprint = draw(tokenizer, source, samples, tokens, seed)
+    if given is not None:
+        source = "texts"
+        texts, fingerprint = _from_texts(tokenizer, given, samples, tokens)
+    else:
+        draw = _builtin if source == BUILTIN else _from_data
+        texts, fingerprint = draw(tokenizer, source, samples, tokens, seed)
     data = ProfileData(
         source=source, samples=len(texts), tokens=tokens, seed=seed, fingerprint=fingerprint
     )
@@ -70,6 +81,16 @@ def _builtin(
     return texts, sha.hexdigest()
 
 
+def _from_texts(
+    tokenizer: Any, given: Sequence[str], samples: int, tokens: int
+) -> tuple[list[list[int]], str]:
+    """Cut texts that a caller has given into pieces, in their order."""
+    sha = hashlib.sha256()
+    for text in given:
+        sha.update(f"{len(text)}\n{text}".encode())
+    return _cut("texts: none", tokenizer, given, samples, tokens), sha.hexdigest()
+
+
 def _from_data(
     tokenizer: Any, source: str, samples: int, tokens: int, seed: int
 ) -> tuple[list[list[int]], str]:
@@ -84,14 +105,25 @@ def _from_data(
         names = "give the name of a dataset on the hub, a file, or builtin"
         raise UsageError(error.message, hint=error.hint if data.path else names) from error
     order = generator(seed, "profile").permutation(len(texts))
-    pieces = list(_pieces(tokenizer, [texts[i][1] for i in order], samples, tokens))
+    ordered = [texts[i][1] for i in order]
+    return _cut(f"--data: no text of `{source}`", tokenizer, ordered, samples, tokens), fingerprint
+
+
+def _cut(
+    none: str, tokenizer: Any, texts: Sequence[str], samples: int, tokens: int
+) -> list[list[int]]:
+    """Cut texts into pieces of so many tokens.
+
+    Args:
+        none: how an error begins that says that there is none.
+    """
+    pieces = list(_pieces(tokenizer, texts, samples, tokens))
     if not pieces:
-        longest = max(len(_encode(tokenizer, text)) for _, text in texts)
+        longest = max((len(_encode(tokenizer, text)) for text in texts), default=0)
         raise UsageError(
-            f"--data: no text of `{source}` has {tokens} tokens, the longest has {longest}",
-            hint=f"--tokens {longest}",
+            f"{none} has {tokens} tokens, the longest has {longest}", hint=f"--tokens {longest}"
         )
-    return pieces, fingerprint
+    return pieces
 
 
 def _pieces(tokenizer: Any, texts: Sequence[str], samples: int, tokens: int) -> Iterator[list[int]]:

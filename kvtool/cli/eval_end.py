@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,13 +10,13 @@ from typing import TYPE_CHECKING
 from typer import Exit
 
 from kvtool.cli.terminal import Terminal
+from kvtool.cli.watching import TerminalWatcher
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.processes import joined
 
 if TYPE_CHECKING:
     from kvtool.cli.eval_options import EvalOptions
     from kvtool.documents.results import GateResult, ResultsDocument
-    from kvtool.evaluation.run.run import Run
+    from kvtool.evaluation.run.gates import Gate
 
 _GATE_FAILED, _SAMPLES_FAILED = 3, 4
 _FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
@@ -24,32 +25,58 @@ _FOR_RESCORE = frozenset(
 )
 
 
-def finish(
-    options: EvalOptions, pictures: tuple[str, ...] | None, run: Run, terminal: Terminal
-) -> ResultsDocument:
-    """Write results, pictures and page, show the table, and say what went wrong."""
-    from kvtool.evaluation.extras import installed
-    from kvtool.report.page import write_page
+class EvalWatcher(TerminalWatcher):
+    """Shows a run on the terminal: notes, progress, and in the end results, pictures and page.
 
-    run.store.mend()
-    results = run.write_results()
-    folder = run.store.folder
-    if pictures is None:
-        pictures = ("png", "svg") if installed("plots") else ()
-    if pictures:
-        from kvtool.report.pictures import draw
+    Args:
+        pictures: their formats, None for the default.
+    """
 
-        (folder / "plots").mkdir(exist_ok=True)
-        draw(results, folder / "plots", formats=pictures)
-    write_page(results, folder / "report.html")
-    form = options.choose_format("text" if terminal.interactive else "json")
-    if form == "text":
-        _print_tables(results, terminal)
-    else:
-        terminal.write(results.to_json() if form == "json" else results.to_yaml())
-    terminal.note(f"wrote {folder}/results.json and {folder}/report.html")
-    _tell_failures(results, folder, terminal)
-    return results
+    def __init__(
+        self, options: EvalOptions, terminal: Terminal, pictures: tuple[str, ...] | None
+    ) -> None:
+        super().__init__(terminal)
+        self._options, self._pictures = options, pictures
+
+    def show_results(self, results: ResultsDocument, folder: Path) -> None:
+        """Draw pictures and page, print the tables, and say what went wrong."""
+        from kvtool.evaluation.extras import installed
+        from kvtool.report.page import write_page
+
+        options, terminal = self._options, self.terminal
+        pictures = self._pictures
+        if pictures is None:
+            pictures = ("png", "svg") if installed("plots") else ()
+        if pictures:
+            from kvtool.report.pictures import draw
+
+            (folder / "plots").mkdir(exist_ok=True)
+            draw(results, folder / "plots", formats=pictures)
+        write_page(results, folder / "report.html")
+        form = options.choose_format("text" if terminal.interactive else "json")
+        if form == "text":
+            _print_tables(results, terminal)
+        else:
+            terminal.write(results.to_json() if form == "json" else results.to_yaml())
+        terminal.note(f"wrote {folder}/results.json and {folder}/report.html")
+        _tell_failures(results, folder, terminal)
+
+
+def check_pictures(options: EvalOptions, wanted: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the formats of pictures, None for the default.
+
+    Raises:
+        UsageError: pictures are asked for and cannot be drawn.
+    """
+    if options.plots is False:
+        return ()
+    if options.plots or wanted:
+        from kvtool.evaluation.extras import require
+
+        require("plots", needed_by="--plots")
+    if wanted is not None:
+        return tuple(wanted)
+    return ("png", "svg") if options.plots else None
 
 
 def exit_with(results: ResultsDocument) -> None:
@@ -69,7 +96,7 @@ def exit_with(results: ResultsDocument) -> None:
         raise Exit(_SAMPLES_FAILED)
 
 
-def rescore(options: EvalOptions, terminal: Terminal) -> None:
+def rescore_run(options: EvalOptions, gates: Sequence[Gate], terminal: Terminal) -> None:
     """Score the stored answers of a run anew.
 
     Raises:
@@ -79,20 +106,10 @@ def rescore(options: EvalOptions, terminal: Terminal) -> None:
     if not options.rescore or not folder.is_dir():
         raise UsageError(f"--rescore: no folder `{options.rescore}`")
     _refuse_others(options)
-    _import_policies(options)
-    from kvtool.cli.evaluation_plan import gates_of, pictures_of
-    from kvtool.evaluation.run.run import Run
-    from kvtool.evaluation.run.store import Store
+    from kvtool.evaluation.measure import rescore
 
-    def score() -> ResultsDocument:
-        store = Store(folder)
-        with store.locked():
-            run = Run.open(store, gates_of(options) or None)
-            return finish(options, pictures_of(options, None), run, terminal)
-
-    with joined() as processes:
-        results = processes.lead(score)
-    exit_with(results)
+    watcher = EvalWatcher(options, terminal, check_pictures(options, None))
+    exit_with(rescore(folder, gates, watcher))
 
 
 def _import_policies(options: EvalOptions) -> None:

@@ -1,0 +1,30 @@
+"""Long pieces of work shown on the terminal while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from kvtool.cli.progress import show_progress
+from kvtool.cli.terminal import Terminal
+from kvtool.evaluation.watcher import Watcher
+
+
+class TerminalWatcher(Watcher):
+    """Shows notes and progress on stderr.
+
+    Attributes:
+        terminal: where.
+    """
+
+    def __init__(self, terminal: Terminal) -> None:
+        self.terminal = terminal
+        self.shows_progress = terminal.progress
+
+    def note(self, text: str) -> None:
+        """Tell the person at the terminal."""
+        self.terminal.note(text)
+
+    def progress(self, total: int) -> AbstractContextManager[Callable[[str], None]]:
+        """Show a bar with the time left."""
+        return show_progress(self.terminal, total)

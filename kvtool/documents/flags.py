@@ -1,0 +1,72 @@
+"""What flags set in a recipe, each in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.errors import UsageError
+
+MODEL_SETTINGS = (
+    "revision",
+    "dtype",
+    "device",
+    "device_map",
+    "tensor_parallel",
+    "attn_implementation",
+)
+"""Keys of a recipe's `model` beside its `id`."""
+
+
+class Flags:
+    """Settings that are laid over a recipe, weakest first.
+
+    Attributes:
+        values: each flag as typed, and its value nested as in a recipe.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[tuple[str, dict[str, Any]]] = []
+
+    def set(self, flag: str, value: Any, *keys: str) -> None:
+        """Set a value, unless it is None or an empty list.
+
+        Args:
+            flag: as typed, for errors.
+            keys: the way to it in a recipe.
+        """
+        if value is None or value == []:
+            return
+        for key in reversed(keys):
+            value = {key: value}
+        self.values.append((flag, value))
+
+    def take(self, name: str, value: Any, *keys: str) -> None:
+        """Set the value of an option under the option's own name in a section."""
+        self.set(f"--{name.replace('_', '-')} {value}", value, *keys, name)
+
+    def take_model(self, model: str | None, settings: dict[str, Any]) -> None:
+        """Set which model runs, and how.
+
+        Args:
+            settings: values of `MODEL_SETTINGS`.
+        """
+        self.set(f"--model {model}", model, "model", "id")
+        for name in MODEL_SETTINGS:
+            self.take(name, settings.get(name), "model")
+
+    def check_beside_plan(self, plan: str) -> None:
+        """Refuse a budget or an allocator beside a plan, which brings both.
+
+        Args:
+            plan: where it stands.
+
+        Raises:
+            UsageError: the first such flag.
+        """
+        for flag, values in self.values:
+            if values.keys() & {"budget", "allocator"}:
+                raise UsageError(
+                    f"{flag} and the plan in `{plan}` exclude each other: a plan brings its own "
+                    "budgets",
+                    hint="leave out one of them, or make another plan with kvtool plan-budget",
+                )

@@ -1,0 +1,143 @@
+"""Recipe, plan and flags put together: built-in < recipe < plan < flags < `--set`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from kvtool.documents.flags import Flags
+from kvtool.documents.plan import PlanDocument
+from kvtool.documents.problems import DocumentError, Problem
+from kvtool.documents.recipe import Recipe
+from kvtool.documents.recipe_source import Check, read_recipe, resolve_includes
+from kvtool.documents.source import Source, check_kind, read_named
+from kvtool.errors import UsageError
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe with everything over it.
+
+    Attributes:
+        source: where each part of the recipe stands.
+        plan: gives the budget, if there is one.
+    """
+
+    recipe: Recipe
+    source: Source
+    plan: PlanDocument | None
+
+
+def resolve(
+    source: Source | None,
+    flags: Flags,
+    *,
+    sets: Sequence[str] = (),
+    unsets: Sequence[str] = (),
+    command: str,
+    check: Check | None = None,
+) -> Resolved:
+    """Return the recipe that a document and flags mean.
+
+    Args:
+        source: a recipe or a plan, None for neither.
+        sets, unsets: `--set` and `--unset` flags.
+        command: as typed, such as `kvtool eval`.
+        check: finds further mistakes, as for `read_recipe`.
+
+    Raises:
+        DocumentError: every mistake, with its place or its flag.
+        UsageError: the recipe cannot be read.
+    """
+    given, piped = flags.values, None
+    if source is not None:
+        check_kind(source, takes=("recipe", "plan"), command=command)
+        if source.kind == "plan":
+            flags.check_beside_plan(source.name)
+            piped = source.validate(PlanDocument)
+            given = [(source.name, _values_of_plan(piped)), *given]
+            source = None
+        elif _names_plan(source):
+            flags.check_beside_plan(f"{source.name}: budget.plan")
+    recipe, found = read_recipe(source or Source.empty(), given, sets, unsets, check)
+    if recipe.plan is not None and recipe.allocator is not None:
+        raise UsageError(
+            f"allocator `{recipe.allocator}` and a plan exclude each other: the plan has split its "
+            "budget already",
+            hint="leave out one of them",
+        )
+    return Resolved(recipe, found, _plan_of(recipe, found, piped))
+
+
+def _names_plan(source: Source) -> bool:
+    """Whether a recipe, or one that it includes, gives its budget by a plan."""
+    budget = resolve_includes(source).node.child("budget")
+    plan = None if budget is None else budget.child("plan")
+    return plan is not None and plan.value is not None
+
+
+def _values_of_plan(plan: PlanDocument) -> dict[str, Any]:
+    """Return what a plan says, in the form of a recipe."""
+    values: dict[str, Any] = {
+        "model": {"id": plan.model.id, "revision": plan.model.revision},
+        "budget": {"plan": plan.to_data()},
+    }
+    return values if plan.policy is None else values | {"policy": plan.policy}
+
+
+def _plan_of(recipe: Recipe, source: Source, piped: PlanDocument | None) -> PlanDocument | None:
+    """Return the plan that a recipe holds, or names relative to its own file.
+
+    Args:
+        piped: a plan that has been read already, which flags may have changed since.
+    """
+    if recipe.plan is None:
+        return None
+    if piped is not None and recipe.plan == piped.to_data():
+        return piped
+    if isinstance(recipe.plan, str):
+        folder = Path() if source.path is None else source.path.parent
+        path = folder / Path(recipe.plan).expanduser()
+        read = read_named(path, option="budget.plan", kind="plan")
+    else:
+        read = Source.parse(json.dumps(recipe.plan), "budget.plan")
+    check_kind(read, takes=("plan",), command="budget.plan")
+    return read.validate(PlanDocument)
+
+
+class OneReading(Generic[Value]):
+    """What a recipe means in one respect, read while the recipe is checked and kept.
+
+    Args:
+        read: reads it.
+    """
+
+    def __init__(self, read: Callable[[Recipe, Source], Value]) -> None:
+        self._read = read
+        self._value: list[Value] = []
+        self._mistake: UsageError | None = None
+
+    def problems(self, recipe: Recipe, source: Source) -> list[Problem]:
+        """Read; return what is wrong in the document, while other mistakes wait."""
+        try:
+            self._value = [self._read(recipe, source)]
+        except DocumentError as error:
+            return error.problems
+        except UsageError as error:
+            self._mistake = error
+        return []
+
+    def value(self) -> Value:
+        """Return what was read.
+
+        Raises:
+            UsageError: the mistake that waited until the document was right.
+        """
+        if self._mistake is not None:
+            raise self._mistake
+        return self._value[0]

@@ -1,0 +1,154 @@
+"""What a run compares: recipe and flags put together and checked, before any model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtool.documents.flags import Flags
+from kvtool.documents.plan import PlanDocument
+from kvtool.documents.problems import Problem
+from kvtool.documents.recipe import Recipe
+from kvtool.documents.recipe_source import parse_policies
+from kvtool.documents.resolve import OneReading, resolve
+from kvtool.documents.source import Source
+from kvtool.errors import UsageError
+from kvtool.evaluation.bench.arms import BASELINE, DEFAULT_BUDGET, Arm, make_arms
+from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.run.gates import Gate, check_gates
+from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
+from kvtool.evaluation.tasks.task import Task
+from kvtool.sizes import Budget
+
+if TYPE_CHECKING:
+    from kvtool.policies.policy import Policy
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A checked comparison.
+
+    Attributes:
+        recipe: everything resolved, so that the file alone repeats the run.
+        left_out: tasks of a suite that lack their data.
+    """
+
+    recipe: Recipe
+    tasks: list[Task]
+    arms: list[Arm]
+    protocol: Protocol
+    gates: list[Gate]
+    left_out: list[str]
+
+
+def read_comparison(
+    source: Source | None,
+    flags: Flags,
+    task_flags: TaskFlags,
+    gates: Sequence[Gate] = (),
+    *,
+    sets: Sequence[str] = (),
+    unsets: Sequence[str] = (),
+    command: str,
+) -> Comparison:
+    """Put a recipe and flags together; each policy and the plan are read once.
+
+    Args:
+        source: a recipe or a plan, None for neither.
+        gates: those of flags, before those of the recipe.
+        sets, unsets: `--set` and `--unset` flags.
+        command: as typed, for errors.
+
+    Raises:
+        DocumentError, UsageError: every mistake that shows without the model.
+    """
+    policies = OneReading(_policies)
+    tasks = OneReading(lambda recipe, source: read_tasks(task_flags, recipe, source))
+
+    def check(recipe: Recipe, source: Source) -> list[Problem]:
+        return [*policies.problems(recipe, source), *tasks.problems(recipe, source)]
+
+    resolved = resolve(source, flags, sets=sets, unsets=unsets, command=command, check=check)
+    recipe, plan = resolved.recipe, resolved.plan
+    budgets = recipe.budgets()
+    arms = make_arms(
+        policies.value(),
+        budgets,
+        prefill=recipe.prefill or "full",
+        baseline=recipe.eval.baseline,
+        plan=plan,
+    )
+    chosen, left_out = tasks.value()
+    all_gates = [*gates] + [
+        Gate(gate.task, least=gate.min, max_drop=gate.max_drop) for gate in recipe.gates
+    ]
+    check_gates(all_gates, [(task.name, task.best, task.lower_is_better) for task in chosen])
+    if any(gate.max_drop is not None for gate in all_gates) and not _has_baseline(arms):
+        raise UsageError(
+            "a largest drop is one from the full cache, which this run leaves out",
+            hint="--baseline, or --fail-under TASK=V in place of --max-drop",
+        )
+    return Comparison(
+        recipe=_lock(recipe, chosen, policies.value(), budgets, plan),
+        tasks=chosen,
+        arms=arms,
+        protocol=_protocol(recipe),
+        gates=all_gates,
+        left_out=left_out,
+    )
+
+
+def _has_baseline(arms: list[Arm]) -> bool:
+    return any(str(arm.policy) == BASELINE for arm in arms)
+
+
+def _policies(recipe: Recipe, source: Source) -> list[Policy]:
+    """Return the policies, those that evict with the allocator, if there is one."""
+    if recipe.policy is None and not recipe.eval.baseline:
+        raise UsageError("no policy to evaluate", hint="--policy streaming,h2o,h2o+caote")
+    from kvtool.policies.grammar import parse_policy
+    from kvtool.policies.with_allocator import with_allocator
+
+    parsed = parse_policies(recipe, source, parse_policy)
+    if recipe.allocator is None:
+        return parsed
+    return [
+        policy if policy.score.when == "never" else with_allocator(policy, recipe.allocator)
+        for policy in parsed
+    ]
+
+
+def _protocol(recipe: Recipe) -> Protocol:
+    wanted, drawn = recipe.eval, recipe.generation
+    return Protocol(
+        query_aware=wanted.query_aware,
+        chat_template=wanted.chat_template,
+        max_length=wanted.max_length,
+        truncate=wanted.truncate,
+        max_new_tokens=drawn.max_new_tokens,
+        temperature=drawn.temperature,
+        stop=tuple(drawn.stop),
+        seed=recipe.seed,
+    )
+
+
+def _lock(
+    recipe: Recipe,
+    tasks: list[Task],
+    policies: list[Policy],
+    budgets: list[Budget],
+    plan: PlanDocument | None,
+) -> Recipe:
+    """Return a recipe in which every task, setting, policy and budget is spelled out."""
+    entries = [
+        {"task": task.name, **task.model_dump(mode="json", exclude={"name"})} for task in tasks
+    ]
+    data = recipe.to_data()
+    data["eval"]["tasks"] = entries
+    data["policy"] = [str(policy) for policy in policies] or None
+    data["modifiers"] = []
+    sizes = [str(budget) for budget in budgets or [DEFAULT_BUDGET]]
+    data["budget"] = sizes if plan is None else {"plan": plan.to_data()}
+    data["allocator"] = None
+    return Recipe(**{key: value for key, value in data.items() if value is not None})

@@ -1,0 +1,153 @@
+"""Comparisons run in one call: prepared, measured in a folder, scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtool.documents.flags import MODEL_SETTINGS, Flags
+from kvtool.documents.plan import PlanDocument
+from kvtool.documents.problems import Mark
+from kvtool.documents.recipe import Recipe
+from kvtool.documents.results import ResultsDocument
+from kvtool.documents.source import Source, read_source
+from kvtool.documents.tree import Node
+from kvtool.evaluation.comparison import read_comparison
+from kvtool.evaluation.measure import run_prepared
+from kvtool.evaluation.prepare import prepare
+from kvtool.evaluation.run.gates import Gate
+from kvtool.evaluation.tasks.selection import TaskFlags
+from kvtool.evaluation.watcher import Watcher
+from kvtool.models.attached import ModelSource
+from kvtool.models.load import Loaded
+
+_RECIPES = (".yaml", ".yml", ".json")
+
+
+def evaluate(
+    recipe: Any = None,
+    folder: str | Path | None = None,
+    *,
+    tasks: str | Sequence[str] = (),
+    policies: str | Sequence[Any] = (),
+    budgets: str | int | float | Sequence[str | int | float] = (),
+    tokenizer: Any = None,
+    data: Mapping[str, str] | None = None,
+    lengths: Any = None,
+    depths: Any = None,
+    samples: int | None = None,
+    prompts: str | None = None,
+    limit: int | None = None,
+    baseline: bool | None = None,
+    query_agnostic: bool = False,
+    chat_template: str | None = None,
+    max_length: int | None = None,
+    truncate: str | None = None,
+    prefill: str | None = None,
+    allocator: str | None = None,
+    seed: int | None = None,
+    fail_under: Mapping[str, float] | None = None,
+    max_drop: float | None = None,
+    continue_on_error: bool = True,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    watcher: Watcher | None = None,
+    **model_settings: Any,
+) -> ResultsDocument:
+    """Compare policies under budgets on benchmarks, in a folder that a broken-off run goes on in.
+
+    Args:
+        recipe: a recipe or a plan as a document, its data or its file; a model as a folder, a hub
+            ID or loaded (then with its `tokenizer`); None is the bundled reference model.
+        folder: of the run; None: that of the recipe, or one under `runs/`.
+        tasks, policies, budgets: as `kvtool eval` takes them, in place of the recipe's.
+        watcher: is told how it goes; by default nobody is.
+        model_settings: `revision`, `dtype`, `device`, `device_map`, `tensor_parallel`,
+            `attn_implementation`.
+
+    Every other argument is what the option of `kvtool eval` with its name is.
+
+    Returns:
+        What `results.json` in the folder holds.
+
+    Raises:
+        UsageError: settings that are wrong or do not go together.
+        KvtoolError: data or weights that cannot be read, a folder that cannot be written.
+    """
+    unknown = model_settings.keys() - set(MODEL_SETTINGS)
+    if unknown:
+        raise TypeError(f"evaluate() got an unexpected keyword argument {min(unknown)!r}")
+    source, model, loaded = _read(recipe, tokenizer)
+    flags = Flags()
+    flags.take_model(model, model_settings)
+    flags.take("seed", seed)
+    flags.take("allocator", allocator)
+    flags.set("--tasks", [{"task": name} for name in _listed(tasks)], "eval", "tasks")
+    flags.set("--policy", [str(policy) for policy in _listed(policies)], "policy")
+    flags.set("--budget", [_budget(budget) for budget in _listed(budgets)], "budget")
+    take_eval(
+        flags,
+        baseline=baseline,
+        limit=limit,
+        chat_template=chat_template,
+        max_length=max_length,
+        truncate=truncate,
+        query_agnostic=query_agnostic,
+        prefill=prefill,
+    )
+    values = {"lengths": lengths, "depths": depths, "samples": samples, "prompts": prompts}
+    gates = [Gate(task, least=least) for task, least in (fail_under or {}).items()]
+    if max_drop is not None:
+        gates.append(Gate("*", max_drop=max_drop))
+    comparison = read_comparison(
+        source, flags, TaskFlags(values, data or {}), gates, command="kvtool.evaluate"
+    )
+    watcher = Watcher() if watcher is None else watcher
+    prepared = prepare(
+        comparison,
+        None if folder is None else str(folder),
+        watcher=watcher,
+        trust_remote_code=trust_remote_code,
+        loaded=loaded,
+    )
+    return run_prepared(prepared, watcher, overwrite=overwrite, stop_on_error=not continue_on_error)
+
+
+def take_eval(flags: Flags, *, query_agnostic: bool, prefill: str | None, **settings: Any) -> None:
+    """Set what flags say of a recipe's `eval`, and how prompts are fed.
+
+    Args:
+        settings: keys of `eval` under their own names.
+    """
+    for name, value in settings.items():
+        flags.take(name, value, "eval")
+    if query_agnostic:
+        flags.set("--query-agnostic", False, "eval", "query_aware")
+    flags.take("prefill", prefill)
+
+
+def _read(given: Any, tokenizer: Any) -> tuple[Source | None, str | None, Loaded | None]:
+    """Return a document, the name of a model, and a model, as far as one of them is given."""
+    if given is None:
+        return None, None, None
+    if isinstance(given, (Recipe, PlanDocument)):
+        given = given.to_data()
+    if isinstance(given, Mapping):
+        name = f"the {given.get('kind', 'recipe')}"
+        return Source(name, Node.of(dict(given), Mark(name))), None, None
+    if isinstance(given, (str, Path)):
+        path = Path(given).expanduser()
+        if path.suffix.lower() in _RECIPES or path.is_file():
+            return read_source(str(given), option="recipe or plan"), None, None
+        return None, str(given), None
+    model = ModelSource.of(given, tokenizer)
+    return None, model.name, model.loaded
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _budget(budget: Any) -> str | int:
+    return budget if isinstance(budget, int) else str(budget)

@@ -1,0 +1,161 @@
+"""A prepared comparison measured in its folder: what is missing is run, and results are written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+from kvtool.documents.results import ResultsDocument
+from kvtool.errors import UsageError
+from kvtool.evaluation.prepare import Prepared
+from kvtool.evaluation.run.environment import without_home
+from kvtool.evaluation.run.gates import Gate
+from kvtool.evaluation.run.index import RECIPE, read_results
+from kvtool.evaluation.run.partition import share_of
+from kvtool.evaluation.run.run import Run
+from kvtool.evaluation.run.runner import Step
+from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.watcher import Watcher
+from kvtool.models.load import Loaded
+from kvtool.processes import Processes, joined
+
+
+def run_prepared(
+    prepared: Prepared,
+    watcher: Watcher,
+    *,
+    overwrite: bool = False,
+    stop_on_error: bool = False,
+    argv: Sequence[str] | None = None,
+) -> ResultsDocument:
+    """Measure what is missing of a run, and write its results; processes share the work.
+
+    Args:
+        overwrite: whether what the folder holds is deleted first.
+        stop_on_error: whether a failing sample ends the run.
+        argv: the command, for the results; None: that of this process.
+
+    Raises:
+        UsageError: the folder holds something else, or another run is writing to it.
+        KvtoolError: a sample failed and `stop_on_error` is set.
+    """
+    tensor_parallel = prepared.comparison.recipe.model.tensor_parallel
+    with joined() as processes, ExitStack() as held:
+        silent = tensor_parallel and not processes.first
+        store = Store(prepared.folder, processes.rank, silent=silent)
+        processes.lead(lambda: _open(store, held, overwrite))
+        with nullcontext() if processes.first else store.locked():
+            argv = sys.argv if argv is None else argv
+            run = _measure(prepared, store, processes, watcher, argv, stop_on_error)
+        processes.wait()
+        return processes.lead(lambda: finish(run, watcher))
+
+
+def finish(run: Run, watcher: Watcher) -> ResultsDocument:
+    """Write the results of a run, and show them."""
+    run.store.mend()
+    results = run.write_results()
+    watcher.show_results(results, run.store.folder)
+    return results
+
+
+def rescore(folder: Path, gates: Sequence[Gate], watcher: Watcher) -> ResultsDocument:
+    """Score the stored answers of a run anew.
+
+    Args:
+        gates: in place of those of the run, if there are any.
+
+    Raises:
+        UsageError: the folder holds no run.
+    """
+
+    def score() -> ResultsDocument:
+        store = Store(folder)
+        with store.locked():
+            return finish(Run.open(store, gates or None), watcher)
+
+    with joined() as processes:
+        return processes.lead(score)
+
+
+def _open(store: Store, held: ExitStack, overwrite: bool) -> None:
+    """Take hold of a run's folder, refuse another one, empty one that is to be overwritten."""
+    held.enter_context(store.locked())
+    if store.is_empty():
+        store.sweep()
+        return
+    if not (store.folder / RECIPE).is_file():
+        raise UsageError(
+            f"folder `{store.folder}` holds other files, no run (no {RECIPE})",
+            hint="choose a new folder with --output",
+        )
+    store.sweep()
+    if overwrite:
+        store.clear()
+    read_results(store)
+    store.mend()
+
+
+def _measure(
+    prepared: Prepared,
+    store: Store,
+    processes: Processes,
+    watcher: Watcher,
+    argv: Sequence[str],
+    stop_on_error: bool,
+) -> Run:
+    """Load the model and measure this process's part of what is missing."""
+    comparison, jobs = prepared.comparison, prepared.jobs
+    store.write(RECIPE, comparison.recipe.to_yaml())
+    with prepared.model.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
+        run = Run.begin(
+            store,
+            name=comparison.recipe.name or store.folder.name,
+            argv=[without_home(argument) for argument in argv],
+            loaded=loaded,
+            arms=comparison.arms,
+            jobs=jobs,
+            protocol=comparison.protocol,
+            gates=comparison.gates,
+        )
+        _measure_missing(run, prepared, loaded, processes, watcher, stop_on_error)
+    return run
+
+
+def _measure_missing(
+    run: Run,
+    prepared: Prepared,
+    loaded: Loaded,
+    processes: Processes,
+    watcher: Watcher,
+    stop_on_error: bool,
+) -> None:
+    jobs, folder = prepared.jobs, run.store.folder
+    model_of_all, left = processes.lead(lambda: (run.index.model, run.unfinished(jobs)))
+    part = left
+    if not prepared.comparison.recipe.model.tensor_parallel:
+        run.check_same(model_of_all)
+        part = share_of(left, processes.rank, processes.count)
+    total = prepared.measurements
+    if len(left) < total:
+        watcher.note(f"resumed {total - len(left)}/{total} in {folder}")
+    if len(part) < len(left):
+        watcher.note(
+            f"{processes.count} processes share {len(left)} measurements, {len(part)} of them here"
+        )
+    told: set[tuple[str, str, str]] = set()
+    with watcher.progress(len(part)) as advance:
+
+        def step(done: Step) -> None:
+            if done.error is not None and (what := (done.task, done.arm, done.error)) not in told:
+                told.add(what)
+                watcher.note(f"failed: {done.task}, {done.arm}: {done.error}")
+            advance(f"{done.task} {done.arm}")
+
+        try:
+            run.measure(part, jobs, loaded, step, stop_on_error=stop_on_error)
+        except KeyboardInterrupt:
+            watcher.note(f"interrupted; {folder} keeps what is done, the same command goes on")
+            raise

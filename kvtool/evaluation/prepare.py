@@ -1,0 +1,187 @@
+"""A comparison with its samples drawn: all that can go wrong without weights has been looked at."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from kvtool.documents.files import check_name
+from kvtool.documents.recipe import ModelChoice
+from kvtool.errors import UsageError
+from kvtool.evaluation.bench.estimate import Estimate, check_bytes
+from kvtool.evaluation.comparison import Comparison
+from kvtool.evaluation.run.runner import Job, draw_jobs
+from kvtool.evaluation.samples.sample import Json, token_counter
+from kvtool.evaluation.tasks.selection import hub_data
+from kvtool.evaluation.watcher import Watcher
+from kvtool.models.attached import ModelSource
+from kvtool.models.chat import make_frame
+from kvtool.models.length import trained_length
+from kvtool.models.load import REFERENCE, Loaded, check_attention, resolve_device, resolve_dtype
+from kvtool.models.notes import handful_note, length_note
+from kvtool.planning.held import DEFAULT_TRAFFIC
+from kvtool.planning.run import beyond_plan, check_run, use_plan
+from kvtool.profiling.shape import stored_dtype
+
+_FILES = (".json", ".yaml", ".yml", ".txt")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A comparison that is ready to be measured.
+
+    Attributes:
+        folder: of the run.
+        jobs: every task with its samples.
+        estimate: what prompts and caches will measure.
+        model: where it comes from.
+    """
+
+    comparison: Comparison
+    folder: Path
+    jobs: list[Job]
+    estimate: Estimate
+    model: ModelSource
+
+    @property
+    def measurements(self) -> int:
+        """How many there are: every sample under every arm."""
+        return len(self.comparison.arms) * sum(len(job.samples) for job in self.jobs)
+
+    def describe(self) -> Json:
+        """Return the recipe, how much work it is, and bytes of K/V per arm.
+
+        Raises:
+            UsageError: a share of a prompt that the policy's protected tokens fill.
+        """
+        arms = self.comparison.arms
+        return {
+            **self.comparison.recipe.to_data(),
+            "work": {
+                "folder": str(self.folder),
+                "arms": [arm.name for arm in arms],
+                "tasks": [
+                    {
+                        "task": job.task.name,
+                        "samples": len(job.samples),
+                        **self.estimate.of(job.task, job.samples, arms),
+                    }
+                    for job in self.jobs
+                ],
+                "measurements": self.measurements,
+            },
+        }
+
+
+def prepare(
+    comparison: Comparison,
+    folder: str | None,
+    *,
+    watcher: Watcher,
+    trust_remote_code: bool = False,
+    loaded: Loaded | None = None,
+) -> Prepared:
+    """Check model, folder and budgets, and draw all samples, for which a tokenizer is enough.
+
+    Args:
+        folder: of the run; None: that of the recipe, or one under `runs/` named after the work.
+        watcher: is told what a person should know before it begins.
+        loaded: the model, where somebody has loaded it already.
+
+    Raises:
+        UsageError, KvtoolError: the first of these that is wrong.
+    """
+    if comparison.left_out:
+        watcher.note(f"left out, they need --data: {', '.join(comparison.left_out)}")
+    sizes = [arm.budget.tokens for arm in comparison.arms if arm.budget and arm.budget.tokens]
+    if sizes:
+        watcher.note_any(handful_note(min(sizes)))
+    place = _folder(comparison, folder)
+    settings = comparison.recipe.model.model_dump(exclude={"id"})
+    model = ModelSource(comparison.recipe.model.id, settings, trust_remote_code, loaded)
+    dtype = _check_model(model, comparison.recipe.model)
+    watcher.note_any(model.note())
+    tokenizer, config = model.tokenizer()
+    make_frame(tokenizer, comparison.protocol.chat_template, chat=True)
+    watcher.note_any(length_note(config, comparison.protocol.max_length or 0, 0))
+    for name in hub_data(comparison.tasks):
+        watcher.note(f"data: {name} (no such folder here, asking the hub)")
+    check_bytes(config, dtype, comparison.arms)
+    _note_budgets(comparison, config, dtype, watcher)
+    counter = token_counter(tokenizer, trained_length(config))
+    jobs = draw_jobs(comparison.tasks, counter, comparison.recipe.eval.limit)
+    estimate = Estimate(tokenizer, config, dtype, comparison.protocol)
+    _note_samples(comparison, jobs, estimate, watcher)
+    return Prepared(comparison, place, jobs, estimate, model)
+
+
+def _folder(comparison: Comparison, output: str | None) -> Path:
+    """Return the folder of the run, once it is known that it can be one."""
+    if output is not None and not output.strip():
+        raise UsageError("--output is empty", hint="--output runs/NAME")
+    recipe = comparison.recipe
+    given = recipe.output.dir if output in (None, "-") else output
+    if given is not None:
+        folder = Path(given).expanduser()
+    else:
+        model = Path(recipe.model.id or REFERENCE).name
+        tasks = "+".join(dict.fromkeys(task.name.partition("/")[0] for task in comparison.tasks))
+        name = recipe.name or f"{model}_{tasks}_{date.today()}"
+        folder = Path("runs") / re.sub(r"[^A-Za-z0-9.+_-]", "_", name)
+    check_name(folder, "--output")
+    for arm in comparison.arms:
+        check_name(Path(arm.folder), "--policy")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--output: `{folder}` is a file, a run needs a folder")
+    if folder.suffix.lower() in _FILES and not folder.exists():
+        raise UsageError(
+            f"--output is the folder of a run, `{folder}` looks like a file",
+            hint=f"--output {folder.with_suffix('')}; to save what is printed, redirect it with >",
+        )
+    return folder
+
+
+def _check_model(model: ModelSource, choice: ModelChoice) -> str:
+    """Refuse a model that cannot run here; return its dtype."""
+    if model.loaded is not None:
+        return model.dtype
+    model.check()
+    device = resolve_device(choice.device, choice.device_map)
+    check_attention(choice.attn_implementation, device)
+    return resolve_dtype(choice.dtype, device)
+
+
+def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watcher) -> None:
+    """Say what bytes and plans mean for the policies, and refuse plans whose bytes are exceeded."""
+    dtype = stored_dtype(config.get_text_config(decoder=True), dtype)
+    for arm in comparison.arms:
+        for line in [] if arm.plan is None else check_run(arm.plan, arm.policy, dtype):
+            watcher.note(f"{arm.name}: {line.removeprefix('note: ')}")
+        by_bytes = arm.plan is None and arm.budget is not None and arm.budget.bytes is not None
+        if by_bytes and arm.policy.stores_all:
+            watcher.note(
+                f"{arm.name}: bytes are for what is stored, which is everything; a token reads "
+                f"{DEFAULT_TRAFFIC} pairs of key and value per layer and KV head"
+            )
+
+
+def _note_samples(
+    comparison: Comparison, jobs: list[Job], estimate: Estimate, watcher: Watcher
+) -> None:
+    """Say where the longest sample holds more than the plan of an arm says."""
+    planned = [(arm, arm.plan) for arm in comparison.arms if arm.plan is not None]
+    if not planned:
+        return
+    samples = [(job.task, sample) for job in jobs for sample in job.samples]
+    prompt = max((estimate.prompt_tokens(*each) or 0 for each in samples), default=0)
+    fixed = comparison.protocol.max_new_tokens
+    answers = [[fixed or turn.max_new_tokens for turn in each.turns] for _, each in samples]
+    new = max(map(sum, answers), default=0)
+    for arm, plan in planned:
+        used = use_plan(plan, arm.policy, prompt=prompt, new=new, dtype=estimate.dtype)
+        told = beyond_plan(plan, used, prompt, new)
+        if told is not None:
+            watcher.note(f"{arm.name}: after a {told}")

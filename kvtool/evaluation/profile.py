@@ -1,0 +1,179 @@
+"""Profiles measured in one call: texts drawn, the model loaded, the document put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvtool.cache.tensor_files import write_tensors
+from kvtool.documents.flags import MODEL_SETTINGS
+from kvtool.documents.profile import HeadsFile, Metrics, ProfileDocument
+from kvtool.errors import UsageError
+from kvtool.evaluation.profile_request import ProfileRequest, read_request
+from kvtool.evaluation.run.environment import without_home
+from kvtool.evaluation.samples.data_files import digest
+from kvtool.evaluation.samples.profile_texts import BUILTIN, draw_texts
+from kvtool.evaluation.watcher import Watcher
+from kvtool.models.attached import ModelSource
+from kvtool.models.length import trained_length
+from kvtool.models.load import REFERENCE
+from kvtool.profiling.measure import measure
+from kvtool.profiling.memory import memory_table
+from kvtool.profiling.names import DEFAULT
+from kvtool.profiling.shape import model_shape
+from kvtool.profiling.summary import summarise
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A profile, and the numbers per head behind it by name."""
+
+    document: ProfileDocument
+    heads: dict[str, Tensor]
+
+
+def profile(
+    model: Any = None,
+    texts: Sequence[str] | None = None,
+    *,
+    metrics: str | Sequence[str] = DEFAULT,
+    tokenizer: Any = None,
+    data: str = BUILTIN,
+    samples: int = 8,
+    tokens: int | str = 1024,
+    decode: int | str = 128,
+    policy: str | None = None,
+    budgets: Sequence[int | float | str] | None = None,
+    seed: int = 0,
+    heads: str | Path | None = None,
+    trust_remote_code: bool = False,
+    watcher: Watcher | None = None,
+    **model_settings: Any,
+) -> ProfileDocument:
+    """Measure how each layer of a model uses its cache: what budgets are planned from.
+
+    Args:
+        model: a folder, a hub ID or a loaded model (then with its `tokenizer`); None is the
+            bundled reference model.
+        texts: what is read, in place of `data`.
+        heads: where the numbers per head go (safetensors).
+        watcher: is told how it goes; by default nobody is.
+        model_settings: `revision`, `dtype`, `device`, `device_map`, `attn_implementation`.
+
+    Every other argument is what the option of `kvtool profile` with its name is.
+
+    Raises:
+        UsageError: settings that are wrong or do not go together, no text that is long enough.
+        KvtoolError: data or weights that cannot be read.
+    """
+    unknown = model_settings.keys() - set(MODEL_SETTINGS)
+    if unknown:
+        raise TypeError(f"profile() got an unexpected keyword argument {min(unknown)!r}")
+    request = read_request(
+        metrics,
+        data=data,
+        samples=samples,
+        tokens=tokens,
+        decode=decode,
+        policy=policy,
+        budgets=None if budgets is None else [str(budget) for budget in budgets],
+        seed=seed,
+    )
+    if texts is not None:
+        request = replace(request, texts=tuple(texts))
+    source = replace(
+        ModelSource.of(model, tokenizer, **model_settings), trust_remote_code=trust_remote_code
+    )
+    source.check(config_only=request.memory_alone)
+    return run_profile(
+        request,
+        source,
+        heads_path=None if heads is None else Path(heads),
+        watcher=Watcher() if watcher is None else watcher,
+    ).document
+
+
+def run_profile(
+    request: ProfileRequest, source: ModelSource, *, heads_path: Path | None, watcher: Watcher
+) -> Profiled:
+    """Measure a profile.
+
+    Args:
+        heads_path: where the numbers per head go, None for nowhere.
+        watcher: is told how it goes.
+    """
+    if request.memory_alone:
+        return Profiled(_memory_alone(source, watcher), {})
+    plan = request.plan
+    tokenizer, config = source.tokenizer()
+    _check_length(config, request.tokens, plan.steps)
+    texts, data = draw_texts(
+        tokenizer,
+        source=request.data,
+        samples=request.samples,
+        tokens=request.tokens,
+        seed=request.seed,
+        given=request.texts,
+    )
+    if len(texts) < request.samples:
+        watcher.note(f"note: {data.source} has only {len(texts)} texts of {request.tokens} tokens")
+    watcher.note_any(source.note())
+    with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
+        with watcher.progress(len(texts)) as advance:
+            found = measure(loaded.model, texts, plan, lambda done: advance(f"text {done}"))
+        dtype = str(loaded.model.dtype).removeprefix("torch.")
+        memory = memory_table(loaded.model.config, dtype) if plan.memory else None
+        metrics, curves = summarise(found, plan, memory)
+        shape = model_shape(
+            loaded.model.config,
+            name=without_home(loaded.name),
+            revision=loaded.revision,
+            dtype=dtype,
+        )
+    where = {"source": without_home(data.source), "decode": plan.steps or None}
+    document = ProfileDocument(
+        model=shape,
+        data=data.model_copy(update=where),
+        metrics=metrics,
+        curves=curves,
+        heads_file=_save_heads(heads_path, found),
+    )
+    return Profiled(document, found)
+
+
+def _memory_alone(source: ModelSource, watcher: Watcher) -> ProfileDocument:
+    if source.name is None:
+        watcher.note_any(source.note())
+    config = source.config()
+    revision = source.revision or getattr(config, "_commit_hash", None)
+    name = source.name or REFERENCE
+    return ProfileDocument(
+        model=model_shape(config, name=name, revision=revision, dtype=source.dtype),
+        metrics=Metrics(memory=memory_table(config, source.dtype)),
+    )
+
+
+def _check_length(config: Any, tokens: int, steps: int) -> None:
+    limit = trained_length(config)
+    if limit is not None and tokens + steps > limit:
+        told = f"{tokens} tokens" + (f" and {steps} decoded" if steps else "")
+        raise UsageError(
+            f"{told} are more than the {limit} positions of this model",
+            hint=f"--tokens {limit - steps}"
+            if limit > steps
+            else f"--decode {limit // 2} or fewer",
+        )
+
+
+def _save_heads(path: Path | None, found: dict[str, Tensor]) -> HeadsFile | None:
+    """Write the numbers per head, whole or not at all."""
+    if path is None:
+        return None
+    tensors = {name: values.contiguous() for name, values in sorted(found.items())}
+    metadata = {"kind": "kvtool.heads", "schema_version": "1"}
+    write_tensors(path, tensors, metadata)
+    return HeadsFile(path=path.name, sha256=digest(path))

@@ -1,0 +1,127 @@
+"""What a profile measures, on which texts, checked without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvtool.errors import UsageError
+from kvtool.evaluation.samples.profile_texts import check_source
+from kvtool.profiling.names import parse_metrics
+from kvtool.sizes import Budget, parse_count
+
+if TYPE_CHECKING:
+    from kvtool.profiling.measure import Plan
+
+POLICY = "h2o"
+"""Whose output error is measured, unless another is named."""
+
+SHARES = ("1/16", "1/8", "1/4", "1/2")
+"""Its budgets, unless others are named."""
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What is measured, on which texts.
+
+    Attributes:
+        data: `builtin`, a file, a folder of text files, or the name of a dataset.
+        samples: how many texts.
+        tokens: of each.
+        texts: in place of `data`.
+    """
+
+    plan: Plan
+    data: str
+    samples: int
+    tokens: int
+    seed: int
+    texts: tuple[str, ...] | None = None
+
+    @property
+    def memory_alone(self) -> bool:
+        """Whether the configuration is all that is looked at."""
+        return not self.plan.metrics
+
+
+def read_request(
+    metrics: str | Sequence[str],
+    *,
+    data: str,
+    samples: int,
+    tokens: int | str,
+    decode: int | str,
+    policy: str | None,
+    budgets: Sequence[str] | None,
+    seed: int,
+) -> ProfileRequest:
+    """Check everything that can be checked without the model.
+
+    Raises:
+        UsageError: the first setting that is wrong.
+    """
+    names = parse_metrics(metrics)
+    length = _count(tokens, "--tokens")
+    steps = _count(decode, "--decode")
+    chosen, sizes = POLICY, ()
+    typed = metrics if isinstance(metrics, str) else ",".join(metrics)
+    if "output_error" in names:
+        chosen, sizes = _error_settings(policy, budgets, length)
+    else:
+        for flag, value in (("--policy", policy), ("--budgets", budgets)):
+            if value is not None:
+                raise UsageError(
+                    f"{flag} is that of output_error, which is not measured",
+                    hint=f"--metrics {typed},output_error",
+                )
+    if names != ("memory",):
+        check_source(data)
+    from kvtool.profiling.measure import Plan
+
+    measured = tuple(name for name in names if name != "memory")
+    plan = Plan(measured, steps, chosen, sizes, memory="memory" in names)
+    return ProfileRequest(plan, data, samples, length, seed)
+
+
+def _count(text: int | str, flag: str) -> int:
+    count = parse_count(text)
+    if count < 1:
+        raise UsageError(f"{flag} must be 1 or more, got {count}")
+    return count
+
+
+def _error_settings(
+    name: str | None, given: Sequence[str] | None, tokens: int
+) -> tuple[str, tuple[int, ...]]:
+    """Return the policy of `output_error` and its budgets in tokens, ascending."""
+    from kvtool.policies.grammar import parse_policy
+    from kvtool.policies.parts import Evidence
+
+    policy = parse_policy(name or POLICY)
+    if not policy.takes_budget:
+        raise UsageError(f"policy `{policy}` keeps everything, so it has no output error")
+    if policy.score.evidence is Evidence.LOGITS:
+        raise UsageError(
+            f"policy `{policy}` goes by the model's logits, "
+            "and output errors are measured layer by layer"
+        )
+    if policy.allocator is not None:
+        base = "snapkv" if policy.allocate is None else replace(policy, allocate=None)
+        raise UsageError(
+            f"policy `{policy}` splits a budget over the layers; "
+            "output errors are measured with the same in each",
+            hint=f"--policy {base}",
+        )
+    budgets = set()
+    for size in map(Budget.parse, filter(None, map(str.strip, given or SHARES))):
+        if size.bytes is not None:
+            raise UsageError(
+                f"--budgets: {size} is a size of the whole cache", hint="use tokens or shares"
+            )
+        budget = size.for_prompt(tokens)
+        if budget > tokens:
+            raise UsageError(f"--budgets: {budget} is above the {tokens} tokens of a text")
+        policy.check_budget(budget)
+        budgets.add(budget)
+    return str(policy), tuple(sorted(budgets))

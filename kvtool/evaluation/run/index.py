@@ -1,0 +1,138 @@
+"""What the documents in a run's folder tell: its arms, tasks, samples and results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from kvtool.documents.document import Document
+from kvtool.documents.json_reader import load_json
+from kvtool.documents.plan import PlanDocument
+from kvtool.documents.results import ArmEntry, ResultsDocument
+from kvtool.documents.samples import SamplesDocument, TaskSamples
+from kvtool.documents.source import SCHEMA_VERSION
+from kvtool.documents.validation import reason
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.evaluation.bench.arms import Arm, make_arms
+from kvtool.evaluation.extras import require
+from kvtool.evaluation.run.gates import Gate
+from kvtool.evaluation.run.runner import Job
+from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.tasks.table import task_class
+from kvtool.evaluation.tasks.task import Task
+from kvtool.policies.grammar import parse_policy
+from kvtool.sizes import Budget, spell_prefill
+
+RECIPE, RESULTS, SAMPLES = "recipe.lock.yaml", "results.json", "samples.json"
+
+Kind = TypeVar("Kind", bound=Document)
+
+
+def read_results(store: Store) -> ResultsDocument | None:
+    """Return the results in a run's folder, None if there are none.
+
+    Raises:
+        UsageError: they are of another schema version, or no results.
+    """
+    path = store.folder / RESULTS
+    return _read(path, ResultsDocument, "results") if path.is_file() else None
+
+
+def read_samples(store: Store) -> SamplesDocument:
+    """Return what a run measures.
+
+    Raises:
+        UsageError: there is no such document, or one of another schema version.
+    """
+    return _read(store.folder / SAMPLES, SamplesDocument, "samples")
+
+
+def _read(path: Path, document: type[Kind], kind: str) -> Kind:
+    try:
+        data = load_json(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read `{path}`: {error.strerror}") from None
+    except ValueError as error:
+        raise KvtoolError(f"`{path}` is damaged: {error}") from None
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version is None or not isinstance(data, dict) or data.get("kind") != kind:
+        raise UsageError(f"`{path}` holds no {kind} of kvtool")
+    if version != SCHEMA_VERSION:
+        raise UsageError(
+            f"`{path}` was written by another kvtool (schema_version {version}, "
+            f"this one reads {SCHEMA_VERSION})",
+            hint="use that kvtool, or another folder",
+        )
+    try:
+        return document.model_validate(data)
+    except ValidationError as error:
+        raise KvtoolError(f"`{path}` is damaged: {reason(error)}") from None
+
+
+def arm_entry(arm: Arm) -> ArmEntry:
+    """Tell of an arm in a document."""
+    size = arm.budget
+    budget = None if size is None else size.tokens if size.tokens is not None else str(size)
+    return ArmEntry(
+        name=arm.name,
+        policy=str(arm.policy),
+        budget=budget,
+        prefill=arm.prefill,
+        planned=arm.plan is not None,
+    )
+
+
+def read_arm(entry: ArmEntry, plan: PlanDocument | None) -> Arm:
+    """Return the arm that a document tells of.
+
+    Raises:
+        UsageError: its policy or budget cannot be read.
+    """
+    return make_arms(
+        [parse_policy(entry.policy)],
+        [] if entry.budget is None else [Budget.parse(entry.budget)],
+        prefill=spell_prefill(entry.prefill),
+        baseline=False,
+        plan=plan if entry.planned else None,
+    )[0]
+
+
+def task_entry(job: Job) -> TaskSamples:
+    """Tell of a task and its samples in a document."""
+    return TaskSamples(
+        task=job.task.name,
+        version=job.task.version,
+        settings=job.task.model_dump(mode="json", exclude={"name"}),
+        fingerprint=job.fingerprint,
+        samples=[
+            (sample.id, content) for sample, content in zip(job.samples, job.hashes, strict=True)
+        ],
+    )
+
+
+def read_task(entry: TaskSamples, store: Store) -> Task:
+    """Return the task that a document tells of.
+
+    Raises:
+        KvtoolError: its settings are not the task's.
+        UsageError: its scores need a package that is not installed.
+    """
+    kind = task_class(entry.task)
+    if kind.extra is not None:
+        require(kind.extra, needed_by=f"task `{entry.task}`")
+    try:
+        return kind.model_validate({**entry.settings, "name": entry.task})
+    except ValidationError as error:
+        path = store.folder / SAMPLES
+        raise KvtoolError(f"`{path}` is damaged: {entry.task}: {reason(error)}") from None
+
+
+def gates_of(results: ResultsDocument) -> list[Gate]:
+    """Return the gates that results were held against."""
+    found = {}
+    for gate in results.gates:
+        limits = {"least": gate.limit} if gate.gate == "least" else {"max_drop": gate.limit}
+        found[gate.gate, gate.task, gate.limit] = Gate(gate.task, **limits)
+    return list(found.values())

@@ -1,0 +1,33 @@
+"""Who is told how a long piece of work goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtool.documents.results import ResultsDocument
+
+
+class Watcher:
+    """Is told what happens, and says nothing of it; subclasses show it."""
+
+    shows_progress = False
+
+    def note(self, text: str) -> None:
+        """Take a line that a person should read."""
+
+    def note_any(self, text: str | None) -> None:
+        """Take a line, if there is one."""
+        if text is not None:
+            self.note(text)
+
+    @contextmanager
+    def progress(self, total: int) -> Iterator[Callable[[str], None]]:
+        """Yield what is called after each of `total` steps, with what it was."""
+        yield lambda text: None
+
+    def show_results(self, results: ResultsDocument, folder: Path) -> None:
+        """Take the results of a run once they are written, while nobody else writes there."""

@@ -1,0 +1,142 @@
+"""Models that run kvtool's attention, as commands and Python calls are given them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtool.cache.attention import attach, detach, notes
+from kvtool.cache.handover import attachment
+from kvtool.errors import UsageError
+from kvtool.identity import config_hash
+from kvtool.models.load import Loaded, check_folder, load, load_config, load_tokenizer
+from kvtool.models.notes import model_note
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from: its name and how to load it, or one that is loaded already.
+
+    Attributes:
+        name: a folder or a hub ID; None is the bundled reference model.
+        settings: further arguments of `kvtool.models.load.load`; None is its default.
+        trust_remote_code: whether code that comes with the checkpoint may run.
+        loaded: the model, where somebody has loaded it.
+    """
+
+    name: str | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    loaded: Loaded | None = None
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any = None, **settings: Any) -> ModelSource:
+        """Return the source that a caller gives as a name, a path or a loaded model.
+
+        Raises:
+            UsageError: a loaded model without its tokenizer.
+        """
+        if model is None or isinstance(model, (str, Path)):
+            return cls(None if model is None else str(model), settings)
+        loaded = model if isinstance(model, Loaded) else _name_loaded(model, tokenizer)
+        return cls(loaded.name, settings, loaded=loaded)
+
+    @property
+    def revision(self) -> str | None:
+        """Branch, tag or commit on the hub."""
+        return self.settings.get("revision")
+
+    @property
+    def dtype(self) -> str:
+        """The dtype by name: that of the loaded model, else the one asked for."""
+        if self.loaded is not None:
+            return str(self.loaded.model.dtype).removeprefix("torch.")
+        return self.settings.get("dtype") or "auto"
+
+    def note(self) -> str | None:
+        """Say which model it is, where nobody has named one or the hub is asked."""
+        return None if self.loaded is not None else model_note(self.name)
+
+    def check(self, *, config_only: bool = False) -> None:
+        """Refuse a folder that lacks what loading needs, as `check_folder`."""
+        if self.loaded is None:
+            check_folder(self.name, config_only=config_only)
+
+    def config(self) -> Any:
+        """Return the configuration, which is all that is loaded."""
+        if self.loaded is not None:
+            return self.loaded.model.config
+        return load_config(
+            self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
+
+    def tokenizer(self) -> tuple[Any, Any]:
+        """Return tokenizer and configuration; weights are not loaded."""
+        if self.loaded is not None:
+            return self.loaded.tokenizer, self.loaded.model.config
+        return load_tokenizer(
+            self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
+        )
+
+    @contextmanager
+    def attached(
+        self, *, note: Callable[[str], object] = lambda text: None, progress: bool = False
+    ) -> Iterator[Loaded]:
+        """Load the model and let it run kvtool's attention meanwhile.
+
+        A model that its caller has loaded runs afterwards what it ran before.
+
+        Args:
+            note: is told what the model's family limits.
+            progress: show on stderr how far a download is.
+        """
+        loaded = self.loaded
+        if loaded is None:
+            yield load_attached(
+                self.name,
+                self.settings,
+                trust_remote_code=self.trust_remote_code,
+                progress=progress,
+                note=note,
+            )
+        elif attachment(loaded.model) is not None:
+            yield loaded
+        else:
+            attach(loaded.model)
+            try:
+                yield loaded
+            finally:
+                detach(loaded.model)
+
+
+def _name_loaded(model: Any, tokenizer: Any) -> Loaded:
+    if tokenizer is None:
+        raise UsageError("a loaded model needs its tokenizer", hint="tokenizer=tokenizer")
+    name = model.name_or_path or type(model).__name__
+    revision = getattr(model.config, "_commit_hash", None)
+    return Loaded(model, tokenizer, name, revision, config_hash(model.config))
+
+
+def load_attached(
+    model: str | None,
+    settings: Mapping[str, Any],
+    *,
+    trust_remote_code: bool = False,
+    progress: bool = False,
+    note: Callable[[str], object] = lambda text: None,
+) -> Loaded:
+    """Load a model and make it run kvtool's attention.
+
+    Args:
+        settings: further arguments of `kvtool.models.load.load`; None is its default.
+        note: is told what the model's family limits.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    loaded = load(model, **given, trust_remote_code=trust_remote_code, progress=progress)
+    attach(loaded.model)
+    for line in notes(loaded.model.config):
+        note(line)
+    return loaded

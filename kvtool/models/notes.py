@@ -1,0 +1,48 @@
+"""What a user is told of a model, a budget or a text before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtool.models.length import trained_length
+from kvtool.models.load import REFERENCE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_HANDFUL = 16  # a budget below it is one of a handful of tokens
+
+
+def model_note(model: str | None) -> str | None:
+    """Say that the bundled model is used where nobody asked for it, or that the hub is asked."""
+    if model is None:
+        return f"model: {REFERENCE} (bundled; choose another with --model)"
+    if model != REFERENCE and not Path(model).expanduser().is_dir():
+        return f"model: {model} (no such folder here, asking the hub)"
+    return None
+
+
+def handful_note(tokens: int) -> str | None:
+    """Say of a budget of a handful of tokens that little can come of it."""
+    if tokens >= _HANDFUL:
+        return None
+    plural = "token is" if tokens == 1 else "tokens are"
+    return f"note: {tokens} {plural} a handful; what comes of so few makes little sense"
+
+
+def length_note(config: PreTrainedConfig, tokens: int, new_tokens: int) -> str | None:
+    """Say where a text is going to be longer than any that the model was trained for.
+
+    Args:
+        tokens: of the text before an answer.
+        new_tokens: of the longest answer.
+    """
+    limit = trained_length(config)
+    if limit is None or tokens + new_tokens <= limit:
+        return None
+    answer = f" and up to {new_tokens} new ones" if new_tokens else ""
+    return (
+        f"note: {tokens} tokens{answer} are more than the {limit} that the model was trained for; "
+        "what it says beyond them may be nonsense"
+    )
