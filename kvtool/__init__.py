@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvtool.version import VERSION
+
 if TYPE_CHECKING:
     from kvtool.cache.attention import attach, detach
     from kvtool.cache.build import build_cache
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from kvtool.errors import KvtoolError, UsageError
     from kvtool.policies.grammar import parse_policy
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "parse_policy": "kvtool.policies.grammar",
@@ -21,6 +23,8 @@ _HOMES = {
     "detach": "kvtool.cache.attention",
     "save_cache": "kvtool.cache.files",
     "load_cache": "kvtool.cache.files",
+    "evaluate": "kvtool.evaluation.evaluate",
+    "profile": "kvtool.evaluation.profile",
     "KvtoolError": "kvtool.errors",
     "UsageError": "kvtool.errors",
 }
@@ -31,8 +35,10 @@ __all__ = [
     "attach",
     "build_cache",
     "detach",
+    "evaluate",
     "load_cache",
     "parse_policy",
+    "profile",
     "save_cache",
 ]
 

@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = (  # a room imports itself and what stands before it
     "errors",
     "sizes",
+    "version",
     "identity",
     "processes",
     "transformers_versions",
@@ -35,6 +36,7 @@ ROOMS = (  # a room imports itself and what stands before it
 ONLY = {  # third-party packages of the rooms at the bottom
     "errors": set(),
     "sizes": set(),
+    "version": set(),
     "identity": set(),
     "processes": {"torch"},
     "transformers_versions": {"transformers"},

@@ -62,9 +62,9 @@ def _resolve(options: CompressOptions, plan: PlanDocument | None, terminal: Term
 def _run(
     options: CompressOptions, request: Request, loaded: Loaded, terminal: Terminal
 ) -> CompressionDocument:
-    from kvtool import generation
     from kvtool.cache.files import save_cache
     from kvtool.documents.generation import CacheSection, CompressionDocument, CompressionTiming
+    from kvtool.generation import compress as compress_prompt
 
     model = loaded.model
     cache = request.new_cache(model)
@@ -76,7 +76,7 @@ def _run(
     request.check_length(prompt_ids.shape[1], terminal)
     note_text(cache, model.config, prompt_ids.shape[1], 0, terminal)
     if talk is None:
-        result = generation.compress(model, cache, prompt_ids)
+        result = compress_prompt(model, cache, prompt_ids)
     else:
         result = talk.read(request.prompt)
     save_cache(

@@ -154,8 +154,8 @@ def _answer(
     interrupted: Interruption,
 ) -> GenerationDocument:
     """Answer the prompt, or go on from the saved cache without one."""
-    from kvtool import generation
     from kvtool.documents.turns import UserTurn
+    from kvtool.generation import generate as generate_text
 
     talk = begin(options, loaded, cache, options.system, terminal)
     prompt_ids, tokens = None, 0
@@ -173,7 +173,7 @@ def _answer(
     stream = choose_stream(options, options.stream, terminal)
     drawing = options.drawing() | {"on_text": stream, "stop_when": interrupted}
     if talk is None:
-        result = generation.generate(loaded.model, loaded.tokenizer, cache, prompt_ids, **drawing)
+        result = generate_text(loaded.model, loaded.tokenizer, cache, prompt_ids, **drawing)
     elif request.prompt is None:
         result = talk.answer(**drawing)
     else:

@@ -12,7 +12,6 @@ from typing import Annotated, NoReturn
 import typer
 from pydantic import ValidationError
 
-import kvtool
 from kvtool.cli.compress import compress
 from kvtool.cli.eval import evaluate
 from kvtool.cli.generate import generate
@@ -23,6 +22,7 @@ from kvtool.cli.profile import profile
 from kvtool.cli.terminal import ReaderGone, tell
 from kvtool.documents.validation import first_mistake
 from kvtool.errors import KvtoolError, did_you_mean
+from kvtool.version import VERSION
 
 app = typer.Typer(
     name="kvtool",
@@ -39,7 +39,7 @@ def root(
 ) -> None:
     """Compress the KV cache of language models."""
     if version:
-        typer.echo(f"kvtool {kvtool.__version__}")
+        typer.echo(f"kvtool {VERSION}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)

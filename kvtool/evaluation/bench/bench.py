@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from kvtool import generation
 from kvtool.cache.build import build_cache
 from kvtool.cache.cache import KVCache
 from kvtool.errors import KvtoolError
@@ -19,6 +18,7 @@ from kvtool.evaluation.bench.meter import Meter
 from kvtool.evaluation.bench.prompts import text_before
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.samples.sample import Json
+from kvtool.generation import Generation, compress, generate, token_logprobs
 from kvtool.models.chat import continued_ids
 from kvtool.models.length import trained_length
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
@@ -68,7 +68,7 @@ class Bench:
         with contextlib.suppress(Exception):
             ids = torch.ones(1, min(_WARM_UP, room), dtype=torch.long, device=self.model.device)
             cache = self.new_cache()
-            generation.compress(self.model, cache, ids)
+            compress(self.model, cache, ids)
             self.decode(cache, max_new_tokens=_WARM_UP_DECODED)
 
     def warm_up_for(self, size: tuple[Any, ...], run: Callable[[], object]) -> None:
@@ -133,7 +133,7 @@ class Bench:
         Returns:
             (batch, vocab) float32 logits of the next token, on the CPU.
         """
-        done = generation.compress(self.model, cache, ids, new_tokens=new_tokens)
+        done = compress(self.model, cache, ids, new_tokens=new_tokens)
         self.meter.count_prefill(cache, tokens=ids.numel(), seconds=done.prefill_s)
         return done.next_logits
 
@@ -145,9 +145,9 @@ class Bench:
         stop: Sequence[str] = (),
         min_new_tokens: int = 0,
         temperature: float | None = None,
-    ) -> generation.Generation:
+    ) -> Generation:
         """Generate after what a cache has been fed."""
-        result = generation.generate(
+        result = generate(
             self.model,
             self.tokenizer,
             cache,
@@ -247,9 +247,7 @@ class Bench:
         See `kvtool.generation.token_logprobs`.
         """
         start = time.perf_counter()
-        result = generation.token_logprobs(
-            self.model, cache, ids, chunk=chunk, first_logits=first_logits
-        )
+        result = token_logprobs(self.model, cache, ids, chunk=chunk, first_logits=first_logits)
         seconds = time.perf_counter() - start
         tokens = ids.shape[1]
         if chunk == 1:  # the last token is not fed

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-import kvtool
 from kvtool.documents.results import Environment, ModelUsed, ResultsDocument
 from kvtool.documents.samples import ProtocolEntry, SamplesDocument, TaskSamples
 from kvtool.documents.validation import reason
@@ -36,6 +35,7 @@ from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_meas
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.task import Task
+from kvtool.version import VERSION
 
 if TYPE_CHECKING:
     from kvtool.models.load import Loaded
@@ -240,7 +240,7 @@ class Run:
         done = sum(len(each.records) + each.failed for each in measured)
         return ResultsDocument(
             name=self.head.name,
-            kvtool=kvtool.__version__,
+            kvtool=VERSION,
             git_commit=self.head.git_commit,
             argv=self.head.argv,
             started=self.head.started,
@@ -286,7 +286,7 @@ def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
     names = ("id", "revision", "config_hash", "dtype", "device", "attn_implementation")
     hashes = {"weights": weights_fingerprint(loaded.model), "text": text_hash(loaded)}
     known = {name: getattr(used, name) for name in names}
-    return known | hashes | {"kvtool": kvtool.__version__}
+    return known | hashes | {"kvtool": VERSION}
 
 
 def _now() -> str:

@@ -193,14 +193,12 @@ def _full_answer(
     bench: Bench, prompt: torch.Tensor, new_tokens: int
 ) -> tuple[torch.Tensor, str, torch.Tensor]:
     """Return the full cache's greedy answer: ids, text, and the logits of each of its tokens."""
-    from kvtool import generation
+    from kvtool.generation import compress, follow, generate
 
     cache = bench.full_cache()
-    read = generation.compress(bench.model, cache, prompt)
+    read = compress(bench.model, cache, prompt)
     with cache.rollback():
-        answer = generation.generate(
-            bench.model, bench.tokenizer, cache, None, max_new_tokens=new_tokens
-        )
+        answer = generate(bench.model, bench.tokenizer, cache, None, max_new_tokens=new_tokens)
     ids = answer.input_ids[:, read.input_ids.shape[1] :]
-    logits = generation.follow(bench.model, cache, read.next_logits, ids)
+    logits = follow(bench.model, cache, read.next_logits, ids)
     return ids, answer.text[0], logits

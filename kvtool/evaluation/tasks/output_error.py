@@ -59,7 +59,7 @@ class OutputError(Task):
                 )
 
     def run(self, bench: Bench, sample: Sample) -> Json:
-        from kvtool import generation
+        from kvtool.generation import generate
         from kvtool.profiling.output_error import output_error
 
         turn = sample.turns[0]
@@ -67,7 +67,7 @@ class OutputError(Task):
         ids = bench.encode(text, special=True)
 
         def full_answer():
-            return generation.generate(
+            return generate(
                 bench.model,
                 bench.tokenizer,
                 bench.full_cache(),

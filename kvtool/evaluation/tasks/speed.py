@@ -122,7 +122,7 @@ class Speed(Task):
     def _once(self, bench: Bench, length: int, new: int, batch: int) -> Json:
         import torch
 
-        from kvtool import generation
+        from kvtool.generation import decode_step
         from kvtool.generation.compiled import CompiledDecoding
         from kvtool.generation.feeding import wait
         from kvtool.generation.finite import broken_rows, explain
@@ -133,7 +133,7 @@ class Speed(Task):
         cache = bench.new_cache()
         to_come = new + (_COMPILING if self.compile else 0)
         logits = bench.feed(cache, ids, new_tokens=to_come).to(bench.model.device)
-        step = generation.decode_step
+        step = decode_step
         if self.compile:
             step = CompiledDecoding(bench.model, to_come)
             for _ in range(_COMPILING):
