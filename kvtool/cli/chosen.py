@@ -11,7 +11,7 @@ from kvtool.errors import UsageError
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
-    from kvtool.documents.plan import PlanDocument
+    from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
     from kvtool.policies.policy import Policy
 
 
@@ -81,22 +81,22 @@ def _take_plan(
     if not policy.reads_budget:
         policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
         terminal.note(f"budget: as planned, {budget} split by {plan.layers.allocator}")
-    elif policy.reader.planned and plan.rocketkv is not None:
-        terminal.note(f"budget: as planned, {_stages(plan, policy)}")
+    elif policy.reader is not None and policy.reader.planned and plan.rocketkv is not None:
+        terminal.note(f"budget: as planned, {_stages(plan.rocketkv, plan.target, policy)}")
     else:
         terminal.note(f"budget: as planned, {budget}, which is what a token reads")
     for line in check_run(plan, policy, _run_dtype(options)):
         terminal.note(line)
 
 
-def _stages(plan: PlanDocument, policy: Policy) -> str:
+def _stages(section: RocketKVSection, target: Target, policy: Policy) -> str:
     """Say which of RocketKV's stages are taken from a plan."""
-    section, first = plan.rocketkv, ""
+    first = ""
     if policy.score.reads:
         split = "" if section.split_factor is None else f"split factor {section.split_factor:.4g}, "
-        stage1 = section.stage1(plan.target.max_new_tokens)
+        stage1 = section.stage1(target.max_new_tokens)
         first = f"{split}stage 1 keeps {stage1} of {section.context} tokens, "
-    scaled = ", counts scaled to the prompt" if plan.target.ratio is not None else ""
+    scaled = ", counts scaled to the prompt" if target.ratio is not None else ""
     return (
         f"{first}pages of {section.page_size}, {section.head_dims} channels, "
         f"{section.top_k} tokens attended{scaled}"
@@ -108,7 +108,8 @@ def _run_dtype(options: PromptOptions) -> str:
     from kvtool.models.load import load_config, resolve_device, resolve_dtype
     from kvtool.profiling.shape import stored_dtype
 
-    dtype = resolve_dtype(options.dtype, resolve_device(options.device, options.device_map))
+    device = resolve_device(options.device or "auto", options.device_map)
+    dtype = resolve_dtype(options.dtype or "auto", device)
     if dtype != "auto":
         return dtype
     config = load_config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.cli.chosen import choose_policy
@@ -33,20 +34,26 @@ def compress(options: CompressOptions, terminal: Terminal) -> None:
     options, plan = settle(options, "kvtool compress")
     check_alone("compress")
     check_paths(options)
-    request = _resolve(options, plan, terminal)
+    request, prompt, save = _resolve(options, plan, terminal)
     if options.dry_run:
         write_configuration(configuration(options, request), options, terminal)
         return
     loaded = load_model(options, terminal)
-    document = _run(options, request, loaded, terminal)
+    document = _run(options, request, prompt, save, loaded, terminal)
     request.note_bytes(document.cache, terminal)
     form = options.choose_format("text" if terminal.interactive else "json")
     write_data(render(document, form, _as_text(document)), options, terminal)
-    terminal.note(f"saved {options.save_path}")
+    terminal.note(f"saved {save}")
 
 
-def _resolve(options: CompressOptions, plan: PlanDocument | None, terminal: Terminal) -> Request:
-    """Check everything that can be checked before the model is loaded."""
+def _resolve(
+    options: CompressOptions, plan: PlanDocument | None, terminal: Terminal
+) -> tuple[Request, str, Path]:
+    """Check everything that can be checked before the model is loaded.
+
+    Returns:
+        The request, its prompt and the file to save to.
+    """
     if options.save_path is None:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")
     if options.policy is None:
@@ -56,11 +63,16 @@ def _resolve(options: CompressOptions, plan: PlanDocument | None, terminal: Term
         raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
     prefill = read_prefill(options.prefill)
     policy, budget = choose_policy(options, plan, terminal)
-    return Request(prompt, source, policy, budget, prefill, plan)
+    return Request(prompt, source, policy, budget, prefill, plan), prompt, options.save_path
 
 
 def _run(
-    options: CompressOptions, request: Request, loaded: Loaded, terminal: Terminal
+    options: CompressOptions,
+    request: Request,
+    prompt: str,
+    save: Path,
+    loaded: Loaded,
+    terminal: Terminal,
 ) -> CompressionDocument:
     from kvtool.cache.files import save_cache
     from kvtool.documents.generation import CacheSection, CompressionDocument, CompressionTiming
@@ -70,18 +82,18 @@ def _run(
     cache = request.new_cache(model)
     talk = begin(options, loaded, cache, options.system, terminal)
     if talk is None:
-        prompt_ids = encode(loaded, request.prompt, first=True, source=request.source)
+        prompt_ids = encode(loaded, prompt, first=True, source=request.source)
     else:
-        prompt_ids = talk.context_ids(request.prompt)
+        prompt_ids = talk.context_ids(prompt)
     request.check_length(prompt_ids.shape[1], terminal)
     note_text(cache, model.config, prompt_ids.shape[1], 0, terminal)
     if talk is None:
         result = compress_prompt(model, cache, prompt_ids)
     else:
-        result = talk.read(request.prompt)
+        result = talk.read(prompt)
     save_cache(
         cache,
-        options.save_path,
+        save,
         model=model,
         input_ids=result.input_ids,
         next_logits=result.next_logits,
@@ -92,7 +104,7 @@ def _run(
         policy=str(request.policy),
         budget=spell_budget(request.budget),
         prompt_tokens=prompt_ids.shape[1],
-        saved=str(options.save_path),
+        saved=str(save),
         cache=CacheSection.of(cache.report()),
         plan=request.plan_in_use(loaded, prompt_ids.shape[1], 0, terminal),
         timing=CompressionTiming(prefill_s=result.prefill_s),

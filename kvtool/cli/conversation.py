@@ -56,11 +56,11 @@ def _note_template(terminal: Terminal) -> None:
     terminal.note("chat template: the model's, around what the user says (--chat-template off)")
 
 
-def read_said(options: GenerateOptions) -> Turns:
-    """Read what `--turns` names, and check it with the other options."""
+def read_said(options: GenerateOptions, path: str) -> Turns:
+    """Read the turns that `--turns` names, and check them with the other options."""
     from kvtool.documents.turns import read_turns
 
-    turns = read_turns(options.turns)
+    turns = read_turns(path)
     if turns.system is not None and options.system is not None:
         raise UsageError("--system and --turns both give a system message; keep one")
     if turns.system is not None and (options.cache is not None or options.chat_template == "off"):
@@ -97,7 +97,7 @@ def converse(
     stream = choose_stream(options, options.stream, terminal)
     answers, told = [], False
     for i, turn in enumerate(turns.turns):
-        terminal.note(f"turn {i + 1}: {_shorten(turn.text or turn.answer)}")
+        terminal.note(f"turn {i + 1}: {_shorten(turn.text or turn.answer or '')}")
         tokens, config = talk.turn_ids(turn).shape[1], loaded.model.config
         told = told or note_text(cache, config, tokens, options.new_tokens, terminal)
         if turn.answer is not None:

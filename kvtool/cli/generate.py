@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
@@ -42,10 +42,13 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     options, plan = settle(options, "kvtool generate")
     _check_processes(options)
     check_paths(options)
-    turns = None if options.turns is None else read_said(options)
+    turns = None if options.turns is None else read_said(options, options.turns)
     request = _resolve(options, plan, terminal)
     if options.dry_run:
-        more = {"max_new_tokens": options.new_tokens, "temperature": options.temperature}
+        more: dict[str, Any] = {
+            "max_new_tokens": options.new_tokens,
+            "temperature": options.temperature,
+        }
         if turns is not None:
             more["turns"] = [spell_turn(turn) for turn in turns.turns]
             more["system"] = turns.system or options.system

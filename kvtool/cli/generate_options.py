@@ -93,7 +93,7 @@ class GenerateOptions(PromptOptions):
         return {
             "max_new_tokens": self.new_tokens,
             "temperature": self.temperature,
-            "seed": self.seed + turn,
+            "seed": (self.seed or 0) + turn,
             "stop": self.stop,
             "compare_full": self.compare_full,
             "compiled": self.compile,

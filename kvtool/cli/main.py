@@ -102,8 +102,9 @@ def _explain(error: Exception) -> KvtoolError | None:
 
 def _explain_usage(error: typer.TyperException) -> KvtoolError:
     """Tell in our words what typer and pydantic say of the command line."""
-    if isinstance(error.__cause__, ValidationError):
-        text = f"{error.param.opts[0]}: {first_mistake(error.__cause__)}"
+    param = getattr(error, "param", None)
+    if param is not None and isinstance(error.__cause__, ValidationError):
+        text = f"{param.opts[0]}: {first_mistake(error.__cause__)}"
     else:
         text = error.format_message()
     message, _, suggestion = text.replace("'", "`").rstrip(".").partition(" Did you mean ")

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from typer import Argument, Context, Option
+from typer import Argument, Option
 from typer.core import TyperCommand, TyperOption
 
 from kvtool.cli.terminal import Terminal, open_terminal
@@ -161,7 +161,7 @@ class RecipeOptions(ModelOptions):
 class OneOfEach(TyperCommand):
     """A command that refuses an option given twice, where it would take the last one only."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         order = self.make_parser(ctx).parse_args(args=list(args))[2] if args else []
         for option in {id(each): each for each in order}.values():
             single = isinstance(option, TyperOption) and not (option.is_flag or option.multiple)
@@ -182,13 +182,13 @@ def command(function: Callable[[Any, Terminal], None]) -> Callable[..., None]:
         name for base in options_type.__mro__ for name in vars(base).get("__annotations__", ())
     ]
 
-    @functools.wraps(function)
     def run(**values: Any) -> None:
         options = options_type(**values)
         with open_terminal(quiet=options.quiet, progress=options.progress) as terminal:
             function(options, terminal)
 
-    run.__signature__ = inspect.Signature(
+    typed: Any = functools.wraps(function)(run)
+    typed.__signature__ = inspect.Signature(
         [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hints[name]
@@ -196,5 +196,5 @@ def command(function: Callable[[Any, Terminal], None]) -> Callable[..., None]:
             for name in dict.fromkeys(names)
         ]
     )
-    run.__annotations__ = {}
-    return run
+    typed.__annotations__ = {}
+    return typed

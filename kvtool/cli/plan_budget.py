@@ -99,7 +99,7 @@ def _model(options: PlanOptions, profile: ProfileDocument | None, terminal: Term
     from kvtool.models.load import load_config
     from kvtool.models.placement import resolve_device, resolve_dtype
 
-    dtype = options.dtype or "auto"
+    dtype: str = options.dtype or "auto"
     if options.model is None:  # whatever the bundled model runs in on this machine
         dtype = resolve_dtype(dtype, resolve_device(options.device or "auto", options.device_map))
     config = load_config(
@@ -117,7 +117,7 @@ def _model(options: PlanOptions, profile: ProfileDocument | None, terminal: Term
     if options.dtype in (None, "auto"):
         why = "in which it would run here" if options.model is None else "the checkpoint's own"
         terminal.note(f"dtype: {shape.dtype}, {why} (change: --dtype)")
-    return _Model(shape, layer_shapes(config, shape.dtype))
+    return _Model(shape, layer_bytes(config.get_text_config(decoder=True), shape.dtype or dtype))
 
 
 def _of_profile(options: PlanOptions, profile: ProfileDocument) -> _Model:

@@ -93,12 +93,12 @@ class PlanOptions(ModelOptions):
 
 def read_target(options: PlanOptions) -> Budget:
     """Return the one target that is given."""
-    given = {
+    targets = {
         "--budget": options.budget,
         "--ratio": options.ratio,
         "--bytes": options.bytes,
     }
-    given = {flag: text for flag, text in given.items() if text is not None}
+    given = {flag: text for flag, text in targets.items() if text is not None}
     if not given:
         raise UsageError("no target", hint="-b 512, --ratio 20% or --bytes 64MiB")
     if len(given) > 1:

@@ -25,14 +25,14 @@ class Request:
     Attributes:
         prompt: the text, or None for none.
         source: where the text came from, in words.
-        policy, budget: None where a saved cache brings its own.
+        budget: None for policies that keep everything.
         prefill: `full` or `block:M`.
         plan: brings the budget, if there is one.
     """
 
     prompt: str | None
     source: str
-    policy: Policy | None
+    policy: Policy
     budget: Budget | None
     prefill: str
     plan: PlanDocument | None = None
@@ -67,7 +67,7 @@ class Request:
 
     def check_length(self, tokens: int, terminal: Terminal) -> None:
         """Refuse a share of this prompt that its protected tokens alone would fill."""
-        if self.policy is not None and self.budget is not None and self.budget.ratio is not None:
+        if self.budget is not None and self.budget.ratio is not None:
             kept = self.budget.for_prompt(tokens)
             if kept < tokens:
                 self.policy.check_budget(kept)
@@ -93,16 +93,16 @@ def configuration(options: PromptOptions, request: Request) -> dict[str, Any]:
     """Return what a dry run prints."""
     from kvtool.models.placement import resolve_device, resolve_dtype
 
-    device = resolve_device(options.device, options.device_map)
+    device = resolve_device(options.device or "auto", options.device_map)
     spread = {} if options.device_map is None else {"device_map": options.device_map}
     return {
         "model": options.model or REFERENCE,
         "revision": options.revision,
-        "dtype": resolve_dtype(options.dtype, device),
+        "dtype": resolve_dtype(options.dtype or "auto", device),
         "device": device,
         **spread,
         "attn_implementation": options.attn_implementation,
-        "policy": None if request.policy is None else str(request.policy),
+        "policy": str(request.policy),
         "budget": spell_budget(request.budget),
         "prefill": request.prefill,
         "prompt": request.source,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -88,6 +89,7 @@ def budgets_of(choice: BudgetChoice | None) -> list[Budget]:
     """Return each budget; a plan is none."""
     if choice is None:
         return []
+    values: Sequence[int | str]
     if isinstance(choice, BudgetMapping):
         values = choice.tokens or choice.ratio or choice.bytes or []
     else:

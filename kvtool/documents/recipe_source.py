@@ -85,7 +85,7 @@ def spell_out(node: Node) -> Node:
     if model is not None and isinstance(model.value, str):
         node = node.with_child("model", _wrapped(model, "id"))
     evaluation = node.child("eval")
-    tasks = None if evaluation is None else evaluation.child("tasks")
+    tasks = evaluation.child("tasks") if evaluation else None
     if evaluation is None or tasks is None or not isinstance(tasks.value, (str, list)):
         return node
     entries = [tasks] if isinstance(tasks.value, str) else tasks.value

@@ -75,7 +75,7 @@ def read_comparison(
     arms = make_arms(
         policies.value(),
         budgets,
-        prefill=recipe.prefill or "full",
+        prefill=str(recipe.prefill or "full"),
         baseline=recipe.eval.baseline,
         plan=plan,
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.samples.profile_texts import check_source
 from kvtool.profiling.names import parse_metrics
 from kvtool.sizes import Budget, parse_count
 
@@ -64,7 +63,8 @@ def read_request(
     names = parse_metrics(metrics)
     length = _count(tokens, "--tokens")
     steps = _count(decode, "--decode")
-    chosen, sizes = POLICY, ()
+    chosen = POLICY
+    sizes: tuple[int, ...] = ()
     typed = metrics if isinstance(metrics, str) else ",".join(metrics)
     if "output_error" in names:
         chosen, sizes = _error_settings(policy, budgets, length)
@@ -76,6 +76,8 @@ def read_request(
                     hint=f"--metrics {typed},output_error",
                 )
     if names != ("memory",):
+        from kvtool.evaluation.samples.profile_texts import check_source
+
         check_source(data)
     from kvtool.profiling.measure import Plan
 

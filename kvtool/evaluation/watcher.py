@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,9 @@ class Watcher:
         if text is not None:
             self.note(text)
 
-    @contextmanager
-    def progress(self, total: int) -> Iterator[Callable[[str], None]]:
-        """Yield what is called after each of `total` steps, with what it was."""
-        yield lambda text: None
+    def progress(self, total: int) -> AbstractContextManager[Callable[[str], None]]:
+        """Return a context with what is called after each of `total` steps, with what it was."""
+        return nullcontext(lambda text: None)
 
     def show_results(self, results: ResultsDocument, folder: Path) -> None:
         """Take the results of a run once they are written, while nobody else writes there."""

@@ -20,11 +20,12 @@ def with_allocator(policy: Policy, allocator: str, typed: str | None = None) -> 
         UsageError: no such allocator; the policy has one already, or cannot carry one.
     """
     chosen = parse_allocator(allocator)
-    place = "heads" if isinstance(chosen, HeadSplit) else "allocate"
-    given = getattr(policy, place)
+    given = policy.heads if isinstance(chosen, HeadSplit) else policy.allocate
     if given is not None:
         raise UsageError(
             f"policy `{typed or policy}` has the allocator `{given.modifier}` already",
             hint=f"leave out --allocator {allocator}",
         )
-    return replace(policy, **{place: chosen})
+    if isinstance(chosen, HeadSplit):
+        return replace(policy, heads=chosen)
+    return replace(policy, allocate=chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,8 @@ def cost_figure(document: ResultsDocument) -> Figure:
     first, *others = figure.subplots(1, 1 + len(speeds), sharey=True, squeeze=False)[0]
     _bytes(first, bars, spent)
     for panel, (name, rate) in zip(others, speeds.items(), strict=True):
-        _speed(panel, bars, lambda arm, rate=rate: relative(rate, spent[arm], baseline))
+        relative_of = {arm: relative(rate, cost, baseline) for arm, cost in spent.items()}
+        _speed(panel, bars, relative_of)
         panel.set_title(f"{name} tokens/s, × full")
     first.set_yticks([bar.place for bar in bars], names)
     first.set_ylim(bars[-1].place + 0.7, -0.7)
@@ -86,9 +87,9 @@ def _bytes(panel: Axes, bars: list[_Bar], spent: dict[str, Spent]) -> None:
     _finish(panel)
 
 
-def _speed(panel: Axes, bars: list[_Bar], ratio: Callable[[str], float | None]) -> None:
+def _speed(panel: Axes, bars: list[_Bar], relative_of: Mapping[str, float | None]) -> None:
     for bar in bars:
-        value = ratio(bar.arm.name)
+        value = relative_of[bar.arm.name]
         if value is not None:
             panel.barh(bar.place, value, color=bar.colour, height=0.8)
             _tell(panel, bar, value, digits.times)

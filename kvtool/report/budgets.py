@@ -50,13 +50,12 @@ def budget_figure(document: ResultsDocument) -> Figure:
 
 def _places(document: ResultsDocument, unit: str) -> tuple[dict[str, float], dict[float, str]]:
     """Return where each arm stands on the x axis, and the ticks: budgets, or policies if one."""
-    swept = [
-        (family, arm)
-        for family in families(document)
-        for arm in family.arms
-        if arm.budget is not None and budget_size(arm.budget)[0] == unit
-    ]
-    sizes = {arm.name: float(budget_size(arm.budget)[1]) for _, arm in swept}
+    swept, sizes = [], {}
+    for family in families(document):
+        for arm in family.arms:
+            if arm.budget is not None and (size := budget_size(arm.budget))[0] == unit:
+                swept.append((family, arm))
+                sizes[arm.name] = float(size[1])
     if len(set(sizes.values())) > 1:
         return sizes, {sizes[arm.name]: str(arm.budget) for _, arm in swept}
     ranks = {arm.name: float(rank) for rank, (_, arm) in enumerate(swept)}

@@ -15,7 +15,7 @@ from kvtool.documents.results import ArmEntry, CurveEntry, ResultsDocument, Task
 from kvtool.report import digits
 from kvtool.report.arms import Family, budget_size, families, results_of, task_names
 from kvtool.report.needles import is_needle
-from kvtool.report.panels import ACROSS, add_legend, log_y, new_panels
+from kvtool.report.panels import ACROSS, add_legend, log_y, new_panels, whole_ticks
 from kvtool.report.style import Look, looks, variant
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
 
     With one policy only, its budgets share a panel and have line styles of their own.
     """
-    lines, curve = _lines(document, task, name)
+    lines, found = _lines(document, task, name)
+    curve = found[-1]
     swept = [line for line in lines if line.arm.budget is not None]
     budgets = list(dict.fromkeys(str(line.arm.budget) for line in swept))
     budgets.sort(key=lambda text: budget_size(text))
@@ -84,29 +85,31 @@ def _curves(result: TaskResult) -> list[CurveEntry]:
     if len(varied) != 1 or is_needle(result):
         return result.curves
     axis = varied[0]
-    points = {cell.at.get(axis): cell.value for cell in result.cells}
-    if not all(isinstance(x, (int, float)) for x in points):
-        return result.curves
-    y = [math.nan if points[x] is None else points[x] for x in sorted(points)]
+    points: dict[float, float] = {}
+    for cell in result.cells:
+        x = cell.at.get(axis)
+        if not isinstance(x, (int, float)):
+            return result.curves
+        points[x] = math.nan if cell.value is None else cell.value
     entry = CurveEntry(
         name=f"score by {axis}",
         x=sorted(points),
-        y=y,
+        y=[points[x] for x in sorted(points)],
         x_label=_AXES.get(axis, axis.replace("_", " ")),
         y_label=result.metric,
     )
     return [*result.curves, entry]
 
 
-def _lines(document: ResultsDocument, task: str, name: str) -> tuple[list[_Line], CurveEntry]:
-    lines = []
-    found = None
+def _lines(document: ResultsDocument, task: str, name: str) -> tuple[list[_Line], list[CurveEntry]]:
+    """Return a curve of every arm that has it, for drawing and as it stands in the results."""
+    lines, found = [], []
     for family in families(document):
         for arm in family.arms:
             result = document.of(arm.name, task)
             for curve in _curves(result) if result else []:
                 if curve.name == name:
-                    found = curve
+                    found.append(curve)
                     lines.append(_Line(arm, family, curve.x, curve.y))
     return lines, found
 
@@ -134,7 +137,7 @@ def _curve_axes(panel: Axes, lines: list[_Line], curve: CurveEntry) -> None:
     if len(x) <= _MOST_TICKS:
         panel.set_xticks(x, [digits.tokens(value) for value in x])
     elif not is_geometric(x) and all(float(value).is_integer() for value in x):
-        panel.xaxis.get_major_locator().set_params(integer=True)
+        whole_ticks(panel.xaxis)
     if y and min(y) > 0 and max(y) / min(y) > 100:
         log_y(panel)
     panel.set_xlabel(curve.x_label)

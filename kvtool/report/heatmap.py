@@ -34,18 +34,18 @@ def needle_figure(document: ResultsDocument, task: str) -> Figure:
     height = max(1.0, _CELL[1] * min(len(sample.depths), _NUMBERED)) + title + 0.15
     figure = new_figure(width * columns + 1.3, height * len(rows) + 0.5)
     panels = figure.subplots(len(rows), columns, squeeze=False, sharex=False, sharey=True)
-    image = None
+    images = []
     for panel_row, row in zip(panels, rows, strict=True):
         for panel, arm in zip(panel_row, [*row, *[None] * (columns - len(row))], strict=True):
             if arm is None:
                 panel.set_axis_off()
                 continue
             grid, result = grids[arm.name], results[arm.name]
-            image = _draw(panel, grid, scale(result), document.model.trained_length)
+            images.append(_draw(panel, grid, scale(result), document.model.trained_length))
             mean = digits.score(result.value, result.best)
             panel.set_title(f"{names[arm.name]}\nmean {mean}", fontsize=8.5)
     shrink = min(1.0, 3.2 / height / len(rows))
-    bar = figure.colorbar(image, ax=panels, shrink=shrink, aspect=18, anchor=(0.0, 1.0))
+    bar = figure.colorbar(images[-1], ax=panels, shrink=shrink, aspect=18, anchor=(0.0, 1.0))
     bar.set_label(results[next(iter(grids))].metric)
     bar.outline.set_visible(False)
     words = "context length (tokens)" + _trained(document, sample)

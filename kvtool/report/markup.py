@@ -49,9 +49,9 @@ def inline_svg(document: str, prefix: str, label: str) -> Markup:
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg)
     svg = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', svg.replace("xlink:href", "href"))
-    view = re.search(r'viewBox="[\d. ]+"', svg)
-    width = re.search(r'width="([\d.]+)pt"', svg)
+    view = re.findall(r'viewBox="[\d. ]+"', svg)[0]
+    width = re.findall(r'width="([\d.]+)pt"', svg)[0]
     body = svg[svg.index(">") + 1 :].rstrip()
     return Markup(
-        f'<svg {view[0]} width="{width[1]}pt" role="img" aria-label="{html.escape(label)}">{body}'
+        f'<svg {view} width="{width}pt" role="img" aria-label="{html.escape(label)}">{body}'
     )

@@ -8,7 +8,9 @@ from kvtool.report.arms import wrap
 from kvtool.report.style import new_figure
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 ACROSS = 3  # panels in a row
@@ -30,14 +32,23 @@ def new_panels(count: int, *, sharey: bool = False) -> tuple[Figure, list[Axes]]
 
 def add_legend(figure: Figure, panels: list[Axes]) -> None:
     """Name each line once, right of the panels, where it covers no data."""
-    named = {}
+    named: dict[str, Artist] = {}
     for panel in panels:
         handles, labels = panel.get_legend_handles_labels()
-        named.update(zip(labels, handles, strict=True))
-    labels = [wrap(label, 26) for label in named]
-    lines = sum(label.count("\n") + 1 for label in labels)
+        named.update(zip(map(str, labels), handles, strict=True))
+    wrapped = [wrap(label, 26) for label in named]
+    lines = sum(label.count("\n") + 1 for label in wrapped)
     figure.set_figheight(max(figure.get_figheight(), 0.18 * lines + 0.3))
-    figure.legend(list(named.values()), labels, loc="outside right upper", frameon=False)
+    figure.legend(
+        handles=list(named.values()), labels=wrapped, loc="outside right upper", frameon=False
+    )
+
+
+def whole_ticks(axis: Axis) -> None:
+    """Put ticks at whole numbers only, otherwise where matplotlib puts them."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
 
 
 def log_y(panel: Axes) -> None:

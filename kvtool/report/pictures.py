@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,13 +50,13 @@ def pictures(document: ResultsDocument) -> Iterator[Picture]:
         yield Picture("cost", "Memory and speed", None, lambda: cost_figure(document))
     for task in needle_tasks(document):
         title = f"{task}: score by context length and needle depth"
-        yield Picture(file_name(task), title, task, lambda task=task: needle_figure(document, task))
+        yield Picture(file_name(task), title, task, partial(needle_figure, document, task))
     for task, curve in curves(document):
         yield Picture(
             file_name(f"{task}-{curve.name}"),
             f"{task}: {curve.y_label} by {curve.x_label}",
             task,
-            lambda task=task, name=curve.name: curve_figure(document, task, name),
+            partial(curve_figure, document, task, curve.name),
         )
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
 from kvtool.report import digits
+from kvtool.report.panels import whole_ticks
 from kvtool.report.style import drawing, new_figure, save
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def plan_figure(plan: PlanDocument) -> Figure:
     axes.axhline(mean, color="black", linestyle="--", linewidth=1.0)
     axes.set_xlabel("layer")
     axes.set_ylabel("tokens per KV head")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    whole_ticks(axes.xaxis)
     axes.grid(axis="y")
     axes.set_title(heading(plan), wrap=True)
     return figure

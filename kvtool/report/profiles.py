@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.profile import OutputErrors, ProfileDocument
 from kvtool.report import digits
-from kvtool.report.panels import add_legend, log_y, new_panels
+from kvtool.report.panels import add_legend, log_y, new_panels, whole_ticks
 from kvtool.report.style import drawing, save
 
 if TYPE_CHECKING:
@@ -60,17 +61,17 @@ def profile_figure(document: ProfileDocument, heads: Mapping[str, Any]) -> Figur
 
 
 def _bar_panels(document: ProfileDocument) -> list[Callable[[Axes], None]]:
-    found = []
+    found: list[Callable[[Axes], None]] = []
     for name, (title, label) in _BARS.items():
         values = getattr(document.metrics, name)
         if values is not None:
-            found.append(lambda panel, v=values, t=title, y=label: _bars(panel, v, t, y))
+            found.append(partial(_bars, values=values, title=title, label=label))
     return found
 
 
 def _map_panels(heads: Mapping[str, Any]) -> list[Callable[[Axes], None]]:
     return [
-        lambda panel, v=heads[name], t=title: _heat_map(panel, v, t)
+        partial(_heat_map, values=heads[name], title=title)
         for name, title in _MAPS.items()
         if name in heads and heads[name].shape[1] > 1
     ]
@@ -82,23 +83,17 @@ def _curve_panels(document: ProfileDocument) -> list[Callable[[Axes], None]]:
         curve = getattr(document.curves, name, None)
         if curve is not None:
             x, rows = getattr(curve, axis), curve.values
-            found.append(
-                lambda panel, x=x, rows=rows, t=title, xl=label: _lines(panel, x, rows, t, xl)
-            )
+            found.append(partial(_lines, x=x, rows=rows, title=title, label=label))
     if document.metrics.output_error is not None:
-        errors = document.metrics.output_error
-        found.append(lambda panel: _errors(panel, errors))
+        found.append(partial(_errors, errors=document.metrics.output_error))
     if document.metrics.jaccard is not None:
         overlap = document.metrics.jaccard
         for score in _SCORES:
             rows = getattr(overlap, score)
             if rows is not None:
                 title = f"{score}: overlap with no eviction"
-                found.append(
-                    lambda panel, rows=rows, t=title: _lines(
-                        panel, overlap.rates, rows, t, "share kept", log=False
-                    )
-                )
+                shape = {"x": overlap.rates, "rows": rows, "title": title}
+                found.append(partial(_lines, **shape, label="share kept", log=False))
     return found
 
 
@@ -108,7 +103,7 @@ def _bars(panel: Axes, values: Sequence[float | None], title: str, label: str) -
     panel.set_title(title)
     panel.set_xlabel("layer")
     panel.set_ylabel(label)
-    panel.xaxis.get_major_locator().set_params(integer=True)
+    whole_ticks(panel.xaxis)
     known = [value for value in values if value is not None]
     if known and min(known) > 0 and max(known) > 100 * min(known):
         log_y(panel)
@@ -121,7 +116,7 @@ def _heat_map(panel: Axes, values: Any, title: str) -> None:
     panel.set_xlabel("layer")
     panel.set_ylabel("query head")
     for axis in (panel.xaxis, panel.yaxis):
-        axis.get_major_locator().set_params(integer=True)
+        whole_ticks(axis)
     panel.spines[:].set_visible(False)
     bar = panel.figure.colorbar(image, ax=panel, aspect=18)
     bar.outline.set_visible(False)

@@ -155,11 +155,11 @@ def test_interrupting_keeps_what_is_done(kvtool, monkeypatch):
     measure = Bench.measure
     done = []
 
-    def twice(self, task, sample):
+    def twice(self, run):
         if len(done) == 2:
             raise KeyboardInterrupt
-        done.append(sample.id)
-        return measure(self, task, sample)
+        done.append(run)
+        return measure(self, run)
 
     monkeypatch.setattr(Bench, "measure", twice)
     stopped = kvtool("eval", *QUICK, "-p", "tova", "-b", "32", "-o", "run", "--no-plots")

@@ -71,7 +71,9 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
             space = " " if turn.answer_prefix else ""
             lead = space + ", ".join(turn.references) + frame.next
         elif goes_on:  # an answer that ended itself has its end-of-turn token already
-            lead = frame.next.removeprefix(bench.tokenizer.decode(cache.input_ids[0, -1:]))
+            said = cache.input_ids
+            last = "" if said is None else bench.tokenizer.decode(said[0, -1:])
+            lead = frame.next.removeprefix(last)
     return answers
 
 

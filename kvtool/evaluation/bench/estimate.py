@@ -10,6 +10,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.samples.sample import Json, Sample
 from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.task import Task
+from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
     from kvtool.documents.profile import ModelShape
@@ -36,8 +37,7 @@ def bytes_held(config: Any, dtype: str, arm: Arm, prompt: int) -> int:
 
     layers, kept = layer_shapes(config, dtype), None
     if arm.budget is not None:
-        vocabulary = config.get_text_config(decoder=True).vocab_size
-        kept = _tokens(arm, layers, vocabulary, prompt)
+        kept = _tokens(arm, arm.budget, model_shape(config, name="", dtype=dtype), sizes, prompt)
         _check(arm, kept, prompt)
         if arm.policy.budget_is_traffic:
             kept = _stored_of_read(arm, kept, prompt)
@@ -55,17 +55,17 @@ def check_bytes(config: Any, dtype: str, arms: Sequence[Arm]) -> None:
             bytes_held(config, dtype, arm, prompt=0)
 
 
-def _tokens(arm: Arm, layers: list[LayerShape | None], vocabulary: int, prompt: int) -> int:
+def _tokens(arm: Arm, budget: Budget, model: ModelShape, sizes: list[int], prompt: int) -> int:
     """Return the tokens or pairs of each layer without a window, as the cache fixes them."""
     from kvtool.planning.forecast import Text
     from kvtool.planning.held import tokens_for_bytes
 
-    if arm.budget.bytes is None:
-        return arm.budget.for_prompt(prompt)
-    if all(layer is None or layer.window is not None for layer in layers):
+    if budget.bytes is None:
+        return budget.for_prompt(prompt)
+    if not set(model.layer_types) & set(FREE):
         return prompt
-    text = Text(prompt, vocabulary=vocabulary)
-    return tokens_for_bytes(arm.policy, layers, text, arm.budget.bytes)
+    text = Text(prompt, vocabulary=model.vocabulary)
+    return tokens_for_bytes(arm.policy, layer_shapes(model, sizes), text, budget.bytes)
 
 
 def _stored_of_read(arm: Arm, pairs: int, prompt: int) -> int:
@@ -112,9 +112,12 @@ class Estimate:
         Raises:
             UsageError: a budget that is too small for an arm.
         """
-        lengths = [self.prompt_tokens(task, sample) for sample in samples]
-        if None in lengths:
-            return {}
+        lengths = []
+        for sample in samples:
+            tokens = self.prompt_tokens(task, sample)
+            if tokens is None:
+                return {}
+            lengths.append(tokens)
         longest = max(lengths)
         held = {arm.name: bytes_held(self.config, self.dtype, arm, longest) for arm in arms}
         return {"longest_prompt": longest, "kv_bytes": held}
@@ -127,7 +130,8 @@ class Estimate:
         if not sample.turns:
             if sample.context:
                 return self._count(sample.context, special=True)
-            return sample.cell.get("length")
+            length = sample.cell.get("length")
+            return None if length is None else int(length)
         frame, limit = Frame(), None
         if isinstance(task, Asking):
             frame = make_frame(self.tokenizer, self.protocol.chat_template, task.chat)

@@ -122,6 +122,12 @@ def _metric(name: str, number: Statistic) -> MetricEntry:
     return MetricEntry(name=name, **_entry(number))
 
 
+_MEANS = (
+    *("prompt_tokens", "new_tokens", "kept_tokens", "kv_bytes", "state_bytes", "full_bytes"),
+    *("traffic_pairs", "traffic_bytes"),
+)
+
+
 def _cost(costs: Sequence[Json]) -> Cost | None:
     costs = [cost for cost in costs if "kv_bytes" in cost]
     if not costs:
@@ -136,10 +142,8 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
         return count / total if total > 0 and count > 0 else None
 
     peaks = [cost["peak_memory_bytes"] for cost in costs]
-    names = ("prompt_tokens", "new_tokens", "kept_tokens", "kv_bytes", "state_bytes", "full_bytes")
-    names += ("traffic_pairs", "traffic_bytes")
     return Cost(
-        **{name: mean(name) for name in names},
+        **{name: mean(name) for name in _MEANS},
         peak_kv_bytes=max(cost["peak_kv_bytes"] for cost in costs),
         peak_memory_bytes=None if None in peaks else max(peaks),
         prefill_s=mean("prefill_s"),
@@ -157,12 +161,15 @@ def with_deltas(results: Sequence[TaskResult]) -> list[TaskResult]:
     full = {result.task: result for result in results if _is_baseline(result.arm)}
     compared = []
     for result in results:
-        base = full.get(result.task)
-        known = base is not None and base.value is not None and result.value is not None
-        known = known and base.n == result.n
-        delta = result.value - base.value if known else None
+        delta = _delta(result, full.get(result.task))
         compared.append(result.model_copy(update={"delta": delta}))
     return compared
+
+
+def _delta(result: TaskResult, full: TaskResult | None) -> float | None:
+    if full is None or full.n != result.n or full.value is None or result.value is None:
+        return None
+    return result.value - full.value
 
 
 def _is_baseline(arm: str) -> bool:
@@ -179,17 +186,18 @@ def averages(results: Sequence[TaskResult]) -> list[Average]:
     found = []
     for (arm, suite), members in groups.items():
         same = len({(member.best, member.lower_is_better) for member in members}) == 1
-        lacking = any(member.value is None or member.failed for member in members)
+        values = [member.value for member in members if member.value is not None]
+        lacking = len(values) < len(members) or any(member.failed for member in members)
         if len(members) < 2 or not same or lacking:
             continue
-        deltas = [member.delta for member in members]
+        deltas = [member.delta for member in members if member.delta is not None]
         found.append(
             Average(
                 arm=arm,
                 suite=suite,
                 tasks=[member.task for member in members],
-                value=statistics.fmean(member.value for member in members),
-                delta=None if None in deltas else statistics.fmean(deltas),
+                value=statistics.fmean(values),
+                delta=statistics.fmean(deltas) if len(deltas) == len(members) else None,
             )
         )
     return found

@@ -94,21 +94,19 @@ def judge(gates: Sequence[Gate], results: Sequence[TaskResult]) -> list[GateResu
 
 def _judge(gate: Gate, result: TaskResult) -> GateResult:
     sign = -1 if result.lower_is_better else 1
+    about = {"arm": result.arm, "task": result.task}
     if gate.least is not None:
-        value, limit, kind = result.value, gate.least, "least"
-        passed = value is not None and sign * value >= sign * limit
-    else:
-        limit, kind = gate.max_drop, "max_drop"
-        value = _drop(result, sign)
-        passed = value is not None and value <= limit
-    return GateResult(
-        gate=kind, arm=result.arm, task=result.task, value=value, limit=limit, passed=passed
-    )
+        value = result.value
+        passed = value is not None and sign * value >= sign * gate.least
+        return GateResult(gate="least", value=value, limit=gate.least, passed=passed, **about)
+    drop, limit = _drop(result, sign), gate.max_drop or 0.0
+    passed = drop is not None and drop <= limit
+    return GateResult(gate="max_drop", value=drop, limit=limit, passed=passed, **about)
 
 
 def _drop(result: TaskResult, sign: int) -> float | None:
     """Return how much worse than the full cache, in percent; negative where it is better."""
-    if result.delta is None:
+    if result.delta is None or result.value is None:
         return None
     full = result.value - result.delta
     worse = -sign * result.delta

@@ -119,14 +119,14 @@ def read_task(entry: TaskSamples, store: Store) -> Task:
         KvtoolError: its settings are not the task's.
         UsageError: its scores need a package that is not installed.
     """
-    kind = task_class(entry.task)
-    if kind.extra is not None:
-        require(kind.extra, needed_by=f"task `{entry.task}`")
     try:
-        return kind.model_validate({**entry.settings, "name": entry.task})
+        task = task_class(entry.task).model_validate({**entry.settings, "name": entry.task})
     except ValidationError as error:
         path = store.folder / SAMPLES
         raise KvtoolError(f"`{path}` is damaged: {entry.task}: {reason(error)}") from None
+    if task.extra is not None:
+        require(task.extra, needed_by=f"task `{entry.task}`")
+    return task
 
 
 def gates_of(results: ResultsDocument) -> list[Gate]:

@@ -72,7 +72,8 @@ def _builtin(
     counter = token_counter(tokenizer, None)
     texts, sha = [], hashlib.sha256()
     for index in range(samples):
-        length, ids = max(256, tokens), []
+        length = max(256, tokens)
+        ids: list[int] = []
         while len(ids) < tokens:
             length += 128
             ids = _encode(tokenizer, recap_passage("profile", seed, length, index, counter))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -67,7 +67,7 @@ def units_for(room: int, unit: int) -> int:
 
 
 def spread(
-    filler: Sequence[_Item], chosen: Sequence[_Item], shares: Sequence[float]
+    filler: Sequence[_Item], chosen: Sequence[_Item], shares: Iterable[float]
 ) -> list[_Item]:
     """Put chosen items into a list, each after its share of the filler, from 0 to below 1."""
     result = list(filler)

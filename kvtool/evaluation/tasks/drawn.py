@@ -17,6 +17,11 @@ from kvtool.evaluation.tasks.settings import Lengths, Samples
 Cell = dict[str, int | float | str]
 
 
+def length_of(cell: Cell) -> int:
+    """Return the tokens of a prompt and its longest answer."""
+    return int(cell["length"])
+
+
 class Drawn(Asking):
     """A task that draws its samples; each is the same whatever other samples are drawn.
 

@@ -40,7 +40,7 @@ from kvtool.evaluation.samples.random_data import (
 )
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.calls import Function, call_chain, unrelated_functions
-from kvtool.evaluation.tasks.drawn import Cell, Drawn
+from kvtool.evaluation.tasks.drawn import Cell, Drawn, length_of
 
 _SPARE = 8  # tokens that a calculation may take beyond the right answer
 _DEEPEST = 10  # functions that one call goes through
@@ -62,14 +62,14 @@ class HiddenNumber(Drawn):
         """Hide one number."""
         (key,), (number, new) = needles.draw_keys(rng, 1), self.plant(rng)
         turn, needle = needles.ask([key], [number], new), 2 * needles.state(key, number)
-        sentences = haystack("noise").draw(rng, cell["length"])
+        sentences = haystack("noise").draw(rng, length_of(cell))
         depth = rng.uniform(0, 100)
 
         def build(count: int) -> Sample:
             text = insert(sentences[:count], [needle], [depth], tokens)
             return Sample(name, "".join(text), (turn,), cell)
 
-        return fit(build, costs(sentences, tokens), cell["length"], tokens, self.name)
+        return fit(build, costs(sentences, tokens), length_of(cell), tokens, self.name)
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return 100 if the first digits are the number, else 0."""
@@ -104,14 +104,14 @@ class KeyValueRetrieval(Drawn):
         ((key, value),) = asked = random_pairs(rng, 1)
         share = rng.random()
         unit = tokens.count(f'"{key}": "{value}", ')
-        filler = random_pairs(rng, units_for(cell["length"], unit))
+        filler = random_pairs(rng, units_for(length_of(cell), unit))
         turn = Turn(f'\n Question: What is the value of "{key}"? Answer:', (value,), 50)
 
         def build(count: int) -> Sample:
             pairs = json.dumps(dict(spread(filler[:count], asked, [share])))
             return Sample(name, f" The values of a JSON object:\n{pairs}", (turn,), cell)
 
-        return fit(build, [unit] * len(filler), cell["length"], tokens, self.name)
+        return fit(build, [unit] * len(filler), length_of(cell), tokens, self.name)
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return 100 if the value is a word of the answer, punctuation aside, else 0."""
@@ -129,7 +129,7 @@ class MathFindNumber(Drawn):
         """Draw a list and what is asked about it."""
         kind = rng.choice(list(STATISTICS)).item()
         unit = tokens.count(", 47, 52")
-        numbers = random_numbers(rng, units_for(cell["length"], unit))
+        numbers = random_numbers(rng, units_for(length_of(cell), unit))
         question = f"\n Question: What is the {kind} of the list? Answer:"
 
         def build(count: int) -> Sample:
@@ -138,7 +138,7 @@ class MathFindNumber(Drawn):
             return Sample(name, f" A list of numbers:\n{shown}", (turn,), cell)
 
         weights = [unit] * ((len(numbers) - 5) // 2)
-        return fit(build, weights, cell["length"], tokens, self.name)
+        return fit(build, weights, length_of(cell), tokens, self.name)
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return 100 if the first number is the right one, else 0."""
@@ -158,7 +158,7 @@ class MathCalculation(Drawn):
     ) -> Sample:
         """Draw a calculation."""
         unit = tokens.count(" + 47") + tokens.count(", 52")
-        steps, values = random_calculation(rng, units_for(cell["length"], unit))
+        steps, values = random_calculation(rng, units_for(length_of(cell), unit))
 
         def build(count: int) -> Sample:
             answer = ", ".join(map(str, values[: 2 + count]))
@@ -170,7 +170,7 @@ class MathCalculation(Drawn):
             new = min(30_000, tokens.count(f" {answer}") + _SPARE)
             return Sample(name, context, (Turn("\nValues:", (answer,), new),), cell)
 
-        return fit(build, [unit] * (len(steps) - 2), cell["length"], tokens, self.name)
+        return fit(build, [unit] * (len(steps) - 2), length_of(cell), tokens, self.name)
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return the percentage of values before the first wrong one."""
@@ -187,9 +187,9 @@ class CodeRun(Drawn):
     ) -> Sample:
         """Draw the functions that are called and others around them."""
         unit = tokens.count(str(Function(17, 38, 5)))
-        deepest = min(_DEEPEST, max(2, cell["length"] // (2 * unit)))
+        deepest = min(_DEEPEST, max(2, length_of(cell) // (2 * unit)))
         depth, argument = int(rng.integers(2, deepest + 1)), int(rng.integers(_LARGEST_ARGUMENT))
-        others = units_for(cell["length"], unit)
+        others = units_for(length_of(cell), unit)
         names = rng.permutation(others + depth).tolist()
         chain = call_chain(rng, names[:depth])
         filler = unrelated_functions(rng, names[depth:], _DEEPEST)
@@ -206,7 +206,7 @@ class CodeRun(Drawn):
             code = "\n".join(map(str, spread(filler[:count], chain, shares)))
             return Sample(name, f" Some functions in Python:\n{code}", (turn,), cell)
 
-        return fit(build, [unit] * len(filler), cell["length"], tokens, self.name)
+        return fit(build, [unit] * len(filler), length_of(cell), tokens, self.name)
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return 100 if the last word of the answer is the right number, else 0."""

@@ -156,7 +156,7 @@ class LmEval(Task):
             dataclasses.replace(instance, resps=_repeat(instance, response), filtered_resps={})
             for instance, response in zip(documents[index], record["responses"], strict=True)
         ]
-        values = {}
+        values: dict[str, Any] = {}
         with contained(self.seed):
             for pipeline in task._filters:
                 pipeline.apply(answered)

@@ -20,7 +20,7 @@ from kvtool.evaluation.samples import needles
 from kvtool.evaluation.samples.fit import fit
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.drawn import Cell, Drawn
+from kvtool.evaluation.tasks.drawn import Cell, Drawn, length_of
 from kvtool.evaluation.tasks.settings import Lengths, Samples
 
 _NEW_TOKENS = 32  # seven digits and a full stop take up to 9 tokens
@@ -84,13 +84,13 @@ class Needle(Drawn):
     ) -> Sample:
         """Hide one needle."""
         needle, turn = self.plant(rng)
-        sentences = haystack(self.haystack).draw(rng, cell["length"])
+        sentences = haystack(self.haystack).draw(rng, length_of(cell))
 
         def build(count: int) -> Sample:
-            text = insert(sentences[:count], [needle], [cell["depth"]], tokens)
+            text = insert(sentences[:count], [needle], [float(cell["depth"])], tokens)
             return Sample(name, "".join(text), (turn,), cell)
 
-        return fit(build, costs(sentences, tokens), cell["length"], tokens, self.name)
+        return fit(build, costs(sentences, tokens), length_of(cell), tokens, self.name)
 
     def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
         """Draw a needle and the question about it."""

@@ -22,7 +22,7 @@ from kvtool.evaluation.samples import needles
 from kvtool.evaluation.samples.fit import fit
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.sample import Sample, TokenCounter
-from kvtool.evaluation.tasks.drawn import Cell, Ruler
+from kvtool.evaluation.tasks.drawn import Cell, Ruler, length_of
 
 _NEW_TOKENS = 128
 _DEPTHS = np.linspace(0, 100, 40)
@@ -78,7 +78,7 @@ class RulerNeedles(Ruler):
         self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
     ) -> Sample:
         """Hide needles in sentences, or one needle among others."""
-        form, length = FORMS[self.name.removeprefix("ruler/")], cell["length"]
+        form, length = FORMS[self.name.removeprefix("ruler/")], length_of(cell)
         others = _most_needles(rng, form, length, tokens) if form.haystack == "needles" else 0
         keys, values, stated = form.state(rng, form.keys + others)
         planted = form.keys * form.values

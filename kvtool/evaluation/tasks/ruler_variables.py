@@ -17,7 +17,7 @@ from kvtool.evaluation.metrics.contains import words_match_all
 from kvtool.evaluation.samples.fit import fit
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.drawn import Cell, Ruler
+from kvtool.evaluation.tasks.drawn import Cell, Ruler, length_of
 from kvtool.models.reference.vocabulary import VARIABLES
 
 _HOPS = 4
@@ -32,7 +32,7 @@ class VariableTracking(Ruler):
         self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
     ) -> Sample:
         """Hide a chain of assignments in noise, in order."""
-        length = cell["length"]
+        length = length_of(cell)
         value = int(rng.integers(_SMALLEST, _LARGEST + 1))
         names = rng.choice(VARIABLES, _HOPS + 1, replace=False).tolist()
         depths = np.sort(rng.uniform(0, 100, len(names))).tolist()

@@ -18,7 +18,7 @@ import numpy as np
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.samples.fit import fit, needed_tokens
 from kvtool.evaluation.samples.sample import Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.drawn import Cell, Ruler
+from kvtool.evaluation.tasks.drawn import Cell, Ruler, length_of
 from kvtool.models.reference.vocabulary import ADJECTIVES, NOUNS, VERBS
 
 _COMMON = 10
@@ -44,7 +44,7 @@ class CommonWords(Ruler):
         self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
     ) -> Sample:
         """Draw a list, of made-up words as well if it is longer than the others make it."""
-        length = cell["length"]
+        length = length_of(cell)
         seldom = _times(length)[1]
         known = len(_known_words())
         build = _list_builder(rng, name, cell, draw_words(rng, known))
@@ -66,7 +66,7 @@ def _list_builder(
     rng: np.random.Generator, name: str, cell: Cell, words: list[str]
 ) -> Callable[[int, bool], Sample]:
     """Return what lists the common words and the first n others, with an example or without."""
-    often, seldom = _times(cell["length"])
+    often, seldom = _times(length_of(cell))
     shown, words = words[:_EXAMPLE_WORDS], words[_EXAMPLE_WORDS:]
     common, others = words[:_COMMON], words[_COMMON:]
     worked = _example(rng, shown)
@@ -145,7 +145,7 @@ class FrequentWords(Ruler):
         self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
     ) -> Sample:
         """Draw coded words and their order."""
-        length = cell["length"]
+        length = length_of(cell)
         words = [_DOTS, *_codes(rng, max(length // 50, _ASKED.stop) - 1)]
         order = int(rng.integers(2**32))
         asked = "three most common words"

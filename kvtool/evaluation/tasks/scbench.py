@@ -36,7 +36,7 @@ from kvtool.evaluation.samples.random_data import (
 )
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Asking
-from kvtool.evaluation.tasks.drawn import Cell, Drawn
+from kvtool.evaluation.tasks.drawn import Cell, Drawn, length_of
 from kvtool.evaluation.tasks.settings import Samples
 
 _ENDS = 3  # characters of a prefix and of a suffix
@@ -116,7 +116,7 @@ class DrawnContext(SharedContext, Drawn):
         Raises:
             UsageError: the questions alone do not fit in.
         """
-        length = cell["length"]
+        length = length_of(cell)
         draft = self.draft(rng, length, tokens)
 
         def build(units: int) -> Sample:

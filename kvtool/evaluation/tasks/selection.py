@@ -133,14 +133,15 @@ def parse_data(texts: Sequence[str]) -> dict[str, str]:
 
 def hub_data(tasks: list[Task]) -> list[str]:
     """Return the datasets that the hub is asked for, which takes long where there is no network."""
-    from kvtool.evaluation.samples.data import PRESETS
+    from kvtool.evaluation.samples.data import PRESETS, Data
 
     names = []
     for task in tasks:
         if "data" not in type(task).model_fields:
             continue
+        data: Data | None = getattr(task, "data", None)
         preset = PRESETS.get(task.name.partition("/")[0].removesuffix("_e"), {})
-        name = task.data.hub if task.data else preset.get("hub")
+        name = data.hub if data else preset.get("hub")
         if name is not None and not Path(name).is_dir():
             names.append(name)
     return list(dict.fromkeys(names))

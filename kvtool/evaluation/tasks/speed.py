@@ -7,7 +7,7 @@ CPU the figures are those of a CPU: they say nothing about a GPU.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -90,34 +90,38 @@ class Speed(Task):
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         grid = [(length, self.new_tokens, b) for length in self.lengths for b in self.batch]
-        grid = _GRIDS.get(self.preset, grid)
+        if self.preset is not None:
+            grid = _GRIDS[self.preset]
+        sizes: list[tuple[int, int, int | str]] = [*grid]
+        last = "batch"
         if self.memory is not None:
-            grid = list(dict.fromkeys((length, new, self.memory) for length, new, _ in grid))
-        last = "batch" if self.memory is None else "memory"
-        for length, new, batch in grid:
+            sizes = list(dict.fromkeys((length, new, self.memory) for length, new, _ in grid))
+            last = "memory"
+        for length, new, batch in sizes:
             for i in range(self.samples):
-                size = {"length": length, "new_tokens": new, last: batch}
+                cell = {"length": length, "new_tokens": new, last: batch}
                 seed = {"seed": self.seed}
-                yield Sample(f"{length}+{new}x{batch}/{i}", "", cell=size, facts=seed)
+                yield Sample(f"{length}+{new}x{batch}/{i}", "", cell=cell, facts=seed)
 
     def work(self, sample: Sample) -> int:
-        rows = sample.cell.get("batch", 1)
-        tokens = sample.cell["length"] + sample.cell["new_tokens"]
-        return 4 * tokens * rows  # a token is about 4 characters
+        tokens = int(sample.cell["length"]) + int(sample.cell["new_tokens"])
+        return 4 * tokens * int(sample.cell.get("batch", 1))  # a token is about 4 characters
 
     def run(self, bench: Bench, sample: Sample) -> Json:
-        length, new = sample.cell["length"], sample.cell["new_tokens"]
-        batch = sample.cell.get("batch") or self._largest(bench, length, new)
+        length, new = int(sample.cell["length"]), int(sample.cell["new_tokens"])
+        batch = int(sample.cell.get("batch", 0))
+        if self.memory is not None:
+            batch = self._largest(bench, length, new, self.memory)
         size = (length, new, batch)
         bench.warm_up_for((self.name, *size), lambda: self._once(bench, *size))
         return self._once(bench, *size)
 
-    def _largest(self, bench: Bench, length: int, new: int) -> int:
+    def _largest(self, bench: Bench, length: int, new: int, memory: str) -> int:
         from kvtool.evaluation.bench.batch_size import largest_batch
 
         dtype = str(bench.model.dtype).removeprefix("torch.")
-        memory = Budget.parse(self.memory).bytes
-        return largest_batch(bench.model.config, dtype, bench.arm, length, new, memory)
+        size = Budget.parse(memory).bytes or 0  # a number of bytes, as `Memory` has checked
+        return largest_batch(bench.model.config, dtype, bench.arm, length, new, size)
 
     def _once(self, bench: Bench, length: int, new: int, batch: int) -> Json:
         import torch
@@ -133,7 +137,7 @@ class Speed(Task):
         cache = bench.new_cache()
         to_come = new + (_COMPILING if self.compile else 0)
         logits = bench.feed(cache, ids, new_tokens=to_come).to(bench.model.device)
-        step = decode_step
+        step: Callable[..., Any] = decode_step
         if self.compile:
             step = CompiledDecoding(bench.model, to_come)
             for _ in range(_COMPILING):

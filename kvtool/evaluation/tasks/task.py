@@ -29,12 +29,8 @@ class Task(BaseModel, ABC):
     Attributes:
         version: bumped whenever samples, prompt or score change.
         metric: the headline score.
-        best: the value of a perfect score; None where there is none (a perplexity).
-        lower_is_better: whether a smaller headline is a better one.
         droppable: whether a loss in percent of the full cache's headline means something.
-        extra: the optional dependency group without which the task cannot run.
         record: the keys of a record that `score` needs; None: only the task itself knows.
-        chat: whether a chat template may go around the prompt.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,12 +40,24 @@ class Task(BaseModel, ABC):
 
     version: ClassVar[int] = 1
     metric: ClassVar[str]
-    best: ClassVar[float | None] = 100.0
-    lower_is_better: ClassVar[bool] = False
     droppable: ClassVar[bool] = True
-    extra: ClassVar[str | None] = None
     query_aware: ClassVar[bool] = True
     record: ClassVar[type[BaseModel] | None] = None
+
+    @property
+    def best(self) -> float | None:
+        """The value of a perfect score; None where there is none (a perplexity)."""
+        return 100.0
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether a smaller headline is a better one."""
+        return False
+
+    @property
+    def extra(self) -> str | None:
+        """The optional dependency group without which the task cannot run."""
+        return None
 
     @property
     def chat(self) -> bool:
