@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtool.evaluation.run.gates import Gate
 
 _GATE_FAILED, _SAMPLES_FAILED = 3, 4
-_FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
+_FEW_VARIANTS = 6  # whose heat maps a terminal shows; the pictures show all
 _FOR_RESCORE = frozenset(
     {"rescore", "policy", "fail_under", "max_drop", "plots", "format", "quiet", "progress", "debug"}
 )
@@ -143,7 +143,7 @@ def _refuse_others(options: EvalOptions) -> None:
 def _print_tables(results: ResultsDocument, terminal: Terminal) -> None:
     from kvtool.report.tables import needle_tables, summary_table
 
-    if len(results.arms) <= _FEW_ARMS:
+    if len(results.arms) <= _FEW_VARIANTS:
         terminal.print(needle_tables(results))
     terminal.print(summary_table(results))
 

@@ -14,8 +14,8 @@ from kvtool.documents.recipe_source import parse_policies
 from kvtool.documents.resolve import OneReading, resolve
 from kvtool.documents.source import Source
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.arms import BASELINE, DEFAULT_BUDGET, Arm, make_arms
 from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.bench.variants import BASELINE, DEFAULT_BUDGET, Variant, make_variants
 from kvtool.evaluation.run.gates import Gate, check_gates
 from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
 from kvtool.evaluation.tasks.task import Task
@@ -36,7 +36,7 @@ class Comparison:
 
     recipe: Recipe
     tasks: list[Task]
-    arms: list[Arm]
+    variants: list[Variant]
     protocol: Protocol
     gates: list[Gate]
     left_out: list[str]
@@ -72,7 +72,7 @@ def read_comparison(
     resolved = resolve(source, flags, sets=sets, unsets=unsets, command=command, check=check)
     recipe, plan = resolved.recipe, resolved.plan
     budgets = recipe.budgets()
-    arms = make_arms(
+    variants = make_variants(
         policies.value(),
         budgets,
         prefill=str(recipe.prefill or "full"),
@@ -84,7 +84,7 @@ def read_comparison(
         Gate(gate.task, least=gate.min, max_drop=gate.max_drop) for gate in recipe.gates
     ]
     check_gates(all_gates, [(task.name, task.best, task.lower_is_better) for task in chosen])
-    if any(gate.max_drop is not None for gate in all_gates) and not _has_baseline(arms):
+    if any(gate.max_drop is not None for gate in all_gates) and not _has_baseline(variants):
         raise UsageError(
             "a largest drop is one from the full cache, which this run leaves out",
             hint="--baseline, or --fail-under TASK=V in place of --max-drop",
@@ -92,15 +92,15 @@ def read_comparison(
     return Comparison(
         recipe=_lock(recipe, chosen, policies.value(), budgets, plan),
         tasks=chosen,
-        arms=arms,
+        variants=variants,
         protocol=_protocol(recipe),
         gates=all_gates,
         left_out=left_out,
     )
 
 
-def _has_baseline(arms: list[Arm]) -> bool:
-    return any(str(arm.policy) == BASELINE for arm in arms)
+def _has_baseline(variants: list[Variant]) -> bool:
+    return any(str(variant.policy) == BASELINE for variant in variants)
 
 
 def _policies(recipe: Recipe, source: Source) -> list[Policy]:

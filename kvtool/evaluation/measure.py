@@ -115,7 +115,7 @@ def _measure(
             name=comparison.recipe.name or store.folder.name,
             argv=[without_home(argument) for argument in argv],
             loaded=loaded,
-            arms=comparison.arms,
+            variants=comparison.variants,
             jobs=jobs,
             protocol=comparison.protocol,
             gates=comparison.gates,
@@ -149,10 +149,13 @@ def _measure_missing(
     with watcher.progress(len(part)) as advance:
 
         def step(done: Step) -> None:
-            if done.error is not None and (what := (done.task, done.arm, done.error)) not in told:
+            if (
+                done.error is not None
+                and (what := (done.task, done.variant, done.error)) not in told
+            ):
                 told.add(what)
-                watcher.note(f"failed: {done.task}, {done.arm}: {done.error}")
-            advance(f"{done.task} {done.arm}")
+                watcher.note(f"failed: {done.task}, {done.variant}: {done.error}")
+            advance(f"{done.task} {done.variant}")
 
         try:
             run.measure(part, jobs, loaded, step, stop_on_error=stop_on_error)

@@ -48,26 +48,26 @@ class Prepared:
 
     @property
     def measurements(self) -> int:
-        """How many there are: every sample under every arm."""
-        return len(self.comparison.arms) * sum(len(job.samples) for job in self.jobs)
+        """How many there are: every sample under every variant."""
+        return len(self.comparison.variants) * sum(len(job.samples) for job in self.jobs)
 
     def describe(self) -> Json:
-        """Return the recipe, how much work it is, and bytes of K/V per arm.
+        """Return the recipe, how much work it is, and bytes of K/V per variant.
 
         Raises:
             UsageError: a share of a prompt that the policy's protected tokens fill.
         """
-        arms = self.comparison.arms
+        variants = self.comparison.variants
         return {
             **self.comparison.recipe.to_data(),
             "work": {
                 "folder": str(self.folder),
-                "arms": [arm.name for arm in arms],
+                "arms": [variant.name for variant in variants],
                 "tasks": [
                     {
                         "task": job.task.name,
                         "samples": len(job.samples),
-                        **self.estimate.of(job.task, job.samples, arms),
+                        **self.estimate.of(job.task, job.samples, variants),
                     }
                     for job in self.jobs
                 ],
@@ -96,7 +96,11 @@ def prepare(
     """
     if comparison.left_out:
         watcher.note(f"left out, they need --data: {', '.join(comparison.left_out)}")
-    sizes = [arm.budget.tokens for arm in comparison.arms if arm.budget and arm.budget.tokens]
+    sizes = [
+        variant.budget.tokens
+        for variant in comparison.variants
+        if variant.budget and variant.budget.tokens
+    ]
     if sizes:
         watcher.note_any(handful_note(min(sizes)))
     place = _folder(comparison, folder)
@@ -109,7 +113,7 @@ def prepare(
     watcher.note_any(length_note(config, comparison.protocol.max_length or 0, 0))
     for name in hub_data(comparison.tasks):
         watcher.note(f"data: {name} (no such folder here, asking the hub)")
-    check_bytes(config, dtype, comparison.arms)
+    check_bytes(config, dtype, comparison.variants)
     _note_budgets(comparison, config, dtype, watcher)
     counter = token_counter(tokenizer, trained_length(config))
     jobs = draw_jobs(comparison.tasks, counter, comparison.recipe.eval.limit)
@@ -132,8 +136,8 @@ def _folder(comparison: Comparison, output: str | None) -> Path:
         name = recipe.name or f"{model}_{tasks}_{date.today()}"
         folder = Path("runs") / re.sub(r"[^A-Za-z0-9.+_-]", "_", name)
     check_name(folder, "--output")
-    for arm in comparison.arms:
-        check_name(Path(arm.folder), "--policy")
+    for variant in comparison.variants:
+        check_name(Path(variant.folder), "--policy")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--output: `{folder}` is a file, a run needs a folder")
     if folder.suffix.lower() in _FILES and not folder.exists():
@@ -157,13 +161,15 @@ def _check_model(model: ModelSource, choice: ModelChoice) -> str:
 def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watcher) -> None:
     """Say what bytes and plans mean for the policies, and refuse plans whose bytes are exceeded."""
     dtype = stored_dtype(config.get_text_config(decoder=True), dtype)
-    for arm in comparison.arms:
-        for line in [] if arm.plan is None else check_run(arm.plan, arm.policy, dtype):
-            watcher.note(f"{arm.name}: {line.removeprefix('note: ')}")
-        by_bytes = arm.plan is None and arm.budget is not None and arm.budget.bytes is not None
-        if by_bytes and arm.policy.stores_all:
+    for variant in comparison.variants:
+        for line in [] if variant.plan is None else check_run(variant.plan, variant.policy, dtype):
+            watcher.note(f"{variant.name}: {line.removeprefix('note: ')}")
+        by_bytes = (
+            variant.plan is None and variant.budget is not None and variant.budget.bytes is not None
+        )
+        if by_bytes and variant.policy.stores_all:
             watcher.note(
-                f"{arm.name}: bytes are for what is stored, which is everything; a token reads "
+                f"{variant.name}: bytes are for what is stored, which is everything; a token reads "
                 f"{DEFAULT_TRAFFIC} pairs of key and value per layer and KV head"
             )
 
@@ -171,8 +177,10 @@ def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watc
 def _note_samples(
     comparison: Comparison, jobs: list[Job], estimate: Estimate, watcher: Watcher
 ) -> None:
-    """Say where the longest sample holds more than the plan of an arm says."""
-    planned = [(arm, arm.plan) for arm in comparison.arms if arm.plan is not None]
+    """Say where the longest sample holds more than the plan of a variant says."""
+    planned = [
+        (variant, variant.plan) for variant in comparison.variants if variant.plan is not None
+    ]
     if not planned:
         return
     samples = [(job.task, sample) for job in jobs for sample in job.samples]
@@ -180,8 +188,8 @@ def _note_samples(
     fixed = comparison.protocol.max_new_tokens
     answers = [[fixed or turn.max_new_tokens for turn in each.turns] for _, each in samples]
     new = max(map(sum, answers), default=0)
-    for arm, plan in planned:
-        used = use_plan(plan, arm.policy, prompt=prompt, new=new, dtype=estimate.dtype)
+    for variant, plan in planned:
+        used = use_plan(plan, variant.policy, prompt=prompt, new=new, dtype=estimate.dtype)
         told = beyond_plan(plan, used, prompt, new)
         if told is not None:
-            watcher.note(f"{arm.name}: after a {told}")
+            watcher.note(f"{variant.name}: after a {told}")

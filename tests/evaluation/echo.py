@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvtool.evaluation.samples.sample import Sample, Turn
 from kvtool.evaluation.tasks.task import Task
 
@@ -13,7 +15,7 @@ class Echo(Task):
     bad: str | None = None
 
     metric = "kept"
-    best = None
+    best: ClassVar = None
 
     def draw(self, tokens):
         for text in self.texts:

@@ -18,7 +18,7 @@ from kvtool.evaluation.samples.sample import token_counter
 from kvtool.evaluation.tasks.table import task_class
 from kvtool.models.load import load
 from kvtool.report.page import write_page
-from tests.evaluation.arms import make_arms
+from tests.evaluation.variants import make_variants
 from tests.fuzz.contract import Case, command
 from tests.fuzz.mutate import mutate_bytes, mutate_data, mutate_text, odd_word
 
@@ -56,7 +56,7 @@ class RunFolders:
             name="run",
             argv=[],
             loaded=self.loaded,
-            arms=make_arms(["streaming"], ["32"]),
+            variants=make_variants(["streaming"], ["32"]),
             jobs=self.jobs,
             protocol=Protocol(),
             gates=[],

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.arms import Arm
+from kvtool.evaluation.bench.variants import Variant
 from kvtool.planning.forecast import LayerShape, Text, forecast
 from kvtool.planning.held import even_budgets, forecast_plan, layer_shapes
 from kvtool.policies.allocate.planned import PlannedSplit
@@ -18,7 +18,7 @@ from kvtool.policies.allocate.split import AllocatedSplit
 from kvtool.sizes import parse_prefill
 
 
-def row_bytes(config: Any, dtype: str, arm: Arm, n: int, new: int) -> int:
+def row_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) -> int:
     """Return the most bytes that one row takes while it is read and continued.
 
     Args:
@@ -31,24 +31,25 @@ def row_bytes(config: Any, dtype: str, arm: Arm, n: int, new: int) -> int:
         KvtoolError: a budget in bytes, which is one of all rows; a reader, whose tables are not
             counted.
     """
-    if arm.policy.reader is not None:
+    if variant.policy.reader is not None:
         raise KvtoolError(
-            f"`{arm.policy.name}` stores tables beside its keys, which no batch is computed for",
+            f"`{variant.policy.name}` stores tables beside its keys, "
+            "which no batch is computed for",
             hint="give the batch itself: batch: [1, 4, 16]",
         )
     text = config.get_text_config(decoder=True)
     shape = model_shape(config, name="", dtype=dtype)
     stored = layer_bytes(text, stored_dtype(text, dtype))
-    beside = _NUMBER * shape.kv_heads * (1 + len(arm.policy.statistics))
+    beside = _NUMBER * shape.kv_heads * (1 + len(variant.policy.statistics))
     sizes = [size and size + beside for size in stored]
     windows = layer_kinds(text)[1]
-    kept = _kept(arm, windows, sum(window is None for window in windows), n)
-    allocator, heads = arm.policy.allocator, arm.policy.head_split
-    waits = arm.plan is None and arm.budget is not None
+    kept = _kept(variant, windows, sum(window is None for window in windows), n)
+    allocator, heads = variant.policy.allocator, variant.policy.head_split
+    waits = variant.plan is None and variant.budget is not None
     waits = waits and (
         (allocator is not None and allocator.metric is not None) or heads is not None
     )
-    block = min(parse_prefill(arm.prefill) or n, n)
+    block = min(parse_prefill(variant.prefill) or n, n)
     if waits:
         block = n
     whole = _appended(block, block, n - block)  # slots where a prompt is kept as it comes
@@ -59,20 +60,20 @@ def row_bytes(config: Any, dtype: str, arm: Arm, n: int, new: int) -> int:
     running = max(size * (k + block) for size, k in zip(sizes, kept, strict=True))
     before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
     spare = 8 / 7 if heads is not None else 1
-    return int(max(before, _held(arm, layer_shapes(shape, stored), n, new) * spare))
+    return int(max(before, _held(variant, layer_shapes(shape, stored), n, new) * spare))
 
 
-def _held(arm: Arm, layers: list[LayerShape | None], n: int, new: int) -> int:
+def _held(variant: Variant, layers: list[LayerShape | None], n: int, new: int) -> int:
     """Return what is held of a row from the end of its prompt on."""
     text = Text(n, new)
-    if arm.plan is not None and arm.budget is not None:
-        return forecast_plan(arm.plan, arm.policy, text, layers).storage
-    tokens = n if arm.budget is None else arm.budget.for_prompt(n)
-    budgets = even_budgets(arm.policy, tokens, layers, text)
-    return forecast(arm.policy, layers, budgets, text).storage
+    if variant.plan is not None and variant.budget is not None:
+        return forecast_plan(variant.plan, variant.policy, text, layers).storage
+    tokens = n if variant.budget is None else variant.budget.for_prompt(n)
+    budgets = even_budgets(variant.policy, tokens, layers, text)
+    return forecast(variant.policy, layers, budgets, text).storage
 
 
-def largest_batch(config: Any, dtype: str, arm: Arm, n: int, new: int, memory: int) -> int:
+def largest_batch(config: Any, dtype: str, variant: Variant, n: int, new: int, memory: int) -> int:
     """Return how many rows have room.
 
     Args:
@@ -81,7 +82,7 @@ def largest_batch(config: Any, dtype: str, arm: Arm, n: int, new: int, memory: i
     Raises:
         KvtoolError: not even one.
     """
-    row = row_bytes(config, dtype, arm, n, new)
+    row = row_bytes(config, dtype, variant, n, new)
     if row > memory:
         raise KvtoolError(
             f"a memory of {memory} bytes is too small: one row of {n} + {new} tokens takes {row}"
@@ -89,23 +90,24 @@ def largest_batch(config: Any, dtype: str, arm: Arm, n: int, new: int, memory: i
     return memory // row
 
 
-def _kept(arm: Arm, windows: list[int | None], free: int, n: int) -> list[int]:
+def _kept(variant: Variant, windows: list[int | None], free: int, n: int) -> list[int]:
     """Return the tokens of each layer when the prompt has been read."""
-    free = sum(layer is not None and layer.window is None for layer in layers)
-    if arm.budget is None:
+    if variant.budget is None:
         of_free = [n] * free
-    elif arm.plan is not None:
-        of_free = PlannedSplit(arm.plan).for_prompt(0, n)
-    elif arm.budget.bytes is not None:
+    elif variant.plan is not None:
+        of_free = PlannedSplit(variant.plan).for_prompt(0, n)
+    elif variant.budget.bytes is not None:
         raise KvtoolError(
-            f"a budget of {arm.budget} is that of all rows, so no batch follows from it",
+            f"a budget of {variant.budget} is that of all rows, so no batch follows from it",
             hint="give the budget in tokens or as a share",
         )
     else:
-        mean = arm.budget.for_prompt(n)
-        allocator = arm.policy.allocator
+        mean = variant.budget.for_prompt(n)
+        allocator = variant.policy.allocator
         even = allocator is None or allocator.metric is not None  # whose sum is known beforehand
-        of_free = [mean] * free if even else AllocatedSplit(arm.policy, free).for_prompt(mean, n)
+        of_free = (
+            [mean] * free if even else AllocatedSplit(variant.policy, free).for_prompt(mean, n)
+        )
     tokens = iter(of_free)
     return [
         min(n, next(tokens)) if layer is not None and layer.window is None else held

@@ -1,4 +1,4 @@
-"""A model under one arm: what tasks measure with, and what it cost them."""
+"""A model under one variant: what tasks measure with, and what it cost them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from kvtool.cache.build import build_cache
 from kvtool.cache.cache import KVCache
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.arms import Arm
 from kvtool.evaluation.bench.memory import Peak, watched_devices
 from kvtool.evaluation.bench.meter import Meter
 from kvtool.evaluation.bench.prompts import text_before
 from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Json
 from kvtool.generation import Generation, compress, generate, token_logprobs
 from kvtool.models.chat import continued_ids
@@ -34,22 +34,26 @@ _WARM_UP, _WARM_UP_DECODED = 256, 4  # tokens
 
 
 class Bench:
-    """A model under one arm.
+    """A model under one variant.
 
     Attributes:
         model, tokenizer: as loaded, the model with kvtool's attention.
-        arm: the policy, its budget and how prompts are read.
+        variant: the policy, its budget and how prompts are read.
         protocol: how prompts are put.
-        shared: what the arms share about the running sample, such as the full cache's answer.
+        shared: what the variants share about the running sample, such as the full cache's answer.
         meter: what the running sample has cost so far.
     """
 
     def __init__(
-        self, loaded: Loaded, arm: Arm, protocol: Protocol, shared: dict[str, Any] | None = None
+        self,
+        loaded: Loaded,
+        variant: Variant,
+        protocol: Protocol,
+        shared: dict[str, Any] | None = None,
     ) -> None:
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
-        self.arm, self.protocol = arm, protocol
+        self.variant, self.protocol = variant, protocol
         self.shared: dict[str, Any] = {} if shared is None else shared
         self._warm: tuple[Any, ...] | None = None
         self._contexts: dict[tuple[int, ...], tuple[KVCache, Tensor]] = {}
@@ -95,9 +99,9 @@ class Bench:
             self._contexts.clear()
 
     def once(self, name: str, make: Callable[[], _Value]) -> _Value:
-        """Return what another arm has made for this sample already, or make it.
+        """Return what another variant has made for this sample already, or make it.
 
-        It comes first in a sample and is counted for no arm, whichever happens to make it.
+        It comes first in a sample and is counted for no variant, whichever happens to make it.
         """
         if name not in self.shared:
             self.shared[name] = make()
@@ -105,10 +109,12 @@ class Bench:
         return self.shared[name]
 
     def new_cache(self) -> KVCache:
-        """Return an empty cache of this arm."""
-        arm = self.arm
-        budget = arm.budget if arm.plan is None else None
-        return build_cache(self.model, arm.policy, budget, prefill=arm.prefill, plan=arm.plan)
+        """Return an empty cache of this variant."""
+        variant = self.variant
+        budget = variant.budget if variant.plan is None else None
+        return build_cache(
+            self.model, variant.policy, budget, prefill=variant.prefill, plan=variant.plan
+        )
 
     def full_cache(self) -> KVCache:
         """Return an empty cache that keeps everything."""
@@ -234,8 +240,8 @@ class Bench:
     @property
     def chunk(self) -> int:
         """Tokens fed at a time where a text is followed: one, if each step evicts or chooses."""
-        block = parse_prefill(self.arm.prefill)
-        if self.arm.policy.score.when == "prompt" and self.arm.policy.reader is None:
+        block = parse_prefill(self.variant.prefill)
+        if self.variant.policy.score.when == "prompt" and self.variant.policy.reader is None:
             return block or DEFAULT_BLOCK
         return 1
 

@@ -1,4 +1,4 @@
-"""How many bytes of keys and values each arm will hold, from the configuration alone."""
+"""How many bytes of keys and values each variant will hold, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
     from kvtool.documents.profile import ModelShape
-    from kvtool.evaluation.bench.arms import Arm
     from kvtool.evaluation.bench.protocol import Protocol
+    from kvtool.evaluation.bench.variants import Variant
 
 
-def bytes_held(config: Any, dtype: str, arm: Arm, prompt: int) -> int:
+def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
     """Return the bytes of one row's keys and values when its prompt has been read.
 
     Layers with a sliding window hold at most their window. Answers are not counted.
@@ -35,27 +35,35 @@ def bytes_held(config: Any, dtype: str, arm: Arm, prompt: int) -> int:
     from kvtool.model_shape import layer_shapes
     from kvtool.planning.forecast import kv_bytes, tokens_held
 
-    layers, kept = layer_shapes(config, dtype), None
-    if arm.budget is not None:
-        kept = _tokens(arm, arm.budget, model_shape(config, name="", dtype=dtype), sizes, prompt)
-        _check(arm, kept, prompt)
-        if arm.policy.budget_is_traffic:
-            kept = _stored_of_read(arm, kept, prompt)
-    return kv_bytes(layers, tokens_held(layers, prompt, kept))
+    text = config.get_text_config(decoder=True)
+    dtype = stored_dtype(text, dtype)
+    sizes = layer_bytes(text, dtype)
+    kept = None
+    if variant.budget is not None:
+        kept = _tokens(
+            variant, variant.budget, model_shape(config, name="", dtype=dtype), sizes, prompt
+        )
+        _check(variant, kept, prompt)
+        if variant.policy.reads_budget:
+            kept = _stored_of_read(variant, kept, prompt)
+    widths = [None if width is None else width - 1 for width in layer_kinds(text)[1]]
+    return cache_bytes(sizes, [kept if width is None else width for width in widths], prompt)
 
 
-def check_bytes(config: Any, dtype: str, arms: Sequence[Arm]) -> None:
+def check_bytes(config: Any, dtype: str, variants: Sequence[Variant]) -> None:
     """Refuse budgets in bytes that hold no token, or only those that the policy always keeps.
 
     Raises:
         UsageError: the first such budget.
     """
-    for arm in arms:
-        if arm.budget is not None and arm.budget.bytes is not None:
-            bytes_held(config, dtype, arm, prompt=0)
+    for variant in variants:
+        if variant.budget is not None and variant.budget.bytes is not None:
+            bytes_held(config, dtype, variant, prompt=0)
 
 
-def _tokens(arm: Arm, budget: Budget, model: ModelShape, sizes: list[int], prompt: int) -> int:
+def _tokens(
+    variant: Variant, budget: Budget, model: ModelShape, sizes: list[int], prompt: int
+) -> int:
     """Return the tokens or pairs of each layer without a window, as the cache fixes them."""
     from kvtool.planning.forecast import Text
     from kvtool.planning.held import tokens_for_bytes
@@ -65,28 +73,28 @@ def _tokens(arm: Arm, budget: Budget, model: ModelShape, sizes: list[int], promp
     if not set(model.layer_types) & set(FREE):
         return prompt
     text = Text(prompt, vocabulary=model.vocabulary)
-    return tokens_for_bytes(arm.policy, layer_shapes(model, sizes), text, budget.bytes)
+    return tokens_for_bytes(variant.policy, layer_shapes(model, sizes), text, budget.bytes)
 
 
-def _stored_of_read(arm: Arm, pairs: int, prompt: int) -> int:
+def _stored_of_read(variant: Variant, pairs: int, prompt: int) -> int:
     """Return what is stored of a prompt where the budget is what a decoded token reads."""
     from kvtool.planning.traffic import tokens_left
 
-    if arm.policy.select_only:
+    if variant.policy.score.marks:
         return prompt
-    return tokens_left(arm.policy, pairs, prompt, 0)
+    return tokens_left(variant.policy, pairs, prompt, 0)
 
 
-def _check(arm: Arm, kept: int, prompt: int) -> None:
+def _check(variant: Variant, kept: int, prompt: int) -> None:
     """Refuse what a budget means here, if the policy's protected tokens fill it."""
-    budget = arm.budget
+    budget = variant.budget
     if budget is None or budget.tokens is not None:
         return  # checked already
     try:
-        arm.policy.check_budget(kept)
+        variant.policy.check_budget(kept)
     except UsageError as error:
         means = f"{budget} of {prompt} tokens" if budget.ratio else f"{budget} is {kept} tokens"
-        raise UsageError(f"{arm.name}: {means}: {error}") from None
+        raise UsageError(f"{variant.name}: {means}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -104,13 +112,13 @@ class Estimate:
     dtype: str
     protocol: Protocol
 
-    def of(self, task: Task, samples: Sequence[Sample], arms: Sequence[Arm]) -> Json:
-        """Return the longest prompt in tokens, and what each arm holds of it in bytes.
+    def of(self, task: Task, samples: Sequence[Sample], variants: Sequence[Variant]) -> Json:
+        """Return the longest prompt in tokens, and what each variant holds of it in bytes.
 
         Nothing is returned where only the task knows its prompts.
 
         Raises:
-            UsageError: a budget that is too small for an arm.
+            UsageError: a budget that is too small for a variant.
         """
         lengths = []
         for sample in samples:
@@ -119,7 +127,10 @@ class Estimate:
                 return {}
             lengths.append(tokens)
         longest = max(lengths)
-        held = {arm.name: bytes_held(self.config, self.dtype, arm, longest) for arm in arms}
+        held = {
+            variant.name: bytes_held(self.config, self.dtype, variant, longest)
+            for variant in variants
+        }
         return {"longest_prompt": longest, "kv_bytes": held}
 
     def prompt_tokens(self, task: Task, sample: Sample) -> int | None:

@@ -28,7 +28,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a task says about one arm.
+    """What a task says about one variant.
 
     Attributes:
         metrics: every score by name; the headline is the task's `metric`.

@@ -18,7 +18,7 @@ from kvtool.documents.results import (
     TaskResult,
 )
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.arms import BASELINE
+from kvtool.evaluation.bench.variants import BASELINE
 from kvtool.evaluation.metrics.summary import Statistic, Summary
 from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.task import Task
@@ -26,13 +26,13 @@ from kvtool.evaluation.tasks.task import Task
 
 @dataclass(frozen=True)
 class Measured:
-    """The records of one arm on one task, in the order of the samples; failed ones apart.
+    """The records of one variant on one task, in the order of the samples; failed ones apart.
 
     Attributes:
         planned: samples that there should be.
     """
 
-    arm: str
+    variant: str
     task: Task
     records: list[Json]
     failed: int
@@ -42,12 +42,12 @@ class Measured:
 
 
 def task_result(measured: Measured) -> TaskResult:
-    """Put one arm's records on one task together; `delta` is not known yet."""
+    """Put one variant's records on one task together; `delta` is not known yet."""
     task, records = measured.task, measured.records
     summary = _summarise(measured) if records else None
     headline = None if summary is None else summary.metrics[task.metric]
     return TaskResult(
-        arm=measured.arm,
+        arm=measured.variant,
         task=task.name,
         version=task.version,
         metric=task.metric,
@@ -98,7 +98,7 @@ def _summarise(measured: Measured) -> Summary:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise KvtoolError(
-            f"{measured.arm}, {measured.task.name}: the records cannot be scored: "
+            f"{measured.variant}, {measured.task.name}: the records cannot be scored: "
             f"{type(error).__name__} {error}",
             hint="delete the file of samples, or start anew with --overwrite",
         ) from error
@@ -172,19 +172,19 @@ def _delta(result: TaskResult, full: TaskResult | None) -> float | None:
     return result.value - full.value
 
 
-def _is_baseline(arm: str) -> bool:
-    return arm == BASELINE or arm.startswith(f"{BASELINE},")
+def _is_baseline(variant: str) -> bool:
+    return variant == BASELINE or variant.startswith(f"{BASELINE},")
 
 
 def averages(results: Sequence[TaskResult]) -> list[Average]:
-    """Return, per arm and suite, the mean headline of two or more tasks without failures."""
+    """Return, per variant and suite, the mean headline of two or more tasks without failures."""
     groups: dict[tuple[str, str], list[TaskResult]] = defaultdict(list)
     for result in results:
         suite, slash, _ = result.task.partition("/")
         if slash and result.best is not None:
             groups[result.arm, suite].append(result)
     found = []
-    for (arm, suite), members in groups.items():
+    for (variant, suite), members in groups.items():
         same = len({(member.best, member.lower_is_better) for member in members}) == 1
         values = [member.value for member in members if member.value is not None]
         lacking = len(values) < len(members) or any(member.failed for member in members)
@@ -193,7 +193,7 @@ def averages(results: Sequence[TaskResult]) -> list[Average]:
         deltas = [member.delta for member in members if member.delta is not None]
         found.append(
             Average(
-                arm=arm,
+                arm=variant,
                 suite=suite,
                 tasks=[member.task for member in members],
                 value=statistics.fmean(values),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvtool.documents.results import GateResult, TaskResult
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.arms import BASELINE
+from kvtool.evaluation.bench.variants import BASELINE
 from kvtool.evaluation.tasks.patterns import covers
 
 

@@ -1,4 +1,4 @@
-"""What the documents in a run's folder tell: its arms, tasks, samples and results."""
+"""What the documents in a run's folder tell: its variants, tasks, samples and results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtool.documents.samples import SamplesDocument, TaskSamples
 from kvtool.documents.source import SCHEMA_VERSION
 from kvtool.documents.validation import reason
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.bench.arms import Arm, make_arms
+from kvtool.evaluation.bench.variants import Variant, make_variants
 from kvtool.evaluation.extras import require
 from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.run.runner import Job
@@ -71,26 +71,26 @@ def _read(path: Path, document: type[Kind], kind: str) -> Kind:
         raise KvtoolError(f"`{path}` is damaged: {reason(error)}") from None
 
 
-def arm_entry(arm: Arm) -> ArmEntry:
-    """Tell of an arm in a document."""
-    size = arm.budget
+def variant_entry(variant: Variant) -> ArmEntry:
+    """Tell of a variant in a document."""
+    size = variant.budget
     budget = None if size is None else size.tokens if size.tokens is not None else str(size)
     return ArmEntry(
-        name=arm.name,
-        policy=str(arm.policy),
+        name=variant.name,
+        policy=str(variant.policy),
         budget=budget,
-        prefill=arm.prefill,
-        planned=arm.plan is not None,
+        prefill=variant.prefill,
+        planned=variant.plan is not None,
     )
 
 
-def read_arm(entry: ArmEntry, plan: PlanDocument | None) -> Arm:
-    """Return the arm that a document tells of.
+def read_variant(entry: ArmEntry, plan: PlanDocument | None) -> Variant:
+    """Return the variant that a document tells of.
 
     Raises:
         UsageError: its policy or budget cannot be read.
     """
-    return make_arms(
+    return make_variants(
         [parse_policy(entry.policy)],
         [] if entry.budget is None else [Budget.parse(entry.budget)],
         prefill=spell_prefill(entry.prefill),

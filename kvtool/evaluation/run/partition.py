@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtool.evaluation.bench.arms import Arm
+from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.run.runner import Job, Measurement, Place, sample_key
 from kvtool.evaluation.run.store import Store
 
 
 def unfinished(
-    jobs: Sequence[Job], arms: Sequence[Arm], place: Place, store: Store
+    jobs: Sequence[Job], variants: Sequence[Variant], place: Place, store: Store
 ) -> list[Measurement]:
-    """Return what is not done, sample by sample and arm by arm; what failed is not done.
+    """Return what is not done, sample by sample and variant by variant; what failed is not done.
 
-    A sample runs under every arm before the next one begins, so that a run that is broken off has
-    compared all arms on the same samples.
+    A sample runs under every variant before the next one begins, so that a run that is broken off
+    has compared all variants on the same samples.
     """
     left = []
     for j, job in enumerate(jobs):
-        configurations = [place.configuration(arm, job.task) for arm in arms]
-        records = [store.records(arm.folder, job.task.name) for arm in arms]
+        configurations = [place.configuration(variant, job.task) for variant in variants]
+        records = [store.records(variant.folder, job.task.name) for variant in variants]
         for s, (sample, content) in enumerate(zip(job.samples, job.hashes, strict=True)):
             work = job.task.work(sample)
             for a, configuration in enumerate(configurations):
@@ -35,11 +35,11 @@ def share_of(
 ) -> list[Measurement]:
     """Return the part of one of several processes.
 
-    The list is cut into stretches of equal work. So the arms of a sample stay together, but for
-    the samples at the cuts, and what the arms share about a sample is made once.
+    The list is cut into stretches of equal work. So the variants of a sample stay together, but for
+    the samples at the cuts, and what the variants share about a sample is made once.
 
     >>> share_of([Measurement(0, i, 0, work) for i, work in enumerate((1, 1, 1, 3))], 1, 2)
-    [Measurement(job=0, sample=3, arm=0, work=3)]
+    [Measurement(job=0, sample=3, variant=0, work=3)]
     """
     total = sum(measurement.work for measurement in measurements)
     share, before = [], 0

@@ -1,4 +1,4 @@
-"""A run: from arms and tasks to a folder with every sample, the results and how to repeat it."""
+"""A run: variants and tasks in, a folder with every sample and the results out."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvtool.documents.results import Environment, ModelUsed, ResultsDocument
 from kvtool.documents.samples import ProtocolEntry, SamplesDocument, TaskSamples
 from kvtool.documents.validation import reason
 from kvtool.errors import KvtoolError, UsageError, quote
-from kvtool.evaluation.bench.arms import Arm
 from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.run.collect import Measured, averages, task_result, with_deltas
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
 from kvtool.evaluation.run.gates import Gate, judge
 from kvtool.evaluation.run.index import (
     RESULTS,
     SAMPLES,
-    arm_entry,
     gates_of,
-    read_arm,
     read_results,
     read_samples,
     read_task,
+    read_variant,
     task_entry,
+    variant_entry,
 )
 from kvtool.evaluation.run.partition import unfinished
 from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_measurements, sample_key
@@ -63,7 +63,7 @@ class Run:
 
     Attributes:
         store: the folder, which the caller holds locked.
-        index: arms, tasks and samples.
+        index: variants, tasks and samples.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Run:
         head: Head,
         *,
         gates: Sequence[Gate],
-        arms: Sequence[Arm],
+        variants: Sequence[Variant],
         tasks: Sequence[Task],
     ) -> None:
         self.store, self.index, self.head, self.gates = store, index, head, list(gates)
-        self._arms, self._tasks = list(arms), list(tasks)
+        self._variants, self._tasks = list(variants), list(tasks)
         self._place = Place(index.model, Protocol(**index.protocol.model_dump()))
 
     @classmethod
@@ -88,7 +88,7 @@ class Run:
         name: str,
         argv: Sequence[str],
         loaded: Loaded,
-        arms: Sequence[Arm],
+        variants: Sequence[Variant],
         jobs: Sequence[Job],
         protocol: Protocol,
         gates: Sequence[Gate],
@@ -102,10 +102,10 @@ class Run:
         index = SamplesDocument(
             model=_identity(loaded, used),
             protocol=ProtocolEntry(**asdict(protocol)),
-            arms=[arm_entry(arm) for arm in arms],
+            arms=[variant_entry(variant) for variant in variants],
             tasks=[task_entry(job) for job in jobs],
         )
-        plan = next((arm.plan for arm in arms if arm.plan is not None), None)
+        plan = next((variant.plan for variant in variants if variant.plan is not None), None)
         index = index.model_copy(update={"plan": plan})  # as a field it would be validated again
         head = Head(
             name=name,
@@ -116,7 +116,9 @@ class Run:
             seed=protocol.seed,
             git_commit=git_commit(),
         )
-        run = cls(store, index, head, gates=gates, arms=arms, tasks=[job.task for job in jobs])
+        run = cls(
+            store, index, head, gates=gates, variants=variants, tasks=[job.task for job in jobs]
+        )
         if store.process == 0:
             store.write(SAMPLES, index.to_json())
             run.write_results()
@@ -152,13 +154,13 @@ class Run:
             index,
             head,
             gates=gates or gates_of(results),
-            arms=[read_arm(entry, index.plan) for entry in index.arms],
+            variants=[read_variant(entry, index.plan) for entry in index.arms],
             tasks=tasks,
         )
 
     def unfinished(self, jobs: Sequence[Job]) -> list[Measurement]:
         """Return what is not done, in the order in which it will be."""
-        return unfinished(jobs, self._arms, self._place, self.store)
+        return unfinished(jobs, self._variants, self._place, self.store)
 
     def check_same(self, model: dict[str, Any]) -> None:
         """Refuse to share a run with a process that measures something else.
@@ -195,7 +197,7 @@ class Run:
             for step in run_measurements(
                 measurements,
                 jobs,
-                self._arms,
+                self._variants,
                 loaded,
                 self._place,
                 self.store,
@@ -217,13 +219,13 @@ class Run:
         self.store.write(RESULTS, results.to_json())
         return results
 
-    def _check_record(self, arm: Arm, task: Task, record: Json) -> None:
+    def _check_record(self, variant: Variant, task: Task, record: Json) -> None:
         if task.record is None:
             return
         try:
             task.record.model_validate(record)
         except ValidationError as error:
-            path = self.store.path(arm.folder, task.name)
+            path = self.store.path(variant.folder, task.name)
             raise KvtoolError(
                 f"`{path}`: sample {quote(record['id'])} is no record of `{task.name}`: "
                 f"{reason(error)}",
@@ -234,7 +236,9 @@ class Run:
         """Put together what has been measured so far."""
         entries = zip(self._tasks, self.index.tasks, strict=True)
         measured = [
-            self._measured(arm, task, entry) for task, entry in entries for arm in self._arms
+            self._measured(variant, task, entry)
+            for task, entry in entries
+            for variant in self._variants
         ]
         results = with_deltas([task_result(each) for each in measured])
         done = sum(len(each.records) + each.failed for each in measured)
@@ -255,21 +259,21 @@ class Run:
             gates=judge(self.gates, results),
         )
 
-    def _measured(self, arm: Arm, task: Task, entry: TaskSamples) -> Measured:
+    def _measured(self, variant: Variant, task: Task, entry: TaskSamples) -> Measured:
         if task.version != entry.version:
             raise UsageError(
                 f"`{self.store.folder}` holds version {entry.version} of task `{entry.task}`, "
                 f"this kvtool has version {task.version}",
                 hint="start anew in another folder",
             )
-        configuration = self._place.configuration(arm, task)
-        records = self.store.records(arm.folder, entry.task)
+        configuration = self._place.configuration(variant, task)
+        records = self.store.records(variant.folder, entry.task)
         for record in records.values():
             if record.get("error") is None:
-                self._check_record(arm, task, record)
+                self._check_record(variant, task, record)
         found = [records.get(sample_key(configuration, content)) for _, content in entry.samples]
         return Measured(
-            arm=arm.name,
+            variant=variant.name,
             task=task,
             records=[record for record in found if record is not None and "error" not in record],
             failed=sum(record is not None and "error" in record for record in found),

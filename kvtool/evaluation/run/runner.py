@@ -1,4 +1,4 @@
-"""Run every sample under every arm, a line in a file for each, and skip those already there."""
+"""Run every sample under every variant, a line in a file for each, and skip those already there."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.bench.arms import Arm
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.task import Task
@@ -40,7 +40,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """What of a measurement is not in its sample: model, arm, task and protocol.
+    """What of a measurement is not in its sample: model, variant, task and protocol.
 
     Attributes:
         model: what tells the weights and the way they run from others.
@@ -49,16 +49,16 @@ class Place:
     model: dict[str, Any]
     protocol: Protocol
 
-    def configuration(self, arm: Arm, task: Task) -> str:
+    def configuration(self, variant: Variant, task: Task) -> str:
         """Return the hash of everything but the sample."""
         protocol = asdict(self.protocol)
-        plan = None if arm.plan is None else json.dumps(arm.plan.to_data(), sort_keys=True)
+        plan = None if variant.plan is None else json.dumps(variant.plan.to_data(), sort_keys=True)
         return _hash(
             {
                 "model": self.model,
-                "policy": str(arm.policy),
-                "budget": None if arm.budget is None else str(arm.budget),
-                "prefill": arm.prefill,
+                "policy": str(variant.policy),
+                "budget": None if variant.budget is None else str(variant.budget),
+                "prefill": variant.prefill,
                 "plan": plan,
                 "task": task.name,
                 "version": task.version,
@@ -112,16 +112,16 @@ def sample_key(configuration: str, content: str) -> str:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One sample under one arm.
+    """One sample under one variant.
 
     Attributes:
-        job, sample, arm: its places in the lists of the run.
+        job, sample, variant: its places in the lists of the run.
         work: how long it takes beside the others, roughly.
     """
 
     job: int
     sample: int
-    arm: int
+    variant: int
     work: int
 
 
@@ -129,7 +129,7 @@ class Measurement:
 class Step:
     """One measurement that is done, for whoever shows progress."""
 
-    arm: str
+    variant: str
     task: str
     error: str | None
 
@@ -137,7 +137,7 @@ class Step:
 def run_measurements(
     measurements: Sequence[Measurement],
     jobs: Sequence[Job],
-    arms: Sequence[Arm],
+    variants: Sequence[Variant],
     loaded: Loaded,
     place: Place,
     store: Store,
@@ -153,27 +153,29 @@ def run_measurements(
         KvtoolError: a sample failed and `stop_on_error` is set.
     """
     shared: dict[str, Any] = {}
-    benches = {arm: Bench(loaded, arm, place.protocol, shared) for arm in arms}
-    warm: set[Arm] = set()
+    benches = {variant: Bench(loaded, variant, place.protocol, shared) for variant in variants}
+    warm: set[Variant] = set()
     configurations = {
-        (arm, job.task.name): place.configuration(arm, job.task) for arm in arms for job in jobs
+        (variant, job.task.name): place.configuration(variant, job.task)
+        for variant in variants
+        for job in jobs
     }
     for (j, s), of_sample in groupby(measurements, key=lambda each: (each.job, each.sample)):
         task, sample, content = jobs[j].task, jobs[j].samples[s], jobs[j].hashes[s]
         shared.clear()
-        for arm in (arms[each.arm] for each in of_sample):
-            if arm not in warm:
-                benches[arm].warm_up()
-                warm.add(arm)
-            record = _measure(benches[arm], task, sample)
-            configuration = configurations[arm, task.name]
+        for variant in (variants[each.variant] for each in of_sample):
+            if variant not in warm:
+                benches[variant].warm_up()
+                warm.add(variant)
+            record = _measure(benches[variant], task, sample)
+            configuration = configurations[variant, task.name]
             head = {"key": sample_key(configuration, content), "configuration": configuration}
             head |= {"id": sample.id} | ({"cell": dict(sample.cell)} if sample.cell else {})
-            store.append(arm.folder, task.name, head | record)
+            store.append(variant.folder, task.name, head | record)
             error = record.get("error")
             if error is not None and stop_on_error:
-                raise KvtoolError(f"{task.name}, sample {sample.id}, {arm.name}: {error}")
-            yield Step(arm.name, task.name, error)
+                raise KvtoolError(f"{task.name}, sample {sample.id}, {variant.name}: {error}")
+            yield Step(variant.name, task.name, error)
 
 
 def _measure(bench: Bench, task: Task, sample: Sample) -> Json:

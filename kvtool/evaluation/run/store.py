@@ -53,24 +53,24 @@ class Store:
         """The folder whose files this process alone appends to."""
         return self.folder if self.process == 0 else self._parts / str(self.process)
 
-    def path(self, arm: str, task: str) -> Path:
-        """Return the file of one arm and task that this process appends to."""
-        return self.own / "samples" / arm / f"{task}.jsonl"
+    def path(self, variant: str, task: str) -> Path:
+        """Return the file of one variant and task that this process appends to."""
+        return self.own / "samples" / variant / f"{task}.jsonl"
 
-    def records(self, arm: str, task: str) -> dict[str, Json]:
-        """Return the records of one arm and task by key, the last of each key.
+    def records(self, variant: str, task: str) -> dict[str, Json]:
+        """Return the records of one variant and task by key, the last of each key.
 
         Raises:
             KvtoolError: a line that is no record, other than an unfinished last one.
         """
         found: dict[str, Json] = {}
         for folder in (self.folder, *self._part_folders()):
-            path = folder / "samples" / arm / f"{task}.jsonl"
+            path = folder / "samples" / variant / f"{task}.jsonl"
             if path.is_file():
                 found |= _read_records(path)
         return found
 
-    def append(self, arm: str, task: str, record: Json) -> None:
+    def append(self, variant: str, task: str, record: Json) -> None:
         """Add a record.
 
         Raises:
@@ -79,7 +79,7 @@ class Store:
         if self.silent:
             return
         self._check_there()
-        path = self.path(arm, task)
+        path = self.path(variant, task)
         line = json.dumps(record, ensure_ascii=False, allow_nan=False)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

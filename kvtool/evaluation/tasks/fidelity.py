@@ -1,7 +1,7 @@
 """How close a compressed cache stays to what the same model says with its full cache.
 
-The reference is the full cache's own greedy answer. Two questions are asked of each arm: reading
-that answer token by token, does it expect the same next tokens (agreement, Kullback-Leibler
+The reference is the full cache's own greedy answer. Two questions are asked of each variant:
+reading that answer token by token, does it expect the same next tokens (agreement, Kullback-Leibler
 divergence, first difference); and left alone, does it say the same (exact match, BLEU, ROUGE)?
 RoCo (https://arxiv.org/abs/2402.06262, tables 2 to 4) reports the latter only; the former needs no
 package and far fewer samples. METEOR is left out: it needs a download.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Compared(BaseModel):
-    """What is recorded of a sample: the arm's answer and the full cache's, and how close it is."""
+    """What is recorded of a sample: both answers, and how close they are."""
 
     prediction: str
     references: Annotated[list[str], Field(min_length=1)]
@@ -154,7 +154,7 @@ def overlap_protocol() -> str:
 def compare_with_full(
     bench: Bench, prompt: tuple[str, str], new_tokens: int, *, query_aware: bool
 ) -> Json:
-    """Let the arm follow the full cache's answer, then answer by itself.
+    """Let the variant follow the full cache's answer, then answer by itself.
 
     Args:
         prompt: the context, and the rest, which comes as a turn of its own unless `query_aware`.

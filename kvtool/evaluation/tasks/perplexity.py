@@ -1,10 +1,11 @@
 """Perplexity under a budget: a text is followed token by token through the evicting cache.
 
 Each document begins with an empty cache and the tokenizer's first token. Positions stay the true
-ones. The likelihood of a token comes from what the cache held before it, and every arm scores the
-same positions, so that arms compare; numbers measured with another `chunk` do not. StreamingLLM
-(https://arxiv.org/abs/2309.17453, section 4.1) keeps its cache from one document to the next; this
-does not. EasyKV scores fewer tokens under a budget than without one; this does not either.
+ones. The likelihood of a token comes from what the cache held before it, and every variant scores
+the same positions, so that variants compare; numbers measured with another `chunk` do not.
+StreamingLLM (https://arxiv.org/abs/2309.17453, section 4.1) keeps its cache from one document to
+the next; this does not. EasyKV scores fewer tokens under a budget than without one; this does not
+either.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Perplexity(Task):
         samples: documents per length.
         chunk: tokens fed at a time; by default one for policies that evict in every step, a block
             for those that cut a prompt.
-        skip: tokens at the beginning that are not scored, in every arm.
+        skip: tokens at the beginning that are not scored, in every variant.
         data: a text file, a dataset or a preset (`pg19`); the built-in text else.
     """
 

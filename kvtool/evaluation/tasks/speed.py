@@ -1,7 +1,7 @@
 """Seconds and bytes of reading a prompt and of decoding, on random tokens.
 
-Every arm is warmed up once for each size. Decoding takes exactly the asked number of steps. On a
-CPU the figures are those of a CPU: they say nothing about a GPU.
+Every variant is warmed up once for each size. Decoding takes exactly the asked number of steps. On
+a CPU the figures are those of a CPU: they say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Speed(Task):
         lengths: tokens of a prompt.
         new_tokens: decoded steps.
         batch: prompts at a time, one number or several.
-        memory: in place of `batch`, as many prompts as have room in it (`512MiB`), of each arm; see
+        memory: in place of `batch`, as many prompts as it holds (`512MiB`), of each variant; see
             `kvtool.evaluation.bench.batch_size`.
         compile: whether decoding is compiled; graphs are made before the clock starts.
         samples: timed repetitions of each size.
@@ -121,7 +121,7 @@ class Speed(Task):
 
         dtype = str(bench.model.dtype).removeprefix("torch.")
         size = Budget.parse(memory).bytes or 0  # a number of bytes, as `Memory` has checked
-        return largest_batch(bench.model.config, dtype, bench.arm, length, new, size)
+        return largest_batch(bench.model.config, dtype, bench.variant, length, new, size)
 
     def _once(self, bench: Bench, length: int, new: int, batch: int) -> Json:
         import torch

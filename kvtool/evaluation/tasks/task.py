@@ -103,7 +103,7 @@ class Task(BaseModel, ABC):
         """Score one record; the headline `metric` is among the names."""
 
     def summarise(self, records: Sequence[Json]) -> Summary:
-        """Put the scored records of one arm together: means and standard errors."""
+        """Put the scored records of one variant together: means and standard errors."""
         scores = [self.score(record) for record in records]
         cells: dict[tuple, list[float]] = defaultdict(list)
         for record, score in zip(records, scores, strict=True):

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 import kvtool
 from kvtool.cli.main import run as kvtool_command
-from kvtool.evaluation.bench.arms import Arm
 from kvtool.evaluation.bench.batch_size import row_bytes
 from kvtool.evaluation.bench.memory import Peak, watched_devices
+from kvtool.evaluation.bench.variants import Variant
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
 from kvtool.planning.forecast import Text, forecast
@@ -91,7 +91,7 @@ def foreseen(settings: Settings, policy: str, mode: str) -> Record:
     if parsed.reader is not None:
         return {"forecast_held_bytes": held}
     request = Budget.parse(budget) if parsed.takes_budget else None
-    arm = Arm(parsed, request, mode)
+    arm = Variant(parsed, request, mode)
     peak = row_bytes(ours.config, dtype, arm, prompt, new)
     return {"forecast_held_bytes": held, "forecast_kv_peak_bytes": peak}
 

@@ -7,7 +7,7 @@ import kvtool
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.batch_size import largest_batch, row_bytes
 from kvtool.generation.feeding import decode_step, prefill
-from tests.evaluation.arms import make_arms
+from tests.evaluation.variants import make_variants
 from tests.models_for_tests import peaky_model, random_ids
 
 N, NEW = 300, 40
@@ -24,7 +24,9 @@ ARMS = (
 
 def arm_of(text, prefill_mode="full"):
     policy, _, budget = text.partition("@")
-    return make_arms([policy], [budget] if budget else [], prefill=prefill_mode, baseline=False)[0]
+    return make_variants(
+        [policy], [budget] if budget else [], prefill=prefill_mode, baseline=False
+    )[0]
 
 
 @pytest.fixture(scope="module")

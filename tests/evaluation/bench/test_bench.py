@@ -9,15 +9,15 @@ import torch
 import kvtool
 from kvtool import generation
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.arms import Arm
 from kvtool.evaluation.bench.ask import ask
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.prompts import first_prompt
 from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Sample, Turn
 from kvtool.evaluation.tasks.scbench import SharedContext
 from kvtool.models.chat import make_frame
-from tests.evaluation.arms import make_arms
+from tests.evaluation.variants import make_variants
 
 CHAT = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -55,7 +55,7 @@ SAMPLE = Sample(
         Turn(question("tiger"), ("55812",), 9, cue("tiger")),
     ),
 )
-FULL, H2O, SNAPKV = make_arms(["h2o", "snapkv(window=8)"], ["60"])
+FULL, H2O, SNAPKV = make_variants(["h2o", "snapkv(window=8)"], ["60"])
 
 
 @dataclass
@@ -282,7 +282,7 @@ def test_likelihoods_of_the_full_cache_are_the_models(loaded):
 
 def test_likelihoods_go_through_the_evicting_cache(loaded):
     context, continuation = SAMPLE.context + question("tiger") + cue("tiger"), " 55812."
-    tiny = Arm(kvtool.parse_policy("streaming"), make_arms(["h2o"], ["12"])[1].budget)
+    tiny = Variant(kvtool.parse_policy("streaming"), make_variants(["h2o"], ["12"])[1].budget)
     full = Bench(loaded, FULL, Protocol()).loglikelihood(context, continuation)
     bench = Bench(loaded, tiny, Protocol())
     cut = bench.loglikelihood(context, continuation)

@@ -8,18 +8,21 @@ import shutil
 import pytest
 
 import kvtool
+from kvtool.documents.samples import TaskSamples
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.run.collect import Measured, task_result
+from kvtool.evaluation.run.index import read_task
 from kvtool.evaluation.run.run import Run
 from kvtool.evaluation.run.runner import draw_jobs
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import token_counter
 from kvtool.evaluation.tasks.niah import Needle
 from kvtool.evaluation.tasks.reconstruct import Reconstruct
+from kvtool.evaluation.tasks.table import task_class
 from kvtool.models.load import load
-from tests.evaluation.arms import make_arms
 from tests.evaluation.echo import Echo
+from tests.evaluation.variants import make_variants
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def begin(store, loaded, jobs) -> Run:
         name="run",
         argv=[],
         loaded=loaded,
-        arms=make_arms(["streaming"], ["32"]),
+        variants=make_variants(["streaming"], ["32"]),
         jobs=jobs,
         protocol=Protocol(),
         gates=[],
@@ -171,3 +174,13 @@ def test_records_that_cannot_be_scored_are_told_by_task_and_arm():
     found = Measured("tova@32", Echo(name="echo"), [{"kept": "x"}], 0, 1, True, "")
     with pytest.raises(KvtoolError, match="tova@32, echo: the records cannot be scored: ValueErr"):
         task_result(found)
+
+
+@pytest.mark.parametrize(
+    "name", ["infinitebench/longbook_qa_eng", "scbench/summary", "longbench/qasper"]
+)
+def test_a_task_that_says_itself_what_it_needs_is_read_back(tmp_path, name):
+    task = task_class(name)(name=name, data="rows.jsonl")
+    settings = task.model_dump(mode="json", exclude={"name"})
+    entry = TaskSamples(task=name, version=1, settings=settings, fingerprint="", samples=[])
+    assert read_task(entry, Store(tmp_path)) == task

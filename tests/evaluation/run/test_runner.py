@@ -10,10 +10,10 @@ from kvtool.evaluation.run.partition import unfinished
 from kvtool.evaluation.run.runner import Place, draw_jobs, run_measurements
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import token_counter
-from tests.evaluation.arms import make_arms
 from tests.evaluation.echo import Echo
+from tests.evaluation.variants import make_variants
 
-ARMS = make_arms(["streaming", "h2o"], ["8", "16"])
+ARMS = make_variants(["streaming", "h2o"], ["8", "16"])
 PLACE = Place({"id": "reference"}, Protocol())
 
 
@@ -99,7 +99,7 @@ def test_a_number_that_json_cannot_hold_fails_its_sample_only(loaded, counter, s
             return {"kept": number if record["kept"] == 8 else 1.0}
 
     jobs = draw_jobs([Overflowing(name="echo")], counter, None)
-    errors = {step.arm: step.error for step in steps(jobs, loaded, store)}
+    errors = {step.variant: step.error for step in steps(jobs, loaded, store)}
     assert errors["full"] is None
     assert errors["streaming@8"].startswith("a score or measurement is not a finite number")
     assert missing(jobs, PLACE, store) == 6

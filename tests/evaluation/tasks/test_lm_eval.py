@@ -16,7 +16,7 @@ from kvtool.evaluation.tasks.lm_eval import LmEval
 from kvtool.evaluation.tasks.table import expand, task_class
 from kvtool.models.load import load
 from kvtool.models.reference.prompt import needle_prompt
-from tests.evaluation.arms import make_arms
+from tests.evaluation.variants import make_variants
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -197,7 +197,7 @@ def run(task: LmEval, bench) -> list[dict]:
 def test_a_tiny_budget_costs_every_kind_of_task_its_score(folder, loaded, name):
     task = task_of(folder, name)
     score = {}
-    for arm in make_arms(["h2o"], ["12", "500"]):
+    for arm in make_variants(["h2o"], ["12", "500"]):
         summary = task.summarise(run(task, Bench(loaded, arm, Protocol())))
         score[arm.name] = summary.metrics["score"]
     full, tiny, ample = score["full"], score["h2o@12"], score["h2o@500"]
@@ -215,7 +215,7 @@ def test_a_full_cache_scores_what_the_harness_measures_with_its_own_model(folder
     from lm_eval.models.huggingface import HFLM
 
     plain = load()
-    (arm,) = make_arms(["full"], [])
+    (arm,) = make_variants(["full"], [])
     for name in ("needle_said", "needle_chosen", "needle_last", "needle_read"):
         model = HFLM(
             pretrained=plain.model,

@@ -18,9 +18,9 @@ from kvtool.evaluation.tasks.output_error import OutputError
 from kvtool.evaluation.tasks.reconstruct import Reconstruct
 from kvtool.evaluation.tasks.speed import Speed
 from kvtool.generation.compiled import CompiledDecoding
-from tests.evaluation.arms import make_arms
+from tests.evaluation.variants import make_variants
 
-FULL, TINY, FITS = make_arms(["streaming"], ["24", "4K"])
+FULL, TINY, FITS = make_variants(["streaming"], ["24", "4K"])
 
 
 def measure(loaded, counter, task, *arms, protocol=None):
@@ -177,7 +177,7 @@ def test_no_arm_pays_for_the_answer_that_all_compare_with(loaded, counter, task,
 @pytest.mark.parametrize("mode", ["isolated", "end_to_end"])
 def test_output_error_grows_as_the_budget_shrinks(loaded, counter, mode):
     task = OutputError(name="output-error", lengths="300", samples=1, mode=mode, new_tokens=8)
-    arms = make_arms(["streaming"], ["24", "128", "4K"])
+    arms = make_variants(["streaming"], ["24", "128", "4K"])
     _, records = measure(loaded, counter, task, *arms)
     full, tiny, more, fits = (task.summarise(records[arm]).metrics["nmse"].value for arm in arms)
     assert full < 1e-10

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from kvtool.cache.attention import attach
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.arms import Arm
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import token_counter
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
@@ -128,7 +128,7 @@ def test_numbers_are_spread():
 def test_the_reference_model_finds_needles_with_a_full_cache():
     loaded = load()
     attach(loaded.model)
-    bench = Bench(loaded, Arm(parse_policy("full"), None), Protocol())
+    bench = Bench(loaded, Variant(parse_policy("full"), None), Protocol())
     for name, settings in [("niah", {"depths": 10}), ("ruler/niah_multikey_1", {"samples": 10})]:
         task = make(name, lengths=512, **settings)
         samples = list(task.draw(token_counter(bench.tokenizer, 8192)))

@@ -8,9 +8,9 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.tasks.perplexity import Perplexity
-from tests.evaluation.arms import make_arms
+from tests.evaluation.variants import make_variants
 
-ARMS = make_arms(["h2o", "streaming", "snapkv"], ["40", "4K"])
+ARMS = make_variants(["h2o", "streaming", "snapkv"], ["40", "4K"])
 
 
 def measure(loaded, counter, arm, **settings):

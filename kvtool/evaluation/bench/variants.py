@@ -1,4 +1,4 @@
-"""The arms of a comparison: one policy under one budget each."""
+"""The variants of a comparison: one policy under one budget each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BASELINE = "full"
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One policy under one budget.
 
     Attributes:
@@ -34,7 +34,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """How files and tables call the arm, such as `h2o+caote@256`."""
+        """How files and tables call the variant, such as `h2o+caote@256`."""
         budget = "" if self.budget is None else f"@{self.budget}"
         block = "" if self.prefill == "full" or self.budget is None else f",{self.prefill}"
         planned = "" if self.plan is None else ",plan"
@@ -46,15 +46,14 @@ class Arm:
         return re.sub(r"[^A-Za-z0-9.+@=,%_-]", "_", self.name)
 
 
-def make_arms(
+def make_variants(
     policies: Sequence[Policy],
     budgets: Sequence[Budget],
     *,
     prefill: str = "full",
     baseline: bool = True,
     plan: PlanDocument | None = None,
-    imports: bool = True,
-) -> list[Arm]:
+) -> list[Variant]:
     """Return every policy under every budget, each once, the full cache first.
 
     Args:
@@ -69,20 +68,20 @@ def make_arms(
     from kvtool.policies.scores.full import Full
 
     sizes = budgets or [DEFAULT_BUDGET]
-    arms = [Arm(Policy(Full()), None, prefill)] if baseline else []
+    variants = [Variant(Policy(Full()), None, prefill)] if baseline else []
     for policy in policies:
         if not policy.takes_budget:
-            arms.append(Arm(policy, None, prefill))
+            variants.append(Variant(policy, None, prefill))
             continue
         if plan is not None:
             if not policy.budget_is_traffic:
                 policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
-            arms.append(Arm(policy, plan.target.budget, prefill, plan))
+            variants.append(Variant(policy, plan.target.budget, prefill, plan))
             continue
         for size in sizes:
             if size.tokens is not None:
                 policy.check_budget(size.tokens)
-            arms.append(Arm(policy, size, prefill))
-    if not arms:
+            variants.append(Variant(policy, size, prefill))
+    if not variants:
         raise UsageError("no policy to evaluate", hint="--policy streaming,h2o,h2o+caote")
-    return list(dict.fromkeys(arms))
+    return list(dict.fromkeys(variants))
