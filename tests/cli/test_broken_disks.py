@@ -149,7 +149,7 @@ def test_what_cannot_be_written_is_refused_before_the_model_loads(kvtool, monkey
     def load(*unused, **options):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("kvtool.cli.request.load", load)
+    monkeypatch.setattr("kvtool.models.attached.load", load)
     done = kvtool(*arguments)
     assert (done.code, done.out) == (2, ""), done.err
     assert len([line for line in done.err.splitlines() if line.startswith("error: ")]) == 1

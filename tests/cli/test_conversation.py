@@ -154,7 +154,7 @@ def test_a_chat_template_goes_around_turns(kvtool, tmp_path, turns):
 
 
 def test_dry_run_lists_the_turns_and_loads_nothing(kvtool, turns, monkeypatch):
-    monkeypatch.setattr("kvtool.cli.request.load", None)
+    monkeypatch.setattr("kvtool.models.attached.load", None)
     done = kvtool("generate", "--turns", turns, "--dry-run")
     resolved = yaml.safe_load(done.out)
     assert done.code == 0

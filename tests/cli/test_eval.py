@@ -172,8 +172,8 @@ def test_interrupting_keeps_what_is_done(kvtool, monkeypatch):
 def test_rescoring_needs_no_model_and_sees_changed_answers(kvtool, monkeypatch):
     first = evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run")
     assert first.of("full", "niah").value == 1.0
-    monkeypatch.setattr("kvtool.models.load.load", None)
-    monkeypatch.setattr("kvtool.models.load.load_tokenizer", None)
+    monkeypatch.setattr("kvtool.models.attached.load", None)
+    monkeypatch.setattr("kvtool.models.attached.load_tokenizer", None)
     same = evaluate(kvtool, "--rescore", "run")
     assert scores(same) == scores(first)
     path = Path("run/samples/full/niah.jsonl")
@@ -360,7 +360,7 @@ def test_what_is_named_twice_counts_once(kvtool):
 
 def test_a_missing_extra_is_told_before_the_model_loads(kvtool, monkeypatch):
     monkeypatch.setattr("kvtool.evaluation.extras.find_spec", lambda name: None)
-    monkeypatch.setattr("kvtool.models.load.load_tokenizer", None)
+    monkeypatch.setattr("kvtool.models.attached.load_tokenizer", None)
     done = kvtool("eval", "-t", "reconstruct", "-p", "h2o")
     assert done.code == 2
     assert "pip install 'kvtool[eval]'" in done.err

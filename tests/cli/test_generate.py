@@ -137,7 +137,7 @@ def test_compare_full(kvtool):
 
 
 def test_dry_run_loads_nothing(kvtool, monkeypatch):
-    monkeypatch.setattr("kvtool.cli.request.load", None)
+    monkeypatch.setattr("kvtool.models.attached.load", None)
     done = kvtool("generate", "-p", "H2O+CAOTE", "-b", "4K", "--prefill", "block", "--dry-run")
     resolved = yaml.safe_load(done.out)
     assert done.code == 0
