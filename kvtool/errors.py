@@ -19,14 +19,19 @@ class KvtoolError(ValueError):
     Args:
         message: one line, lower case, no full stop.
         hint: what to do about it, which a terminal shows as a second line ``hint: ...``.
+        exit_code: with which the command ends, in place of the one of the class.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, hint: str | None = None, exit_code: int | None = None
+    ) -> None:
         super().__init__(message)
         self.message = clip(message)
         self.hint = None if hint is None else clip(hint)
+        if exit_code is not None:
+            self.exit_code = exit_code
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}; {self.hint}"

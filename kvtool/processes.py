@@ -134,9 +134,7 @@ def joined() -> Iterator[Processes]:
 
 
 def _follow(code: int) -> KvtoolError:
-    error = KvtoolError("process 0 has failed")
-    error.exit_code = code
-    return error
+    return KvtoolError("process 0 has failed", exit_code=code)
 
 
 @contextlib.contextmanager

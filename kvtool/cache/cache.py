@@ -207,6 +207,10 @@ class KVCache(Cache):
         if self.surprisals is not None:
             self.surprisals.choose_rows(choose)
 
+    def read_in_blocks(self, block: int | None) -> None:
+        """Read prompts from here on in blocks of so many tokens, None: whole."""
+        self.block = block
+
     def reset(self) -> None:
         self._ungroup()
         self._static.forget()

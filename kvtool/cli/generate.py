@@ -144,7 +144,7 @@ def _open_cache(options: GenerateOptions, request: Request, loaded: Loaded) -> K
         return request.new_cache(loaded.model)
     cache = load_cache(options.cache_path, loaded.model)
     if options.prefill is not None:
-        cache.block = parse_prefill(request.prefill)
+        cache.read_in_blocks(parse_prefill(request.prefill))
     return cache
 
 

@@ -112,9 +112,7 @@ def _explain_usage(error: typer.TyperException) -> KvtoolError:
     unknown = re.fullmatch("No such command `(.*)`", message)
     if unknown and hint is None:
         hint = did_you_mean(unknown[1], [name for name, _ in COMMANDS])
-    told = KvtoolError(message[:1].lower() + message[1:], hint=hint)
-    told.exit_code = error.exit_code
-    return told
+    return KvtoolError(message[:1].lower() + message[1:], hint=hint, exit_code=error.exit_code)
 
 
 def _tell(error: KvtoolError) -> None:

@@ -200,8 +200,10 @@ def _needle_table(result: TaskResult, grid: NeedleGrid) -> Table:
     places = 2 if best <= 1 else 0
     mean = digits.score(result.value, result.best)
     title = Text(f"{wrap(result.arm, 28)}\n{result.task} {mean}")
-    table = Table(box=None, padding=0, pad_edge=False, title=title, title_style="bold")
-    table.min_width = max(map(len, title.plain.split("\n")))
+    width = max(map(len, title.plain.split("\n")))
+    table = Table(
+        box=None, padding=0, pad_edge=False, title=title, title_style="bold", min_width=width
+    )
     table.add_column("depth", justify="right")
     for length in grid.lengths:
         table.add_column(f" {length}", justify="right", overflow="fold")

@@ -6,6 +6,8 @@ recap, or a question, then needs them again. A cache that has lost them shows it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kvtool.evaluation.samples.fit import fit, generator
@@ -56,6 +58,20 @@ def question_sample(
         f" The secret codes for {keys} are",
     )
     return _place(rng, codes, turn, length, tokens, task)
+
+
+def question_samples(
+    task: str, seed: int, length: int, count: int, tokens: TokenCounter, *, new_tokens: int
+) -> Iterator[Sample]:
+    """Yield samples of one length, as `question_sample` writes them, each with its cell.
+
+    Args:
+        count: how many.
+    """
+    for index in range(count):
+        sample = question_sample(task, seed, length, index, tokens, new_tokens=new_tokens)
+        cell = {"length": length}
+        yield Sample(f"length={length}/{index}", sample.context, sample.turns, cell)
 
 
 def _codes(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:

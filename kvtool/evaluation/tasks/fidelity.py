@@ -20,7 +20,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.extras import installed
 from kvtool.evaluation.metrics.summary import Statistic, Summary
 from kvtool.evaluation.samples.data import Data, documents
-from kvtool.evaluation.samples.passages import question_sample
+from kvtool.evaluation.samples.passages import question_samples
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
 from kvtool.evaluation.tasks.task import Task
@@ -67,11 +67,9 @@ class FidelityTask(Task):
         for length in self.lengths:
             cell = {"length": length}
             if self.data is None:
-                for i in range(self.samples):
-                    sample = question_sample(
-                        self.name, self.seed, length, i, tokens, new_tokens=self.new_tokens
-                    )
-                    yield Sample(f"length={length}/{i}", sample.context, sample.turns, cell)
+                yield from question_samples(
+                    self.name, self.seed, length, self.samples, tokens, new_tokens=self.new_tokens
+                )
                 continue
             texts, _ = documents(self.data, task=self.name)
             least = self.new_tokens + tokens.special + tokens.count(self.instruction)

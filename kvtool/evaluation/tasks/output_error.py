@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 
 from kvtool.documents.samples import Number
 from kvtool.evaluation.metrics.summary import Curve, Summary
-from kvtool.evaluation.samples.passages import question_sample
+from kvtool.evaluation.samples.passages import question_samples
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
 from kvtool.evaluation.tasks.task import Task
@@ -50,13 +50,9 @@ class OutputError(Task):
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         for length in self.lengths:
-            for i in range(self.samples):
-                sample = question_sample(
-                    self.name, self.seed, length, i, tokens, new_tokens=self.new_tokens
-                )
-                yield Sample(
-                    f"length={length}/{i}", sample.context, sample.turns, {"length": length}
-                )
+            yield from question_samples(
+                self.name, self.seed, length, self.samples, tokens, new_tokens=self.new_tokens
+            )
 
     def run(self, bench: Bench, sample: Sample) -> Json:
         from kvtool.generation import generate
