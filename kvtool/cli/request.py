@@ -66,7 +66,7 @@ class Request:
         return PlanSection.of(self.plan, used.tokens, used.stages, used.held)
 
     def check_length(self, tokens: int, terminal: Terminal) -> None:
-        """Refuse a share of this prompt that its protected tokens alone would fill."""
+        """Refuse a ratio of this prompt that its protected tokens alone would fill."""
         if self.budget is not None and self.budget.ratio is not None:
             kept = self.budget.for_prompt(tokens)
             if kept < tokens:

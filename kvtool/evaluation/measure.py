@@ -13,7 +13,7 @@ from kvtool.evaluation.prepare import Prepared
 from kvtool.evaluation.run.environment import without_home
 from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.run.index import RECIPE, read_results
-from kvtool.evaluation.run.partition import share_of
+from kvtool.evaluation.run.partition import partition_of
 from kvtool.evaluation.run.run import Run
 from kvtool.evaluation.run.runner import Step
 from kvtool.evaluation.run.store import Store
@@ -137,7 +137,7 @@ def _measure_missing(
     part = left
     if not prepared.comparison.recipe.model.tensor_parallel:
         run.check_same(model_of_all)
-        part = share_of(left, processes.rank, processes.count)
+        part = partition_of(left, processes.rank, processes.count)
     total = prepared.measurements
     if len(left) < total:
         watcher.note(f"resumed {total - len(left)}/{total} in {folder}")

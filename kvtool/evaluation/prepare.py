@@ -55,7 +55,7 @@ class Prepared:
         """Return the recipe, how much work it is, and bytes of K/V per variant.
 
         Raises:
-            UsageError: a share of a prompt that the policy's protected tokens fill.
+            UsageError: a ratio of a prompt that the policy's protected tokens fill.
         """
         variants = self.comparison.variants
         return {

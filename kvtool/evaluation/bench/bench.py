@@ -66,7 +66,7 @@ class Bench:
     def warm_up(self) -> None:
         """Run a short prompt once, so that the first sample does not pay for first times.
 
-        What goes wrong is left to the samples: a share of so few tokens may be too small.
+        What goes wrong is left to the samples: a ratio of so few tokens may be too small.
         """
         room = (trained_length(self.model.config) or 2 * _WARM_UP) - _WARM_UP_DECODED
         with contextlib.suppress(Exception):

@@ -21,7 +21,7 @@ def readable(prediction: str) -> str:
 
 
 def string_match_all(prediction: str, references: Sequence[str]) -> float:
-    """Return the share of references that are part of the answer, letter case aside.
+    """Return the fraction of references that are part of the answer, letter case aside.
 
     >>> string_match_all("It is Paris.", ["paris", "rome"])
     0.5
@@ -41,7 +41,7 @@ def string_match_part(prediction: str, references: Sequence[str]) -> float:
 
 
 def words_match_all(prediction: str, references: Sequence[str]) -> float:
-    """Return the share of references that are a word of the answer, in the same letter case.
+    """Return the fraction of references that are a word of the answer, in the same letter case.
 
     >>> words_match_all(" BA CE. Because", ["BA", "CE", "DI", "Be"])
     0.5
@@ -66,7 +66,7 @@ def contains(prediction: str, reference: str) -> float:
 
 
 def word_share(prediction: str, reference: str) -> float:
-    """Return the share of the reference's different words that the answer has.
+    """Return the fraction of the reference's different words that the answer has.
 
     >>> word_share("eat a sandwich", "Eat a sandwich outside!")
     0.75

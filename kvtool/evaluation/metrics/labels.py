@@ -1,6 +1,6 @@
 """Labels and numbers in answers, as LongBench scores them.
 
-Every number or label that an answer names takes its share: "3 or 4" is half right.
+Every number or label that an answer names takes an equal part: "3 or 4" is half right.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
-    """Return the reference's share of the classes named in an answer, 0 if it is not named.
+    """Return the reference's part of the classes named in an answer, 0 if it is not named.
 
     A class that is only part of the reference's name does not count. LongBench removes such classes
     from the list while it goes through it, and so does not look at the one after each; this is kept
@@ -34,7 +34,7 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 
 
 def count(prediction: str, reference: str) -> float:
-    """Return which share of the numbers in an answer is the right one.
+    """Return which fraction of the numbers in an answer is the right one.
 
     >>> count("3 or 4", "3"), count("three", "3")
     (0.5, 0.0)
@@ -44,7 +44,7 @@ def count(prediction: str, reference: str) -> float:
 
 
 def retrieval(prediction: str, reference: str) -> float:
-    """Return which share of the numbers in an answer is that of the right paragraph.
+    """Return which fraction of the numbers in an answer is that of the right paragraph.
 
     Args:
         prediction: names paragraphs by any number in it.

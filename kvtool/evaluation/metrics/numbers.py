@@ -51,7 +51,7 @@ def last_integer(text: str) -> str | None:
 
 
 def leading_share(text: str, values: Sequence[str]) -> float:
-    """Return the share of `values` that the numbers of a text give before the first wrong one.
+    """Return the fraction of `values` that the numbers of a text give before the first wrong one.
 
     >>> leading_share("[1, 4, 9, 8]", ["1", "4", "8", "8"])
     0.5

@@ -30,7 +30,7 @@ def unfinished(
     return left
 
 
-def share_of(
+def partition_of(
     measurements: Sequence[Measurement], process: int, processes: int
 ) -> list[Measurement]:
     """Return the part of one of several processes.
@@ -38,14 +38,14 @@ def share_of(
     The list is cut into stretches of equal work. So the variants of a sample stay together, but for
     the samples at the cuts, and what the variants share about a sample is made once.
 
-    >>> share_of([Measurement(0, i, 0, work) for i, work in enumerate((1, 1, 1, 3))], 1, 2)
+    >>> partition_of([Measurement(0, i, 0, work) for i, work in enumerate((1, 1, 1, 3))], 1, 2)
     [Measurement(job=0, sample=3, variant=0, work=3)]
     """
     total = sum(measurement.work for measurement in measurements)
-    share, before = [], 0
+    partition, before = [], 0
     for measurement in measurements:
         middle = 2 * before + measurement.work  # in halves
         if middle * processes // (2 * total) == process:
-            share.append(measurement)
+            partition.append(measurement)
         before += measurement.work
-    return share
+    return partition

@@ -67,12 +67,12 @@ def units_for(room: int, unit: int) -> int:
 
 
 def spread(
-    filler: Sequence[_Item], chosen: Sequence[_Item], shares: Iterable[float]
+    filler: Sequence[_Item], chosen: Sequence[_Item], fractions: Iterable[float]
 ) -> list[_Item]:
-    """Put chosen items into a list, each after its share of the filler, from 0 to below 1."""
+    """Put chosen items into a list, each after its fraction of the filler, from 0 to below 1."""
     result = list(filler)
-    for share, item in sorted(
-        zip(shares, chosen, strict=True), key=lambda pair: pair[0], reverse=True
+    for fraction, item in sorted(
+        zip(fractions, chosen, strict=True), key=lambda pair: pair[0], reverse=True
     ):
-        result.insert(int(share * (len(filler) + 1)), item)
+        result.insert(int(fraction * (len(filler) + 1)), item)
     return result

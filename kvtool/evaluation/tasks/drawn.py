@@ -58,7 +58,7 @@ class Drawn(Asking):
 
 
 class Ruler(Drawn):
-    """A task of RULER that is scored by the share of references in the answer.
+    """A task of RULER that is scored by the fraction of references in the answer.
 
     Hsieh et al., 2024, https://arxiv.org/abs/2404.06654. Lengths, numbers of needles and hops,
     haystacks, answer lengths and scores are RULER's. The wording is that of the bundled reference

@@ -102,13 +102,13 @@ class KeyValueRetrieval(Drawn):
     ) -> Sample:
         """Hide one pair among others."""
         ((key, value),) = asked = random_pairs(rng, 1)
-        share = rng.random()
+        fraction = rng.random()
         unit = tokens.count(f'"{key}": "{value}", ')
         filler = random_pairs(rng, units_for(length_of(cell), unit))
         turn = Turn(f'\n Question: What is the value of "{key}"? Answer:', (value,), 50)
 
         def build(count: int) -> Sample:
-            pairs = json.dumps(dict(spread(filler[:count], asked, [share])))
+            pairs = json.dumps(dict(spread(filler[:count], asked, [fraction])))
             return Sample(name, f" The values of a JSON object:\n{pairs}", (turn,), cell)
 
         return fit(build, [unit] * len(filler), length_of(cell), tokens, self.name)
@@ -148,7 +148,7 @@ class MathFindNumber(Drawn):
 class MathCalculation(Drawn):
     """`math_calc`: the value after every step of a long calculation.
 
-    The score is the share of values before the first wrong one.
+    The score is the fraction of values before the first wrong one.
     """
 
     metric: ClassVar[str] = "leading_share"
@@ -193,7 +193,7 @@ class CodeRun(Drawn):
         names = rng.permutation(others + depth).tolist()
         chain = call_chain(rng, names[:depth])
         filler = unrelated_functions(rng, names[depth:], _DEEPEST)
-        shares = rng.random(depth)
+        fractions = rng.random(depth)
         call = f"func_{chain[0].name}({argument})"
         turn = Turn(
             f"\n Question: What does {call} return? Answer:",
@@ -203,7 +203,7 @@ class CodeRun(Drawn):
         )
 
         def build(count: int) -> Sample:
-            code = "\n".join(map(str, spread(filler[:count], chain, shares)))
+            code = "\n".join(map(str, spread(filler[:count], chain, fractions)))
             return Sample(name, f" Some functions in Python:\n{code}", (turn,), cell)
 
         return fit(build, [unit] * len(filler), length_of(cell), tokens, self.name)

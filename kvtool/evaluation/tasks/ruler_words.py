@@ -137,7 +137,7 @@ def _made_up(rng: np.random.Generator, count: int, avoided: re.Pattern[str]) -> 
 class FrequentWords(Ruler):
     """`fwe`: name the three most frequent of coded words, whose frequencies follow Zipf's law.
 
-    The k-th of length / 50 words makes up a share of k^-2 / zeta(2); the first is dots and not
+    The k-th of length / 50 words makes up a fraction k^-2 / zeta(2); the first is dots and not
     asked for. The list is never so long that the fourth and fifth are equally frequent.
     """
 

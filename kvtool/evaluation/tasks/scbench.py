@@ -141,7 +141,7 @@ class KeyValue(DrawnContext):
     """`kv`: the values of some keys of a JSON object of random UUIDs."""
 
     def draft(self, rng: np.random.Generator, room: int, tokens: TokenCounter) -> Draft:
-        asked, shares = random_pairs(rng, self.turns), rng.random(self.turns)
+        asked, fractions = random_pairs(rng, self.turns), rng.random(self.turns)
         unit = tokens.count('"{}": "{}", '.format(*asked[0]))
         filler = random_pairs(rng, units_for(room, unit))
         turns = [
@@ -150,7 +150,7 @@ class KeyValue(DrawnContext):
         ]
 
         def build(units: int) -> tuple[str, Sequence[Turn]]:
-            pairs = dict(spread(filler[:units], asked, shares))
+            pairs = dict(spread(filler[:units], asked, fractions))
             return f" The values of a JSON object:\n{json.dumps(pairs)}", turns
 
         return Draft(build, [unit] * len(filler))
@@ -167,7 +167,7 @@ class PrefixSuffix(DrawnContext):
         while len(asked) < self.turns:
             text = _string(rng)
             asked[_ends(text)] = text
-        shares = rng.random(self.turns)
+        fractions = rng.random(self.turns)
         unit = tokens.count(f"{text}, ")
         drawn = [_string(rng) for _ in range(units_for(room, unit))]
         filler = [text for text in drawn if _ends(text) not in asked]
@@ -183,7 +183,7 @@ class PrefixSuffix(DrawnContext):
         ]
 
         def build(units: int) -> tuple[str, Sequence[Turn]]:
-            strings = spread(filler[:units], list(asked.values()), shares)
+            strings = spread(filler[:units], list(asked.values()), fractions)
             return f" A list of strings:\n{', '.join(strings)}", turns
 
         return Draft(build, [unit] * len(filler))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.run.partition import share_of
+from kvtool.evaluation.run.partition import partition_of
 from kvtool.evaluation.run.runner import Measurement
 from kvtool.evaluation.run.store import Store
 
@@ -18,7 +18,7 @@ def measurements(works, arms=3):
 @pytest.mark.parametrize("works", [[5] * 11, [1, 9, 2, 40, 3, 3, 17], [7]])
 def test_every_measurement_has_one_process_and_work_is_equal(works, processes):
     whole = measurements(works)
-    shares = [share_of(whole, process, processes) for process in range(processes)]
+    shares = [partition_of(whole, process, processes) for process in range(processes)]
     assert [each for share in shares for each in share] == whole
     each = sum(3 * work for work in works) / processes
     for share in shares:
@@ -26,14 +26,14 @@ def test_every_measurement_has_one_process_and_work_is_equal(works, processes):
 
 
 def test_samples_are_split_at_the_cuts_only():
-    shares = [share_of(measurements([4] * 10), process, 4) for process in range(4)]
+    shares = [partition_of(measurements([4] * 10), process, 4) for process in range(4)]
     homes = [{one.sample for one in share} for share in shares]
     shared = [sample for sample in range(10) if sum(sample in home for home in homes) > 1]
     assert len(shared) <= 3
 
 
 def test_nothing_left_is_nothing_for_everybody():
-    assert share_of([], 1, 2) == []
+    assert partition_of([], 1, 2) == []
 
 
 def record(key: str, **more) -> dict:
