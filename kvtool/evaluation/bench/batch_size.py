@@ -1,4 +1,4 @@
-"""How many prompts at a time have room in a given memory, from the configuration alone.
+"""How many prompts at a time fit into a memory, from the configuration alone.
 
 Counted are keys, values, positions and the score's numbers: what all layers hold, and the block of
 the prompt that runs through one of them. Weights, activations and what is kept of evicted tokens
@@ -74,7 +74,7 @@ def _held(variant: Variant, layers: list[LayerShape | None], n: int, new: int) -
 
 
 def largest_batch(config: Any, dtype: str, variant: Variant, n: int, new: int, memory: int) -> int:
-    """Return how many rows have room.
+    """Return how many prompts fit.
 
     Args:
         memory: bytes.

@@ -68,9 +68,9 @@ class Bench:
 
         What goes wrong is left to the samples: a ratio of so few tokens may be too small.
         """
-        room = (trained_length(self.model.config) or 2 * _WARM_UP) - _WARM_UP_DECODED
+        longest = (trained_length(self.model.config) or 2 * _WARM_UP) - _WARM_UP_DECODED
         with contextlib.suppress(Exception):
-            ids = torch.ones(1, min(_WARM_UP, room), dtype=torch.long, device=self.model.device)
+            ids = torch.ones(1, min(_WARM_UP, longest), dtype=torch.long, device=self.model.device)
             cache = self.new_cache()
             compress(self.model, cache, ids)
             self.decode(cache, max_new_tokens=_WARM_UP_DECODED)

@@ -75,14 +75,14 @@ def _shorten(
     if truncate == "error":
         raise KvtoolError(f"the prompt has {total} tokens, above the {max_length} allowed")
     asked, ids = len(encode(question)), encode(context)
-    room = max_length - asked
-    if room < 1:
+    left = max_length - asked
+    if left < 1:
         raise KvtoolError(
             f"the question alone has {asked} tokens, of {max_length} allowed",
             hint="a larger --max-length",
         )
-    head = min(max_length // 2, room) if truncate == "middle" else 0
-    return decode(ids[:head]) + decode(ids[len(ids) - (room - head) :])
+    head = min(max_length // 2, left) if truncate == "middle" else 0
+    return decode(ids[:head]) + decode(ids[len(ids) - (left - head) :])
 
 
 def text_before(stop: Sequence[str], text: str, *, start: int = 0) -> str:

@@ -1,4 +1,4 @@
-"""Samples of a given length: as much filler as the tokenizer says there is room for.
+"""Samples of a given length: as much filler as the tokenizer allows.
 
 The length is that of the prompt and the longest answer together, as in RULER
 (https://arxiv.org/abs/2404.06654, section 3): `special` + context + question + beginning of the
@@ -59,14 +59,14 @@ def fit(
     return build(longest(lambda n: needed_tokens(build(n), tokens), weights, length))
 
 
-def longest(used: Callable[[int], int], weights: Sequence[int], room: int) -> int:
-    """Return the most units whose true size is within `room`, measuring as rarely as possible.
+def longest(used: Callable[[int], int], weights: Sequence[int], limit: int) -> int:
+    """Return the most units whose true size is within `limit`, measuring as rarely as possible.
 
     The size is exact where it says that the units fit; that one more would not is read from
     `weights`, scaled to what was measured.
 
     Args:
-        used: the true size with the first n units; with none it is within `room`.
+        used: the true size with the first n units; with none it is within `limit`.
         weights: rough size of each unit.
     """
     sums = np.concatenate([[0], np.cumsum(np.asarray(weights, dtype=np.int64))])
@@ -76,13 +76,13 @@ def longest(used: Callable[[int], int], weights: Sequence[int], room: int) -> in
     while too_many - fits > 1:
         if last > 0 and size > none:
             rate = (size - none) / int(sums[last])
-        target = sums[last] + (room - size) / rate
+        target = sums[last] + (limit - size) / rate
         guess = int(np.searchsorted(sums, target, side="right")) - 1
         if fits > 0 and last == fits == guess:
             break
         last = min(max(guess, fits + 1), too_many - 1)
         size = used(last)
-        if size <= room:
+        if size <= limit:
             fits = last
         else:
             too_many = last

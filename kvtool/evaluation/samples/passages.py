@@ -46,9 +46,9 @@ def question_sample(
     Raises:
         UsageError: `length` is too short.
     """
-    room = max(length - new_tokens, 0)
-    rng = generator(seed, task, room, index)
-    codes = _codes(rng, max(_ASKED, room // _TOKENS_PER_CODE))
+    text_length = max(length - new_tokens, 0)
+    rng = generator(seed, task, text_length, index)
+    codes = _codes(rng, max(_ASKED, text_length // _TOKENS_PER_CODE))
     asked = [codes[i] for i in rng.permutation(len(codes))[:_ASKED]]
     keys = ", ".join(key for key, _ in asked)
     turn = Turn(

@@ -61,9 +61,9 @@ def random_calculation(rng: np.random.Generator, count: int) -> tuple[list[str],
     return terms, values
 
 
-def units_for(room: int, unit: int) -> int:
-    """Return more than enough units of about `unit` tokens each to fill `room` tokens."""
-    return 2 * room // max(1, unit) + 1
+def units_for(length: int, unit: int) -> int:
+    """Return more than enough units of about `unit` tokens each to fill `length` tokens."""
+    return 2 * length // max(1, unit) + 1
 
 
 def spread(

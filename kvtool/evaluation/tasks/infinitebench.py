@@ -7,7 +7,7 @@ Differences: samples are drawn, not read, and worded by us; the two needle tasks
 reference model knows them. `math_find` and `math_calc` use numbers of at most two digits, and no
 step of a calculation falls below 0, since the score reads digits without a sign. A `math_calc`
 answer may take as many tokens as the right one and a few more, not always 30,000. `code_run` takes
-shallower calls where a short length has no room for deep ones.
+shallower calls where a length is too short for deep ones.
 """
 
 from __future__ import annotations

@@ -190,10 +190,10 @@ def _distractors(
     order = rng.permutation(len(paragraphs))
     then = (paragraphs[i] for i in order if paragraphs[i] not in known)
     drawn: list[str] = []
-    room = 2 * length
+    left = 2 * length
     for text in itertools.chain(first, then):
-        if room < 0:
+        if left < 0:
             break
         drawn.append(text)
-        room -= costs([text], tokens)[0]
+        left -= costs([text], tokens)[0]
     return drawn

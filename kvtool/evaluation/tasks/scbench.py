@@ -105,8 +105,8 @@ class DrawnContext(SharedContext, Drawn):
     metric: ClassVar[str] = "accuracy"
 
     @abstractmethod
-    def draft(self, rng: np.random.Generator, room: int, tokens: TokenCounter) -> Draft:
-        """Draw a sample with filler for more than `room` tokens."""
+    def draft(self, rng: np.random.Generator, length: int, tokens: TokenCounter) -> Draft:
+        """Draw a sample with filler for more than `length` tokens."""
 
     def draw_one(
         self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
@@ -140,10 +140,10 @@ class DrawnContext(SharedContext, Drawn):
 class KeyValue(DrawnContext):
     """`kv`: the values of some keys of a JSON object of random UUIDs."""
 
-    def draft(self, rng: np.random.Generator, room: int, tokens: TokenCounter) -> Draft:
+    def draft(self, rng: np.random.Generator, length: int, tokens: TokenCounter) -> Draft:
         asked, fractions = random_pairs(rng, self.turns), rng.random(self.turns)
         unit = tokens.count('"{}": "{}", '.format(*asked[0]))
-        filler = random_pairs(rng, units_for(room, unit))
+        filler = random_pairs(rng, units_for(length, unit))
         turns = [
             Turn(f'\n Question: What is the value of "{key}"? Answer:', (value,), 150)
             for key, value in asked
@@ -162,14 +162,14 @@ class KeyValue(DrawnContext):
 class PrefixSuffix(DrawnContext):
     """`prefix_suffix`: of many random strings, the one that begins and ends in a given way."""
 
-    def draft(self, rng: np.random.Generator, room: int, tokens: TokenCounter) -> Draft:
+    def draft(self, rng: np.random.Generator, length: int, tokens: TokenCounter) -> Draft:
         asked: dict[tuple[str, str], str] = {}
         while len(asked) < self.turns:
             text = _string(rng)
             asked[_ends(text)] = text
         fractions = rng.random(self.turns)
         unit = tokens.count(f"{text}, ")
-        drawn = [_string(rng) for _ in range(units_for(room, unit))]
+        drawn = [_string(rng) for _ in range(units_for(length, unit))]
         filler = [text for text in drawn if _ends(text) not in asked]
         turns = [
             Turn(
@@ -197,7 +197,7 @@ class Variables(DrawnContext):
 
     metric: ClassVar[str] = "string_match_all"
 
-    def draft(self, rng: np.random.Generator, room: int, tokens: TokenCounter) -> Draft:
+    def draft(self, rng: np.random.Generator, length: int, tokens: TokenCounter) -> Draft:
         from kvtool.models.reference.vocabulary import VARIABLES
 
         count = max(_FEWEST_CHAINS, self.turns)
@@ -209,7 +209,7 @@ class Variables(DrawnContext):
             for fact in _pass(value, names)
         ]
         depths = np.sort(rng.uniform(0, 100, (count, _HOLDERS)), axis=1).ravel().tolist()
-        filler = haystack().draw(rng, room)
+        filler = haystack().draw(rng, length)
         turns = [
             Turn(
                 f"\n Question: Which variables have the value {value}? Answer:",
@@ -232,10 +232,10 @@ class Variables(DrawnContext):
 class MathFind(DrawnContext):
     """`mf`: the largest, smallest and median of a long list of numbers, and second places."""
 
-    def draft(self, rng: np.random.Generator, room: int, tokens: TokenCounter) -> Draft:
+    def draft(self, rng: np.random.Generator, length: int, tokens: TokenCounter) -> Draft:
         kinds = rng.permutation(list(STATISTICS)).tolist()[: self.turns]
         unit = tokens.count(", 47, 52")
-        numbers = random_numbers(rng, units_for(room, unit))
+        numbers = random_numbers(rng, units_for(length, unit))
 
         def build(units: int) -> tuple[str, Sequence[Turn]]:
             shown = numbers[: 5 + 2 * units]
