@@ -18,8 +18,8 @@ from kvtool.policies.allocate.split import AllocatedSplit
 from kvtool.sizes import parse_prefill
 
 
-def row_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) -> int:
-    """Return the most bytes that one row takes while it is read and continued.
+def prompt_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) -> int:
+    """Return the most bytes that one prompt takes while it is read and continued.
 
     Args:
         config: a transformers configuration.
@@ -28,8 +28,8 @@ def row_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) -> in
         new: tokens that are decoded.
 
     Raises:
-        KvtoolError: a budget in bytes, which is one of all rows; a reader, whose tables are not
-            counted.
+        KvtoolError: a budget in bytes, which is one of the whole batch; a reader, whose tables
+            are not counted.
     """
     if variant.policy.reader is not None:
         raise KvtoolError(
@@ -64,7 +64,7 @@ def row_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) -> in
 
 
 def _held(variant: Variant, layers: list[LayerShape | None], n: int, new: int) -> int:
-    """Return what is held of a row from the end of its prompt on."""
+    """Return what is held of a prompt from the end of its prompt on."""
     text = Text(n, new)
     if variant.plan is not None and variant.budget is not None:
         return forecast_plan(variant.plan, variant.policy, text, layers).storage
@@ -82,12 +82,12 @@ def largest_batch(config: Any, dtype: str, variant: Variant, n: int, new: int, m
     Raises:
         KvtoolError: not even one.
     """
-    row = row_bytes(config, dtype, variant, n, new)
-    if row > memory:
+    alone = prompt_bytes(config, dtype, variant, n, new)
+    if alone > memory:
         raise KvtoolError(
-            f"a memory of {memory} bytes is too small: one row of {n} + {new} tokens takes {row}"
+            f"a memory of {memory} bytes is too small: one row of {n} + {new} tokens takes {alone}"
         )
-    return memory // row
+    return memory // alone
 
 
 def _kept(variant: Variant, windows: list[int | None], free: int, n: int) -> list[int]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
-    """Return the bytes of one row's keys and values when its prompt has been read.
+    """Return the bytes of the keys and values of one prompt when it has been read.
 
     Layers with a sliding window hold at most their window. Answers are not counted.
 

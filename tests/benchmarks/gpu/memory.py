@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import kvtool
 from kvtool.cli.main import run as kvtool_command
-from kvtool.evaluation.bench.batch_size import row_bytes
+from kvtool.evaluation.bench.batch_size import prompt_bytes
 from kvtool.evaluation.bench.memory import Peak, watched_devices
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.generation import decode_step, prefill
@@ -92,7 +92,7 @@ def foreseen(settings: Settings, policy: str, mode: str) -> Record:
         return {"forecast_held_bytes": held}
     request = Budget.parse(budget) if parsed.takes_budget else None
     arm = Variant(parsed, request, mode)
-    peak = row_bytes(ours.config, dtype, arm, prompt, new)
+    peak = prompt_bytes(ours.config, dtype, arm, prompt, new)
     return {"forecast_held_bytes": held, "forecast_kv_peak_bytes": peak}
 
 

@@ -5,7 +5,7 @@ import torch
 
 import kvtool
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.batch_size import largest_batch, row_bytes
+from kvtool.evaluation.bench.batch_size import largest_batch, prompt_bytes
 from kvtool.generation.feeding import decode_step, prefill
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import peaky_model, random_ids
@@ -44,7 +44,7 @@ def test_a_row_takes_what_is_computed(model, text, mode):
         logits = decode_step(model, cache, logits.argmax(-1))
     report = cache.report()
     held = (report.peak_bytes + report.state_bytes) / 2
-    computed = row_bytes(model.config, "float32", arm, N, NEW)
+    computed = prompt_bytes(model.config, "float32", arm, N, NEW)
     assert held <= computed <= 1.8 * held
 
 
@@ -53,7 +53,7 @@ def test_a_worked_row(model):
     # at the end of reading: 2 layers hold 64, one of them has the prompt and its 64 again
     arm = arm_of("streaming@64")
     expected = 264 * (2 * 64 + 300 + 64)
-    assert row_bytes(model.config, "float32", arm, N, NEW) == expected
+    assert prompt_bytes(model.config, "float32", arm, N, NEW) == expected
     assert largest_batch(model.config, "float32", arm, N, NEW, 10 * expected + 5) == 10
     with pytest.raises(KvtoolError, match=f"one row of 300 \\+ 40 tokens takes {expected}"):
         largest_batch(model.config, "float32", arm, N, NEW, expected - 1)
@@ -61,16 +61,16 @@ def test_a_worked_row(model):
 
 def test_half_the_dtype_is_twice_the_batch(model):
     arm = arm_of("full")
-    single = row_bytes(model.config, "float32", arm, N, NEW)
-    half = row_bytes(model.config, str(torch.bfloat16).removeprefix("torch."), arm, N, NEW)
+    single = prompt_bytes(model.config, "float32", arm, N, NEW)
+    half = prompt_bytes(model.config, str(torch.bfloat16).removeprefix("torch."), arm, N, NEW)
     assert 0.5 < half / single < 0.52  # positions stay as they are
 
 
 def test_a_reader_gives_no_batch(model):
     with pytest.raises(KvtoolError, match="`quest` stores tables beside its keys"):
-        row_bytes(model.config, "float32", arm_of("quest@64"), N, NEW)
+        prompt_bytes(model.config, "float32", arm_of("quest@64"), N, NEW)
 
 
 def test_a_budget_of_all_rows_gives_no_batch(model):
     with pytest.raises(KvtoolError, match="a budget of 1MiB is that of all rows"):
-        row_bytes(model.config, "float32", arm_of("h2o@1MiB"), N, NEW)
+        prompt_bytes(model.config, "float32", arm_of("h2o@1MiB"), N, NEW)
