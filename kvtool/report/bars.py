@@ -1,4 +1,4 @@
-"""What arms cost, as bars: bytes and speed as a share of the full cache."""
+"""What variants cost, as bars: bytes and speed as a share of the full cache."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, ResultsDocument
 from kvtool.report import digits
-from kvtool.report.arms import families, full_arm
-from kvtool.report.spent import Spent, relative, spent_by_arm
+from kvtool.report.spent import Spent, relative, spent_by_variant
 from kvtool.report.style import looks, new_figure
+from kvtool.report.variants import families, full_variant
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,29 +23,29 @@ _LETTER = 0.07  # inches
 
 @dataclass(frozen=True)
 class _Bar:
-    arm: ArmEntry
+    variant: ArmEntry
     place: float
     colour: str
 
 
 def cost_figure(document: ResultsDocument) -> Figure:
-    """Return a bar per arm for bytes, prefill and decode speed, grouped by policy.
+    """Return a bar per variant for bytes, prefill and decode speed, grouped by policy.
 
     Bytes are a share of what a full cache would hold in the same samples; the policy's own state
-    is hatched. Speeds are multiples of the full arm's, left out without one.
+    is hatched. Speeds are multiples of the full variant's, left out without one.
     """
-    spent = spent_by_arm(document)
+    spent = spent_by_variant(document)
     bars = _bars(document, spent)
-    full = full_arm(document)
+    full = full_variant(document)
     baseline = spent.get(full.name) if full else None
     speeds = {} if baseline is None else {"decode": "decode_rate", "prefill": "prefill_rate"}
-    names = [bar.arm.name for bar in bars]
+    names = [bar.variant.name for bar in bars]
     width = 0.3 + _LETTER * max(len(name) for name in names) + 2.6 * (1 + len(speeds))
     figure = new_figure(width, _BAR * (bars[-1].place + 1) + 1.0)
     first, *others = figure.subplots(1, 1 + len(speeds), sharey=True, squeeze=False)[0]
     _bytes(first, bars, spent)
     for panel, (name, rate) in zip(others, speeds.items(), strict=True):
-        relative_of = {arm: relative(rate, cost, baseline) for arm, cost in spent.items()}
+        relative_of = {variant: relative(rate, cost, baseline) for variant, cost in spent.items()}
         _speed(panel, bars, relative_of)
         panel.set_title(f"{name} tokens/s, × full")
     first.set_yticks([bar.place for bar in bars], names)
@@ -57,19 +57,19 @@ def _bars(document: ResultsDocument, spent: dict[str, Spent]) -> list[_Bar]:
     look = looks(document)
     found = []
     place = 0.0
-    sweep = any(len(family.arms) > 1 for family in families(document))
+    sweep = any(len(family.variants) > 1 for family in families(document))
     for family in families(document):
-        arms = [arm for arm in family.arms if arm.name in spent]
-        for arm in arms:
-            found.append(_Bar(arm, place, look[family.label].colour))
+        variants = [variant for variant in family.variants if variant.name in spent]
+        for variant in variants:
+            found.append(_Bar(variant, place, look[family.label].colour))
             place += 1
-        place += _GAP if arms and sweep else 0
+        place += _GAP if variants and sweep else 0
     return found
 
 
 def _bytes(panel: Axes, bars: list[_Bar], spent: dict[str, Spent]) -> None:
     for bar in bars:
-        cost = spent[bar.arm.name]
+        cost = spent[bar.variant.name]
         panel.barh(bar.place, cost.kv_share, color=bar.colour, height=0.8)
         panel.barh(
             bar.place,
@@ -89,7 +89,7 @@ def _bytes(panel: Axes, bars: list[_Bar], spent: dict[str, Spent]) -> None:
 
 def _speed(panel: Axes, bars: list[_Bar], relative_of: Mapping[str, float | None]) -> None:
     for bar in bars:
-        value = relative_of[bar.arm.name]
+        value = relative_of[bar.variant.name]
         if value is not None:
             panel.barh(bar.place, value, color=bar.colour, height=0.8)
             _tell(panel, bar, value, digits.times)

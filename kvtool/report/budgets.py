@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, TaskResult
 from kvtool.report import digits
-from kvtool.report.arms import Family, budget_size, families, results_of, task_names, wrap
 from kvtool.report.panels import add_legend, log_y, new_panels
 from kvtool.report.style import Look, looks
+from kvtool.report.variants import Family, budget_size, families, results_of, task_names, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,9 @@ _UNITS = {"tokens": "budget (tokens)", "ratio": "budget (share of the prompt)", 
 
 def budget_panels(document: ResultsDocument) -> list[tuple[str, str]]:
     """Return the tasks and units of budgets for which scores against budgets can be drawn."""
-    units = {budget_size(arm.budget)[0] for arm in document.arms if arm.budget is not None}
+    units = {
+        budget_size(variant.budget)[0] for variant in document.arms if variant.budget is not None
+    }
     return [
         (task, unit)
         for task in task_names(document)
@@ -49,17 +51,17 @@ def budget_figure(document: ResultsDocument) -> Figure:
 
 
 def _places(document: ResultsDocument, unit: str) -> tuple[dict[str, float], dict[float, str]]:
-    """Return where each arm stands on the x axis, and the ticks: budgets, or policies if one."""
+    """Return the x of each variant, and the ticks: budgets, or policies if there is one budget."""
     swept, sizes = [], {}
     for family in families(document):
-        for arm in family.arms:
-            if arm.budget is not None and (size := budget_size(arm.budget))[0] == unit:
-                swept.append((family, arm))
-                sizes[arm.name] = float(size[1])
+        for variant in family.variants:
+            if variant.budget is not None and (size := budget_size(variant.budget))[0] == unit:
+                swept.append((family, variant))
+                sizes[variant.name] = float(size[1])
     if len(set(sizes.values())) > 1:
-        return sizes, {sizes[arm.name]: str(arm.budget) for _, arm in swept}
-    ranks = {arm.name: float(rank) for rank, (_, arm) in enumerate(swept)}
-    return ranks, {ranks[arm.name]: family.label for family, arm in swept}
+        return sizes, {sizes[variant.name]: str(variant.budget) for _, variant in swept}
+    ranks = {variant.name: float(rank) for rank, (_, variant) in enumerate(swept)}
+    return ranks, {ranks[variant.name]: family.label for family, variant in swept}
 
 
 def _budget_line(
@@ -69,19 +71,19 @@ def _budget_line(
     results: dict[str, TaskResult],
     places: dict[str, float],
 ) -> None:
-    for arm in family.arms:
-        value = results[arm.name].value if arm.name in results else None
-        if arm.budget is None and value is not None:
+    for variant in family.variants:
+        value = results[variant.name].value if variant.name in results else None
+        if variant.budget is None and value is not None:
             dashes = "--" if family.is_full else "-."
             panel.axhline(
                 value, color=look.colour, linestyle=dashes, linewidth=1.2, label=family.label
             )
-    swept = [arm for arm in family.arms if arm.name in places]
+    swept = [variant for variant in family.variants if variant.name in places]
     if not swept:
         return
-    found = [results.get(arm.name) for arm in swept]
+    found = [results.get(variant.name) for variant in swept]
     panel.errorbar(
-        [places[arm.name] for arm in swept],
+        [places[variant.name] for variant in swept],
         [math.nan if r is None or r.value is None else r.value for r in found],
         yerr=[math.nan if r is None or r.stderr is None else r.stderr for r in found],
         color=look.colour,
@@ -93,7 +95,7 @@ def _budget_line(
 
 
 def _budgets(document: ResultsDocument, unit: str) -> list[str]:
-    found = dict.fromkeys(arm.budget for arm in document.arms if arm.budget is not None)
+    found = dict.fromkeys(variant.budget for variant in document.arms if variant.budget is not None)
     return [str(budget) for budget in found if budget_size(budget)[0] == unit]
 
 
@@ -114,7 +116,7 @@ def _budget_axis(panel: Axes, ticks: dict[float, str], budgets: list[str], unit:
 
 
 def _score_axis(panel: Axes, results: list[TaskResult]) -> None:
-    """Take a log scale where a perplexity explodes, so that the other arms stay apart."""
+    """Take a log scale where a perplexity explodes, so that the other variants stay apart."""
     values = [result.value for result in results if result.value is not None]
     if results[0].lower_is_better and min(values) > 0 and max(values) / min(values) > 20:
         log_y(panel)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, CurveEntry, ResultsDocument, TaskResult
 from kvtool.report import digits
-from kvtool.report.arms import Family, budget_size, families, results_of, task_names
 from kvtool.report.needles import is_needle
 from kvtool.report.panels import ACROSS, add_legend, log_y, new_panels, whole_ticks
-from kvtool.report.style import Look, looks, variant
+from kvtool.report.style import Look, dashed, looks
+from kvtool.report.variants import Family, budget_size, families, results_of, task_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,16 +29,16 @@ _MOST_SAMPLED = 16  # points beyond which markers are thinned out
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of one arm."""
+    """A line of one variant."""
 
-    arm: ArmEntry
+    variant: ArmEntry
     family: Family
     x: Sequence[float]
     y: Sequence[float]
 
 
 def curves(document: ResultsDocument) -> list[tuple[str, CurveEntry]]:
-    """Return each task's curves, as the first arm has them, cells along one number included."""
+    """Return each task's curves, as the first variant has them, cells along one number included."""
     found = {
         (task, curve.name): curve
         for task in task_names(document)
@@ -55,20 +55,24 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
     """
     lines, found = _lines(document, task, name)
     curve = found[-1]
-    swept = [line for line in lines if line.arm.budget is not None]
-    budgets = list(dict.fromkeys(str(line.arm.budget) for line in swept))
+    swept = [line for line in lines if line.variant.budget is not None]
+    budgets = list(dict.fromkeys(str(line.variant.budget) for line in swept))
     budgets.sort(key=lambda text: budget_size(text))
     together = len({line.family.label for line in swept}) <= 1 or len(budgets) <= 1
     figure, panels = new_panels(1 if together else len(budgets), sharey=True)
     look = looks(document)
     for panel, budget in zip(panels, [None] if together else budgets, strict=True):
         for line in lines:
-            if budget in (None, str(line.arm.budget)) or line.arm.budget is None:
-                rank = budgets.index(str(line.arm.budget)) if line.arm.budget is not None else 0
+            if budget in (None, str(line.variant.budget)) or line.variant.budget is None:
+                rank = (
+                    budgets.index(str(line.variant.budget))
+                    if line.variant.budget is not None
+                    else 0
+                )
                 own = look[line.family.label]
                 if together and len(budgets) > 1:
-                    own = variant(own, rank)
-                label = line.arm.name if together else line.family.label
+                    own = dashed(own, rank)
+                label = line.variant.name if together else line.family.label
                 _draw_line(panel, line, own, label)
         _curve_axes(panel, lines, curve)
         panel.set_title(task if budget is None else f"{task}, budget {budget}")
@@ -102,15 +106,15 @@ def _curves(result: TaskResult) -> list[CurveEntry]:
 
 
 def _lines(document: ResultsDocument, task: str, name: str) -> tuple[list[_Line], list[CurveEntry]]:
-    """Return a curve of every arm that has it, for drawing and as it stands in the results."""
+    """Return a curve of every variant that has it, for drawing and as it stands in the results."""
     lines, found = [], []
     for family in families(document):
-        for arm in family.arms:
-            result = document.of(arm.name, task)
+        for variant in family.variants:
+            result = document.of(variant.name, task)
             for curve in _curves(result) if result else []:
                 if curve.name == name:
                     found.append(curve)
-                    lines.append(_Line(arm, family, curve.x, curve.y))
+                    lines.append(_Line(variant, family, curve.x, curve.y))
     return lines, found
 
 

@@ -77,7 +77,7 @@ def direction(result: TaskResult) -> str:
 
 
 def tone(result: TaskResult) -> str:
-    """Return whether an arm does `better` or `worse` than the full cache; empty if neither."""
+    """Return whether a variant does `better` or `worse` than the full cache; empty if neither."""
     if result.delta is None or signed(result.delta, result.best) == "0":
         return ""
     return "better" if (result.delta > 0) != result.lower_is_better else "worse"

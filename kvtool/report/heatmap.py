@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, ResultsDocument
 from kvtool.report import digits
-from kvtool.report.arms import Family, families, results_of, wrap
 from kvtool.report.needles import COLOURS, NeedleGrid, needle_grids, scale
 from kvtool.report.style import new_figure
+from kvtool.report.variants import Family, families, results_of, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,28 +22,28 @@ _WIDE = 4  # panels in a row where there is no grid of policies and budgets
 
 
 def needle_figure(document: ResultsDocument, task: str) -> Figure:
-    """Return a panel for every arm in a common scale: rows are policies, columns budgets."""
+    """Return a panel for every variant in a common scale: rows are policies, columns budgets."""
     grids = needle_grids(document, task)
     results = {result.arm: result for result in results_of(document, task)}
     rows = _layout(families(document), set(grids))
     columns = max(len(row) for row in rows)
     sample = next(iter(grids.values()))
     width = max(1.9, _CELL[0] * min(len(sample.lengths), _NUMBERED) + 0.3)
-    names = {arm.name: wrap(arm.name, int(width * 11)) for row in rows for arm in row}
+    names = {variant.name: wrap(variant.name, int(width * 11)) for row in rows for variant in row}
     title = 0.15 * (2 + max(name.count("\n") for name in names.values()))
     height = max(1.0, _CELL[1] * min(len(sample.depths), _NUMBERED)) + title + 0.15
     figure = new_figure(width * columns + 1.3, height * len(rows) + 0.5)
     panels = figure.subplots(len(rows), columns, squeeze=False, sharex=False, sharey=True)
     images = []
     for panel_row, row in zip(panels, rows, strict=True):
-        for panel, arm in zip(panel_row, [*row, *[None] * (columns - len(row))], strict=True):
-            if arm is None:
+        for panel, variant in zip(panel_row, [*row, *[None] * (columns - len(row))], strict=True):
+            if variant is None:
                 panel.set_axis_off()
                 continue
-            grid, result = grids[arm.name], results[arm.name]
+            grid, result = grids[variant.name], results[variant.name]
             images.append(_draw(panel, grid, scale(result), document.model.trained_length))
             mean = digits.score(result.value, result.best)
-            panel.set_title(f"{names[arm.name]}\nmean {mean}", fontsize=8.5)
+            panel.set_title(f"{names[variant.name]}\nmean {mean}", fontsize=8.5)
     shrink = min(1.0, 3.2 / height / len(rows))
     bar = figure.colorbar(images[-1], ax=panels, shrink=shrink, aspect=18, anchor=(0.0, 1.0))
     bar.set_label(results[next(iter(grids))].metric)
@@ -67,12 +67,14 @@ def _trained(document: ResultsDocument, grid: NeedleGrid) -> str:
 
 
 def _layout(found: list[Family], measured: set[str]) -> list[list[ArmEntry]]:
-    """Return rows of arms: a policy per row if several have several budgets, else filled rows."""
-    rows = [[arm for arm in family.arms if arm.name in measured] for family in found]
+    """Return rows of variants: one policy each if several have several budgets, else filled."""
+    rows = [
+        [variant for variant in family.variants if variant.name in measured] for family in found
+    ]
     rows = [row for row in rows if row]
     if sum(len(row) > 1 for row in rows) > 1:
         return rows
-    flat = [arm for row in rows for arm in row]
+    flat = [variant for row in rows for variant in row]
     return [flat[start : start + _WIDE] for start in range(0, len(flat), _WIDE)]
 
 

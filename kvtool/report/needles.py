@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.documents.results import ResultsDocument, TaskResult
-from kvtool.report.arms import results_of, task_names
+from kvtool.report.variants import results_of, task_names
 
 RED, YELLOW, GREEN = COLOURS = ("#F0496E", "#EBB839", "#0CD79F")
 
 
 @dataclass(frozen=True)
 class NeedleGrid:
-    """The scores of one arm.
+    """The scores of one variant.
 
     Attributes:
         lengths: context lengths in tokens, ascending.
@@ -34,18 +34,18 @@ def needle_tasks(document: ResultsDocument) -> list[str]:
 
 
 def needle_grids(document: ResultsDocument, task: str) -> dict[str, NeedleGrid]:
-    """Return each arm's grid on one task; all have the same lengths and depths."""
-    by_arm = {result.arm: _scores(result) for result in results_of(document, task)}
-    places = {place for scores in by_arm.values() for place in scores}
+    """Return each variant's grid on one task; all have the same lengths and depths."""
+    by_variant = {result.arm: _scores(result) for result in results_of(document, task)}
+    places = {place for scores in by_variant.values() for place in scores}
     lengths = tuple(sorted({length for length, _ in places}))
     depths = tuple(sorted({depth for _, depth in places}))
     return {
-        arm: NeedleGrid(
+        variant: NeedleGrid(
             lengths,
             depths,
             tuple(tuple(scores.get((length, depth)) for length in lengths) for depth in depths),
         )
-        for arm, scores in by_arm.items()
+        for variant, scores in by_variant.items()
         if scores
     }
 
@@ -56,7 +56,7 @@ def is_needle(result: TaskResult) -> bool:
 
 
 def scale(result: TaskResult) -> float:
-    """Return the score at the green end, the same for every arm of a task."""
+    """Return the score at the green end, the same for every variant of a task."""
     return result.best or 1.0
 
 

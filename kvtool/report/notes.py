@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvtool.documents.results import ResultsDocument
-from kvtool.report.arms import full_arm, task_names
-from kvtool.report.spent import spent_by_arm
+from kvtool.report.spent import spent_by_variant
+from kvtool.report.variants import full_variant, task_names
 
 
 def notes(document: ResultsDocument) -> list[str]:
@@ -22,7 +22,7 @@ def notes(document: ResultsDocument) -> list[str]:
         lines.append(f"!k: k samples failed and are not in the score ({failed} in all)")
     if not document.complete:
         lines.append("the run is not complete: samples are missing")
-    if spent_by_arm(document):
+    if spent_by_variant(document):
         lines.append(
             "K/V: keys and values at the end of a sample, and their share of a full cache; cost is"
             " the mean over the samples of all tasks, 1.05x = 1.05 times as fast as the full cache"
@@ -31,7 +31,7 @@ def notes(document: ResultsDocument) -> list[str]:
 
 
 def _delta(document: ResultsDocument) -> str:
-    return "; +/-: difference to the full cache" if full_arm(document) else ""
+    return "; +/-: difference to the full cache" if full_variant(document) else ""
 
 
 def _samples(document: ResultsDocument) -> str:
@@ -63,7 +63,7 @@ def _queries(document: ResultsDocument) -> list[str]:
 
 
 def _chunks(document: ResultsDocument) -> list[str]:
-    """Say where arms were fed a text in unequal chunks, which hold unequal context."""
+    """Say where variants were fed a text in unequal chunks, which hold unequal context."""
     lines = []
     for task in task_names(document):
         chunks = {

@@ -15,10 +15,10 @@ from kvtool.documents.files import write_text
 from kvtool.documents.results import ResultsDocument
 from kvtool.evaluation.extras import installed
 from kvtool.report import page_tables as tables
-from kvtool.report.arms import results_of, task_names
 from kvtool.report.markup import Markup, element, inline_svg
 from kvtool.report.notes import notes
 from kvtool.report.page_style import STYLE
+from kvtool.report.variants import results_of, task_names
 
 _NO_PICTURES = (
     "This page has no pictures because matplotlib is not installed:",

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 from kvtool.documents.results import ArmEntry, CellEntry, ResultsDocument, TaskResult
 from kvtool.report import digits
-from kvtool.report.arms import FULL, families, full_arm, results_of, task_names
 from kvtool.report.markup import Markup, element
 from kvtool.report.needles import is_needle
-from kvtool.report.spent import Spent, relative, spent_by_arm, spent_on
+from kvtool.report.spent import Spent, relative, spent_by_variant, spent_on
+from kvtool.report.variants import FULL, families, full_variant, results_of, task_names
 
 _MOST_CELLS = 24
 _COST = ("K/V", "of full", "policy state", "prefill s", "decode tokens/s", "× full")
@@ -32,7 +32,7 @@ def summary(document: ResultsDocument) -> list[Markup]:
     parts = [_table(["arm", *headers], _rows(document, scores))]
     for suite, mean in zip(suites, means, strict=True):
         parts.append(element("p", f"{suite}: the plain mean of {', '.join(mean)}.", class_="soft"))
-    if spent := spent_by_arm(document):
+    if spent := spent_by_variant(document):
         rows = _rows(document, lambda arm: _cost(arm.name, spent, document))
         parts.append(_table(["arm", *_COST], rows))
     return parts
@@ -105,8 +105,8 @@ def _table(headers: list[str | Markup], rows: list[Markup] | Iterator[Markup]) -
 def _rows(document: ResultsDocument, cells: Callable[[ArmEntry], list[Markup]]) -> Iterator[Markup]:
     """Yield a row per arm, a line above each policy."""
     for family in families(document):
-        for arm in family.arms:
-            first = {"class_": "first"} if arm is family.arms[0] else {}
+        for arm in family.variants:
+            first = {"class_": "first"} if arm is family.variants[0] else {}
             yield element("tr", element("th", arm.name, scope="row"), cells(arm), **first)
 
 
@@ -175,7 +175,7 @@ def _cost(arm: str, spent: dict[str, Spent], document: ResultsDocument) -> list[
     cost = spent.get(arm)
     if cost is None:
         return [_number(digits.MISSING)] * len(_COST)
-    full = full_arm(document)
+    full = full_variant(document)
     ratio = relative("decode_rate", cost, spent.get(full.name) if full else None)
     return [
         _number(digits.size(cost.kv_bytes)),

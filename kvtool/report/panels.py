@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtool.report.arms import wrap
 from kvtool.report.style import new_figure
+from kvtool.report.variants import wrap
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

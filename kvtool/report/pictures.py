@@ -17,7 +17,7 @@ from kvtool.report.budgets import budget_figure, budget_panels
 from kvtool.report.curves import curve_figure, curves
 from kvtool.report.heatmap import needle_figure
 from kvtool.report.needles import needle_tasks
-from kvtool.report.spent import spent_by_arm
+from kvtool.report.spent import spent_by_variant
 from kvtool.report.style import drawing, save
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def pictures(document: ResultsDocument) -> Iterator[Picture]:
     if budget_panels(document):
         title = "Score by budget, whiskers one standard error"
         yield Picture("score-by-budget", title, None, lambda: budget_figure(document))
-    if spent_by_arm(document):
+    if spent_by_variant(document):
         yield Picture("cost", "Memory and speed", None, lambda: cost_figure(document))
     for task in needle_tasks(document):
         title = f"{task}: score by context length and needle depth"

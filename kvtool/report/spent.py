@@ -1,4 +1,4 @@
-"""What an arm cost over all its samples, whatever the task."""
+"""What a variant cost over all its samples, whatever the task."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Spent:
 
 
 def spent_on(results: list[TaskResult]) -> Spent | None:
-    """Put the costs of one arm's tasks together, each weighted by its samples; None if none."""
+    """Put the costs of one variant's tasks together, each weighted by its samples; None if none."""
     costs = [(result.task, max(result.n, 1), result.cost) for result in results if result.cost]
     if not costs:
         return None
@@ -71,18 +71,18 @@ def spent_on(results: list[TaskResult]) -> Spent | None:
     )
 
 
-def spent_by_arm(document: ResultsDocument) -> dict[str, Spent]:
-    """Return the cost of every arm that was measured."""
-    by_arm: dict[str, list[TaskResult]] = {}
+def spent_by_variant(document: ResultsDocument) -> dict[str, Spent]:
+    """Return the cost of every variant that was measured."""
+    by_variant: dict[str, list[TaskResult]] = {}
     for result in document.results:
-        by_arm.setdefault(result.arm, []).append(result)
-    found = {arm: spent_on(results) for arm, results in by_arm.items()}
-    return {arm: spent for arm, spent in found.items() if spent is not None}
+        by_variant.setdefault(result.arm, []).append(result)
+    found = {variant: spent_on(results) for variant, results in by_variant.items()}
+    return {variant: spent for variant, spent in found.items() if spent is not None}
 
 
-def relative(rate: str, arm: Spent, full: Spent | None) -> float | None:
+def relative(rate: str, variant: Spent, full: Spent | None) -> float | None:
     """Return a rate as a multiple of the full cache's, if measured on the same tasks."""
-    if full is None or set(full.tasks) != set(arm.tasks):
+    if full is None or set(full.tasks) != set(variant.tasks):
         return None
-    mine, theirs = getattr(arm, rate), getattr(full, rate)
+    mine, theirs = getattr(variant, rate), getattr(full, rate)
     return mine / theirs if mine is not None and theirs else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.files import write_with
 from kvtool.documents.results import ResultsDocument
-from kvtool.report.arms import families
+from kvtool.report.variants import families
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ class Look:
 
 
 def looks(document: ResultsDocument) -> dict[str, Look]:
-    """Return a look for every family of arms by its label; the full cache is black."""
+    """Return a look for every family of variants by its label; the full cache is black."""
     found = {}
     rank = 0
     for family in families(document):
@@ -74,7 +74,7 @@ def looks(document: ResultsDocument) -> dict[str, Look]:
     return found
 
 
-def variant(look: Look, rank: int) -> Look:
+def dashed(look: Look, rank: int) -> Look:
     """Return the look of the budget of this rank, where the lines of one policy are compared."""
     if not look.marker:
         return look

@@ -16,19 +16,19 @@ from rich.text import Text
 
 from kvtool.documents.results import ArmEntry, GateResult, ResultsDocument, TaskResult
 from kvtool.report import digits
-from kvtool.report.arms import (
+from kvtool.report.needles import NeedleGrid, colour_at, needle_grids, needle_tasks, scale
+from kvtool.report.notes import notes
+from kvtool.report.spent import relative, spent_by_variant
+from kvtool.report.variants import (
     FULL,
-    arms_in_order,
     families,
-    full_arm,
+    full_variant,
     results_of,
     suite,
     task_names,
+    variants_in_order,
     wrap,
 )
-from kvtool.report.needles import NeedleGrid, colour_at, needle_grids, needle_tasks, scale
-from kvtool.report.notes import notes
-from kvtool.report.spent import relative, spent_by_arm
 
 _STYLES = {"better": "green", "worse": "red", "": ""}
 
@@ -40,7 +40,7 @@ class _Column:
 
 
 def summary_table(document: ResultsDocument) -> RenderableType:
-    """Return what each arm scored, task by task, what it cost, and the gates."""
+    """Return what each variant scored, task by task, what it cost, and the gates."""
     parts: list[RenderableType] = [_Summary(document)]
     if document.gates:
         parts.append(_gates(document.gates))
@@ -48,7 +48,7 @@ def summary_table(document: ResultsDocument) -> RenderableType:
 
 
 def needle_tables(document: ResultsDocument) -> RenderableType:
-    """Return a heat map per arm for every needle task: depths down, lengths across."""
+    """Return a heat map per variant for every needle task: depths down, lengths across."""
     parts: list[RenderableType] = []
     for task in needle_tasks(document):
         grids = needle_grids(document, task)
@@ -96,35 +96,36 @@ class _Summary:
         row = 0
         width = max(16, options.max_width // 4)
         found = families(self.document)
-        sweep = any(len(family.arms) > 1 for family in found)
+        sweep = any(len(family.variants) > 1 for family in found)
         for family in found:
-            for arm in family.arms:
-                last = sweep and arm is family.arms[-1]
+            for variant in family.variants:
+                last = sweep and variant is family.variants[-1]
                 cells = [column.cells[row] for column in columns]
-                table.add_row(Text(wrap(arm.name, width)), *cells, end_section=last)
+                table.add_row(Text(wrap(variant.name, width)), *cells, end_section=last)
                 row += 1
         return table
 
 
 def _groups(document: ResultsDocument) -> list[list[_Column]]:
     """Return the columns that belong together: a suite's with its mean, then the cost."""
-    arms = arms_in_order(document)
+    variants = variants_in_order(document)
     by_suite: dict[str, list[_Column]] = {}
     for task in task_names(document):
-        by_suite.setdefault(suite(task), []).append(_score_column(document, task, arms))
+        by_suite.setdefault(suite(task), []).append(_score_column(document, task, variants))
     for name in dict.fromkeys(a.suite for a in document.averages if len(a.tasks) > 1):
-        by_suite.setdefault(name, []).append(_average_column(document, name, arms))
+        by_suite.setdefault(name, []).append(_average_column(document, name, variants))
     groups = [group for group in by_suite.values() if group]
-    cost = _cost_columns(document, arms)
+    cost = _cost_columns(document, variants)
     return [*groups, cost] if cost else groups
 
 
-def _score_column(document: ResultsDocument, task: str, arms: list[ArmEntry]) -> _Column:
-    found = [document.of(arm.name, task) for arm in arms]
+def _score_column(document: ResultsDocument, task: str, variants: list[ArmEntry]) -> _Column:
+    found = [document.of(variant.name, task) for variant in variants]
     some = next(result for result in found if result is not None)
     header = f"{task.replace('/', chr(10), 1)}\n{some.metric} {digits.direction(some)}"
     parts = [
-        _score_parts(result, arm.policy == FULL) for arm, result in zip(arms, found, strict=True)
+        _score_parts(result, variant.policy == FULL)
+        for variant, result in zip(variants, found, strict=True)
     ]
     widths = [max(len(part[i]) for part in parts) for i in range(4)]
     cells = []
@@ -150,32 +151,32 @@ def _score_parts(result: TaskResult | None, is_full: bool) -> tuple[str, str, st
     )
 
 
-def _average_column(document: ResultsDocument, name: str, arms: list[ArmEntry]) -> _Column:
+def _average_column(document: ResultsDocument, name: str, variants: list[ArmEntry]) -> _Column:
     averages = {average.arm: average for average in document.averages if average.suite == name}
     tasks = len(next(iter(averages.values())).tasks)
     sample = next(
         result for a in averages.values() for result in document.results if result.task in a.tasks
     )
     cells = []
-    for arm in arms:
-        average = averages.get(arm.name)
+    for variant in variants:
+        average = averages.get(variant.name)
         if average is None:
             cells.append(Text(digits.MISSING))
             continue
-        delta = "" if arm.policy == FULL else digits.signed(average.delta, sample.best)
+        delta = "" if variant.policy == FULL else digits.signed(average.delta, sample.best)
         tone = digits.tone(sample.model_copy(update={"delta": average.delta}))
         text = Text(digits.score(average.value, sample.best))
         cells.append(text.append(" ").append(delta.rjust(6), _STYLES[tone]))
     return _Column(f"{name}\nmean of {tasks}", cells)
 
 
-def _cost_columns(document: ResultsDocument, arms: list[ArmEntry]) -> list[_Column]:
-    spent = spent_by_arm(document)
-    full = full_arm(document)
+def _cost_columns(document: ResultsDocument, variants: list[ArmEntry]) -> list[_Column]:
+    spent = spent_by_variant(document)
+    full = full_variant(document)
     baseline = spent.get(full.name) if full else None
     rows = []
-    for arm in arms:
-        cost = spent.get(arm.name)
+    for variant in variants:
+        cost = spent.get(variant.name)
         if cost is None:
             rows.append([digits.MISSING] * 4)
             continue

@@ -5,7 +5,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex
 
 from kvtool.report.bars import cost_figure
-from kvtool.report.spent import spent_by_arm
+from kvtool.report.spent import spent_by_variant
 from kvtool.report.style import drawing, looks
 from tests.report.examples import document
 
@@ -28,7 +28,7 @@ def drawn(run):
 
 def test_bars_are_shares_of_the_full_cache_with_the_state_hatched_behind():
     run = document(("niah",), {"streaming": 1, "h2o": 1})
-    spent = spent_by_arm(run)
+    spent = spent_by_variant(run)
     _, (sizes, *_) = drawn(run)
     assert list(sizes) == [arm.name for arm in run.arms]
     for arm, (kv, state) in sizes.items():

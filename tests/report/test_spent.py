@@ -1,6 +1,6 @@
 import pytest
 
-from kvtool.report.spent import relative, spent_by_arm, spent_on
+from kvtool.report.spent import relative, spent_by_variant, spent_on
 from tests.report.examples import arms, cost, document, result
 
 FULL, H2O = arms({"h2o": 0.5}, (64,))
@@ -37,9 +37,9 @@ def test_what_was_not_measured_is_none():
 
 def test_speed_is_compared_on_the_same_tasks_only():
     run = document(("niah", "ppl"), {"h2o": 1}, (64,))
-    spent = spent_by_arm(run)
+    spent = spent_by_variant(run)
     assert relative("decode_rate", spent["h2o@64"], spent["full"]) == pytest.approx(44 / 40)
     partial = run.model_copy(update={"results": run.results[:-1]})
-    spent = spent_by_arm(partial)
+    spent = spent_by_variant(partial)
     assert spent["h2o@64"].tasks == ("niah",)
     assert relative("decode_rate", spent["h2o@64"], spent["full"]) is None

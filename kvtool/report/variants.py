@@ -14,42 +14,42 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Family:
-    """The arms of one policy, budgets ascending; `label` is what a legend calls them."""
+    """The variants of one policy, budgets ascending; `label` is what a legend calls them."""
 
     label: str
-    arms: tuple[ArmEntry, ...]
+    variants: tuple[ArmEntry, ...]
 
     @property
     def is_full(self) -> bool:
-        """Whether this is the arm that keeps everything."""
-        return self.arms[0].policy == FULL
+        """Whether this is the variant that keeps everything."""
+        return self.variants[0].policy == FULL
 
 
 def families(document: ResultsDocument) -> list[Family]:
-    """Group arms by policy, in order of appearance, the full cache first.
+    """Group variants by policy, in order of appearance, the full cache first.
 
     Arms that differ in the prefill only are families of their own, and say so.
     """
-    several = len({arm.prefill for arm in document.arms if arm.policy != FULL}) > 1
+    several = len({variant.prefill for variant in document.arms if variant.policy != FULL}) > 1
     groups: dict[str, list[ArmEntry]] = {}
-    for arm in sorted(document.arms, key=lambda arm: arm.policy != FULL):
-        told = several and arm.policy != FULL
-        label = f"{arm.policy}, prefill {arm.prefill}" if told else arm.policy
-        groups.setdefault(label, []).append(arm)
+    for variant in sorted(document.arms, key=lambda variant: variant.policy != FULL):
+        told = several and variant.policy != FULL
+        label = f"{variant.policy}, prefill {variant.prefill}" if told else variant.policy
+        groups.setdefault(label, []).append(variant)
     return [
-        Family(label, tuple(sorted(arms, key=lambda arm: budget_order(arm.budget))))
-        for label, arms in groups.items()
+        Family(label, tuple(sorted(variants, key=lambda variant: budget_order(variant.budget))))
+        for label, variants in groups.items()
     ]
 
 
-def arms_in_order(document: ResultsDocument) -> list[ArmEntry]:
-    """Return every arm, family by family."""
-    return [arm for family in families(document) for arm in family.arms]
+def variants_in_order(document: ResultsDocument) -> list[ArmEntry]:
+    """Return every variant, family by family."""
+    return [variant for family in families(document) for variant in family.variants]
 
 
-def full_arm(document: ResultsDocument) -> ArmEntry | None:
-    """Return the arm that others are held against."""
-    return next((arm for arm in document.arms if arm.policy == FULL), None)
+def full_variant(document: ResultsDocument) -> ArmEntry | None:
+    """Return the variant that others are held against."""
+    return next((variant for variant in document.arms if variant.policy == FULL), None)
 
 
 def task_names(document: ResultsDocument) -> list[str]:
@@ -60,7 +60,7 @@ def task_names(document: ResultsDocument) -> list[str]:
 
 
 def wrap(name: str, width: int) -> str:
-    """Break the name of a policy or an arm where its parts begin, lines at most `width` long.
+    """Break the name of a policy or a variant where its parts begin, lines at most `width` long.
 
     >>> print(wrap("snapkv(window=16,kernel=5)+caote@64", 18))
     snapkv(window=16,
@@ -80,8 +80,8 @@ def suite(task: str) -> str:
 
 
 def results_of(document: ResultsDocument, task: str) -> list[TaskResult]:
-    """Return what the arms scored on one task, arms in order; arms without a result are skipped."""
-    found = (document.of(arm.name, task) for arm in arms_in_order(document))
+    """Return the results of one task in the order of the variants, as far as there are any."""
+    found = (document.of(variant.name, task) for variant in variants_in_order(document))
     return [result for result in found if result is not None]
 
 
@@ -99,5 +99,5 @@ def budget_size(budget: int | str) -> tuple[str, Fraction]:
 
 
 def budget_order(budget: int | str | None) -> tuple[str, Fraction]:
-    """Return what budgets are sorted by; an arm without a budget comes first."""
+    """Return what budgets are sorted by; a variant without a budget comes first."""
     return ("", Fraction(0)) if budget is None else budget_size(budget)

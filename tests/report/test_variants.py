@@ -4,7 +4,7 @@ from fractions import Fraction
 import pytest
 
 from kvtool.documents.results import ArmEntry
-from kvtool.report.arms import arms_in_order, budget_size, families, task_names, wrap
+from kvtool.report.variants import budget_size, families, task_names, variants_in_order, wrap
 from tests.report.examples import arms, document
 
 
@@ -29,14 +29,14 @@ def test_arms_stand_by_policy_with_budgets_ascending_and_the_full_cache_first():
     others = [arm for arm in entries if arm.budget not in (None, 64)]
     random.Random(0).shuffle(others)
     shuffled = document(()).model_copy(update={"arms": [*firsts[1:], firsts[0], *others]})
-    assert [arm.name for arm in arms_in_order(shuffled)] == expected
+    assert [arm.name for arm in variants_in_order(shuffled)] == expected
 
 
 def test_budgets_are_ordered_by_size_not_by_spelling():
     found = families(
         named(("h2o", "20%", ""), ("h2o", "5%", ""), ("h2o", 1024, ""), ("h2o", 64, ""))
     )
-    assert [arm.budget for arm in found[0].arms] == ["5%", "20%", 64, 1024]
+    assert [arm.budget for arm in found[0].variants] == ["5%", "20%", 64, 1024]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_budget_has_a_unit_and_an_exact_size(budget, size):
 
 def test_arms_that_differ_in_the_prefill_are_lines_of_their_own():
     found = families(named(("h2o", 64, ""), ("h2o", 64, ",block:128"), ("h2o", 128, "")))
-    assert [(f.label, len(f.arms)) for f in found] == [
+    assert [(f.label, len(f.variants)) for f in found] == [
         ("h2o, prefill full", 2),
         ("h2o, prefill block:128", 1),
     ]
