@@ -96,3 +96,29 @@ def test_a_class_has_few_attributes(file):
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ClassDef):
             assert len(attributes(node)) <= MOST_ATTRIBUTES, f"{file}: {node.name}"
+
+
+NO_VERB = {
+    "A",
+    "An",
+    "The",
+    "How",
+    "What",
+    "Whether",
+    "Which",
+    "Where",
+    "As",
+    "One",
+    "Its",
+    "Whose",
+}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_the_first_line_about_a_function_begins_with_a_verb(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
+            marks = [ast.unparse(mark) for mark in node.decorator_list]
+            if not any("property" in mark for mark in marks):  # a noun, as an attribute has
+                word = text.split()[0]
+                assert word not in NO_VERB, f"{node.name}: {text}"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def text_on_stdout(options: OutputOptions) -> bool:
-    """Whether the data on stdout is the text itself."""
+    """Tell whether the data on stdout is the text itself."""
     return options.choose_format("text") == "text" and options.output_path is None
 
 

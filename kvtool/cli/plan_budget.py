@@ -226,5 +226,5 @@ def _write(document: PlanDocument, options: PlanOptions, terminal: Terminal) -> 
 
 
 def _shown(options: PlanOptions, terminal: Terminal) -> bool:
-    """Whether a person reads the data as it comes."""
+    """Tell whether a person reads the data as it comes."""
     return terminal.interactive and options.output_path is None

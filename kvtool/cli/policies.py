@@ -54,7 +54,7 @@ def _print_table(entries: list[Entry], terminal: Terminal) -> None:
 
 
 def _as_text(entries: list[Entry]) -> str:
-    """One block per policy: a line `name - summary`, then indented lines."""
+    """Write a block per policy: a line `name - summary`, then indented lines."""
     blocks = []
     for entry in entries:
         blocks.append(

@@ -149,7 +149,7 @@ def _curve_axes(panel: Axes, lines: list[_Line], curve: CurveEntry) -> None:
 
 
 def is_geometric(x: Sequence[float]) -> bool:
-    """Whether values, ascending, want a log axis: positive, a wide range, steps that grow.
+    """Tell whether ascending values want a log axis: positive, a wide range, steps that grow.
 
     >>> is_geometric([1, 2, 4, 8, 16]), is_geometric([0, 1, 2, 3]), is_geometric(range(1, 33))
     (True, False, False)

@@ -51,7 +51,7 @@ def needle_grids(document: ResultsDocument, task: str) -> dict[str, NeedleGrid]:
 
 
 def is_needle(result: TaskResult) -> bool:
-    """Whether cells are places of a needle: lengths and depths."""
+    """Tell whether cells are places of a needle: lengths and depths."""
     return bool(result.cells) and all(set(cell.at) == {"length", "depth"} for cell in result.cells)
 
 

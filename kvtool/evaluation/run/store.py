@@ -181,7 +181,7 @@ class Store:
             path.unlink()
 
     def is_empty(self) -> bool:
-        """Whether nothing is in the folder but a lock and what a kill has left half written."""
+        """Tell whether the folder holds nothing but a lock and half-written files."""
         if not self.folder.is_dir():
             return True
         begun = {".lock", *(path.name for path in self._temporaries())}

@@ -66,7 +66,7 @@ class Asking(Task):
         return False
 
     def knows_query(self, protocol: Protocol) -> bool:
-        """Whether the question is in the prompt that is compressed."""
+        """Tell whether the question is in the prompt that is compressed."""
         return not self.same_context and super().knows_query(protocol)
 
     def ask_options(self, protocol: Protocol) -> AskOptions:

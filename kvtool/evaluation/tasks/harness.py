@@ -77,7 +77,7 @@ def prepare(
 
 
 def _manager_of(name: str, include_path: str | None) -> TaskManager:
-    """The task list that knows a name: one's own first, then the harness'."""
+    """Return the task list that knows a name: one's own first, then the harness'."""
     folders = [None] if include_path is None else [include_path, None]
     if include_path is not None and not Path(include_path).is_dir():
         raise UsageError(f"include_path: folder `{include_path}` does not exist")
@@ -100,7 +100,7 @@ def _manager_of(name: str, include_path: str | None) -> TaskManager:
 
 @lru_cache(maxsize=8)
 def _manager(folder: str | None) -> TaskManager:
-    """The tasks of a folder, or the harness' own; reading those takes seconds."""
+    """Read the tasks of a folder, or the harness' own, which takes seconds."""
     from lm_eval.tasks import TaskManager
 
     with contained():
@@ -108,7 +108,7 @@ def _manager(folder: str | None) -> TaskManager:
 
 
 def _members(manager: TaskManager, name: str) -> list[str]:
-    """The tasks of a group and of the groups in it."""
+    """List the tasks of a group and of the groups in it."""
     entry = manager.task_index.get(name)
     if entry is None or entry.kind.name not in ("GROUP", "TAG"):
         return [name]
@@ -127,7 +127,7 @@ def _check(name: str, config: dict[str, Any]) -> None:
 
 
 def _set_shots(name: str, task: Task, fewshot: int | None) -> None:
-    """As the harness: a number in place of the task's own, unless that is 0."""
+    """Set the number of few-shot examples as the harness does: not where the task's own is 0."""
     own = task.get_config("num_fewshot")
     if fewshot is None:
         task.set_config("num_fewshot", own or 0)

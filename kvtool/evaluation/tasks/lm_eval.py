@@ -139,12 +139,12 @@ class LmEval(Task):
         return Summary({self.metric: metrics[self._headline_among(metrics)]} | metrics)
 
     def _headline_among(self, names: Mapping[str, Any]) -> str:
-        """The task's headline; the first of the names where its functions call it otherwise."""
+        """Return the headline's name; the first of the names where the task calls it otherwise."""
         headline = _headline(self._prepared.task)
         return headline if headline in names else next(iter(names))
 
     def _values(self, record: Json) -> dict[str, Any]:
-        """What the harness makes of one document's responses, by `metric,filter`."""
+        """Compute the harness' metrics of one document's responses, by `metric,filter`."""
         task, documents = self._prepared.task, self._prepared.documents
         index = record["document"]
         if index not in documents or hash_of(documents[index][0].doc) != record["document_hash"]:
@@ -166,7 +166,7 @@ class LmEval(Task):
         return values
 
     def _aggregation(self, name: str) -> Aggregation:
-        """How the harness puts values of `metric,filter` together; the mean if it does not say."""
+        """Return how the harness aggregates `metric,filter`; the mean if it does not say."""
         from lm_eval.api.metrics import mean as harness_mean
 
         return self._prepared.task.aggregation().get(name.rpartition(",")[0], harness_mean)
@@ -180,7 +180,7 @@ def _first_metric(task: HarnessTask) -> str:
 
 
 def _headline(task: HarnessTask) -> str:
-    """The task's first metric after its first filter."""
+    """Return the name of the task's first metric after its first filter."""
     return f"{_first_metric(task)},{task._filters[0].name}"
 
 
@@ -193,7 +193,7 @@ def _alone(aggregation: Aggregation, value: Any) -> float | None:
 
 
 def _statistic(aggregation: Aggregation, values: Sequence[Any]) -> Statistic:
-    """An aggregate with its standard error, resampled where it has no formula."""
+    """Aggregate values, with a standard error resampled where it has no formula."""
     from lm_eval.api import metrics
 
     if aggregation is metrics.mean:
@@ -208,7 +208,7 @@ def _statistic(aggregation: Aggregation, values: Sequence[Any]) -> Statistic:
 
 
 def _computed(aggregation: Aggregation, values: Sequence[Any]) -> float | None:
-    """The aggregate as a finite number; None if these documents do not define it."""
+    """Aggregate values to a finite number; None if these documents do not define it."""
     try:
         value = float(aggregation(values))
     except Exception:  # any: tasks bring functions of their own, which may need more documents
@@ -220,7 +220,7 @@ def _computed(aggregation: Aggregation, values: Sequence[Any]) -> float | None:
 
 
 def _request(name: str, instance: Instance) -> Json:
-    """A request as JSON values."""
+    """Turn a request into JSON values."""
     kind = instance.request_type
     if kind == "loglikelihood":
         context, continuation = instance.args
@@ -232,7 +232,7 @@ def _request(name: str, instance: Instance) -> Json:
 
 
 def _generation(name: str, options: dict[str, Any], repeats: int | None) -> Json:
-    """How an answer is drawn: a task's options for transformers, or a refusal."""
+    """Translate a task's options of generation, or refuse them."""
     until = options.pop("until", None) or []
     lengths = [options.pop(key, None) for key in _LENGTHS]
     temperature = float(options.pop("temperature", None) or 0.0)
@@ -256,7 +256,7 @@ def _generation(name: str, options: dict[str, Any], repeats: int | None) -> Json
 
 
 def _answer(bench: Bench, request: Json) -> Any:
-    """A text, [log-probability, whether it is the most likely text], or a log-probability."""
+    """Answer with a text, [log-probability, whether it is likeliest], or a log-probability."""
     if request["type"] == "loglikelihood":
         return list(bench.loglikelihood(request["context"], request["continuation"]))
     if request["type"] == "loglikelihood_rolling":
@@ -270,6 +270,6 @@ def _answer(bench: Bench, request: Json) -> Any:
 
 
 def _repeat(instance: Instance, response: Any) -> list[Any]:
-    """The response as often as the task wants it, as the type that the harness has."""
+    """Repeat the response as often as the task wants it, as the type that the harness has."""
     value = tuple(response) if isinstance(response, list) else response
     return [value] * (instance.repeats or 1)

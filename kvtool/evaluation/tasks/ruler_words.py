@@ -58,7 +58,7 @@ class CommonWords(Ruler):
 
 
 def _times(length: int) -> tuple[int, int]:
-    """How often common words and others occur."""
+    """Return how often common words and others occur."""
     return (30, 3) if length >= _LONG else (6, 1)
 
 

@@ -83,7 +83,7 @@ class Task(BaseModel, ABC):
         """
 
     def knows_query(self, protocol: Protocol) -> bool:
-        """Whether the question is in the prompt that is compressed."""
+        """Tell whether the question is in the prompt that is compressed."""
         return self.query_aware if protocol.query_aware is None else protocol.query_aware
 
     def work(self, sample: Sample) -> int:
