@@ -34,7 +34,7 @@ class Resolved:
 
 
 def resolve(
-    source: Source | None,
+    source: Source | PlanDocument | None,
     flags: Flags,
     *,
     sets: Sequence[str] = (),
@@ -45,7 +45,7 @@ def resolve(
     """Return the recipe that a document and flags mean.
 
     Args:
-        source: a recipe or a plan, None for neither.
+        source: a recipe or a plan, not yet validated or a plan that is; None for neither.
         sets, unsets: `--set` and `--unset` flags.
         command: as typed, such as `kvtool eval`.
         check: finds further mistakes, as for `read_recipe`.
@@ -54,16 +54,19 @@ def resolve(
         DocumentError: every mistake, with its place or its flag.
         UsageError: the recipe cannot be read.
     """
-    given, piped = flags.values, None
-    if source is not None:
+    given, piped, name = flags.values, None, "the plan"
+    if isinstance(source, PlanDocument):
+        flags.check_beside_plan(name)
+        source, piped = None, source
+    elif source is not None:
         check_kind(source, takes=("recipe", "plan"), command=command)
         if source.kind == "plan":
             flags.check_beside_plan(source.name)
-            piped = source.validate(PlanDocument)
-            given = [(source.name, _values_of_plan(piped)), *given]
-            source = None
+            name, piped, source = source.name, source.validate(PlanDocument), None
         elif _names_plan(source):
             flags.check_beside_plan(f"{source.name}: budget.plan")
+    if piped is not None:
+        given = [(name, _values_of_plan(piped)), *given]
     recipe, found = read_recipe(source or Source.empty(), given, sets, unsets, check)
     if recipe.plan is not None and recipe.allocator is not None:
         raise UsageError(

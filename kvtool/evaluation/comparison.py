@@ -43,7 +43,7 @@ class Comparison:
 
 
 def read_comparison(
-    source: Source | None,
+    source: Source | PlanDocument | None,
     flags: Flags,
     task_flags: TaskFlags,
     gates: Sequence[Gate] = (),

@@ -20,7 +20,6 @@ from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.tasks.selection import TaskFlags
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.attached import ModelSource
-from kvtool.models.load import Loaded
 
 _RECIPES = (".yaml", ".yml", ".json")
 
@@ -32,6 +31,7 @@ def evaluate(
     tasks: str | Sequence[str] = (),
     policies: str | Sequence[Any] = (),
     budgets: str | int | float | Sequence[str | int | float] = (),
+    model: Any = None,
     tokenizer: Any = None,
     data: Mapping[str, str] | None = None,
     lengths: Any = None,
@@ -60,6 +60,7 @@ def evaluate(
     Args:
         recipe: a recipe or a plan as a document, its data or its file; a model as a folder, a hub
             ID or loaded (then with its `tokenizer`); None is the bundled reference model.
+        model: in place of that of the recipe or plan.
         folder: of the run; None: that of the recipe, or one under `runs/`.
         tasks, policies, budgets: as `kvtool eval` takes them, in place of the recipe's.
         watcher: is told how it goes; by default nobody is.
@@ -78,9 +79,12 @@ def evaluate(
     unknown = model_settings.keys() - set(MODEL_SETTINGS)
     if unknown:
         raise TypeError(f"evaluate() got an unexpected keyword argument {min(unknown)!r}")
-    source, model, loaded = _read(recipe, tokenizer)
+    source, named = _read(recipe)
+    if source is not None or model is not None:
+        named = model
+    where = ModelSource.of(named, tokenizer)
     flags = Flags()
-    flags.take_model(model, model_settings)
+    flags.take_model(where.name, model_settings)
     flags.take("seed", seed)
     flags.take("allocator", allocator)
     flags.set("--tasks", [{"task": name} for name in _listed(tasks)], "eval", "tasks")
@@ -109,7 +113,7 @@ def evaluate(
         None if folder is None else str(folder),
         watcher=watcher,
         trust_remote_code=trust_remote_code,
-        loaded=loaded,
+        loaded=where.loaded,
     )
     return run_prepared(prepared, watcher, overwrite=overwrite, stop_on_error=not continue_on_error)
 
@@ -127,22 +131,20 @@ def take_eval(flags: Flags, *, query_agnostic: bool, prefill: str | None, **sett
     flags.take("prefill", prefill)
 
 
-def _read(given: Any, tokenizer: Any) -> tuple[Source | None, str | None, Loaded | None]:
-    """Return a document, the name of a model, and a model, as far as one of them is given."""
-    if given is None:
-        return None, None, None
-    if isinstance(given, (Recipe, PlanDocument)):
+def _read(given: Any) -> tuple[Source | PlanDocument | None, Any]:
+    """Return a recipe or plan, or a model: whichever is given."""
+    if given is None or isinstance(given, PlanDocument):
+        return given, None
+    if isinstance(given, Recipe):
         given = given.to_data()
     if isinstance(given, Mapping):
         name = f"the {given.get('kind', 'recipe')}"
-        return Source(name, Node.of(dict(given), Mark(name))), None, None
+        return Source(name, Node.of(dict(given), Mark(name))), None
     if isinstance(given, (str, Path)):
         path = Path(given).expanduser()
         if path.suffix.lower() in _RECIPES or path.is_file():
-            return read_source(str(given), option="recipe or plan"), None, None
-        return None, str(given), None
-    model = ModelSource.of(given, tokenizer)
-    return None, model.name, model.loaded
+            return read_source(str(given), option="recipe or plan"), None
+    return None, given
 
 
 def _listed(given: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from kvtool.documents.source import read_source
 from kvtool.errors import UsageError
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import load
+from tests.cli.test_read_once import counting
 
 QUICK = {"tasks": "niah", "lengths": [128], "depths": [0, 100]}
 RECIPE = {
@@ -59,8 +60,11 @@ def test_a_loaded_model_is_measured_and_given_back_its_own_attention(tmp_path):
     assert set(scores(results)) == {("tova@24", "niah"), ("tova@50%", "niah")}
     by_name = kvtool.evaluate(None, tmp_path / "b", **settings)
     assert scores(by_name) == scores(results)
+    recipe = RECIPE | {"model": "no/such", "policy": "tova", "budget": [24, "50%"]}
+    settings = {"model": loaded, "baseline": False}
+    assert scores(kvtool.evaluate(recipe, tmp_path / "c", **settings)) == scores(results)
     with pytest.raises(UsageError, match="needs its tokenizer"):
-        kvtool.evaluate(loaded.model, **settings)
+        kvtool.evaluate(loaded.model, policies=["tova"], **QUICK)
 
 
 def test_a_plan_splits_the_budget_of_every_policy(tmp_path):
@@ -69,7 +73,9 @@ def test_a_plan_splits_the_budget_of_every_policy(tmp_path):
     plan = ["plan-budget", "-b", "40", "--context", "256", "--allocator", "pyramid"]
     assert main([*plan, "-o", "plan.yaml", "-q"]) == 0
     document = read_source("plan.yaml", option="plan").validate(PlanDocument)
-    results = kvtool.evaluate(document, "run", policies=["h2o"], **QUICK)
+    with counting() as found:
+        results = kvtool.evaluate(document, "run", policies=["h2o"], **QUICK)
+    assert found == {"h2o": 1}  # a plan that is validated already is not validated again
     (arm,) = (arm for arm in results.arms if arm.planned)
     assert arm.name == "h2o@40,plan"
     assert results.of(arm.name, "niah").cost.kept_tokens == 40
