@@ -56,7 +56,7 @@ def choose_policy(
         return chosen, size
     if size is None:
         size = DEFAULT_BUDGET
-        unit = "pairs of key and value that a token reads" if chosen.reads_budget else "tokens"
+        unit = "pairs of key and value that a token reads" if chosen.budget_is_traffic else "tokens"
         terminal.note(f"budget: {size} {unit} per layer and KV head")
     if size.tokens is not None:
         chosen.check_budget(size.tokens)
@@ -78,7 +78,7 @@ def _take_plan(
     from kvtool.planning.run import check_run
 
     budget = plan.target.budget
-    if not policy.reads_budget:
+    if not policy.budget_is_traffic:
         policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
         terminal.note(f"budget: as planned, {budget} split by {plan.layers.allocator}")
     elif policy.reader is not None and policy.reader.planned and plan.rocketkv is not None:
@@ -92,7 +92,7 @@ def _take_plan(
 def _stages(section: RocketKVSection, target: Target, policy: Policy) -> str:
     """Say which of RocketKV's stages are taken from a plan."""
     first = ""
-    if policy.score.reads:
+    if policy.two_stages:
         split = "" if section.split_factor is None else f"split factor {section.split_factor:.4g}, "
         stage1 = section.stage1(target.max_new_tokens)
         first = f"{split}stage 1 keeps {stage1} of {section.context} tokens, "

@@ -25,7 +25,7 @@ _TASK_SETTINGS = ("lengths", "depths", "samples", "prompts")
 def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     """Compare policies under budgets on benchmarks, with the full cache beside them."""
     if options.rescore is not None:
-        rescore_run(options, gates_of(options), terminal)
+        rescore_run(options, split_policies(options.policy), gates_of(options), terminal)
         return
     from kvtool.evaluation.comparison import read_comparison
 

@@ -96,8 +96,13 @@ def exit_with(results: ResultsDocument) -> None:
         raise Exit(_SAMPLES_FAILED)
 
 
-def rescore_run(options: EvalOptions, gates: Sequence[Gate], terminal: Terminal) -> None:
+def rescore_run(
+    options: EvalOptions, policies: Sequence[str], gates: Sequence[Gate], terminal: Terminal
+) -> None:
     """Score the stored answers of a run anew.
+
+    Args:
+        policies: from outside the package, which the run may name.
 
     Raises:
         UsageError: no run there, flags that say what to run.
@@ -106,23 +111,23 @@ def rescore_run(options: EvalOptions, gates: Sequence[Gate], terminal: Terminal)
     if not options.rescore or not folder.is_dir():
         raise UsageError(f"--rescore: no folder `{options.rescore}`")
     _refuse_others(options)
+    _import_policies(policies)
     from kvtool.evaluation.measure import rescore
 
     watcher = EvalWatcher(options, terminal, check_pictures(options, None))
     exit_with(rescore(folder, gates, watcher))
 
 
-def _import_policies(options: EvalOptions) -> None:
+def _import_policies(policies: Sequence[str]) -> None:
     """Import the policies from outside the package that `-p` names: a run's folder never does.
 
     Raises:
         UsageError: one that is in the package, which needs no naming.
     """
-    from kvtool.cli.evaluation_plan import split_policies
     from kvtool.policies.grammar import parse_policy
     from kvtool.policies.outside import module_of
 
-    for text in split_policies(options.policy):
+    for text in policies:
         if module_of(text) is None:
             raise UsageError("--rescore takes a run as it is; leave out --policy")
         parse_policy(text)

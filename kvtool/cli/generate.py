@@ -123,11 +123,9 @@ def _of_cache(options: GenerateOptions, path: Path) -> tuple[Policy, Budget | No
     from kvtool.policies.grammar import read_spelling
 
     made = read_metadata(path)
-    # first what is asked for, which may import what the file names
-    asked = None if options.policy is None else parse_policy(options.policy)
+    given = given_policy(options)  # first, since it may import what the file names
     policy = read_spelling(made["policy"])
     budget = Budget.parse(made["budget"]) if made["budget"] else None
-    given = given_policy(options)
     if given is not None and given != policy:
         typed = options.policy if options.allocator is None else given
         raise UsageError(f"cache `{options.cache}` was made with policy `{policy}`, not `{typed}`")

@@ -46,7 +46,8 @@ class PromptOptions(RecipeOptions):
             "--policy",
             "-p",
             metavar="POLICY",
-            help="What to keep, e.g. h2o+caote; see `kvtool policies`.",
+            help="What to keep, e.g. h2o+caote; see `kvtool policies`. A score of your own: "
+            "my_package.my_module:MyScore.",
         ),
     ] = None
     budget: Annotated[

@@ -9,6 +9,7 @@ from kvtool.cli.prompt import check_stdin
 from kvtool.cli.prompt_options import PromptOptions
 from kvtool.cli.recipes import model_flags, read_given
 from kvtool.errors import UsageError
+from kvtool.policies.imported import check_imported
 from kvtool.sizes import parse_count
 
 if TYPE_CHECKING:
@@ -52,7 +53,12 @@ def settle(options: Prompted, command: str) -> tuple[Prompted, PlanDocument | No
             value = parse_count(value)
         flags.set(f"--{name.replace('_', '-')} {value}", value, "generation", name)
     resolved = resolve(
-        read_given(options), flags, sets=options.set, unsets=options.unset, command=command
+        read_given(options),
+        flags,
+        sets=options.set,
+        unsets=options.unset,
+        command=command,
+        check_named=check_imported,
     )
     options = replace(options, **_values(resolved.recipe, options))
     _check_allocator(options.policy, options.allocator)

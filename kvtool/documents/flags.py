@@ -54,6 +54,10 @@ class Flags:
         for name in MODEL_SETTINGS:
             self.take(name, settings.get(name), "model")
 
+    def sets(self, key: str) -> bool:
+        """Tell whether a flag sets a key of a recipe."""
+        return any(key in values for _, values in self.values)
+
     def check_beside_plan(self, plan: str) -> None:
         """Refuse a budget or an allocator beside a plan, which brings both.
 

@@ -17,6 +17,9 @@ from kvtool.documents.source import Source, check_kind, read_named
 from kvtool.errors import UsageError
 
 Value = TypeVar("Value")
+CheckNamed = Callable[[Sequence[Any], str], None]
+
+_LOCK = "recipe.lock.yaml"  # of a run's folder
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ def resolve(
     sets: Sequence[str] = (),
     unsets: Sequence[str] = (),
     command: str,
+    check_named: CheckNamed,
     check: Check | None = None,
 ) -> Resolved:
     """Return the recipe that a document and flags mean.
@@ -48,6 +52,7 @@ def resolve(
         source: a recipe or a plan, not yet validated or a plan that is; None for neither.
         sets, unsets: `--set` and `--unset` flags.
         command: as typed, such as `kvtool eval`.
+        check_named: refuses policies that a plan, or the recipe of a run, may not name.
         check: finds further mistakes, as for `read_recipe`.
 
     Raises:
@@ -55,6 +60,7 @@ def resolve(
         UsageError: the recipe cannot be read.
     """
     given, piped, name = flags.values, None, "the plan"
+    own = flags.sets("policy") or any(text.startswith("policy") for text in sets)
     if isinstance(source, PlanDocument):
         flags.check_beside_plan(name)
         source, piped = None, source
@@ -66,7 +72,13 @@ def resolve(
         elif _names_plan(source):
             flags.check_beside_plan(f"{source.name}: budget.plan")
     if piped is not None:
+        if not own:
+            check_named([piped.policy], name)
         given = [(name, _values_of_plan(piped)), *given]
+    if source is not None and source.path is not None and source.path.name == _LOCK and not own:
+        node = source.node.child("policy")
+        chosen = None if node is None else node.data
+        check_named(chosen if isinstance(chosen, list) else [chosen], source.name)
     recipe, found = read_recipe(source or Source.empty(), given, sets, unsets, check)
     if recipe.plan is not None and recipe.allocator is not None:
         raise UsageError(

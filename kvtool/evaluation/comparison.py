@@ -19,6 +19,7 @@ from kvtool.evaluation.bench.variants import BASELINE, DEFAULT_BUDGET, Variant, 
 from kvtool.evaluation.run.gates import Gate, check_gates
 from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
 from kvtool.evaluation.tasks.task import Task
+from kvtool.policies.imported import check_imported
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
@@ -69,7 +70,15 @@ def read_comparison(
     def check(recipe: Recipe, source: Source) -> list[Problem]:
         return [*policies.problems(recipe, source), *tasks.problems(recipe, source)]
 
-    resolved = resolve(source, flags, sets=sets, unsets=unsets, command=command, check=check)
+    resolved = resolve(
+        source,
+        flags,
+        sets=sets,
+        unsets=unsets,
+        command=command,
+        check_named=check_imported,
+        check=check,
+    )
     recipe, plan = resolved.recipe, resolved.plan
     budgets = recipe.budgets()
     variants = make_variants(

@@ -98,12 +98,11 @@ def _error_settings(
 ) -> tuple[str, tuple[int, ...]]:
     """Return the policy of `output_error` and its budgets in tokens, ascending."""
     from kvtool.policies.grammar import parse_policy
-    from kvtool.policies.parts import Evidence
 
     policy = parse_policy(name or POLICY)
     if not policy.takes_budget:
         raise UsageError(f"policy `{policy}` keeps everything, so it has no output error")
-    if policy.score.evidence is Evidence.LOGITS:
+    if policy.score.layers == "same":
         raise UsageError(
             f"policy `{policy}` goes by the model's logits, "
             "and output errors are measured layer by layer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvtool.errors import UsageError
-from kvtool.policies.allocate.room import HeadSplit
+from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.table import parse_allocator
 from kvtool.policies.policy import Policy
 

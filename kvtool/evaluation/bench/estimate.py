@@ -44,7 +44,7 @@ def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
             variant, variant.budget, model_shape(config, name="", dtype=dtype), sizes, prompt
         )
         _check(variant, kept, prompt)
-        if variant.policy.reads_budget:
+        if variant.policy.budget_is_traffic:
             kept = _stored_of_read(variant, kept, prompt)
     widths = [None if width is None else width - 1 for width in layer_kinds(text)[1]]
     return cache_bytes(sizes, [kept if width is None else width for width in widths], prompt)
@@ -80,7 +80,7 @@ def _stored_of_read(variant: Variant, pairs: int, prompt: int) -> int:
     """Return what is stored of a prompt where the budget is what a decoded token reads."""
     from kvtool.planning.traffic import tokens_left
 
-    if variant.policy.score.marks:
+    if variant.policy.select_only:
         return prompt
     return tokens_left(variant.policy, pairs, prompt, 0)
 

@@ -88,10 +88,11 @@ def read_variant(entry: ArmEntry, plan: PlanDocument | None) -> Variant:
     """Return the variant that a document tells of.
 
     Raises:
-        UsageError: its policy or budget cannot be read.
+        UsageError: its policy or budget cannot be read, or its policy is of a module that nobody
+            has imported.
     """
     return make_variants(
-        [parse_policy(entry.policy)],
+        [parse_policy(entry.policy, imports=False)],
         [] if entry.budget is None else [Budget.parse(entry.budget)],
         prefill=spell_prefill(entry.prefill),
         baseline=False,
