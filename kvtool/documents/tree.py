@@ -43,6 +43,16 @@ class Node:
             return [node.data for node in self.value]
         return self.value
 
+    @property
+    def depth(self) -> int:
+        """Levels of mappings and lists below this value, 0 of a scalar."""
+        if isinstance(self.value, dict):
+            inside = list(self.value.values())
+        else:
+            inside = self.value if isinstance(self.value, list) else []
+        below = max((node.depth for node in inside), default=0)
+        return below + isinstance(self.value, (dict, list))
+
     def child(self, key: str | int) -> Node | None:
         """Return what stands under a key or an index, None if there is nothing."""
         if isinstance(self.value, dict):

@@ -1,0 +1,167 @@
+"""libyaml parses and PyYAML's own parser is the fall-back: one answer, and soon."""
+
+import time
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtool.documents import yaml_reader
+from kvtool.documents.problems import DocumentError
+from kvtool.documents.recipe import Recipe
+from kvtool.documents.source import Source
+from kvtool.documents.yaml_reader import parse_yaml
+from kvtool.documents.yaml_writer import dump_yaml
+
+SECONDS = 5.0
+COUNT = 50_000
+
+
+def answer(text):
+    """What a text is read as, every value with its place, or what is said of it."""
+    try:
+        return outline(parse_yaml(text, "a.yaml"))
+    except DocumentError as error:
+        return [str(problem) for problem in error.problems]
+
+
+def outline(node):
+    inside = node.value
+    if isinstance(inside, dict):
+        inside = {key: outline(child) for key, child in inside.items()}
+    elif isinstance(inside, list):
+        inside = [outline(child) for child in inside]
+    return inside, type(inside), node.mark.index, node.key and node.key.index
+
+
+def answers(text, monkeypatch):
+    """The answers of both parsers."""
+    with monkeypatch.context() as patch:
+        found = answer(text)
+        patch.setattr(yaml_reader, "_PARSER", yaml_reader._PythonParser)
+        return found, answer(text)
+
+
+def test_libyaml_parses_where_it_is_there():
+    assert yaml.__with_libyaml__ == (yaml_reader._PARSER is not yaml_reader._PythonParser)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "# nothing\n", "---\n", "a", "- 1\n- [2, {b: ~}]\n", "a: 1\nb: [1, 2\nc: 3\n"),
+        *("a:\n\tb: 1\n", "a: b: c\n", "a: [\n", "a: 'x\n", "@a", "{a: [}", '{"a"\n:1}', "a: *x"),
+        *(
+            "- a\n b: c",
+            "a: !e!x 1",
+            '"a"\n: 1',
+            "a\nb: 1",
+            "%YAML 9.9\n---\na: 1",
+            "a: &x 1\nb: *x",
+        ),
+        *(
+            "a: &x 1\nb: &x 2\n",
+            "? [a]\n: x\n",
+            "&k a: 1\n*k : 2\n",
+            "3: 4\n~: 5\n",
+            "a: !!str 3\n",
+        ),
+        *(
+            "a: >-\n  x\n\n  y\nb: 1\n",
+            "a: 'it''s'\nb: \"\\x41\\u00e9\\U0001F600\"\n",
+        ),
+        *(
+            "é: ü\n😀: x # ß\nb: {c: .inf}\n",
+            "a: \u2028x\n",
+            "a: 1\r\nb: 2\rc: x: y",
+        ),
+        *('a: "\\ud83d\\ude00"\nb: x\n', 'a: "\\ud800"\n', "a: 1\na: 2\na: .nan\n"),
+        *("[" * 100, "- " * 100, "{a: " * 100, "? " * 100, "a: &x [*x]\n", "a: 1\n---\nb: 2\n"),
+    ],
+)
+def test_both_parsers_give_the_same_values_places_and_messages(text, monkeypatch):
+    here, there = answers(text, monkeypatch)
+    assert here == there
+
+
+@pytest.mark.parametrize("text", ["a: |\n  x\n y\n", "a: 1\n- : 1\n", "a: [1, 2\nb: 3\n", "a: 'x"])
+def test_both_parsers_tell_a_mistake_at_the_same_place(text, monkeypatch):
+    (here,), (there,) = answers(text, monkeypatch)
+    assert here.split(": ")[:2] == there.split(": ")[:2]
+
+
+WORDS = st.text("ab:-?[]{},#&*!|>'\"%@ \t\n\\0.~é", max_size=30)
+
+
+@given(WORDS)
+def test_what_both_parsers_take_for_yaml_they_read_alike(text):
+    with pytest.MonkeyPatch.context() as patch:
+        here, there = answers(text, patch)
+    if isinstance(here, tuple) and isinstance(there, tuple):
+        assert here == there
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(), VALUES, min_size=1, max_size=4))
+def test_both_parsers_find_every_value_at_the_same_place(data):
+    with pytest.MonkeyPatch.context() as patch:
+        here, there = answers(dump_yaml(data), patch)
+    assert here == there
+
+
+@pytest.mark.parametrize("escape", ["\\ud83d", "\\ud83d \\U00110000", "\\ud83d \\UFFFFFFFF"])
+def test_half_a_surrogate_pair_and_what_is_beyond_unicode_are_refused(escape):
+    (told,) = answer(f'a: "{escape}"\n')
+    assert "half of a surrogate pair" in told or "invalid Unicode character escape" in told
+
+
+def test_surrogates_in_a_text_too_long_for_the_slow_parser_are_refused_at_once():
+    text = "".join(f'k{i}: "\\ud83d\\ude00"\n' for i in range(COUNT))
+    start = time.process_time()
+    (told,) = answer(text)
+    assert "a.yaml:1:" in told
+    assert "invalid Unicode character escape code" in told
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"unknown{i}: {i}\n" for i in range(COUNT)),
+        "kind: recipe\neval: {" + ", ".join(f"x{i}: {i}" for i in range(COUNT)) + "}\n",
+        "budget: [" + ", ".join("x" for _ in range(COUNT)) + "]\n",
+        "".join(f"x: {i}\n" for i in range(COUNT)),
+    ],
+    ids=["unknown-keys", "unknown-keys-within", "wrong-values", "one-key-again"],
+)
+@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML's own parser takes 8 s")
+def test_a_document_of_50_000_mistakes_ends_in_one_answer_in_time(text):
+    start = time.process_time()
+    with pytest.raises(DocumentError) as caught:
+        Source.parse(text, "a.yaml").validate(Recipe)
+    assert len(caught.value.report().splitlines()) <= 61
+    assert time.process_time() - start < SECONDS
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("a: " + "[" * 10**6, "1:67"), ("- " * 10**6, "1:129"), ("a: " + "{a: " * 10**6, "1:253")],
+)
+def test_depth_is_counted_before_anything_is_nested(text, place):
+    start = time.process_time()
+    assert answer(text) == [f"a.yaml:{place}: nested more than 64 levels deep"]
+    assert time.process_time() - start < SECONDS
+
+
+def test_aliases_do_not_nest_what_is_deep_already():
+    inner = "[" * 40 + "x" + "]" * 40
+    assert answer(f"a: &a {inner}\nb: {'[' * 20}*a{']' * 20}\n")
+    told = answer(f"a: &a {inner}\nb: {'[' * 30}*a{']' * 30}\n")
+    assert told == ["a.yaml:2:34: nested more than 64 levels deep"]
