@@ -106,7 +106,8 @@ class Problem:
         by_key = not self.place.startswith("--") or self.place.startswith(("--set ", "--unset "))
         path = self.path if by_key else ""
         place = self.place if self.mark.index is not None else self.place[:_FLAG]
-        return ": ".join(part for part in (place, path, clip(self.message)) if part)
+        told = ": ".join(part for part in (place, path, clip(self.message)) if part)
+        return " ".join(told.split())  # keys may hold line ends
 
     def without_line(self) -> Problem:
         """Return the problem without the line that it stands in."""

@@ -512,6 +512,12 @@ def test_long_keys_and_values_are_cut_in_messages():
     assert max(map(len, error.report().splitlines())) < 600
 
 
+def test_keys_that_hold_line_ends_are_told_in_one_line():
+    error = mistakes_of('{"a\\r\\nb\\u2028c": {"d\\ne": 1}}')
+    assert error.report().splitlines()[0] == "a:1:2: a b c: unknown key `a b c`"
+    assert len(error.report().splitlines()) == 3
+
+
 @pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"], ids=["LF", "CR LF", "CR"])
 def test_lines_and_columns_are_those_that_an_editor_counts(ends):
     text = ends.join(["# a", "", "sinks: 3", "zinks: 4", ""])

@@ -95,7 +95,9 @@ class SealedCaches(_Caches):
     def case(self, random: Random) -> Case:
         self.path.write_bytes(random.choice(self.files))
         metadata, tensors = read_parts(self.path)
-        for _ in range(random.choice([1, 1, 1, 2, 3])):
+        for name in [name for name in sorted(tensors) if random.random() < 0.5]:
+            tensors[name] = _other_content(random, name, tensors[name])
+        for _ in range(random.choice([0, 0, 0, 0, 1, 1, 2])):
             if random.random() < 0.35:
                 self._alter_metadata(random, metadata)
             else:
@@ -153,6 +155,16 @@ class SealedCaches(_Caches):
                 tensors[name] = torch.zeros_like(tensor) - 1 if tensor.is_signed() else tensor
 
 
+def _other_content(random: Random, name: str, tensor: Tensor) -> Tensor:
+    """Return keys and values of the same kind: scaled, turned round or exchanged."""
+    if name.rpartition(".")[2] not in ("keys", "values"):
+        return tensor
+    kind = random.randrange(4)
+    if kind == 0:
+        return tensor * random.choice([0.0, 0.5, -1.0, 3.0])
+    return tensor.flip(3) if kind == 1 else tensor.roll(1, 1) if kind == 2 else tensor
+
+
 def _reshaped(random: Random, tensor: Tensor) -> Tensor:
     axis = random.randrange(tensor.dim()) if tensor.dim() else 0
     kind = random.randrange(6)
@@ -188,7 +200,9 @@ class MetadataAlone(_Caches):
     def case(self, random: Random) -> Case:
         self.path.write_bytes(random.choice(self.files))
         metadata, tensors = read_parts(self.path)
-        for _ in range(random.choice([1, 2])):
+        if random.random() < 0.5:
+            metadata["note"] = odd_word(random).replace("\x00", "")
+        for _ in range(random.choice([0, 0, 0, 0, 1, 2])):
             name = random.choice(sorted(metadata))
             if random.random() < 0.3:
                 metadata.pop(name)

@@ -15,10 +15,24 @@ from kvtool.documents.turns import read_turns
 from kvtool.documents.yaml_writer import dump_yaml
 from kvtool.generation import decode_step, prefill
 from tests.fuzz.contract import Case, command
-from tests.fuzz.mutate import mutate_bytes, mutate_data, mutate_text, odd_word
+from tests.fuzz.mutate import mutate_bytes, mutate_data, mutate_text, odd_word, vary
 from tests.fuzz.policies import evaluate_until_drawn
 from tests.models_for_tests import peaky_model, random_ids
 
+CHOICES: dict[tuple, list[Any]] = {
+    ("name",): ["b", "long-name", "ä"],
+    ("policy",): ["h2o", "snapkv(window=8)", ["tova", "h2o"], {"name": "roco"}],
+    ("modifiers",): [[], ["uniform"], None],
+    ("budget",): [64, "25%", 0.25, [16, "1K"], {"tokens": 32}, {"ratio": 0.5}, {"bytes": "1MiB"}],
+    ("prefill",): ["full", "block", "block:64", None],
+    ("generation",): [{"max_new_tokens": 1}, {"temperature": 0, "stop": ["x", "y"]}, None],
+    ("eval", "tasks"): [["niah"], ["ppl", "niah"], ["niah", {"task": "speed", "lengths": [32]}]],
+    ("eval", "baseline"): [True, None],
+    ("eval", "limit"): [1, 1000, None],
+    ("gates",): [[], None],
+    ("output",): [{}, {"plots": True}, None],
+    ("seed",): [0, 2**31 - 1, None],
+}
 RECIPE: dict[str, Any] = {
     "kind": "recipe",
     "schema_version": 1,
@@ -47,23 +61,22 @@ RECIPE: dict[str, Any] = {
 
 
 def document_text(random: Random, data: Any) -> str:
-    """Write a document, perhaps damaged, perhaps of an odd shape."""
-    if random.random() < 0.6:
+    """Write a document, as it is in two of three cases, else damaged or of an odd shape."""
+    damage = random.choice([""] * 12 + ["data"] * 4 + ["text"] + ["both", "bomb"])
+    if damage in ("data", "both"):
         data = mutate_data(random, data)
     if random.random() < 0.7:
         text = json.dumps(data, indent=random.choice([None, 1]))
     else:
         text = dump_yaml(data)
-    if random.random() < 0.4:
+    if damage in ("text", "both"):
         text = mutate_text(random, text)
-    if random.random() < 0.03:
-        text += _bomb(random)
-    return text
+    return text + _bomb(random) if damage == "bomb" else text
 
 
 def _bomb(random: Random) -> str:
     """Return text that is long or deep, such as people do not write."""
-    count = random.choice([100] * 7 + [4000, 4000, 10_000])
+    count = random.choice([100] * 16 + [4000] * 3 + [50_000])
     return "\n" + random.choice(
         [
             "".join(f"unknown{i}: {i}\n" for i in range(count)),
@@ -95,15 +108,15 @@ class Recipes:
         self.lines.write_text("root:x:0:0\nsecret: [\n")
 
     def case(self, random: Random) -> Case:
-        data = RECIPE
-        if random.random() < 0.1:
+        data = vary(random, RECIPE, CHOICES)
+        if random.random() < 0.05:
             places = ["secret.txt", "recipe.yaml", "nowhere", "/", odd_word(random)]
-            data = RECIPE | {"include": random.choice(places)}
+            data["include"] = random.choice(places)
         single = {"policy": "h2o", "budget": 64} if random.random() < 0.3 else {}
         data = data | single
         text = document_text(random, data)
         self.file.write_bytes(text.encode("utf-8", "surrogatepass"))
-        if random.random() < 0.1:
+        if random.random() < 0.05:
             self.file.write_bytes(mutate_bytes(random, self.file.read_bytes()))
         return self._generate if "policy" in single else self._measure
 
@@ -129,15 +142,24 @@ class Plans:
                     *("-n", "8", "--allocator", allocator, "-f", "json"),
                 )
             )
-            for target in (("--ratio", "20%"), ("-b", "24"), ("--bytes", "24KiB"))
+            for target in (("--ratio", "20%"), ("--ratio", "50%"), ("-b", "24"), ("-b", "64"))
             for allocator in ("uniform", "pyramid", "ada")
+        ]
+        self.seeds += [
+            json.loads(
+                command(
+                    *("plan-budget", "-m", str(checkpoint), "--bytes", "160KiB", "-p", policy),
+                    *("--context", "256", "-n", "8", "-f", "json"),
+                )
+            )
+            for policy in ("h2o", "snapkv(window=4)")
         ]
         self.ids = random_ids(48)
 
     def case(self, random: Random) -> Case:
         text = document_text(random, random.choice(self.seeds))
         self.file.write_bytes(text.encode("utf-8", "surrogatepass"))
-        policy = random.choice(["h2o", "snapkv(window=4)", "quest", "rocketkv(window=4)", "d2o"])
+        policy = random.choice(["h2o", "snapkv(window=4)", "quest", "tova", "rocketkv(window=4)"])
         return lambda: self._run(policy)
 
     def _run(self, policy: str) -> None:
@@ -216,11 +238,14 @@ class TurnFiles:
         self.folder = folder
 
     def case(self, random: Random) -> Case:
-        lines = ["Who is it?", "And why?", ""]
+        lines = ["Who is it?", "And why?", "", "Ünïcödé 😀"]
         objects: list[Any] = [{"user": "Who?"}, "Why?", {"prompt": "As it stands"}]
         objects += [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "X"}]
-        random.shuffle(objects)
-        objects = mutate_data(random, objects[: random.randrange(1, 5)])
+        objects = objects[random.randrange(3) :] * random.choice([1, 1, 5])
+        damaged = random.random() < 0.4
+        if damaged:
+            random.shuffle(objects)
+            objects = mutate_data(random, objects[: random.randrange(1, 5)])
         text = random.choice(
             [
                 "\n".join(lines),
@@ -230,14 +255,16 @@ class TurnFiles:
                 '{"user": ' * random.choice([100, 20_000]),
                 '{"user": ' + "9" * random.choice([10, 5000]) + "}",
                 "{]\n" * random.choice([10, 5000, 40_000]),
-            ]
+            ][: 7 if random.random() < 0.2 else 3]
         )
-        if random.random() < 0.5:
+        if damaged and random.random() < 0.5:
             text = mutate_text(random, text)
         data = text.encode("utf-8", "surrogatepass")
-        if random.random() < 0.2:
+        if damaged and random.random() < 0.2:
             data = mutate_bytes(random, data)
-        path = self.folder / f"turns{random.choice(['.txt', '.json', '.jsonl', '', '.x'])}"
+        right = ".json" if text.startswith("[") else ".jsonl" if text.startswith("{") else ".txt"
+        suffix = random.choice([right, right, "", ".txt", ".json", ".jsonl", ".x"])
+        path = self.folder / f"turns{suffix}"
         path.write_bytes(data)
         return lambda: read_turns(str(path))
 
@@ -251,8 +278,9 @@ class Sources:
         self.file = folder / "document"
 
     def case(self, random: Random) -> Case:
-        text = document_text(random, RECIPE) if random.random() < 0.5 else _bomb(random)
-        if random.random() < 0.5:
+        data = vary(random, RECIPE, CHOICES)
+        text = document_text(random, data) if random.random() < 0.75 else _bomb(random)
+        if random.random() < 0.2:
             text = mutate_text(random, text)
         self.file.write_bytes(text.encode("utf-8", "surrogatepass"))
         return lambda: read_source(str(self.file), option="recipe").data

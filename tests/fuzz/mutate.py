@@ -22,6 +22,7 @@ VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 10**30, 10**98),
     *(0.0, -0.5, 0.1, 1e-320, 1e308, [], {}, [[]], [None], {"": None}, "", "x" * 5000),
 ]
+LONGEST = 1_000_000  # characters of a text
 _CHARACTERS = "()+,=:;.%#&*!?|<>{}[]\"'`~@^/\\-_ \t\n\r0123456789abcxyzABCÉß語😀\x00\x1b\u2028"
 
 
@@ -47,6 +48,20 @@ def odd_value(random: Random) -> Any:
     return copy.deepcopy(random.choice(VALUES))
 
 
+def vary(random: Random, data: Any, choices: dict[tuple, list[Any]]) -> Any:
+    """Give some places of a document other values that it may have there; None takes one away."""
+    data = copy.deepcopy(data)
+    for way, values in choices.items():
+        if random.random() < 0.4:
+            *before, last = way
+            inside = data
+            for key in before:
+                inside = inside[key]
+            value = copy.deepcopy(random.choice(values))
+            inside.pop(last, None) if value is None else inside.update({last: value})
+    return data
+
+
 def mutate_text(random: Random, text: str) -> str:
     """Cut, repeat, swap or insert, once or a few times."""
     for _ in range(random.choice([1, 1, 1, 2, 5])):
@@ -68,7 +83,7 @@ def mutate_text(random: Random, text: str) -> str:
             text = text[:a] + random.choice(_CHARACTERS) + text[a + 1 :]
         else:
             text = text[:a] + text[a:b][::-1] + text[b:]
-        text = text[:200_000]
+        text = text[:LONGEST]
     return text
 
 

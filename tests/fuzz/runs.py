@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -65,10 +67,12 @@ class RunFolders:
     def case(self, random: Random) -> Case:
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.whole, self.folder)
-        for _ in range(random.choice([1, 1, 2])):
+        for _ in range(random.choice([0, 0, 0, 0, 0, 1, 1, 2])):
             self._damage(random, self.folder / random.choice(self.files))
+        for _ in range(random.choice([0, 1, 2])):
+            self._alter(random, random.choice(sorted(self.folder.rglob("*.jsonl"))))
         run = self._rescore if random.random() < 0.6 else self._resume
-        pictures = random.random() < 0.02  # which take most of the time
+        pictures = random.random() < 0.005  # which take most of the time
         return run if pictures else lambda: self._without_pictures(run)
 
     def _without_pictures(self, run: Case) -> None:
@@ -88,7 +92,8 @@ class RunFolders:
             text = mutate_text(random, text)
             path.write_bytes(text.encode("utf-8", "surrogatepass"))
         elif path.suffix == ".json":
-            path.write_text(json.dumps(mutate_data(random, json.loads(text))))
+            with suppress(ValueError):  # it was damaged a moment ago
+                path.write_text(json.dumps(mutate_data(random, json.loads(text))))
         else:
             lines = text.splitlines()
             i = random.randrange(len(lines)) if lines else 0
@@ -100,6 +105,18 @@ class RunFolders:
             else:
                 lines.insert(i, random.choice(["", "[]", "{}", '"x"', "1", "[" * 5000, "9" * 5000]))
             path.write_bytes("".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+
+    def _alter(self, random: Random, path: Path) -> None:
+        """Write what a run may well have written: other seconds, another order, half a line."""
+        lines = path.read_bytes().splitlines(keepends=True)
+        kind = random.randrange(4)
+        if kind == 0:
+            lines.reverse()
+        elif kind == 1 and lines:
+            lines.append(lines[0][: len(lines[0]) // 2])
+        elif kind == 2:
+            lines = [re.sub(rb'("\w+_s": )[0-9.]+', rb"\g<1>1.5", line) for line in lines]
+        path.write_bytes(b"".join(lines))
 
     def _rescore(self) -> None:
         command("eval", "--rescore", str(self.folder), "--no-plots", "-q")

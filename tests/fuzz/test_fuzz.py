@@ -1,6 +1,7 @@
 """A few inputs of every kind keep the contract; `python -m tests.fuzz` tries many more."""
 
 import time
+from collections import Counter
 
 import pytest
 
@@ -17,9 +18,10 @@ def test_inputs_end_in_success_or_one_line(kind, tmp_path):
     outcomes = try_kind(kind, tmp_path, seed=0, cases=CASES)
     faults = [outcome.told for outcome in outcomes if outcome.verdict == "fault"]
     assert not faults
-    assert any(outcome.verdict == "refused" for outcome in outcomes)
-    whole = any(outcome.verdict == "success" for outcome in outcomes)
-    assert whole or kind.name == "cache files, damaged", "no case went through"
+    verdicts = Counter(outcome.verdict for outcome in outcomes)
+    assert verdicts["refused"] >= CASES // 10, "too little is damaged"
+    if kind.name != "cache files, damaged":
+        assert verdicts["success"] >= CASES // 2, "too little goes through"
 
 
 def refuse(message):
@@ -49,8 +51,17 @@ def test_the_contract_tells_faults_from_refusals(case, verdict, told):
     assert told in outcome.told
 
 
-def test_a_case_that_takes_too_long_is_broken_off(monkeypatch):
-    monkeypatch.setattr("tests.fuzz.contract.SECONDS", 0.2)
-    outcome = run_case(lambda: time.sleep(SECONDS))
-    assert outcome.verdict == "fault"
+def compute():
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("clock", "case", "told"),
+    [("SECONDS", compute, "more than 0.2 s"), ("WAIT", lambda: time.sleep(9), "waits 0.2 s")],
+)
+def test_a_case_that_takes_too_long_is_broken_off(clock, case, told, monkeypatch):
+    monkeypatch.setattr(f"tests.fuzz.contract.{clock}", 0.2)
+    outcome = run_case(case)
+    assert (outcome.verdict, outcome.told) == ("fault", told)
     assert outcome.seconds < SECONDS
