@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import kvtool
 from kvtool.documents.model_shape import ModelShape
 from kvtool.model_shape import LayerShape, layer_shapes
-from tests.families import BASE, DEEPSEEK, EXPERTS, FAMILIES, GEMMA, HYBRID, family_model
+from tests.models_for_tests import BASE, DEEPSEEK, EXPERTS, FAMILIES, GEMMA, HYBRID, family_model
 
 FALCON = {"alibi": False, "num_kv_heads": 2}
 GEMMA4 = {"layer_types": HYBRID, "global_head_dim": 32, "hidden_size_per_layer_input": 8}

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoConfig, cache_utils
 
 from kvtool.transformers_versions import layer_types, shares_caches
-from tests.families import BASE, HYBRID
+from tests.models_for_tests import BASE, HYBRID
 
 MIXED = {**BASE, "head_dim": 16, "sliding_window": 24, "layer_types": HYBRID}
 

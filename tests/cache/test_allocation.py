@@ -14,8 +14,7 @@ from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.pyramid import pyramid_line
 from kvtool.policies.allocate.split import Spread
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import family_model, peaky_model, random_ids
 
 LAYERS = 4
 BASES = [

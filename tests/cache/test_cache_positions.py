@@ -10,9 +10,15 @@ from kvtool.cache.rotary import find_rotations
 from kvtool.generation import decode_step, prefill
 from tests import families
 from tests.cache.test_oracle import BUDGET, follow, spell
-from tests.families import FAMILIES, HOOKED, family_model
-from tests.models_for_tests import peaky_model, random_ids
-from tests.reference.models import peaky, prompt
+from tests.models_for_tests import (
+    FAMILIES,
+    HOOKED,
+    anchored_model,
+    family_model,
+    peaky_model,
+    prompt,
+    random_ids,
+)
 from tests.reference.policies import build
 from tests.reference.ranks import AlternatelyStill, Interleaved, LastStill, Ranked
 
@@ -62,8 +68,8 @@ def run(model, policy, budget, mode="full", length=60, new=20):
 
 @pytest.fixture
 def model(family):
-    yield kvtool.detach(peaky(family))
-    kvtool.detach(peaky(family))
+    yield kvtool.detach(anchored_model(family))
+    kvtool.detach(anchored_model(family))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -11,11 +11,9 @@ from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.eviction import Departure
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference import policies
 from tests.reference.calidrop import CalibratingOracle
-from tests.reference.models import peaky, prompt
 
 LENGTH, BUDGET, NEW = 61, 20, 24
 MODES = {"full": None, "block:20": 20, "block:16": 16}
@@ -24,8 +22,8 @@ ALWAYS, NEVER = "(theta1=2,theta2=3)", "(theta1=-3,theta2=2)"
 
 @pytest.fixture
 def model(family):
-    yield kvtool.detach(peaky(family))
-    kvtool.detach(peaky(family))
+    yield kvtool.detach(anchored_model(family))
+    kvtool.detach(anchored_model(family))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -11,9 +11,8 @@ from kvtool.cache.kernels import fused_block, needs_mask
 from kvtool.generation import decode_step, prefill
 from kvtool.kernels import checks, trust
 from kvtool.kernels.kind import Family
-from tests.families import family_model
 from tests.kernels.drawn import DEVICE
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import family_model, peaky_model, random_ids
 
 pytest.importorskip("triton")
 

@@ -9,8 +9,7 @@ from transformers import AutoConfig, DynamicCache
 import kvtool
 from kvtool.cache.attention import check_supported, notes
 from kvtool.generation import decode_step, prefill
-from tests.families import FAMILIES, HOOKED, RECURRENT, family_model
-from tests.models_for_tests import random_ids
+from tests.models_for_tests import FAMILIES, HOOKED, RECURRENT, family_model, random_ids
 
 POLICIES = ["streaming", "h2o+caote", "tova", "snapkv(window=8)", "sirllm"]
 LENGTH, NEW = 60, 6

@@ -97,7 +97,7 @@ def test_threads_do_not_meet(model):
 @pytest.mark.parametrize("with_cache", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_an_attached_model_still_runs_without_a_kvtool_cache(family, with_cache):
-    from tests.families import family_model
+    from tests.models_for_tests import family_model
 
     settings = {"use_cache": with_cache, "max_new_tokens": 8, "do_sample": False}
     model = family_model("llama" if family == "llama" else family)

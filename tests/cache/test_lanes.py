@@ -10,11 +10,9 @@ from kvtool.cache.lanes import _bins
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
 from tests.cache.test_oracle import Run, follow
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference import oracle
 from tests.reference.ada import Competing
-from tests.reference.models import peaky, prompt
 from tests.reference.policies import build
 from tests.reference.ranks import Ranked
 
@@ -39,8 +37,8 @@ def spell(base, modifier, options, ada):
 
 @pytest.fixture
 def model(family):
-    yield kvtool.detach(peaky(family))
-    kvtool.detach(peaky(family))
+    yield kvtool.detach(anchored_model(family))
+    kvtool.detach(anchored_model(family))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -6,10 +6,8 @@ import torch
 import kvtool
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference import merging, policies
-from tests.reference.models import peaky, prompt
 
 LENGTH, BUDGET, NEW = 61, 20, 24
 MODES = {"full": None, "block:20": 20, "block:12": 12}
@@ -48,8 +46,8 @@ def make(case):
 
 @pytest.fixture
 def model(family):
-    yield kvtool.detach(peaky(family))
-    kvtool.detach(peaky(family))
+    yield kvtool.detach(anchored_model(family))
+    kvtool.detach(anchored_model(family))
 
 
 def compare(model, case, mode, budgets=None):

@@ -9,9 +9,8 @@ import torch
 
 import kvtool
 from kvtool.generation import decode_step, prefill
-from tests.families import family_model
+from tests.models_for_tests import anchored_model, family_model, prompt
 from tests.reference import oracle
-from tests.reference.models import peaky, prompt
 from tests.reference.policies import Told, build
 
 LENGTH, BUDGET, NEW = 61, 20, 32
@@ -66,8 +65,8 @@ class Run:
 
 @pytest.fixture
 def model(family):
-    yield kvtool.detach(peaky(family))
-    kvtool.detach(peaky(family))
+    yield kvtool.detach(anchored_model(family))
+    kvtool.detach(anchored_model(family))
 
 
 def follow(
@@ -294,7 +293,7 @@ def test_the_policies_differ_on_this_model(model):
 
 
 def test_the_oracle_without_a_budget_is_the_model():
-    model = peaky("llama")
+    model = anchored_model("llama")
     ids = prompt(LENGTH)
     trace = oracle.run(model, lambda: build("full", 1), ids, 16, 3)
     model.set_attn_implementation("eager")

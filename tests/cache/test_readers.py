@@ -11,10 +11,15 @@ import kvtool
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.basis import moments, principal_components
 from kvtool.policies.policy import Policy
-from tests.families import HOOKED, family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import (
+    HOOKED,
+    anchored_model,
+    family_model,
+    peaky_model,
+    prompt,
+    random_ids,
+)
 from tests.reference import readers
-from tests.reference.models import peaky, prompt
 from tests.reference.reading import ReadingOracle
 
 LENGTH, BUDGET, NEW = 61, 24, 24
@@ -88,8 +93,8 @@ def follow(run, oracle, logits, steps):
 
 @pytest.fixture
 def model(family):
-    yield kvtool.detach(peaky(family))
-    kvtool.detach(peaky(family))
+    yield kvtool.detach(anchored_model(family))
+    kvtool.detach(anchored_model(family))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -19,9 +19,8 @@ from kvtool.planning.rocketkv import plan_rocketkv
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.read.hsa import HSA
 from tests.cache.test_readers import Run, decoded, follow, model, ragged  # noqa: F401
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import peaky_model, prompt, random_ids
 from tests.reference import readers
-from tests.reference.models import prompt
 from tests.reference.policies import build
 from tests.reference.reading import ReadingOracle
 

@@ -10,8 +10,7 @@ from kvtool.generation import compress, decode_step, generate, prefill
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.table import BASES
-from tests.families import RECURRENT, family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import RECURRENT, family_model, peaky_model, random_ids
 
 BUDGET = 24
 SETTINGS = dict.fromkeys(("adakv", "pyramidkv", "snapkv", "rocketkv", "rocketkv-mt"), "(window=4)")

@@ -8,9 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvtool
 from kvtool.generation import compress, decode_step, prefill, token_logprobs
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
-from tests.reference.models import peaky, prompt
+from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference.sirllm import SlowSirLLM
 
 SETTINGS = {"max_new_tokens": 12, "do_sample": False}
@@ -28,7 +26,7 @@ def attached(family):
         settings = {"layer_types": layers, "final_logit_softcapping": 3.0}
         twins = [peaky_model("gemma2", "eager", **settings) for _ in range(2)]
     elif family in ("llama", "qwen3"):
-        twins = [kvtool.detach(peaky(family)), peaky_model(family)]
+        twins = [kvtool.detach(anchored_model(family)), peaky_model(family)]
         twins[1] = type(twins[0])(twins[0].config).eval()
         twins[1].load_state_dict(twins[0].state_dict())
     else:

@@ -10,8 +10,7 @@ import kvtool
 from kvtool.cache import attention
 from kvtool.generation import compress, decode_step, generate, prefill
 from kvtool.generation.compiled import CompiledDecoding
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import family_model, peaky_model, random_ids
 
 TORN = "the last forward over this cache was interrupted"
 POLICIES = ["full", "h2o+caote", "snapkv(window=4)", "h2o+ada", "sirllm", "quest", "h2o+d2o-alloc"]

@@ -12,8 +12,8 @@ import yaml
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import read_source
 from kvtool.models import reference
-from tests.families import FAMILIES
-from tests.planning.models import F, profile
+from tests.models_for_tests import FAMILIES
+from tests.planning.documents import F, profile
 
 KVTOOL = str(Path(sys.executable).with_name("kvtool"))
 PROFILE = profile(f_variance=F).to_yaml()

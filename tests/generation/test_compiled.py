@@ -23,8 +23,7 @@ from kvtool.generation import decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding, pays
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import family_model, peaky_model, random_ids
 
 STEADY = ["streaming", "h2o+caote", "roco", "tova", "d2o+uniform", "streaming+cam"]
 STEADY += ["h2o(positions=cache)"]

@@ -11,9 +11,8 @@ from kvtool.planning.forecast import Text, forecast
 from kvtool.planning.growth import grown
 from kvtool.planning.held import even_budgets
 from kvtool.policies.table import ALLOCATORS, BASES, MODIFIERS
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
-from tests.planning import models
+from tests.models_for_tests import family_model, peaky_model, random_ids
+from tests.planning.documents import shape
 
 ON = {"ada": "snapkv(window=8)", "calidrop": "snapkv(window=8)", "duo": "h2o"}
 MODIFIED = [f"{ON.get(name, 'h2o')}+{name}" for name in MODIFIERS if name != "optimal"]
@@ -143,7 +142,7 @@ def test_padded_rows_hold_no_more_than_so_many_of_the_longest(model, name, n):
 
 
 def test_bytes_that_hold_no_number_are_refused():
-    toy = models.shape(kv_bytes_per_token=4)
+    toy = shape(kv_bytes_per_token=4)
     with pytest.raises(UsageError, match="stores 4 bytes a token, too few for"):
         toy.layer_shapes()
 

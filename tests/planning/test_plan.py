@@ -11,7 +11,7 @@ from kvtool.policies.allocate.optimal import Optimal
 from kvtool.policies.allocate.pyramid import Pyramid
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy
-from tests.planning.models import FULL, LINEAR, SLIDING, profile, shape
+from tests.planning.documents import FULL, LINEAR, SLIDING, profile, shape
 
 
 def plan(allocator=None, model=None, options=None, **target) -> PlanDocument:

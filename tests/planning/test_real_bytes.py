@@ -12,7 +12,7 @@ from kvtool.model_shape import layer_shapes
 from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.pyramid import Pyramid
-from tests.families import family_model
+from tests.models_for_tests import family_model
 
 PROMPT, BATCH = 60, 2
 TARGETS = ({"ratio": 0.3}, {"tokens": 20}, {"bytes": 2 * 16_000})

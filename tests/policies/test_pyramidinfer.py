@@ -11,9 +11,8 @@ from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.scores.pyramidinfer import PyramidInfer
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import anchored_model, peaky_model, prompt, random_ids
 from tests.reference import oracle
-from tests.reference.models import peaky, prompt
 from tests.reference.pyramidinfer import PyramidInfer as Twin
 
 
@@ -47,7 +46,7 @@ def test_kept_tokens_and_logits_equal_the_slow_twin(
 ):
     monkeypatch.setattr(kernels, "_EXPLICIT_ROWS", chunk)
     ids = prompt(length)
-    model = peaky(family)
+    model = anchored_model(family)
     inside = ",".join(f"{name}={value}" for name, value in options.items())
     policy = f"pyramidinfer(min_context=2,{inside})"
     cache = kvtool.build_cache(kvtool.attach(model), policy, budget)

@@ -7,8 +7,7 @@ import kvtool
 from kvtool.maths.attention import attention_weights, visible_keys
 from kvtool.profiling.column_sums import Density, column_entropy, f_variance
 from kvtool.profiling.seen import row_weights
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.profiling.watching import full_attention, watch
 
 WORKED = torch.tensor([2.5, 0.7, 0.6, 0.2])  # column sums of four rows

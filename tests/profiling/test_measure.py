@@ -7,8 +7,7 @@ from kvtool.profiling import measure as module
 from kvtool.profiling.measure import Plan, measure
 from kvtool.profiling.names import DEFAULT, METRICS, parse_metrics
 from kvtool.profiling.summary import summarise
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import family_model, peaky_model, random_ids
 
 ALL = METRICS[:-1]
 

@@ -5,7 +5,7 @@ import kvtool
 from kvtool.documents.model_shape import ModelShape
 from kvtool.generation import prefill
 from kvtool.profiling.memory import memory_table
-from tests.families import FAMILIES, family_model
+from tests.models_for_tests import FAMILIES, family_model
 
 GIB = 2**30
 

@@ -5,8 +5,7 @@ import kvtool
 from kvtool.errors import KvtoolError
 from kvtool.profiling.output_error import _Sums as Sums
 from kvtool.profiling.output_error import output_error
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import family_model, peaky_model, random_ids
 
 MODES = ["isolated", "end_to_end"]
 

@@ -4,8 +4,7 @@ import torch
 import kvtool
 from kvtool.profiling import topk_union
 from kvtool.profiling.topk_union import TopKUnion, first_steps, growth
-from tests.families import family_model
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.profiling.watching import full_attention, watch
 
 

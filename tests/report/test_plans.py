@@ -8,7 +8,7 @@ from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy
 from kvtool.report.plans import bar, draw_plan, plan_figure, plan_table
 from kvtool.report.style import drawing
-from tests.planning.models import FULL, LINEAR, SLIDING, profile, shape
+from tests.planning.documents import FULL, LINEAR, SLIDING, profile, shape
 
 
 def d2o_plan(**target):

@@ -9,7 +9,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.bench.estimate import bytes_held, check_bytes
 from kvtool.generation import compress
 from tests.evaluation.variants import make_variants
-from tests.families import FAMILIES, family_model
+from tests.models_for_tests import FAMILIES, family_model
 
 PROMPT = 61  # tokens; the sliding windows of the tiny models are 24
 BUDGETS = ["13", "45%", "100", "17KiB"]

@@ -6,8 +6,7 @@ import kvtool
 from kvtool.evaluation.run.environment import model_used
 from kvtool.generation import prefill
 from kvtool.models.load import Loaded
-from tests.families import FAMILIES, family_model
-from tests.models_for_tests import random_ids
+from tests.models_for_tests import FAMILIES, family_model, random_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,7 +8,7 @@ from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.planned import tokens_for_prompt
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.sizes import Budget, fraction_of
-from tests.planning.models import FULL, LINEAR, SLIDING, profile, shape
+from tests.planning.documents import FULL, LINEAR, SLIDING, profile, shape
 
 
 def plan(model=None, allocator=None, min_tokens=None, **target):
