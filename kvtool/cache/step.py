@@ -183,6 +183,7 @@ def _attend_blocks(layer: SlotLayer, call: Call) -> Tensor:
     out = []
     layer.seen -= call.q_len
     for part in (slice(i, i + call.block) for i in range(0, call.q_len, call.block)):
+        layer.settle()  # the block before may have left heads of unequal counts, stored apart
         raw_key, raw_value = layer.joined(new[2][:, :, part], new[3][:, :, part])
         key, value = raw_key, raw_value
         if expanded:

@@ -97,6 +97,7 @@ LAST_BLOCKS = [
     "streaming(sinks=1,positions=cache)",
 ]
 PLAIN = ["h2o+caote", "tova", "streaming", "snapkv(window=3)", "tova(positions=cache)"]
+PLAIN += ["duoattention", "h2o+duo"]
 
 
 @pytest.mark.parametrize("policy", PLAIN)
