@@ -1,0 +1,36 @@
+"""Every policy of the table keeps the contract.
+
+By default each base and each modifier goes once through the whole battery, and every pair of
+modifiers through those checks that parts most likely break for one another; all of it is in the
+exhaustive tier.
+"""
+
+import pytest
+
+from tests.contract.cases import Case, cases
+from tests.contract.checks import CHECKS
+
+OF_PAIRS = (
+    "rows_of_a_padded_batch_are_the_rows_alone",
+    "a_saved_cache_goes_on_like_the_unbroken_one",
+    "a_budget_that_fits_gives_the_full_caches_logits",
+    "no_step_holds_more_than_the_budget",
+    "the_bytes_held_are_the_bytes_asked_for",
+)
+
+
+def swept() -> list:
+    """All cases and checks; those that are left to the exhaustive tier are marked."""
+    return [
+        pytest.param(case, name, id=f"{case}-{name}", marks=[] if tried else pytest.mark.exhaustive)
+        for case in cases()
+        for name in CHECKS
+        for tried in [
+            case.kind in ("base", "modifier") or (case.kind == "pair" and name in OF_PAIRS)
+        ]
+    ]
+
+
+@pytest.mark.parametrize(("case", "name"), swept())
+def test_contract(case: Case, name: str):
+    CHECKS[name](case)
