@@ -6,8 +6,16 @@ GPU, Triton's interpreter runs the kernels; it has to be chosen before Triton is
 
 import os
 
+import pytest
 import torch
+
+from tests.tiers import mark_the_rest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_the_rest(items)

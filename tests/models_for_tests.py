@@ -160,14 +160,14 @@ def anchored_model(family: str, layers: int = 3) -> PreTrainedModel:
 
 def family_model(name: str) -> PreTrainedModel:
     """A random model of a supported family, whose attention is not uniform; eager attention."""
-    return copy.deepcopy(_family(name))
+    kind, changes = FAMILIES[name]
+    return copy.deepcopy(_family(kind, json.dumps(changes)))
 
 
 @functools.cache
-def _family(name: str) -> PreTrainedModel:
-    kind, changes = FAMILIES[name]
+def _family(kind: str, changes: str) -> PreTrainedModel:
     settings = {} if kind == "gptj" else BASE
-    config = AutoConfig.for_model(kind, **(settings | {"vocab_size": 96} | changes))
+    config = AutoConfig.for_model(kind, **(settings | {"vocab_size": 96} | json.loads(changes)))
     config.eos_token_id = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the decay of a recurrence is drawn at construction, and stays

@@ -1,10 +1,15 @@
-"""The benchmark behind what the README promises about speed still runs."""
+"""The benchmarks behind what the README and the notes say of speed and memory still run."""
 
 import json
+import sys
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from tests.benchmarks import headline
+from tests.benchmarks.models import build_models
 
 TINY = ("--shape", "tiny", "--backend", "eager", "--budget", "16", "--policies", "h2o")
 
@@ -32,3 +37,30 @@ def test_the_headline_goes_on_after_a_comparison_that_fails_and_ends_with_an_err
     with pytest.raises(SystemExit, match="1 of 1 comparisons failed"):
         headline.main([*TINY, *cannot])
     assert "left out: " in capsys.readouterr().err
+
+
+SMOKE = {
+    "speed": "--lengths 48 --budgets 16 --policies h2o snapkv(window=4) --repeats 1 --steps 3",
+    "reading": "--length 64 --budget 16 --policies quest --steps 3",
+    "streams": "--tokens 1100 --budget 32 --block 32 --policies streaming(positions=cache)",
+    "profile": "--lengths 40 --samples 1 --decode 4 --metrics entropy",
+    "calidrop": "--bases h2o --length 64 --budget 16 --rounds 1",
+}
+DRIVEN = ("headline", "models", "decoding", "prefilling")  # by the headline's tests above
+
+
+def test_no_benchmark_is_left_out():
+    files = (Path(__file__).parent / "benchmarks").glob("*.py")
+    assert {file.stem for file in files} - {"__init__"} == {*SMOKE, *DRIVEN}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SMOKE)
+def test_every_benchmark_runs_in_small_and_prints_a_line(name, monkeypatch, capsys):
+    module = import_module(f"tests.benchmarks.{name}")
+    if hasattr(module, "build_models"):
+        monkeypatch.setattr(module, "build_models", partial(build_models, "tiny"))
+    monkeypatch.setattr(sys, "argv", [name, *SMOKE[name].split()])
+    module.main()
+    out = capsys.readouterr().out
+    assert any(character.isdigit() for character in out.splitlines()[-2])

@@ -8,11 +8,12 @@ import torch
 import kvtool
 from kvtool.cache.rotary import find_rotations
 from kvtool.generation import decode_step, prefill
-from tests import families
+from tests import models_for_tests
 from tests.cache.test_oracle import BUDGET, follow, spell
 from tests.models_for_tests import (
     FAMILIES,
     HOOKED,
+    HYBRID,
     anchored_model,
     family_model,
     peaky_model,
@@ -21,6 +22,7 @@ from tests.models_for_tests import (
 )
 from tests.reference.policies import build
 from tests.reference.ranks import AlternatelyStill, Interleaved, LastStill, Ranked
+from tests.tiers import first
 
 CASES = [
     ("recency", None, {}),
@@ -47,7 +49,7 @@ MORE = {
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
     "cohere": ("cohere", {}),
     "glm4": ("glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
-    "cohere2": ("cohere2", {"sliding_window": 24, "layer_types": families.HYBRID}),
+    "cohere2": ("cohere2", {"sliding_window": 24, "layer_types": HYBRID}),
     "smollm3": ("smollm3", {}),
 }
 
@@ -72,6 +74,7 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:20"])
 @pytest.mark.parametrize(("base", "modifier", "options"), CASES)
@@ -87,9 +90,9 @@ def test_logits_equal_the_oracle_that_turns_keys_anew(model, mode, base, modifie
     )
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", first(4, KINDS))
 def test_families_turn_their_keys_in_ways_of_their_own(family, monkeypatch):
-    monkeypatch.setattr(families, "FAMILIES", FAMILIES | MORE)
+    monkeypatch.setattr(models_for_tests, "FAMILIES", FAMILIES | MORE)
     model = family_model(family)
     for mode in ("full", "block:16"):
         follow(
@@ -115,6 +118,7 @@ def test_attention_layers_beside_recurrent_ones(family):
     assert cache.first_layer.kept == 20
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("mode", ["full", "block:16"])
 @pytest.mark.parametrize("base", POLICIES)
 def test_nothing_differs_from_text_positions_while_nothing_is_evicted(base, mode):
@@ -273,7 +277,7 @@ def test_what_cannot_be_turned_is_refused(family, reason, monkeypatch):
             },
         ),
     }
-    monkeypatch.setattr(families, "FAMILIES", FAMILIES | more)
+    monkeypatch.setattr(models_for_tests, "FAMILIES", FAMILIES | more)
     model = family_model(family)
     with pytest.raises(kvtool.KvtoolError, match=reason) as caught:
         kvtool.build_cache(model, placed("h2o"), 20)

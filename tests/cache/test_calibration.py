@@ -26,6 +26,7 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
@@ -94,6 +95,7 @@ def outputs(model, policy, budget, ids, tokens, mode="full", mask=None):
     return cache, torch.stack(logits), seen
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("mode", ["full", "block:16"])
 def test_always_recomputed_it_is_the_full_cache(base, mode):

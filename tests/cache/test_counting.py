@@ -13,6 +13,7 @@ from kvtool.kernels import checks, trust
 from kvtool.kernels.kind import Family
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import family_model, peaky_model, random_ids
+from tests.tiers import first
 
 pytest.importorskip("triton")
 
@@ -50,6 +51,7 @@ def flat(kept):
     return [sorted(p for p in head if p >= 0) for row in kept.tolist() for head in row]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("mode", ["full", "block:16"])
 @pytest.mark.parametrize(
     "policy", ["h2o", "roco+caote", "scissorhands", "tova", "d2o", "h2o+cam(deterministic=true)"]
@@ -74,7 +76,7 @@ def test_families_with_attention_of_their_own(monkeypatch, family, policy):
     compare(monkeypatch, model, policy, "full", random_ids(LENGTH))
 
 
-@pytest.mark.parametrize("policy", ["roco", "tova", "scissorhands"])
+@pytest.mark.parametrize("policy", first(1, ["roco", "tova", "scissorhands"]))
 def test_padded_rows(monkeypatch, policy):
     ids = random_ids(LENGTH, batch=2)
     mask = torch.ones_like(ids)
@@ -146,6 +148,7 @@ def test_kernels_that_fail_their_check_leave_plain_torch(monkeypatch, caplog, po
     assert len(said) == len(set(said)), "each is said once"
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["quest(page=2)", "hsa(page=2,k1=8)", "sparq", "loki"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_readers_choose_and_attend_the_same(monkeypatch, family, policy):

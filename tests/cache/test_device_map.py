@@ -15,6 +15,7 @@ from kvtool.generation.feeding import decode_step, prefill
 from kvtool.policies.table import BASES
 from tests.cache.split_model import BUDGET, one
 from tests.models_for_tests import peaky_model, random_ids
+from tests.tiers import first
 
 SETTINGS = {"snapkv": "(window=4)", "pyramidkv": "(window=4)", "adakv": "(window=4)"}
 PLACES = {
@@ -43,7 +44,7 @@ def offloaded(whole, tmp_path_factory):
     return kvtool.attach(model)
 
 
-@pytest.mark.parametrize("policy", [*BASES, "tova+d2o-alloc"])
+@pytest.mark.parametrize("policy", first(6, [*reversed(BASES), "tova+d2o-alloc"]))
 def test_an_offloaded_model_keeps_and_says_the_same(whole, offloaded, policy):
     policy += SETTINGS.get(policy, "")
     expected, found = (
@@ -74,6 +75,7 @@ def on_two_devices():
     return kvtool.attach(model)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "policy", ["streaming", "random", "scissorhands", "h2o+caote", "tova", "roco"]
 )

@@ -28,6 +28,7 @@ def plan(tmp_path, capsys):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["d2o+caote", "h2o+caote+calidrop", "snapkv(window=4)+calidrop"])
 @pytest.mark.parametrize("mode", ["full", "block:32"])
 def test_padded_rows_are_saved_and_go_on_unbroken(model, plan, policy, mode, tmp_path):

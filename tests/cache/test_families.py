@@ -10,6 +10,7 @@ import kvtool
 from kvtool.cache.attention import check_supported, notes
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import FAMILIES, HOOKED, RECURRENT, family_model, random_ids
+from tests.tiers import first
 
 POLICIES = ["streaming", "h2o+caote", "tova", "snapkv(window=8)", "sirllm"]
 LENGTH, NEW = 60, 6
@@ -37,7 +38,7 @@ def test_a_budget_that_fits_gives_the_full_caches_logits(family):
             torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first(4, FAMILIES))
 def test_a_small_budget_holds(family):
     model = kvtool.attach(family_model(family))
     for policy in POLICIES:
@@ -54,8 +55,8 @@ def test_a_small_budget_holds(family):
                     assert layer.keys.shape[2] == layer.values.shape[2] == limit + 1
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in RECURRENT])
-@pytest.mark.parametrize("mode", ["full", "block:16"])
+@pytest.mark.parametrize("family", first(4, (name for name in FAMILIES if name not in RECURRENT)))
+@pytest.mark.parametrize("mode", first(1, ["block:16", "full"]))
 def test_padded_rows_are_the_rows_alone(family, mode):
     model = kvtool.attach(family_model(family))
     lengths, new = (41, 23, 7), random_ids(4, seed=2, batch=3)

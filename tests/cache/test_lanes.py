@@ -41,6 +41,7 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("share", [0.2, 0.0])
 @pytest.mark.parametrize(("base", "modifier", "options"), CASES)
@@ -58,6 +59,7 @@ def test_kept_positions_and_logits_equal_the_oracle(model, base, modifier, optio
     assert len(counts) > 1, "the heads of this model keep alike, so nothing was tried"
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama"])
 @pytest.mark.parametrize("share", [0.2, 0.9])
 @pytest.mark.parametrize(

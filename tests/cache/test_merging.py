@@ -77,6 +77,7 @@ def compare(model, case, mode, budgets=None):
     return slow
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)

@@ -12,6 +12,7 @@ from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import anchored_model, family_model, prompt
 from tests.reference import oracle
 from tests.reference.policies import Told, build
+from tests.tiers import first
 
 LENGTH, BUDGET, NEW = 61, 20, 32
 MODES = {"full": None, "block:20": 20, "block:16": 16, "block:12": 12}
@@ -83,6 +84,7 @@ def follow(
     return trace
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:20"])  # the last block is one token
 @pytest.mark.parametrize(
@@ -99,6 +101,7 @@ def test_kept_positions_and_logits_equal_the_oracle(model, mode, base, modifier,
     )
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama"])
 @pytest.mark.parametrize("length", [1, 19, 20, 21, 37])
 @pytest.mark.parametrize("base", ["h2o", "tova", "snapkv", "roco"])
@@ -116,6 +119,7 @@ def test_prompts_around_the_budget(model, length, base):
         )
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     ("family", "cached_heads"),
     [
@@ -270,7 +274,7 @@ def test_reordered_rows_go_on_as_the_text_that_they_hold(model, policy):
                     assert batch.kept_positions(layer)[row].tolist() == kept
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", first(1, ["llama", "qwen3"]))
 def test_the_policies_differ_on_this_model(model):
     """What makes the comparison above worth anything: the sink pulls, the choices are many."""
     with torch.no_grad():

@@ -67,6 +67,7 @@ def same_row(both, alone, row: int) -> None:
         assert (ours[:, expected.shape[1] :] == -1).all()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:16"])
 @pytest.mark.parametrize("budget", [20, 0.5, 512])
@@ -119,6 +120,7 @@ def test_a_plain_generate_runs_the_same_blocks(policy):
         assert together[i, -10:].tolist() == alone[0, -10:].tolist()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     "policy",
     [
@@ -152,6 +154,7 @@ def test_a_second_turn_of_padded_rows(mode, policy, shortest):
         same_row(both, one, i)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     ("lengths", "block", "budget"),
     [

@@ -14,6 +14,7 @@ from tests.benchmarks.gpu.right import COMPILED, Run, build, check_same, padded_
 from tests.cache.split_model import policies
 from tests.models_for_tests import peaky_model, random_ids
 from tests.pretend_device import DEVICE, OnDevice, pretended, put
+from tests.tiers import first
 
 
 @functools.cache
@@ -63,7 +64,7 @@ def check(model, policy: str, mode: str, scenario) -> None:
     check_same(run(model, policy, mode, scenario), expected, policy)
 
 
-@pytest.mark.parametrize("policy", policies())
+@pytest.mark.parametrize("policy", first(22, policies()))
 def test_a_prompt_in_blocks_with_padding_runs_on_the_device_alone(policy):
     check(elsewhere(), policy, "block:16", padded_turns)
 

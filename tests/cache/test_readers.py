@@ -97,6 +97,7 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("policy", READERS)
 def test_a_reader_equals_its_slow_twin(model, policy):
@@ -120,6 +121,7 @@ def test_a_second_turn_makes_its_own_sizes(model, policy):
     follow(run, oracle, logits, 9)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama"])
 @pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
 @pytest.mark.parametrize("length", [1, 23, 24, 25])
@@ -159,6 +161,7 @@ def ragged():
     return ids, mask, rows
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:16"])
 @pytest.mark.parametrize("budget", [20, 0.5, 512])
@@ -209,6 +212,7 @@ def test_a_row_left_out_among_decoded_tokens_is_refused():
         model(ids[:, :1], attention_mask=mask, past_key_values=cache)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_reordered_rows_go_on_as_the_text_that_they_hold(policy, padded):
@@ -283,6 +287,7 @@ def test_tables_are_not_made_anew_at_a_step(policy, monkeypatch):
     assert not made
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "family", ["gemma2", "gemma3", "gpt_oss", "mistral-window", "phi3", "falcon_h1", "lfm2"]
@@ -436,6 +441,7 @@ def test_tables_count_as_state():
     assert state("hsa") == plain + heads * 2 * 16 * 30 * 4  # 30 pages of 2
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_saved_and_copied_caches_go_on(policy, padded, tmp_path):

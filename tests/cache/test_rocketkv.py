@@ -70,6 +70,7 @@ def kept(run):
     return {layer: run.cache.kept_positions(layer)[0].tolist() for layer in layers}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:16", "block:7", "block:85"])
 def test_both_stages_equal_their_twins(model, mode):  # noqa: F811
@@ -86,6 +87,7 @@ def test_a_split_of_ones_own(model):  # noqa: F811
     assert str(kvtool.parse_policy(policy)) == policy
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:16"])
 def test_multi_turn_keeps_all_and_chooses_anew(model, mode):  # noqa: F811
@@ -129,6 +131,7 @@ def test_a_token_comes_back_where_nothing_was_dropped():
         assert keep_top(importance, positions, 4, forced, 4)[1][0, 0].tolist() == expected
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("budget", [20, "50%", 512])
 @pytest.mark.parametrize("mode", ["full", "block:16"])
 @pytest.mark.parametrize("policy", ["rocketkv(window=4)", "rocketkv-mt(window=4)"])
@@ -158,6 +161,7 @@ def test_padded_rows_are_the_rows_alone(policy, budget, mode):
             assert (theirs[:, mine.shape[1] :] == -1).all()
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("policy", ["rocketkv(window=4)", "rocketkv-mt(window=4)"])
 def test_saved_copied_and_reordered_caches_go_on(policy, padded, tmp_path):

@@ -59,6 +59,7 @@ def same_state(cache, other):
                 assert torch.equal(a, b)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("mode", ["full", "block:10"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_question_leaves_no_trace(model, policy, mode):
@@ -78,6 +79,7 @@ def test_a_question_leaves_no_trace(model, policy, mode):
     assert torch.equal(ask(model, asked, seed=3), ask(model, never, seed=3))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_left_while_decoding_and_in_a_padded_batch(model, policy):
     ids, mask = random_ids(50, batch=3), torch.ones(3, 50, dtype=torch.long)
@@ -95,6 +97,7 @@ def test_nothing_is_left_while_decoding_and_in_a_padded_batch(model, policy):
     assert torch.equal(ask(model, asked, batch=3), ask(model, never, batch=3))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("family", [*RECURRENT, "mistral-window", "deepseek_v3", "gptj", "gpt_oss"])
 @pytest.mark.parametrize("policy", ["h2o", "snapkv(window=4)", "full"])
 def test_every_kind_of_layer_goes_back(family, policy):
@@ -109,6 +112,7 @@ def test_every_kind_of_layer_goes_back(family, policy):
     assert torch.equal(ask(model, asked), ask(model, never))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)", "full", "adakv(window=4)"])
 def test_room_that_is_held_for_tokens_to_come_is_as_it_was(model, policy):
     asked, never = (new_cache(model, policy) for _ in range(2))
@@ -125,6 +129,7 @@ def test_room_that_is_held_for_tokens_to_come_is_as_it_was(model, policy):
     assert torch.equal(ask(model, asked), ask(model, never))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)", "full", "h2o+d2o-alloc"])
 def test_questions_inside_questions(model, policy):
     asked, never = (new_cache(model, policy) for _ in range(2))
@@ -183,6 +188,7 @@ def test_steps_in_inference_mode_are_followed_by_others(model):
     assert torch.equal(steps(model, cache), steps(model, never))
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize(
     ("policy", "turn", "copied"),
     [

@@ -19,6 +19,7 @@ def names(folder="."):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("flags", [(), ("--overwrite",)])
 @pytest.mark.parametrize("left", [[], [HALF], [HALF, "parts/1/.lock"]])
 def test_a_run_killed_in_its_first_write_is_begun_anew(kvtool, left, flags):

@@ -102,5 +102,6 @@ def test_a_killed_command_leaves_whole_files_and_ends_as_an_unbroken_one(run, tm
         assert contents(folder) == whole
 
 
+@pytest.mark.exhaustive
 def test_ten_kills_are_drawn():
     assert sum(COMMANDS.values()) == 10

@@ -13,6 +13,7 @@ import yaml
 from safetensors import safe_open
 
 from kvtool.policies.table import BASES, MODIFIERS
+from tests.tiers import first
 
 KVTOOL = str(Path(sys.executable).with_name("kvtool"))
 
@@ -122,7 +123,7 @@ def test_ctrl_c_before_the_first_token_ends_quietly():
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("turns", first(1, [False, True]))
 def test_ctrl_c_ends_the_line_and_keeps_what_there_is(tmp_path, turns):
     (tmp_path / "turns.txt").write_text("The old lamp was\nThe old school was\n")
     said = ["--turns", tmp_path / "turns.txt"] if turns else ["--prompt", "The old lamp was"]

@@ -48,6 +48,7 @@ def printed(alone) -> str:
     return (alone / "printed.json").read_text()
 
 
+@pytest.mark.exhaustive
 def test_two_processes_of_torchrun_give_the_results_of_one(alone, printed, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -66,6 +67,7 @@ def test_two_processes_of_torchrun_give_the_results_of_one(alone, printed, tmp_p
     }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_killed_process_loses_its_running_sample_and_the_run_goes_on(
     alone, printed, kvtool, tmp_path
 ):
@@ -97,6 +99,7 @@ def test_a_killed_process_loses_its_running_sample_and_the_run_goes_on(
         assert sorted(keys(tmp_path / folder)) == sorted(keys(alone / "run"))  # each once
 
 
+@pytest.mark.exhaustive
 def test_exit_codes_agree(alone, tmp_path):
     shutil.copytree(alone / "run", tmp_path / "run")
     program = ("-m", "kvtool", *RUN, "-q", "-o", "run", "--fail-under", "niah=0.9")
@@ -110,6 +113,7 @@ def test_exit_codes_agree(alone, tmp_path):
     assert [(code, bool(out)) for code, out, _ in ends] == [(3, True), (3, False)]
 
 
+@pytest.mark.exhaustive
 def test_failing_samples_of_any_process_are_counted(tmp_path):
     # a quarter of a short prompt is less than what streaming(sinks=60) always keeps
     run = ("eval", "-t", "niah", "--lengths", "1K,128", "--depths", "1", "-b", "25%")
@@ -119,6 +123,7 @@ def test_failing_samples_of_any_process_are_counted(tmp_path):
     assert "failed samples: 1; `error` in run/samples says why\n" in ends[0][2]
 
 
+@pytest.mark.exhaustive
 def test_what_the_first_process_refuses_ends_them_all(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("keep")

@@ -33,6 +33,7 @@ def test_generate_says_what_one_process_says(kvtool, tmp_path):
     assert err.count("prompt: a built-in text") == 1
 
 
+@pytest.mark.exhaustive
 @splits_any_vocabulary
 def test_eval_scores_what_one_process_scores(kvtool, tmp_path):
     alone = ResultsDocument(**json.loads(kvtool(*EVAL, "-o", "alone").out))

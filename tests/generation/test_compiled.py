@@ -61,6 +61,7 @@ def run_both(model, policy, padded, room, steps):
     return worst, step, eager, compiled
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("policy", [*STEADY, *APPENDING])
 def test_compiled_steps_equal_eager_ones_and_share_one_graph(policy, padded):
@@ -89,6 +90,7 @@ class Graphs:
         return [node for module in self.modules for node in module.graph.nodes if node.op == kind]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("policy", [*STEADY, *APPENDING, "adakv(window=4)", "h2o+ada"])
 def test_a_graph_can_be_a_cuda_graph(policy, padded):
@@ -118,6 +120,7 @@ def test_a_graph_can_be_a_cuda_graph(policy, padded):
     assert len(changed) >= 2 * model.config.num_hidden_layers  # keys and values of every layer
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", ["falcon", "gemma3", "gpt_oss", "deepseek_v3", "falcon_h1"])
 @pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)"])
 def test_families_compile_to_one_graph(name, policy):
@@ -161,6 +164,7 @@ def test_what_a_turn_replaces_is_not_held_on_to(policy):
     assert [each() for each in before] == [None] * len(before)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("name", ["falcon", "gptj"])
 @pytest.mark.parametrize("policy", ["h2o", "snapkv(window=4)"])
 def test_hooked_families_know_padded_rows(name, policy):

@@ -66,6 +66,7 @@ def forecast_of(model, policy, budget, n, new, batch=2):
     return forecast(policy, layers, budgets, text)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("mode", ["full", "block:32"])
 @pytest.mark.parametrize("name", [*(small(base) for base in BASES), *MODIFIED, *OTHERS])
 def test_what_is_forecast_is_held(model, name, mode):
@@ -87,6 +88,7 @@ def test_every_modifier_is_tried():
     assert set(ALLOCATORS) - {"optimal"} <= set(MODIFIERS)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["h2o", "snapkv(window=4)", "rocketkv(window=4)", "quest"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "falcon_h1", "lfm2"])

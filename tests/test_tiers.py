@@ -1,0 +1,50 @@
+"""What is left out of the default run is chosen by rule, and is in the exhaustive one."""
+
+import itertools
+
+from tests.tiers import each_once
+
+pytest_plugins = ["pytester"]
+
+
+def product(**sizes):
+    names = list(sizes)
+    return [
+        dict(zip(names, case, strict=True))
+        for case in itertools.product(*(range(size) for size in sizes.values()))
+    ]
+
+
+def test_every_value_is_in_a_case_and_no_more_cases_are_taken_than_need_be():
+    cases = product(policy=36, budget=3, mode=2, family=2)
+    chosen = [cases[i] for i in each_once(cases)]
+    assert len(chosen) == 36
+    for axis, size in (("policy", 36), ("budget", 3), ("mode", 2), ("family", 2)):
+        counts = [sum(case[axis] == value for case in chosen) for value in range(size)]
+        assert max(counts) - min(counts) <= 2, axis
+
+
+def test_the_choice_is_the_same_every_time():
+    cases = product(policy=7, mode=3)
+    assert each_once(cases) == each_once(cases)
+    assert each_once([{"policy": 0}]) == {0}
+
+
+def test_the_two_tiers_together_are_all_cases(pytester):
+    pytester.makeini("[pytest]\nmarkers =\n  each_once: a\n  exhaustive: b\n")
+    pytester.makeconftest(
+        "import pytest\nfrom tests.tiers import mark_the_rest\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_collection_modifyitems(items): mark_the_rest(items)\n"
+    )
+    pytester.makepyfile(
+        "import pytest\n"
+        "@pytest.mark.each_once\n"
+        "@pytest.mark.parametrize('b', 'xy')\n"
+        "@pytest.mark.parametrize('a', range(5))\n"
+        "def test_it(a, b): pass\n"
+    )
+    few = pytester.runpytest_inprocess("-m", "not exhaustive", "-p", "no:xdist")
+    few.assert_outcomes(passed=5, deselected=5)
+    rest = pytester.runpytest_inprocess("-m", "exhaustive", "-p", "no:xdist")
+    rest.assert_outcomes(passed=5, deselected=5)

@@ -1,0 +1,64 @@
+"""Two tiers: `pytest` takes a few cases of each product, `pytest -m exhaustive` the others.
+
+A test marked `each_once` runs by default only so many of its cases that every value of every
+`parametrize` is in one of them; the other cases are marked `exhaustive`. A case or a test that is
+too dear for the default run is marked `exhaustive` itself, where it stands.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import pytest
+
+
+def each_once(cases: Sequence[Mapping[str, Hashable]]) -> set[int]:
+    """Choose few cases that hold every value of every axis, values used about equally often.
+
+    Args:
+        cases: of each, its value by axis.
+
+    Returns:
+        Indices of those chosen, the same ones for the same cases.
+    """
+    sides = [set(case.items()) for case in cases]
+    left, used, chosen = set().union(*sides), Counter(), set()
+    while left:
+        best = max(
+            range(len(sides)),
+            key=lambda i: (len(sides[i] & left), -sum(used[side] for side in sides[i]), -i),
+        )
+        chosen.add(best)
+        left -= sides[best]
+        used.update(sides[best])
+    return chosen
+
+
+def axes(item: pytest.Item) -> dict[str, str]:
+    """A case's values, one for each `parametrize` and each fixture with parameters."""
+    params = {name: repr(value) for name, value in item.callspec.params.items()}
+    found = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.split(",") if isinstance(names, str) else names
+        found[str(names)] = "|".join(params.pop(name.strip()) for name in names)
+    return found | params
+
+
+def mark_the_rest(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases of `each_once` tests that were not chosen."""
+    groups = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("each_once"):
+            groups[item.path, item.originalname].append(item)
+    for group in groups.values():
+        chosen = each_once([axes(item) for item in group])
+        for i, item in enumerate(group):
+            if i not in chosen:
+                item.add_marker(pytest.mark.exhaustive)
+
+
+def first(count: int, values: Iterable) -> list:
+    """Values for `parametrize`, all but the first so many marked for the exhaustive tier."""
+    values = list(values)
+    rest = (pytest.param(value, marks=pytest.mark.exhaustive) for value in values[count:])
+    return [*values[:count], *rest]
