@@ -206,8 +206,7 @@ class PlanDocument(Document):
     @property
     def planned_bytes(self) -> int | None:
         """Bytes that are held by its totals, None where it has none."""
-        totals = self.totals
-        return None if totals is None or totals.storage is None else totals.storage.bytes
+        return self.totals.storage.bytes if self.totals and self.totals.storage else None
 
     @property
     def edited(self) -> bool:
