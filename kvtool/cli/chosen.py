@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtool.cli.prompt import note_handful
-from kvtool.cli.prompt_options import DEFAULT_BUDGET, PromptOptions
+from kvtool.cli.prompt_options import PromptOptions
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
-from kvtool.sizes import Budget
+from kvtool.sizes import DEFAULT_BUDGET, DEFAULT_TOKENS, Budget
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
@@ -62,11 +62,9 @@ def choose_policy(
         chosen.check_budget(size.tokens)
         note_handful(size.tokens, terminal)
     if size.bytes is not None and chosen.stores_all:
-        from kvtool.planning.held import DEFAULT_TRAFFIC
-
         terminal.note(
             f"budget: {size} are for what is stored, which is everything; a token reads "
-            f"{DEFAULT_TRAFFIC} pairs of key and value per layer and KV head"
+            f"{DEFAULT_TOKENS} pairs of key and value per layer and KV head"
         )
     return chosen, size
 
@@ -105,8 +103,9 @@ def _stages(section: RocketKVSection, target: Target, policy: Policy) -> str:
 
 def _run_dtype(options: PromptOptions) -> str:
     """Return the dtype that the model will run in here."""
-    from kvtool.models.load import load_config, resolve_device, resolve_dtype
-    from kvtool.profiling.shape import stored_dtype
+    from kvtool.model_shape import stored_dtype
+    from kvtool.models.load import load_config
+    from kvtool.models.placement import resolve_device, resolve_dtype
 
     device = resolve_device(options.device or "auto", options.device_map)
     dtype = resolve_dtype(options.dtype or "auto", device)
@@ -115,4 +114,4 @@ def _run_dtype(options: PromptOptions) -> str:
     config = load_config(
         options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
     )
-    return stored_dtype(config.get_text_config(decoder=True), dtype)
+    return stored_dtype(config, dtype)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from kvtool.cli.options import Format, RecipeOptions
+from kvtool.sizes import DEFAULT_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class EvalOptions(RecipeOptions):
             "-b",
             metavar="SIZE,..",
             help="Budgets: tokens (512, 4K), shares of the prompt (20%), bytes (64MiB).  "
-            "[default: 512]",
+            f"[default: {DEFAULT_TOKENS}]",
         ),
     ] = field(default_factory=list)
     baseline: Annotated[

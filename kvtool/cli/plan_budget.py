@@ -117,7 +117,7 @@ def _model(options: PlanOptions, profile: ProfileDocument | None, terminal: Term
     if options.dtype in (None, "auto"):
         why = "in which it would run here" if options.model is None else "the checkpoint's own"
         terminal.note(f"dtype: {shape.dtype}, {why} (change: --dtype)")
-    return _Model(shape, layer_bytes(config.get_text_config(decoder=True), shape.dtype or dtype))
+    return _Model(shape, layer_shapes(config, shape.dtype))
 
 
 def _of_profile(options: PlanOptions, profile: ProfileDocument) -> _Model:

@@ -15,7 +15,7 @@ from kvtool.documents.files import check_writable
 from kvtool.documents.flags import MODEL_SETTINGS
 from kvtool.errors import UsageError
 from kvtool.evaluation.profile_request import ProfileRequest, read_request
-from kvtool.models.load import REFERENCE, check_folder
+from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.profiling.names import parse_metrics
 
 if TYPE_CHECKING:

@@ -12,10 +12,8 @@ from kvtool.cli.options import RecipeOptions
 from kvtool.documents.files import check_writable
 from kvtool.documents.prompts import check_prompt
 from kvtool.errors import UsageError
-from kvtool.models.load import check_folder
-from kvtool.sizes import DEFAULT_BLOCK, Budget
-
-DEFAULT_BUDGET = Budget(tokens=512)
+from kvtool.models.folder import check_folder
+from kvtool.sizes import DEFAULT_BLOCK, DEFAULT_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,7 @@ class PromptOptions(RecipeOptions):
             "-b",
             metavar="SIZE",
             help="Tokens per layer and KV head (512, 4K), share of the prompt (20%) or bytes "
-            f"(64MiB).  [default: {DEFAULT_BUDGET}]",
+            f"(64MiB).  [default: {DEFAULT_TOKENS}]",
         ),
     ] = None
     prefill: Annotated[

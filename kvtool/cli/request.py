@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvtool.cli.prompt import note_handful
 from kvtool.cli.prompt_options import PromptOptions
 from kvtool.cli.terminal import Terminal
-from kvtool.models.load import REFERENCE, Loaded
+from kvtool.models.folder import REFERENCE
+from kvtool.models.load import Loaded
 from kvtool.sizes import Budget, spell_prefill
 
 if TYPE_CHECKING:

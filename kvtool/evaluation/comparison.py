@@ -15,12 +15,12 @@ from kvtool.documents.resolve import OneReading, resolve
 from kvtool.documents.source import Source
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.protocol import Protocol
-from kvtool.evaluation.bench.variants import BASELINE, DEFAULT_BUDGET, Variant, make_variants
+from kvtool.evaluation.bench.variants import BASELINE, Variant, make_variants
 from kvtool.evaluation.run.gates import Gate, check_gates
 from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
 from kvtool.evaluation.tasks.task import Task
 from kvtool.policies.imported import check_imported
-from kvtool.sizes import Budget
+from kvtool.sizes import DEFAULT_BUDGET, Budget
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy

@@ -17,14 +17,15 @@ from kvtool.evaluation.run.runner import Job, draw_jobs
 from kvtool.evaluation.samples.sample import Json, token_counter
 from kvtool.evaluation.tasks.selection import hub_data
 from kvtool.evaluation.watcher import Watcher
+from kvtool.model_shape import stored_dtype, trained_length
 from kvtool.models.attached import ModelSource
 from kvtool.models.chat import make_frame
-from kvtool.models.length import trained_length
-from kvtool.models.load import REFERENCE, Loaded, check_attention, resolve_device, resolve_dtype
+from kvtool.models.folder import REFERENCE
+from kvtool.models.load import Loaded
 from kvtool.models.notes import handful_note, length_note
-from kvtool.planning.held import DEFAULT_TRAFFIC
+from kvtool.models.placement import check_attention, resolve_device, resolve_dtype
 from kvtool.planning.run import beyond_plan, check_run, use_plan
-from kvtool.profiling.shape import stored_dtype
+from kvtool.sizes import DEFAULT_TOKENS
 
 _FILES = (".json", ".yaml", ".yml", ".txt")
 
@@ -160,7 +161,7 @@ def _check_model(model: ModelSource, choice: ModelChoice) -> str:
 
 def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watcher) -> None:
     """Say what bytes and plans mean for the policies, and refuse plans whose bytes are exceeded."""
-    dtype = stored_dtype(config.get_text_config(decoder=True), dtype)
+    dtype = stored_dtype(config, dtype)
     for variant in comparison.variants:
         for line in [] if variant.plan is None else check_run(variant.plan, variant.policy, dtype):
             watcher.note(f"{variant.name}: {line.removeprefix('note: ')}")
@@ -170,7 +171,7 @@ def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watc
         if by_bytes and variant.policy.stores_all:
             watcher.note(
                 f"{variant.name}: bytes are for what is stored, which is everything; a token reads "
-                f"{DEFAULT_TRAFFIC} pairs of key and value per layer and KV head"
+                f"{DEFAULT_TOKENS} pairs of key and value per layer and KV head"
             )
 
 
@@ -188,8 +189,11 @@ def _note_samples(
     fixed = comparison.protocol.max_new_tokens
     answers = [[fixed or turn.max_new_tokens for turn in each.turns] for _, each in samples]
     new = max(map(sum, answers), default=0)
+    batch = max((int(sample.cell.get("batch", 1)) for _, sample in samples), default=1)
     for variant, plan in planned:
-        used = use_plan(plan, variant.policy, prompt=prompt, new=new, dtype=estimate.dtype)
+        used = use_plan(
+            plan, variant.policy, prompt=prompt, new=new, rows=batch, dtype=estimate.dtype
+        )
         told = beyond_plan(plan, used, prompt, new)
         if told is not None:
             watcher.note(f"{variant.name}: after a {told}")

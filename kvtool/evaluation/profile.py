@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvtool.cache.tensor_files import write_tensors
 from kvtool.documents.flags import MODEL_SETTINGS
+from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.profile import HeadsFile, Metrics, ProfileDocument
 from kvtool.errors import UsageError
 from kvtool.evaluation.profile_request import ProfileRequest, read_request
@@ -18,13 +19,12 @@ from kvtool.evaluation.run.environment import without_home
 from kvtool.evaluation.samples.data_files import digest
 from kvtool.evaluation.samples.profile_texts import BUILTIN, draw_texts
 from kvtool.evaluation.watcher import Watcher
+from kvtool.model_shape import trained_length
 from kvtool.models.attached import ModelSource
-from kvtool.models.length import trained_length
-from kvtool.models.load import REFERENCE
+from kvtool.models.folder import REFERENCE
 from kvtool.profiling.measure import measure
 from kvtool.profiling.memory import memory_table
 from kvtool.profiling.names import DEFAULT
-from kvtool.profiling.shape import model_shape
 from kvtool.profiling.summary import summarise
 
 
@@ -128,7 +128,7 @@ def run_profile(
         dtype = str(loaded.model.dtype).removeprefix("torch.")
         memory = memory_table(loaded.model.config, dtype) if plan.memory else None
         metrics, curves = summarise(found, plan, memory)
-        shape = model_shape(
+        shape = ModelShape.of(
             loaded.model.config,
             name=without_home(loaded.name),
             revision=loaded.revision,
@@ -152,7 +152,7 @@ def _memory_alone(source: ModelSource, watcher: Watcher) -> ProfileDocument:
     revision = source.revision or getattr(config, "_commit_hash", None)
     name = source.name or REFERENCE
     return ProfileDocument(
-        model=model_shape(config, name=name, revision=revision, dtype=source.dtype),
+        model=ModelShape.of(config, name=name, revision=revision, dtype=source.dtype),
         metrics=Metrics(memory=memory_table(config, source.dtype)),
     )
 

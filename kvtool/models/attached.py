@@ -12,7 +12,8 @@ from kvtool.cache.attention import attach, detach, notes
 from kvtool.cache.handover import attachment
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
-from kvtool.models.load import Loaded, check_folder, load, load_config, load_tokenizer
+from kvtool.models.folder import check_folder
+from kvtool.models.load import Loaded, load, load_config, load_tokenizer
 from kvtool.models.notes import model_note
 
 

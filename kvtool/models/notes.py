@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.models.length import trained_length
-from kvtool.models.load import REFERENCE
+from kvtool.model_shape import trained_length
+from kvtool.models.folder import REFERENCE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

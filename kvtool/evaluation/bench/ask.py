@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvtool.evaluation.bench.prompts import Prompt, first_prompt, text_before
 from kvtool.evaluation.samples.sample import Json, Sample, Turn
+from kvtool.model_shape import trained_length
 from kvtool.models.chat import Frame, make_frame
-from kvtool.models.length import trained_length
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache

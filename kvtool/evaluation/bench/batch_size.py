@@ -11,8 +11,10 @@ from typing import Any
 
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.variants import Variant
-from kvtool.planning.forecast import LayerShape, Text, forecast
-from kvtool.planning.held import even_budgets, forecast_plan, layer_shapes
+from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.planning.forecast import Text, forecast, slot_bytes, tokens_held
+from kvtool.planning.growth import grown
+from kvtool.planning.held import even_budgets, forecast_plan
 from kvtool.policies.allocate.planned import PlannedSplit
 from kvtool.policies.allocate.split import AllocatedSplit
 from kvtool.sizes import parse_prefill
@@ -37,13 +39,9 @@ def prompt_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) ->
             "which no batch is computed for",
             hint="give the batch itself: batch: [1, 4, 16]",
         )
-    text = config.get_text_config(decoder=True)
-    shape = model_shape(config, name="", dtype=dtype)
-    stored = layer_bytes(text, stored_dtype(text, dtype))
-    beside = _NUMBER * shape.kv_heads * (1 + len(variant.policy.statistics))
-    sizes = [size and size + beside for size in stored]
-    windows = layer_kinds(text)[1]
-    kept = _kept(variant, windows, sum(window is None for window in windows), n)
+    layers, numbers = layer_shapes(config, dtype), len(variant.policy.statistics)
+    sizes = [0 if layer is None else slot_bytes(layer, numbers) for layer in layers]
+    kept = _kept(variant, layers, n)
     allocator, heads = variant.policy.allocator, variant.policy.head_split
     waits = variant.plan is None and variant.budget is not None
     waits = waits and (
@@ -60,7 +58,7 @@ def prompt_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) ->
     running = max(size * (k + block) for size, k in zip(sizes, kept, strict=True))
     before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
     spare = 8 / 7 if heads is not None else 1
-    return int(max(before, _held(variant, layer_shapes(shape, stored), n, new) * spare))
+    return int(max(before, _held(variant, layers, n, new) * spare))
 
 
 def _held(variant: Variant, layers: list[LayerShape | None], n: int, new: int) -> int:
@@ -90,8 +88,9 @@ def largest_batch(config: Any, dtype: str, variant: Variant, n: int, new: int, m
     return memory // alone
 
 
-def _kept(variant: Variant, windows: list[int | None], free: int, n: int) -> list[int]:
+def _kept(variant: Variant, layers: list[LayerShape | None], n: int) -> list[int]:
     """Return the tokens of each layer when the prompt has been read."""
+    free = sum(layer is not None and layer.window is None for layer in layers)
     if variant.budget is None:
         of_free = [n] * free
     elif variant.plan is not None:

@@ -19,8 +19,8 @@ from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Json
 from kvtool.generation import Generation, compress, generate, token_logprobs
+from kvtool.model_shape import trained_length
 from kvtool.models.chat import continued_ids
-from kvtool.models.length import trained_length
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
 
 if TYPE_CHECKING:

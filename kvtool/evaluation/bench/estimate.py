@@ -13,9 +13,9 @@ from kvtool.evaluation.tasks.task import Task
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
-    from kvtool.documents.profile import ModelShape
     from kvtool.evaluation.bench.protocol import Protocol
     from kvtool.evaluation.bench.variants import Variant
+    from kvtool.model_shape import LayerShape
 
 
 def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
@@ -35,19 +35,14 @@ def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
     from kvtool.model_shape import layer_shapes
     from kvtool.planning.forecast import kv_bytes, tokens_held
 
-    text = config.get_text_config(decoder=True)
-    dtype = stored_dtype(text, dtype)
-    sizes = layer_bytes(text, dtype)
-    kept = None
+    layers, kept = layer_shapes(config, dtype), None
     if variant.budget is not None:
-        kept = _tokens(
-            variant, variant.budget, model_shape(config, name="", dtype=dtype), sizes, prompt
-        )
+        vocabulary = config.get_text_config(decoder=True).vocab_size
+        kept = _tokens(variant, variant.budget, layers, vocabulary, prompt)
         _check(variant, kept, prompt)
         if variant.policy.budget_is_traffic:
             kept = _stored_of_read(variant, kept, prompt)
-    widths = [None if width is None else width - 1 for width in layer_kinds(text)[1]]
-    return cache_bytes(sizes, [kept if width is None else width for width in widths], prompt)
+    return kv_bytes(layers, tokens_held(layers, prompt, kept))
 
 
 def check_bytes(config: Any, dtype: str, variants: Sequence[Variant]) -> None:
@@ -62,7 +57,11 @@ def check_bytes(config: Any, dtype: str, variants: Sequence[Variant]) -> None:
 
 
 def _tokens(
-    variant: Variant, budget: Budget, model: ModelShape, sizes: list[int], prompt: int
+    variant: Variant,
+    budget: Budget,
+    layers: list[LayerShape | None],
+    vocabulary: int,
+    prompt: int,
 ) -> int:
     """Return the tokens or pairs of each layer without a window, as the cache fixes them."""
     from kvtool.planning.forecast import Text
@@ -70,10 +69,10 @@ def _tokens(
 
     if budget.bytes is None:
         return budget.for_prompt(prompt)
-    if not set(model.layer_types) & set(FREE):
+    if all(layer is None or layer.window is not None for layer in layers):
         return prompt
-    text = Text(prompt, vocabulary=model.vocabulary)
-    return tokens_for_bytes(variant.policy, layer_shapes(model, sizes), text, budget.bytes)
+    text = Text(prompt, vocabulary=vocabulary)
+    return tokens_for_bytes(variant.policy, layers, text, budget.bytes)
 
 
 def _stored_of_read(variant: Variant, pairs: int, prompt: int) -> int:
@@ -136,6 +135,7 @@ class Estimate:
     def prompt_tokens(self, task: Task, sample: Sample) -> int | None:
         """Return the tokens of a sample up to its first answer, cut where they are cut."""
         from kvtool.evaluation.bench.prompts import first_prompt
+        from kvtool.model_shape import trained_length
         from kvtool.models.chat import Frame, make_frame
 
         if not sample.turns:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
-from kvtool.sizes import Budget
+from kvtool.sizes import DEFAULT_BUDGET, Budget
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
