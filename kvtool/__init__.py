@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from kvtool.version import VERSION
 
 if TYPE_CHECKING:
-    from kvtool.cache.attention import attach, detach
     from kvtool.cache.build import build_cache
-    from kvtool.cache.files import load_cache, save_cache
+    from kvtool.cache.files.load import load_cache
+    from kvtool.cache.files.save import save_cache
+    from kvtool.cache.hooks.attach import attach, detach
     from kvtool.errors import KvtoolError, UsageError
     from kvtool.policies.grammar import parse_policy
 
@@ -19,10 +20,10 @@ __version__ = VERSION
 _HOMES = {
     "parse_policy": "kvtool.policies.grammar",
     "build_cache": "kvtool.cache.build",
-    "attach": "kvtool.cache.attention",
-    "detach": "kvtool.cache.attention",
-    "save_cache": "kvtool.cache.files",
-    "load_cache": "kvtool.cache.files",
+    "attach": "kvtool.cache.hooks.attach",
+    "detach": "kvtool.cache.hooks.attach",
+    "save_cache": "kvtool.cache.files.save",
+    "load_cache": "kvtool.cache.files.load",
     "evaluate": "kvtool.evaluation.evaluate",
     "profile": "kvtool.evaluation.profile",
     "KvtoolError": "kvtool.errors",

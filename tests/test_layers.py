@@ -12,9 +12,9 @@ import kvtool
 PACKAGE = Path(kvtool.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = (  # a room imports itself and what stands before it
+    "version",
     "errors",
     "sizes",
-    "version",
     "identity",
     "processes",
     "transformers_versions",
@@ -34,9 +34,9 @@ ROOMS = (  # a room imports itself and what stands before it
     "__main__",
 )
 ONLY = {  # third-party packages of the rooms at the bottom
+    "version": set(),
     "errors": set(),
     "sizes": set(),
-    "version": set(),
     "identity": set(),
     "processes": {"torch"},
     "transformers_versions": {"transformers"},

@@ -9,11 +9,13 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvtool.cache import handover
 from kvtool.cache.cache import KVCache
-from kvtool.cache.head_ranks import rank_model
-from kvtool.cache.layers import check_layers
-from kvtool.cache.shards import shards_of
+from kvtool.cache.hooks.attachment import attachment
+from kvtool.cache.hooks.head_ranks import rank_model
+from kvtool.cache.hooks.rope_probe import find_rotations
+from kvtool.cache.layers import attention_layers, check_layers
+from kvtool.cache.storage.tensor_parallel import shards_of
+from kvtool.cache.text import ModelLink
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
 from kvtool.errors import UsageError
@@ -80,19 +82,16 @@ def build_cache(
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
     block = parse_prefill(prefill)
-    cache = KVCache(config, policy, request, block, kernel_of(model), plan)
-    cache.shards = shards_of(model)
-    cache.built_for = weakref.ref(model)
-    if cache.renumbers:
-        from kvtool.cache.rotary import find_rotations  # which knows how models are attached
-
-        rotations = find_rotations(model, [layer.index for layer in cache.slot_layers])
-        for layer, rotation in zip(cache.slot_layers, rotations, strict=True):
-            layer.rotation = rotation
-    split = policy.head_split
-    if split is not None and split.ranking:
-        cache.rank_heads(rank_model(model, split.scores) if head_ranks is None else head_ranks)
-    return cache
+    split, rotations = policy.head_split, []
+    if policy.score.positions == "cache":
+        rotations = find_rotations(model, attention_layers(config))
+    if split is None or split.scores is None:
+        head_ranks = None
+    elif head_ranks is None:
+        head_ranks = rank_model(model, split.scores)
+    link = ModelLink(weakref.ref(model), shards_of(model), head_ranks)
+    kernel = kernel_of(model)
+    return KVCache(config, policy, request, block, kernel, plan, link=link, rotations=rotations)
 
 
 def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:
@@ -149,5 +148,5 @@ def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:
 
 def kernel_of(model: PreTrainedModel) -> str:
     """The attention implementation that the model was loaded with, which kvtool uses as well."""
-    previous = handover.attachment(model)
+    previous = attachment(model)
     return previous.implementation if previous else model.config._attn_implementation

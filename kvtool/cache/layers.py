@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
-from kvtool.cache.slots import HybridSlotLayer, SlotLayer
+from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.storage.deferred import Deferred
+from kvtool.cache.storage.head_budgets import HeadBudgets
+from kvtool.cache.storage.hybrid import HybridSlotLayer
+from kvtool.cache.storage.last_queries import LastQueries
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.merge_memory import MergeMemory
+from kvtool.cache.storage.meter import ByteMeter
+from kvtool.cache.storage.parents import Parents
+from kvtool.cache.storage.part import Part
+from kvtool.cache.storage.rope_shift import RopeShift
+from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.errors import KvtoolError
+from kvtool.maths.rope import Rotation
+from kvtool.policies.evicted.calidrop import CaliDrop
+from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
 from kvtool.transformers_versions import layer_types, shares_caches
+
+_ATTENTION = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
+
+
+def attention_layers(config: PreTrainedConfig) -> list[int]:
+    """Indices of the layers that get slots."""
+    return [i for i, (kind, _) in enumerate(layer_types(config)) if kind in _ATTENTION]
 
 
 def check_layers(config: PreTrainedConfig) -> None:
@@ -23,7 +46,7 @@ def check_layers(config: PreTrainedConfig) -> None:
         raise KvtoolError(
             f"`{config.model_type}` lets layers share a cache, which eviction here does not support"
         )
-    known = {"full_attention", "sliding_attention", "hybrid", "hybrid_sliding"}
+    known = set(_ATTENTION)
     stock = {"linear_attention", "conv", "mamba", "dummy", "recurrent", "moe", "mlp"}
     for kind in kinds:
         if kind not in known | stock:
@@ -36,17 +59,61 @@ def check_layers(config: PreTrainedConfig) -> None:
         )
 
 
-def make_layers(config: PreTrainedConfig, policy: Policy) -> list:
-    """Make a slot layer for each attention layer, and transformers' own for the others."""
+def make_layers(
+    config: PreTrainedConfig,
+    policy: Policy,
+    meter: ByteMeter,
+    *,
+    exact: bool = False,
+    rotations: Sequence[Rotation | None] = (),
+) -> list:
+    """Make a slot layer for each attention layer, and transformers' own for the others.
+
+    Args:
+        meter: counts the bytes of all.
+        exact: whether bytes have been promised, so that no head takes a slot more than it holds.
+        rotations: of each attention layer, where keys stand at their places in the cache.
+    """
     sliding = Policy(Recency(positions=policy.score.positions))
-    layers = []
+    layers: list = []
+    slot_layers: list[SlotLayer] = []
+    free: list[SlotLayer] = []
     for i, (kind, options) in enumerate(layer_types(config)):
         window = options.get("sliding_window")
         own = policy if window is None else sliding
-        if kind in ("full_attention", "sliding_attention"):
-            layers.append(SlotLayer(i, own, window))
-        elif kind in ("hybrid", "hybrid_sliding"):
-            layers.append(HybridSlotLayer(i, own, window, options.get("number_of_states", 1)))
-        else:
+        if kind not in _ATTENTION:
             layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**options))
+            continue
+        parts = _parts(own, i, exact=exact)
+        if rotations:
+            parts.append(RopeShift(rotations[len(slot_layers)]))
+        if own.score.layers == "nested":
+            parts.append(Parents(free[0], free[-1]) if free else Parents())
+        if kind.startswith("hybrid"):
+            states = options.get("number_of_states", 1)
+            layer: SlotLayer = HybridSlotLayer(i, own, window, parts, meter, states)
+        else:
+            layer = SlotLayer(i, own, window, parts, meter)
+        layers.append(layer)
+        slot_layers.append(layer)
+        if window is None:
+            free.append(layer)
     return layers
+
+
+def _parts(policy: Policy, index: int, *, exact: bool) -> list[Part]:
+    """Make what the features of a policy keep beside the slots of a layer: a line for each."""
+    parts: list[Part] = []
+    if isinstance(policy.on_evict, CaliDrop):
+        parts.append(Calibration(policy.on_evict))
+    if isinstance(policy.on_evict, Merging):
+        parts.append(MergeMemory(policy.on_evict))
+    if policy.reader is not None and index >= policy.reader.skip_layers:
+        parts.append(SparseIndex(policy.reader))
+    if policy.head_split is not None:
+        parts.append(HeadBudgets(policy.head_split, exact=exact))
+    if policy.allocator is not None and policy.allocator.metric is not None:
+        parts.append(Deferred())
+    if policy.two_stages:
+        parts.append(LastQueries())
+    return parts

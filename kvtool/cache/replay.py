@@ -7,18 +7,18 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.handover import Fed, Taken
-from kvtool.cache.kernels import Call
-from kvtool.cache.step import attend
+from kvtool.cache.steps.call import Call, Placement
+from kvtool.cache.steps.pending import PendingStep
+from kvtool.cache.steps.step import run_step
 from kvtool.errors import KvtoolError
 
 
-def replay(cache: KVCache, taken: Taken, call: Call) -> Tensor:
+def replay(cache: KVCache, step: PendingStep, call: Call) -> Tensor:
     """Let a layer take in what another cache's layer just did, and attend to what it holds itself.
 
     Args:
         cache: goes through the whole text in this way, beginning empty.
-        taken, call: a step of another cache, without padding.
+        step, call: a step of another cache, without padding.
 
     Returns:
         (batch, heads, q_len, value_dim).
@@ -33,15 +33,18 @@ def replay(cache: KVCache, taken: Taken, call: Call) -> Tensor:
             "so it cannot be replayed layer by layer",
             hint="measure it end to end",
         )
-    if call.key is not call.raw_key:
+    if call.latent:
         raise KvtoolError("a model with latent attention cannot be replayed layer by layer")
-    layer = cache.layers[taken.layer.index]
-    if taken.decoding:
-        cache.start_reading(layer)
-    key, value = layer.update(taken.new_key, taken.new_value, decoding=taken.decoding)
-    if not taken.decoding:
-        cache.set_budget(layer, None, call.q_len)
+    layer = cache.slot_layer(step.layer.index)
+    if step.decoding:
+        cache.build_index(layer)
+        key, value = layer.write_token(step.new_key, step.new_value)
+    else:
+        key, value = layer.update(step.new_key, step.new_value)
+        cache.begin_block(layer, call.query.shape[1], None, call.q_len)
+    seen = step.layer.seen
+    placed = call.context.placement or Placement(0, seen - call.q_len, seen)
     block = cache.layer_block
-    placed = call.fed or Fed(0, taken.layer.seen - call.q_len, taken.layer.seen)
-    own = replace(call, key=key, value=value, raw_key=key, raw_value=value, block=block, fed=placed)
-    return attend(layer, own, taken.decoding)
+    context = replace(call.context, block=block, placement=placed, group=None)
+    own = replace(call, key=key, value=value, raw_key=key, raw_value=value, context=context)
+    return run_step(layer, own, step.decoding)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from kvtool.cache.slots import SlotLayer
-
-if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.policies.heads import KVHeads
 
 
 @dataclass(frozen=True)
@@ -49,43 +48,94 @@ class CacheReport:
     recompute_frequency: list[float | None] | None = None
 
 
-def make_report(cache: KVCache, *, of_all_processes: bool = False) -> CacheReport:
-    """Count what a cache holds.
+_SIZES = (
+    "kv_bytes",
+    "allocated_bytes",
+    "state_bytes",
+    "full_bytes",
+    "peak_bytes",
+    "host_bytes",
+    "traffic_bytes",
+)
+
+
+def make_report(
+    layers: Sequence[object],
+    seen: list[int],
+    *,
+    peak: int,
+    extra: int,
+    shards: KVHeads | None,
+) -> CacheReport:
+    """Count what the layers of a cache hold.
 
     Args:
-        of_all_processes: under tensor parallelism, add up what each process holds; all of them must
-            then ask. Where a family leaves attention whole in each process, every copy counts.
+        layers: all of the model, those without attention included.
+        seen: tokens of each batch entry so far.
+        peak: key and value bytes that existed while blocks ran.
+        extra: bytes beside the layers.
+        shards: under tensor parallelism, add up what each of these processes holds; all of them
+            must then ask. Where a family leaves attention whole in each, every copy counts. None:
+            count what is here.
     """
-    seen = cache.tokens_seen()
-    slots = cache.slot_layers
-    kept = [
-        cache.kept_positions(i).shape[-1]
-        if isinstance(layer, SlotLayer) and layer.is_initialized
-        else 0
-        for i, layer in enumerate(cache.layers)
-    ]
-    allocated = cache.allocated_bytes()
-    aside = [getattr(layer, "calibration", None) for layer in cache.layers]
+    slots = [layer for layer in layers if isinstance(layer, SlotLayer)]
+    kept = [_kept(layer) if isinstance(layer, SlotLayer) else 0 for layer in layers]
+    allocated = sum(store.slots.kv_bytes for layer in slots for store in layer.stores_in_use)
+    aside = [Calibration.of(each) if isinstance(each, SlotLayer) else None for each in layers]
     sizes = [
-        sum(layer.filled_bytes() for layer in slots),
+        sum(_filled_bytes(layer) for layer in slots),
         allocated,
-        sum(layer.state_bytes() for layer in slots)
-        + (0 if cache.surprisals is None else cache.surprisals.bytes),
+        sum(_state_bytes(layer) for layer in slots) + extra,
         sum(_full_bytes(layer, seen) for layer in slots),
-        max(cache.peak_bytes, allocated),
+        max(peak, allocated),
         sum(part.store.host_bytes for part in aside if part is not None),
-        round(sum(layer.bytes_read() for layer in slots)),
+        round(sum(_bytes_read(layer) for layer in slots)),
     ]
-    if of_all_processes and cache.shards.processes > 1:
-        device = cache.first_layer.device
-        sizes = cache.shards.total(torch.tensor(sizes, device=device)).tolist()
-        kept = cache.shards.most(torch.tensor(kept, device=device)).tolist()
+    if shards is not None and shards.processes > 1:
+        device = slots[0].slots.device
+        sizes = shards.total(torch.tensor(sizes, device=device)).tolist()
+        kept = shards.most(torch.tensor(kept, device=device)).tolist()
     read = [layer.pairs_read for layer in slots if layer.window is None]
     read = read or [layer.pairs_read for layer in slots]
     frequency = [None if part is None else part.recompute_frequency for part in aside]
     return CacheReport(
-        max(seen), kept, *sizes, sum(read) / len(read), frequency if any(aside) else None
+        tokens_seen=max(seen),
+        kept_per_layer=kept,
+        **dict(zip(_SIZES, sizes, strict=True)),
+        traffic_pairs=sum(read) / len(read),
+        recompute_frequency=frequency if any(aside) else None,
     )
+
+
+def _kept(layer: SlotLayer) -> int:
+    """Filled slots of the fullest KV head."""
+    if not layer.is_initialized:
+        return 0
+    filled = (layer.stored_positions() >= 0).sum(-1)
+    return int(filled.max()) if filled.numel() else 0
+
+
+def _filled_bytes(layer: SlotLayer) -> int:
+    """Bytes of the keys and values of filled slots."""
+    if not layer.is_initialized:
+        return 0
+    return int((layer.stored_positions() >= 0).sum()) * layer.slots.token_bytes
+
+
+def _state_bytes(layer: SlotLayer) -> int:
+    """Bytes beside keys and values: positions, the policy's numbers, what features keep."""
+    if not layer.is_initialized:
+        return 0
+    parts = sum(part.nbytes for part in layer.parts.values())
+    return parts + sum(store.slots.state_bytes for store in layer.stores)
+
+
+def _bytes_read(layer: SlotLayer) -> float:
+    """Bytes of keys, values and tables that the last decoded token has read."""
+    if not layer.is_initialized:
+        return 0
+    slots = layer.slots
+    return layer.pairs_read * slots.token_bytes * slots.batch * slots.kv_heads
 
 
 def _full_bytes(layer: SlotLayer, seen: list[int]) -> int:
@@ -93,4 +143,4 @@ def _full_bytes(layer: SlotLayer, seen: list[int]) -> int:
     if not layer.is_initialized:
         return 0
     tokens = sum(n if layer.window is None else min(n, layer.window - 1) for n in seen)
-    return tokens * layer.positions.shape[1] * layer.token_bytes()
+    return tokens * layer.slots.kv_heads * layer.slots.token_bytes

@@ -74,7 +74,7 @@ def _run(
     loaded: Loaded,
     terminal: Terminal,
 ) -> CompressionDocument:
-    from kvtool.cache.files import save_cache
+    from kvtool.cache.files.save import save_cache
     from kvtool.documents.generation import CacheSection, CompressionDocument, CompressionTiming
     from kvtool.generation import compress as compress_prompt
 

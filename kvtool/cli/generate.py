@@ -119,7 +119,7 @@ def _needle_prompt(terminal: Terminal) -> tuple[str, str]:
 def _of_cache(options: GenerateOptions, path: Path) -> tuple[Policy, Budget | None]:
     """Return policy and budget of a saved cache; flags that say something else are refused."""
     size = None if options.budget is None else Budget.parse(options.budget)
-    from kvtool.cache.files import read_metadata
+    from kvtool.cache.files.format import read_metadata
     from kvtool.policies.grammar import read_spelling
 
     made = read_metadata(path)
@@ -136,7 +136,7 @@ def _of_cache(options: GenerateOptions, path: Path) -> tuple[Policy, Budget | No
 
 def _open_cache(options: GenerateOptions, request: Request, loaded: Loaded) -> KVCache:
     """Return the saved cache to go on from, or an empty one."""
-    from kvtool.cache.files import load_cache
+    from kvtool.cache.files.load import load_cache
 
     if options.cache_path is None:
         return request.new_cache(loaded.model)
@@ -187,7 +187,7 @@ def _answer(
 
 
 def _save(path: Path, cache: KVCache, loaded: Loaded, terminal: Terminal) -> None:
-    from kvtool.cache.files import save_cache
+    from kvtool.cache.files.save import save_cache
 
     save_cache(cache, path, model=loaded.model, model_name=loaded.name)
     terminal.note(f"saved {path}")

@@ -74,7 +74,8 @@ def note_text(
     if not cache.renumbers:
         told = length_note(config, max(cache.tokens_seen()) + tokens, new_tokens)
     else:
-        block = min(tokens, cache.block or tokens)
-        told = length_note(config, cache.first_layer.kept + block, 0)
+        block, first = min(tokens, cache.block or tokens), cache.first_layer
+        kept = first.slots.kept if first.is_initialized else 0
+        told = length_note(config, kept + block, 0)
     terminal.note_any(told)
     return told is not None

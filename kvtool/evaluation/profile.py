@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtool.cache.tensor_files import write_tensors
+from kvtool.cache.files.tensor_file import write_tensors
 from kvtool.documents.flags import MODEL_SETTINGS
 from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.profile import HeadsFile, Metrics, ProfileDocument

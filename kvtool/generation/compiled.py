@@ -1,7 +1,8 @@
 """Decode through torch.compile: one graph for every step, once the cache's shapes are fixed.
 
 On CUDA devices the graph is a CUDA graph as well: nothing in it depends on a number of the host, it
-returns nothing but logits, and what it changes lies at fixed addresses (`kvtool.cache.static`).
+returns nothing but logits, and what it changes lies at fixed addresses
+(`kvtool.cache.steps.static`).
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _blocks(
             return
         taken = [min(size, n - done) for size, n, done in zip(sizes, counts, fed, strict=True)]
         fed = [done + more for done, more in zip(fed, taken, strict=True)]
-        cache.begin_block(last=fed == counts)
+        cache.running.say_last(fed == counts)
         columns = torch.arange(max(taken), device=input_ids.device)
         if mask is None:
             yield input_ids[:, fed[0] - taken[0] + columns], None

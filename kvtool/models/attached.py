@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtool.cache.attention import attach, detach, notes
-from kvtool.cache.handover import attachment
+from kvtool.cache.hooks.attach import attach, detach
+from kvtool.cache.hooks.attachment import attachment
+from kvtool.cache.hooks.families import notes
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.models.folder import check_folder

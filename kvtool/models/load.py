@@ -146,7 +146,7 @@ def _where(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
 def _load_config(name: str, source: str, where: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from kvtool.cache.attention import check_supported
+    from kvtool.cache.hooks.families import check_supported
 
     config = AutoConfig.from_pretrained(source, **where)
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvtool.errors import UsageError
-from kvtool.maths.columns import COLUMNS, add_columns
+from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
-from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.evicted.select_only import SelectOnly
-from kvtool.policies.numbers import SHIFT, State
-from kvtool.policies.parts import Allocator, Evicted, Evidence, Read, Rescore, Score, SlotView
+from kvtool.policies.numbers import SHIFT
+from kvtool.policies.parts import Allocator, Evicted, Evidence, Read, Rescore, Score
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, part_name, spell_settings
 
@@ -249,14 +248,6 @@ class Policy:
     def needs_all_rows(self) -> bool:
         """Tell whether the numbers beside the slots are made from every attention row."""
         return self.observes_rows or bool(self.columns)
-
-    def observe(self, state: State, view: SlotView, rows: AttentionRows) -> None:
-        """Add a chunk of rows to the numbers beside the slots, in place."""
-        if self.columns:
-            sums = {name: state[name] for name in self.columns}
-            add_columns(sums, rows.weights, rows.visible, rows.valid)
-        if self.observes_rows:
-            self.ranking.observe(state, view, rows)
 
     def check_budget(self, tokens: int) -> None:
         """Refuse a budget that the protected tokens alone would fill.

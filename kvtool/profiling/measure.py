@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.build import build_cache
-from kvtool.cache.handover import attachment
+from kvtool.cache.hooks.attachment import attachment
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.finite import broken_rows, explain
@@ -129,10 +129,10 @@ def _read(
     """
     cache = build_cache(model, "full")
 
-    def watch(taken, call, out) -> None:
+    def watch(step, call, out) -> None:
         for row, own in enumerate(studies):
             for study in own:
-                study.see(Seen(taken, call, out, row))
+                study.see(Seen(step, call, out, row))
 
     cache.watch_steps(watch)
     logits = prefill(model, cache, ids)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvtool.cache.build import build_cache
 from kvtool.cache.cache import KVCache
-from kvtool.cache.handover import attachment
+from kvtool.cache.hooks.attachment import attachment
 from kvtool.cache.replay import replay
 from kvtool.errors import KvtoolError
 from kvtool.generation import follow, prefill
@@ -53,7 +53,7 @@ class OutputError:
     def see(self, seen: Seen) -> None:
         """Replay a step in every cache; only decoded tokens count."""
         for cache, sums in zip(self._caches, self._sums, strict=True):
-            ours = replay(cache, seen.taken, seen.call)
+            ours = replay(cache, seen.step, seen.call)
             if seen.decoding:
                 sums.add(seen.layer, seen.out, ours)
 
@@ -99,7 +99,7 @@ def _isolated(
     model: PreTrainedModel, cache: KVCache, prompt_ids: Tensor, token_ids: Tensor
 ) -> list[float]:
     study, full = OutputError([cache]), build_cache(model, "full")
-    full.watch_steps(lambda taken, call, out: study.see(Seen(taken, call, out)))
+    full.watch_steps(lambda step, call, out: study.see(Seen(step, call, out)))
     with cache.prompt([prompt_ids.shape[1]]):
         logits = prefill(model, full, prompt_ids)
     follow(model, full, logits, _with_end(token_ids))
@@ -124,7 +124,7 @@ def _outputs(
     """Return the index and the output of every layer that decodes the tokens, one by one."""
     seen: list[tuple[int, Tensor]] = []
     logits = prefill(model, cache, prompt_ids)
-    cache.watch_steps(lambda taken, call, out: seen.append((taken.layer.index, out)))
+    cache.watch_steps(lambda step, call, out: seen.append((step.layer.index, out)))
     follow(model, cache, logits, _with_end(token_ids))
     cache.watch_steps(None)
     return seen

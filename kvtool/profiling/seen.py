@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvtool.cache.handover import Taken
-from kvtool.cache.kernels import Call
+from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.pending import PendingStep
 
 _ROWS = 128  # queries whose weights are held at a time
 
@@ -22,7 +22,7 @@ class Seen:
     `row` is the text's place among those that are read together.
     """
 
-    taken: Taken
+    step: PendingStep
     call: Call
     out: Tensor
     row: int = 0
@@ -30,17 +30,17 @@ class Seen:
     @property
     def layer(self) -> int:
         """Index of the layer."""
-        return self.taken.layer.index
+        return self.step.layer.index
 
     @property
     def decoding(self) -> bool:
         """Whether this is a decoded token."""
-        return self.taken.decoding
+        return self.step.decoding
 
     @property
     def slides(self) -> bool:
         """Whether the layer has a sliding window, so that it forgets by itself."""
-        return self.taken.layer.window is not None
+        return self.step.layer.window is not None
 
     @property
     def query(self) -> Tensor:
@@ -65,7 +65,7 @@ class Seen:
             self.query[:, start:stop].unflatten(0, (kv_heads, -1))[heads],
             self.key[heads, : kept + stop],
             scale=call.scale,
-            window=self.taken.layer.window,
+            window=self.step.layer.window,
             softcap=call.softcap,
             sinks=sinks,
         )

@@ -23,6 +23,9 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import kvtool
+from kvtool.cache.storage.buffers import Slots
+from kvtool.cache.storage.growth import LayerBudget
+from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.generation import decode_step
 from tests.benchmarks.models import build_models
 from tests.benchmarks.speed import median_ratio, time_steps
@@ -70,18 +73,18 @@ def filled(model, policy: str, budget: int, slots) -> kvtool.cache.cache.KVCache
     for layer, (keys, values) in zip(cache.slot_layers, slots, strict=True):
         length = keys.shape[2]
         layer.lazy_initialization(keys, values)
-        count, reads = length, cache.budgets.reads
+        count, reads = length, cache.budgets.traffic
         if cache.policy.two_stages:
             count = reads.stored(layer, length)
-            layer.budget = layer.least = layer.most = count
+            layer.set_budget(LayerBudget.of([count]))
         whole = torch.arange(length, dtype=torch.int32, device=keys.device)
         whole = whole.expand(*keys.shape[:2], -1)
         positions = whole[..., length - count :]
         if cache.policy.select_only:
-            layer.marked = positions
+            SparseIndex.of(layer).select(positions)
             count, positions = length, whole
-        layer.seen = length
-        layer.replace(keys[:, :, -count:], values[:, :, -count:], positions, {})
+        layer.count_from(length, None)
+        layer.slots.replace(Slots(keys[:, :, -count:], values[:, :, -count:], positions, {}))
         if reads is not None:
             reads.end_prompt([length] * len(keys))
     return cache

@@ -266,7 +266,7 @@ def test_every_turn_is_split_by_the_variance_of_its_own_attention(family, base):
     policy = kvtool.parse_policy(base)
     cache = kvtool.build_cache(model, f"{base}+d2o-reciprocal", 16)
     calls = {}
-    cache.watch = lambda taken, call, out: calls.setdefault(taken.layer.index, call)
+    cache.watch_steps(lambda step, call, out: calls.setdefault(step.layer.index, call))
     seen = 0
     for turn, length in enumerate([60, 25, 1, 40]):
         calls.clear()

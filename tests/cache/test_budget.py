@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import kvtool
-from kvtool.cache.slots import SlotLayer
+from kvtool.cache.storage.layer import SlotLayer
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
 
@@ -140,7 +140,7 @@ def test_layers_decide_together_what_they_decide_alone(monkeypatch):
     results = []
     for together in (True, False):
         if not together:
-            monkeypatch.setattr("kvtool.cache.cache.form_groups", lambda layers: False)
+            monkeypatch.setattr("kvtool.cache.steps.grouped.LayerGroups.form", lambda *_: None)
         for policy in STEADY:
             cache = kvtool.build_cache(model, policy, 20)
             steps = [prefill(model, cache, random_ids(50, batch=2))]
@@ -150,7 +150,7 @@ def test_layers_decide_together_what_they_decide_alone(monkeypatch):
                 if i == 20:
                     cache.reorder_cache(torch.tensor([1, 0]))
                 steps.append(decode_step(model, cache, tokens))
-                grouped = all(layer.group is not None for layer in cache.layers)
+                grouped = len(cache.groups.by_layer) == 4
                 assert grouped == (together and i not in (0, 12))
             kept = [cache.kept_positions(layer).tolist() for layer in range(4)]
             results.append((torch.stack(steps), kept, cache.report()))

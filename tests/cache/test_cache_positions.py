@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.rotary import find_rotations
+from kvtool.cache.hooks.rope_probe import find_rotations
 from kvtool.generation import decode_step, prefill
 from tests import models_for_tests
 from tests.cache.test_oracle import BUDGET, follow, spell
@@ -115,7 +115,7 @@ def test_attention_layers_beside_recurrent_ones(family):
     torch.testing.assert_close(ours, text, atol=1e-4, rtol=1e-4)
     cache, ours = run(model, placed("h2o"), 20)
     assert ours.isfinite().all()
-    assert cache.first_layer.kept == 20
+    assert cache.first_layer.slots.kept == 20
 
 
 @pytest.mark.each_once
@@ -229,7 +229,7 @@ def test_the_turns_are_counted_beside_the_slots():
     model = kvtool.attach(peaky_model("llama"))
     text, _ = run(model, "streaming", 20)
     ours, _ = run(model, placed("streaming"), 20)
-    slots = sum(layer.positions.numel() for layer in ours.slot_layers)
+    slots = sum(layer.slots.positions.numel() for layer in ours.slot_layers)
     assert ours.report().state_bytes == text.report().state_bytes + 4 * slots
     assert ours.report().kv_bytes == text.report().kv_bytes
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.calibration import Calibration
+from kvtool.cache.storage.calibration import Calibration
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.evicted.calidrop import CaliDrop
-from kvtool.policies.evicted.eviction import Departure
+from kvtool.policies.evicted.eviction import Eviction
+from kvtool.policies.heads import ALL_HERE
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference import policies
 from tests.reference.calidrop import CalibratingOracle
@@ -89,7 +90,7 @@ def outputs(model, policy, budget, ids, tokens, mode="full", mask=None):
     """Logits, and every output of every attention."""
     cache = kvtool.build_cache(model, policy, budget, prefill=mode)
     seen = []
-    cache.watch = lambda taken, call, out: seen.append(out)
+    cache.watch_steps(lambda step, call, out: seen.append(out))
     logits = [prefill(model, cache, ids, mask)]
     logits += [decode_step(model, cache, token) for token in tokens]
     return cache, torch.stack(logits), seen
@@ -158,7 +159,7 @@ def test_a_further_turn_is_calibrated_exactly():
         logits.append(prefill(model, cache, turn))
     torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
     assert cache.report().kept_per_layer == [20, 20]
-    assert cache.layers[0].calibration.store.tokens == 70
+    assert Calibration.of(cache.layers[0]).store.tokens == 70
 
 
 def test_what_fits_is_left_alone():
@@ -178,8 +179,8 @@ def test_only_the_best_are_set_aside():
     small, logits, _ = outputs(model, "snapkv(window=4)" + part, 20, ids, tokens)
     wide = kvtool.build_cache(model, "snapkv(window=4)", 28)
     prefill(model, wide, ids)
-    store = small.layers[0].calibration.store
-    aside, kept = store.shelves[0].tensors[-1][0], small.kept_positions(0)[0, :, :20]
+    store = Calibration.of(small.layers[0]).store
+    aside, kept = store.segments[0].tensors[-1][0], small.kept_positions(0)[0, :, :20]
     together = torch.cat([aside, kept], 1).sort(-1).values
     assert torch.equal(together, wide.kept_positions(0)[0])
     wide = kvtool.build_cache(model, "snapkv(window=4)", 28)
@@ -207,13 +208,13 @@ def worked(**settings):
     layer.set_scale(2**-0.5, None)
     layer.begin_block(query, 2, torch.tensor([[2, 3]]))
     stay, gone = torch.tensor([[[0, 2]]]), torch.tensor([[[1, 3]]])
-    layer.set_aside(
-        Departure(
+    layer.offload(
+        Eviction(
             keys=keys,
             values=values,
             state={},
-            gone=gone,
-            gone_positions=gone.int(),
+            evicted=gone,
+            evicted_positions=gone.int(),
             kept_keys=keys[:, :, ::2],
             kept_values=values[:, :, ::2],
             kept_state={},
@@ -241,7 +242,7 @@ def test_a_query_that_turns_six_degrees_a_step_recomputes_every_eighth():
     for step in range(1, 241):
         angle = math.pi / 4 + step * turn
         query = torch.tensor([[[[math.cos(angle), math.sin(angle)]]]])
-        ticket = layer.begin_decode(query, 1, None)
+        ticket = layer.begin_decode(query, 1, None, ALL_HERE)
         layer.end_decode(ticket, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 1))
     assert layer.recompute_frequency == 1 / 8
     assert (layer.memory["calibrated"] / layer.memory["steps"]).item() == 0.75
@@ -249,13 +250,13 @@ def test_a_query_that_turns_six_degrees_a_step_recomputes_every_eighth():
 
 def test_a_victim_of_decoding_is_folded_in_exactly():
     layer, keys, values = worked()
-    layer.set_aside(
-        Departure(
+    layer.offload(
+        Eviction(
             keys=keys,
             values=values,
             state={},
-            gone=torch.tensor([[[2]]]),
-            gone_positions=torch.tensor([[[2]]], dtype=torch.int32),
+            evicted=torch.tensor([[[2]]]),
+            evicted_positions=torch.tensor([[[2]]], dtype=torch.int32),
             kept_keys=keys,
             kept_values=values,
             kept_state={},

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache import step
-from kvtool.cache.kernels import fused_block, needs_mask
+from kvtool.cache.steps import attend, attend_block
+from kvtool.cache.steps.attend_block import fused_block, needs_mask
+from kvtool.cache.steps.call import StepContext
 from kvtool.generation import decode_step, prefill
 from kvtool.kernels import checks, trust
 from kvtool.kernels.kind import Family
@@ -38,6 +39,7 @@ def compare(monkeypatch, model, policy, mode, ids, mask=None, tolerance=1e-4):
     monkeypatch.setattr(trust, "usable", lambda *_, **__: False)
     plain = run(model, policy, mode, ids, mask)
     asked = []
+    monkeypatch.setattr(attend, "TRITON_DEVICES", {DEVICE, "cpu", "cuda"})
     monkeypatch.setattr(trust, "usable", lambda *_, **__: asked.append(1) or True)
     counted = run(model, policy, mode, ids, mask)
     assert asked, "no kernel was offered"
@@ -104,7 +106,7 @@ def test_blocks_that_need_a_mask_run_in_kernels(monkeypatch, family, padding, mo
             causal.append(1)
         return fused_block(layer, call, block)
 
-    monkeypatch.setattr(step, "fused_block", counted)
+    monkeypatch.setattr(attend_block, "fused_block", counted)
     ids = random_ids(LENGTH, batch=2)
     mask = torch.ones_like(ids)
     mask[1, :padding] = 0
@@ -115,16 +117,16 @@ def test_blocks_that_need_a_mask_run_in_kernels(monkeypatch, family, padding, mo
 
 def test_flash_attention_keeps_its_blocks():
     class Layer:
-        ragged, window = False, 11
+        padded, window = False, 11
 
     class OneBlock:
         kept = 5
 
     class Call:
-        kernel = "flash_attention_2"
+        context = StepContext("flash_attention_2")
 
     assert not needs_mask(Layer, Call, OneBlock)
-    Layer.ragged = True  # which flash-attn cannot do
+    Layer.padded = True  # which flash-attn cannot do
     assert needs_mask(Layer, Call, OneBlock)
 
 
@@ -167,7 +169,7 @@ def test_heads_that_keep_different_counts(monkeypatch):
 
 def test_a_score_that_looks_at_rows_itself_is_given_them(monkeypatch):
     """Such a score needs weights in full, wherever it runs."""
-    from kvtool.cache.counting import can_count
+    from kvtool.cache.steps.attend_triton import can_count
     from kvtool.policies.parts import Evidence
     from kvtool.policies.policy import Policy
     from kvtool.policies.scores.h2o import H2O
@@ -181,7 +183,7 @@ def test_a_score_that_looks_at_rows_itself_is_given_them(monkeypatch):
         policy, window = Policy(Rows()), None
 
     class Call:
-        kernel, softcap, sinks = "sdpa", None, None
+        context, softcap, sinks = StepContext("sdpa"), None, None
         query, key, value = (
             torch.zeros(1, 4, 1, 8),
             torch.zeros(1, 2, 9, 8),
@@ -189,11 +191,11 @@ def test_a_score_that_looks_at_rows_itself_is_given_them(monkeypatch):
         )
 
     for family in (Family.ROWS, Family.SLOTS):
-        Layer.policy, Call.kernel, Call.softcap = Policy(Rows()), "sdpa", None
+        Layer.policy, Call.context, Call.softcap = Policy(Rows()), StepContext("sdpa"), None
         assert not can_count(Layer, Call, family)
         Layer.policy = Policy(H2O())
         assert can_count(Layer, Call, family)
-        Call.kernel = "eager"
+        Call.context = StepContext("eager")
         assert not can_count(Layer, Call, family)
         Call.softcap = 50.0
         assert can_count(Layer, Call, family)

@@ -10,7 +10,8 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
 import kvtool
-from kvtool.cache.files import load_cache, save_cache
+from kvtool.cache.files.load import load_cache
+from kvtool.cache.files.save import save_cache
 from kvtool.generation.feeding import decode_step, prefill
 from kvtool.policies.table import BASES
 from tests.cache.split_model import BUDGET, one
@@ -91,10 +92,10 @@ def test_slots_live_beside_their_layer(policy, mode):
         for token in range(5):
             decode_step(model, cache, torch.tensor([token]))
     for layer, place in zip(cache.layers, ("cpu", "cpu", "meta", "meta"), strict=True):
-        tensors = [layer.keys, layer.values, layer.positions, layer.pending, *layer.state.values()]
+        tensors = layer.slots.tensors()
         assert {tensor.device.type for tensor in tensors} == {place}
-        assert layer.used == BUDGET + 1
-    groups = [layer.group for layer in cache.layers]
+        assert layer.slots.used == BUDGET + 1
+    groups = [cache.groups.by_layer.get(i) for i in range(4)]
     assert groups[0] is groups[1] is not None
     assert groups[2] is groups[3] is not None
     assert groups[0] is not groups[2]

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, DynamicCache
 
 import kvtool
-from kvtool.cache.attention import check_supported, notes
+from kvtool.cache.hooks.families import check_supported, notes
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import FAMILIES, HOOKED, RECURRENT, family_model, random_ids
 from tests.tiers import first

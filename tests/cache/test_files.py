@@ -202,6 +202,7 @@ def test_a_cache_saved_by_itself_takes_a_further_turn(tmp_path):
     torch.testing.assert_close(prefill(model, loaded, turn), prefill(model, cache, turn))
     del model
     gone = kvtool.build_cache(kvtool.attach(peaky_model("llama")), "tova", 20)
-    gone.layers[0].seen = gone.layers[1].seen = 1
+    for layer in gone.layers:
+        layer.count_from(1, None)
     with pytest.raises(kvtool.KvtoolError, match="is gone; pass it as `model`"):
         kvtool.save_cache(gone, tmp_path / "b.safetensors")

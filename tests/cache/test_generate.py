@@ -142,7 +142,7 @@ def test_half_precision_runs(model):
         cache = kvtool.build_cache(model, policy, 20, prefill="block:16")
         assert prefill(model, cache, random_ids(50)).isfinite().all()
         assert cache.layers[0].keys.dtype == torch.bfloat16
-        assert all(number.dtype == torch.float32 for number in cache.layers[0].state.values())
+        assert all(number.dtype == torch.float32 for number in cache.layers[0].slots.state.values())
 
 
 @pytest.mark.parametrize("policy", ["h2o+caote", "roco", "snapkv(window=4)", "full"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -42,7 +43,7 @@ def test_flash_and_eager_give_what_sdpa_gives(monkeypatch, family, policy):
     ids, results = random_ids(50), {}
     for kernel in ("sdpa", "eager", "flash_attention_2"):
         cache = kvtool.build_cache(model, policy, 20, prefill="block:16")
-        cache.kernel = kernel
+        cache.settings = replace(cache.settings, kernel=kernel)
         steps = [prefill(model, cache, ids), decode_step(model, cache, torch.tensor([5]))]
         results[kernel] = torch.stack(steps)
     assert calls, "the flash function was never used"
@@ -52,8 +53,8 @@ def test_flash_and_eager_give_what_sdpa_gives(monkeypatch, family, policy):
 
 def test_the_kernel_is_the_one_the_model_was_loaded_with():
     model = peaky_model("llama", kernel="eager")
-    assert kvtool.build_cache(model, "h2o", 8).kernel == "eager"
+    assert kvtool.build_cache(model, "h2o", 8).settings.kernel == "eager"
     kvtool.attach(model)
-    assert kvtool.build_cache(model, "h2o", 8).kernel == "eager"
+    assert kvtool.build_cache(model, "h2o", 8).settings.kernel == "eager"
     kvtool.detach(model)
     assert model.config._attn_implementation == "eager"

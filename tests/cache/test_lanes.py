@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.lanes import _bins
+from kvtool.cache.storage.head_budgets import HeadBudgets
+from kvtool.cache.storage.ragged import _bins
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
 from tests.cache.test_oracle import Run, follow
@@ -154,8 +155,8 @@ def test_a_turn_that_fits_beside_what_is_kept_drops_nothing(policy):
     prefill(model, cache, random_ids(40))
     before = [cache.kept_positions(layer) for layer in range(2)]
     for layer in cache.layers:  # room for one turn more
-        layer.head_budgets += 30
-    cache.budgets.budget = type(cache.budget)(tokens=60)
+        HeadBudgets.of(layer).tokens += 30
+    cache.budgets._in_tokens._budget = type(cache.budget)(tokens=60)
     prefill(model, cache, random_ids(9, seed=2))
     for layer in range(2):
         after = cache.kept_positions(layer)

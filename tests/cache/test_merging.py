@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.storage.merge_memory import MergeMemory
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
@@ -118,7 +119,7 @@ def test_each_component_of_d2o_can_be_taken_away():
     logits = [out for _, out in outs.values()]
     for i, one in enumerate(logits):
         assert all(not torch.allclose(one, other, atol=1e-3) for other in logits[:i])
-    assert outs["d2o(merge=none)+uniform"][0].layers[0].memory == {}
+    assert outs["d2o(merge=none)+uniform"][0].layers[0].parts == {}
     same, _ = fed(model, f"d2o(merge=none)+d2o-merge+{split}", 20, ids, tokens=tokens)
     assert torch.equal(same.layers[3].keys, outs[f"d2o+{split}"][0].layers[3].keys)
     assert kvtool.parse_policy("d2o").allocator == kvtool.parse_policy("h2o+d2o-alloc").allocator
@@ -130,10 +131,10 @@ def test_layers_that_decide_together_do_what_each_does_alone(policy, mode, monke
     model = kvtool.attach(peaky_model("llama"))
     ids, tokens = random_ids(50), random_ids(12, seed=1).T
     grouped, together = fed(model, policy, 20, ids, mode=mode, tokens=tokens)
-    assert grouped._grouped
-    monkeypatch.setattr("kvtool.cache.cache.form_groups", lambda layers: False)
+    assert grouped.groups.formed
+    monkeypatch.setattr("kvtool.cache.steps.grouped.LayerGroups.form", lambda *_: None)
     single, alone = fed(model, policy, 20, ids, mode=mode, tokens=tokens)
-    assert not single._grouped
+    assert not single.groups.formed
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
@@ -147,7 +148,7 @@ def test_keys_that_are_all_equal_stay_as_they_are():
     cache, _ = fed(kvtool.attach(model), "d2o", 20, random_ids(60), tokens=random_ids(9, seed=1).T)
     for layer in cache.layers:
         torch.testing.assert_close(layer.keys, torch.ones_like(layer.keys))
-        torch.testing.assert_close(layer.memory["tau"], torch.ones(1, 2))
+        torch.testing.assert_close(MergeMemory.of(layer).state["tau"], torch.ones(1, 2))
 
 
 def test_latents_and_sliding_layers():
@@ -157,7 +158,7 @@ def test_latents_and_sliding_layers():
             fed(model, policy, 20, random_ids(60))
     model = kvtool.attach(family_model("gemma3"))
     cache, _ = fed(model, "d2o", 20, random_ids(60))
-    assert [bool(layer.memory) for layer in cache.layers] == [False, True, False, True]
+    assert [bool(layer.parts) for layer in cache.layers] == [False, True, False, True]
     assert [layer.policy.on_evict is None for layer in cache.layers] == [True, False, True, False]
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from kvtool.cache.offload import Store, pack, unpack
+from kvtool.cache.storage.host import Store, pack, unpack
 
 
 def tokens(first, count, batch=2):
@@ -19,7 +19,7 @@ def tokens(first, count, batch=2):
 
 def read(store, row, head):
     fetched = store.fetch([(row, head)], torch.device("cpu"))
-    keys, values, _ = zip(*(piece.open(torch.float32) for piece in fetched), strict=True)
+    keys, values, _ = zip(*(piece.wait(torch.float32) for piece in fetched), strict=True)
     return torch.cat(keys)[:, 0], torch.cat(values)[:, 0]
 
 
@@ -27,7 +27,7 @@ def filled(form="exact"):
     store = Store(form)
     store.append(iter([tokens(0, 70), tokens(70, 30)]), 100, True)
     for position in range(100, 170):
-        store.gather(tokens(position, 1), True)
+        store.stage(tokens(position, 1), True)
     return store
 
 
@@ -45,7 +45,7 @@ def test_tokens_come_back_head_by_head(form):
 
 def test_few_tokens_wait_on_the_device_for_more():
     store = filled()
-    assert store.gathered == 6
+    assert store.staged == 6
     per_token = 2 * 3 * ((4 + 2) * 4 + 4)
     assert store.host_bytes == 164 * per_token
     assert store.device_bytes == 16 * per_token
@@ -55,7 +55,7 @@ def test_shelves_stay_few():
     store = Store("exact")
     for first in range(0, 4000, 16):
         store.append(iter([tokens(first, 16)]), 16, True)
-    assert len(store.shelves) <= 8
+    assert len(store.segments) <= 8
     assert torch.equal(read(store, 0, 0)[0], torch.arange(4000).float())
 
 
@@ -77,23 +77,23 @@ def test_missing_tokens_are_told():
     positions[1, 2, 3:] = -1
     store.append(iter([(keys, values, positions)]), 5, False)
     pieces = list(store.fetch([(0, 0), (1, 2)], torch.device("cpu")))
-    assert pieces[0].open(torch.float32)[2].tolist() == [True] * 5
-    assert pieces[1].open(torch.float32)[2].tolist() == [True] * 3 + [False] * 2
+    assert pieces[0].wait(torch.float32)[2].tolist() == [True] * 5
+    assert pieces[1].wait(torch.float32)[2].tolist() == [True] * 3 + [False] * 2
 
 
 def test_rows_follow_the_batch_without_moving_shelves():
     store = filled()
-    before = store.shelves[0].tensors[0].data_ptr()
+    before = store.segments[0].tensors[0].data_ptr()
     store.map_rows(lambda t: t[torch.tensor([1, 1, 0])], 2)
     store.map_rows(lambda t: t.repeat_interleave(2, 0), 3)
-    store.gather(tokens(170, 1, batch=6), True)
-    assert store.shelves[0].tensors[0].data_ptr() == before
+    store.stage(tokens(170, 1, batch=6), True)
+    assert store.segments[0].tensors[0].data_ptr() == before
     for row, own in enumerate([1, 1, 1, 1, 0, 0]):
         keys, _ = read(store, row, 2)
         assert torch.equal(keys[:-1], own * 100_000 + 20_000 + torch.arange(170).float())
         assert keys[-1] == row * 100_000 + 20_170
     for position in range(171, 300):
-        store.gather(tokens(position, 1, batch=6), True)
+        store.stage(tokens(position, 1, batch=6), True)
     keys, _ = read(store, 5, 0)
     assert torch.equal(keys[:170], torch.arange(170).float())
     assert torch.equal(keys[170:], 500_000 + torch.arange(170, 300).float())
@@ -102,8 +102,8 @@ def test_rows_follow_the_batch_without_moving_shelves():
 def test_copies_share_shelves_and_go_their_own_way():
     store = filled()
     other = copy.deepcopy(store)
-    assert other.shelves[0] is store.shelves[0]
-    other.gather(tokens(170, 1), True)
+    assert other.segments[0] is store.segments[0]
+    other.stage(tokens(170, 1), True)
     assert (store.tokens, other.tokens) == (170, 171)
     assert torch.equal(read(store, 1, 1)[0], 110_000 + torch.arange(170).float())
 
@@ -114,6 +114,6 @@ def test_files(form):
     store.map_rows(lambda t: t[torch.tensor([1, 0])], 2)
     again = Store(form)
     again.load(store.tensors(), torch.device("cpu"))
-    assert (again.tokens, again.gathered) == (store.tokens, store.gathered)
+    assert (again.tokens, again.staged) == (store.tokens, store.staged)
     for a, b in zip(read(store, 0, 2), read(again, 0, 2), strict=True):
         assert torch.equal(a, b)

@@ -199,9 +199,9 @@ def test_the_statistics_beside_the_slots_are_the_oracles(model, base):
     for token in tokens:
         run.feed(token)
     for index, layer in enumerate(run.cache.layers):
-        slots, stored = layer.stored_positions()[0], layer.state
+        slots, stored = layer.stored_positions()[0], layer.slots.state
         score = layer.policy.ranking.importance(
-            {name: number[:, :, : layer.used] for name, number in stored.items()}, None, None
+            {name: number[:, :, : layer.slots.used] for name, number in stored.items()}, None, None
         )[0]
         for head, kept in enumerate(slow.kept[index]):
             place = [slots[head].tolist().index(p) for p in kept]

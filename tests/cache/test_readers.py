@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.basis import moments, principal_components
 from kvtool.policies.policy import Policy
@@ -260,7 +261,7 @@ def test_tables_follow_the_slots(policy):
         for step in range(40):
             decode_step(model, cache, random_ids(batch, seed=step)[0])
         for layer in cache.layers:
-            for reading in layer.reading:
+            for reading in SparseIndex.of(layer).entries:
                 kept = dict(reading.tables)
                 reading.build(layer.keys[reading.rows], layer.values[reading.rows])
                 columns = reading.reader.columns(reading.tokens)
@@ -279,7 +280,7 @@ def test_tables_are_not_made_anew_at_a_step(policy, monkeypatch):
     model = kvtool.attach(peaky_model("llama"))
     cache = kvtool.build_cache(model, policy, 20)
     prefill(model, cache, random_ids(50))
-    reader = type(cache.layers[0].reading[0].reader)
+    reader = type(SparseIndex.of(cache.layers[0]).entries[0].reader)
     made = []
     monkeypatch.setattr(reader, "start", lambda self, stored: made.append(1))
     for token in random_ids(30, seed=1)[0]:
@@ -472,7 +473,7 @@ def test_a_file_of_bases_is_used_and_checked(tmp_path):
     policy = f"loki(d=4,basis={tmp_path / 'Basis.safetensors'})"
     cache = kvtool.build_cache(model, policy, 20)
     prefill(model, cache, random_ids(50))
-    reading = cache.layers[0].reading[0]
+    reading = SparseIndex.of(cache.layers[0]).entries[0]
     keys = cache.layers[0].keys[:, :, : reading.tokens]
     torch.testing.assert_close(reading.tables["components"], keys[..., :4].transpose(2, 3))
     save_file({"key_basis": bases[:1]}, tmp_path / "Basis.safetensors")

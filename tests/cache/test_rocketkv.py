@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.plan import PlanDocument, Target
 from kvtool.generation import decode_step, generate, prefill
@@ -95,7 +96,7 @@ def test_multi_turn_keeps_all_and_chooses_anew(model, mode):  # noqa: F811
     for run, oracle in two_turns(model, f"rocketkv-mt(window={WINDOW})", False, mode):
         assert kept(run) == oracle.stored
         for index, layer in enumerate(run.cache.layers):
-            reading = layer.reading[0]
+            reading = SparseIndex.of(layer).entries[0]
             chosen = reading.index[0, :, : reading.tokens].tolist()
             assert chosen == oracle.kept[index]
         seen.append(chosen)
@@ -189,7 +190,7 @@ def test_sizes_storage_and_traffic_are_those_of_the_plan():
     ids, new, plan = random_ids(300), random_ids(7, seed=1).T, plan_rocketkv(300, 32, 16, window=4)
     cut = kvtool.build_cache(lm, "rocketkv(window=4)", 32)
     decoded(lm, cut, ids, new)
-    reading = cut.layers[0].reading[0]
+    reading = SparseIndex.of(cut.layers[0]).entries[0]
     assert reading.reader == HSA(plan.page_size, plan.head_dims, plan.top_k)
     report = cut.report()
     assert report.kept_per_layer == [plan.prompt_tokens + 7] * 2
@@ -219,7 +220,7 @@ def obeyed(document, length, policy="rocketkv(window=4)", new=3):
     prefill(lm, cache, random_ids(length), new_tokens=new)
     for token in random_ids(new, seed=1)[0]:
         decode_step(lm, cache, token[None])
-    return cache, [layer.reading[0].reader for layer in cache.layers]
+    return cache, [SparseIndex.of(layer).entries[0].reader for layer in cache.layers]
 
 
 def planned(policy="rocketkv(window=4)", tokens=None, target_tokens=None, **target):
@@ -250,7 +251,7 @@ def test_a_plan_is_obeyed_as_it_stands_whatever_the_prompt(length):
     cache, readers_ = obeyed(document, length)
     assert cache.report().kept_per_layer == [section.prompt_tokens + 3] * 2
     assert readers_ == [HSA(section.page_size, section.head_dims, section.top_k)] * 2
-    assert cache.layers[0].reading[0].budget == section.token_budget == 64
+    assert SparseIndex.of(cache.layers[0]).entries[0].budget == section.token_budget == 64
 
 
 @pytest.mark.parametrize("policy", ["rocketkv(window=4)", "rocketkv-mt(window=4)", "hsa"])
@@ -265,7 +266,7 @@ def test_every_number_of_the_section_changes_the_run(policy):
     by_split = edited(document, ("stage1_tokens", "prompt_tokens"), split_factor=0.5)
     for plan, kept in ((stage1, 130), (by_split, int(320 / 5**0.5) - 20)):
         cache, _ = obeyed(plan, 300, policy)
-        reading = cache.layers[0].reading[0]
+        reading = SparseIndex.of(cache.layers[0]).entries[0]
         assert reading.prompt == kept
 
 
@@ -305,7 +306,7 @@ def test_a_share_scales_the_counts_and_nothing_else():
     assert cache.report().kept_per_layer == [kept + 3] * 2
     expected = HSA(section.page_size, section.head_dims, section.top_k * 300 // 400)
     assert found == [expected] * 2
-    assert cache.layers[0].reading[0].budget == section.token_budget * 300 // 400
+    assert SparseIndex.of(cache.layers[0]).entries[0].budget == section.token_budget * 300 // 400
 
 
 def test_sizes_of_a_policy_that_are_not_the_plans_are_refused():

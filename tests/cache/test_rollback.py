@@ -188,6 +188,12 @@ def test_steps_in_inference_mode_are_followed_by_others(model):
     assert torch.equal(steps(model, cache), steps(model, never))
 
 
+def places(cache):
+    """Addresses of all keys and values."""
+    stores = [store.slots for layer in cache.layers for store in layer.stores_in_use]
+    return [each.data_ptr() for slots in stores for each in (slots.keys, slots.values)]
+
+
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     ("policy", "turn", "copied"),
@@ -203,14 +209,14 @@ def test_keys_are_copied_only_where_a_stored_one_is_written_over(model, policy, 
     cache = new_cache(model, policy)
     prefill(model, cache, random_ids(50))
     decode_step(model, cache, torch.tensor([3]))  # leaves room behind the slots in use
-    before = [each.data_ptr() for layer in cache.layers for each in layer.buffers]
+    before = places(cache)
     with cache.rollback():
         (prefill if turn else decode_step)(model, cache, torch.tensor([[4]] if turn else [4]))
-        inside = [each.data_ptr() for layer in cache.layers for each in layer.buffers]
+        inside = places(cache)
         assert all(a != b for a, b in zip(inside, before, strict=True)) is copied
         assert (inside == before) is not copied
-    assert [each.data_ptr() for layer in cache.layers for each in layer.buffers] == before
-    assert not any(layer.lent for layer in cache.layers)
+    assert places(cache) == before
+    assert not any(each.slots.shared for layer in cache.layers for each in layer.stores)
 
 
 def test_answers_of_one_context_do_not_depend_on_the_questions_before():

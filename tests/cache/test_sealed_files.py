@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvtool
-from kvtool.cache.files import _digest, read_metadata
+from kvtool.cache.files.format import digest_of, read_metadata
 from kvtool.generation import compress
 from tests.models_for_tests import peaky_model, random_ids
 
@@ -33,7 +33,7 @@ def reseal(path, change):
     metadata.pop("sha256")
     change(metadata, tensors)
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    save_file(tensors, path, metadata | {"sha256": _digest(tensors, metadata)})
+    save_file(tensors, path, metadata | {"sha256": digest_of(tensors, metadata)})
 
 
 def put(name, value):

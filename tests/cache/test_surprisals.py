@@ -93,7 +93,7 @@ def test_transformers_own_generate_equals_the_slow_twin(family, chunks):
     out = model.generate(torch.tensor([ids]), past_key_values=cache, **settings)
     assert out[0, 45:-1].tolist() == tokens
     assert cache.kept_positions(1)[0, 0].tolist() == slow.kept
-    assert all(layer.capacity <= 21 for layer in cache.layers)
+    assert all(layer.slots.capacity <= 21 for layer in cache.layers)
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 3}, {"prefill_chunk_size": 16}])

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache import attention
+from kvtool.cache import cache as caches
+from kvtool.cache.hooks import attention
 from kvtool.generation import compress, decode_step, generate, prefill
 from kvtool.generation.compiled import CompiledDecoding
 from tests.models_for_tests import family_model, peaky_model, random_ids
@@ -96,8 +97,8 @@ def test_inside_the_attention_of_the_last_layer(monkeypatch):
             raise MemoryError
         return attention_step(layer, *rest)
 
-    attention_step = attention.attend
-    monkeypatch.setattr(attention, "attend", attend)
+    attention_step = attention.run_step
+    monkeypatch.setattr(attention, "run_step", attend)
     with pytest.raises(MemoryError):
         decode_step(model, cache, torch.tensor([5]))
     monkeypatch.undo()
@@ -176,13 +177,13 @@ def test_a_compiled_step_that_broke_off(monkeypatch):
 def test_a_forward_without_a_cache_takes_nothing_over_from_one_that_broke_off(monkeypatch):
     model, cache = make("full")
     alone = model(random_ids(30)).logits
-    give = attention.handover.give
+    give = caches.set_pending
 
     def stop(taken):
         give(taken)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(attention.handover, "give", stop)
+    monkeypatch.setattr(caches, "set_pending", stop)
     with suppress(KeyboardInterrupt):
         prefill(model, cache, random_ids(30))
     monkeypatch.undo()

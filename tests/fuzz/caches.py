@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kvtool
-from kvtool.cache.files import _digest
+from kvtool.cache.files.format import digest_of
 from kvtool.generation import compress, decode_step
 from tests.fuzz.contract import Case
 from tests.fuzz.mutate import mutate_bytes, mutate_data, odd_word
@@ -39,7 +39,7 @@ def write_sealed(path: Path, metadata: dict[str, str], tensors: dict[str, Tensor
     """Write a cache file whose checksum is that of its content."""
     metadata = {name: value for name, value in metadata.items() if name != "sha256"}
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
-    save_file(tensors, path, metadata | {"sha256": _digest(tensors, metadata)})
+    save_file(tensors, path, metadata | {"sha256": digest_of(tensors, metadata)})
 
 
 class _Caches:
@@ -58,8 +58,8 @@ class _Caches:
                 compress(self.model, cache, ids, mask if batch > 1 else None)
                 for token in (3, 4)[: i % 3]:
                     decode_step(self.model, cache, torch.full((batch,), token))
-            cache.input_ids = torch.cat(
-                [ids, torch.tensor([[3, 4]])[:, : i % 3].expand(batch, -1)], 1
+            cache.remember(
+                torch.cat([ids, torch.tensor([[3, 4]])[:, : i % 3].expand(batch, -1)], 1)
             )
             kvtool.save_cache(cache, self.path, model=self.model)
             self.files.append(self.path.read_bytes())

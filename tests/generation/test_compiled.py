@@ -15,8 +15,8 @@ import torch
 from torch._inductor.exc import InvalidCxxCompiler
 
 import kvtool
-from kvtool.cache.slots import SlotLayer
-from kvtool.cache.static import stationary
+from kvtool.cache.steps.static import stationary
+from kvtool.cache.storage.buffers import SlotBuffers
 from kvtool.cli.main import main
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
@@ -115,7 +115,7 @@ def test_a_graph_can_be_a_cuda_graph(policy, padded):
     ]
     stores = [store for layer in cache.slot_layers for store in {layer, *layer.stores}]
     fixed = {each.data_ptr() for store in stores for each in stationary(store)}
-    clocks = {clock.data_ptr() for clock in cache._static._clocks.values()}
+    clocks = {clock.data_ptr() for clock in cache.static._seen.values()}
     assert set(changed) <= fixed | clocks
     assert len(changed) >= 2 * model.config.num_hidden_layers  # keys and values of every layer
 
@@ -150,7 +150,7 @@ def test_a_turn_gives_up_the_room_and_later_steps_take_another(policy):
         token = torch.tensor([i + 2, i + 3])
         logits = step(model, compiled, token)
         torch.testing.assert_close(logits, decode_step(model, eager, token))
-        held.append([store.used for layer in compiled.slot_layers for store in layer.stores])
+        held.append([store.slots.used for layer in compiled.slot_layers for store in layer.stores])
     assert held == held[:1] * 4
 
 
@@ -158,7 +158,7 @@ def test_a_turn_gives_up_the_room_and_later_steps_take_another(policy):
 def test_what_a_turn_replaces_is_not_held_on_to(policy):
     model = kvtool.attach(peaky_model("llama"))
     *_, compiled = run_both(model, policy, False, room=5, steps=3)
-    before = [weakref.ref(store.keys) for store in compiled.slot_layers[0].stores]
+    before = [weakref.ref(store.slots.keys) for store in compiled.slot_layers[0].stores]
     prefill(model, compiled, random_ids(40, seed=3, batch=2))
     gc.collect()
     assert [each() for each in before] == [None] * len(before)
@@ -177,7 +177,7 @@ def test_room_for_a_long_text_is_taken_in_parts():
     model = kvtool.attach(peaky_model("llama"))
     cache = filled(model, "snapkv(window=4)", False)
     CompiledDecoding(model, 10**6, backend="eager")(model, cache, torch.tensor([2, 3]))
-    assert cache.layers[0].used == 20 + 2048
+    assert cache.layers[0].slots.used == 20 + 2048
 
 
 def test_rooms_that_are_used_up_are_followed_by_others():
@@ -187,7 +187,7 @@ def test_rooms_that_are_used_up_are_followed_by_others():
     held = []
     for i in range(9):
         step(model, cache, torch.tensor([i + 2, i + 3]))
-        held.append(cache.layers[0].used)
+        held.append(cache.layers[0].slots.used)
     assert held == [24] * 4 + [28] * 4 + [32]
     assert cache.report().kept_per_layer == [29, 29]
 
@@ -290,7 +290,7 @@ def test_what_cannot_be_compiled_says_so():
     cache = filled(model, Policy(Asking()), False)
     step = CompiledDecoding(model, 8, backend="eager")
     step(model, cache, torch.tensor([2, 3]))
-    with pytest.raises(KvtoolError, match="policy `recency` on `llama` cannot be compiled"):
+    with pytest.raises(KvtoolError, match="Asking` on `llama` cannot be compiled"):
         step(model, cache, torch.tensor([2, 3]))
 
 
@@ -314,11 +314,11 @@ def test_a_step_that_cannot_begin_leaves_the_cache_as_it_was(monkeypatch):
     step(model, cache, torch.tensor([2, 3]))
     last, held = cache.slot_layers[-1], cache.kept_positions(0)
 
-    def own(layer):
-        if layer is last:
+    def copy_on_write(slots):
+        if slots is last.slots:
             raise MemoryError
 
-    monkeypatch.setattr(SlotLayer, "own", own)
+    monkeypatch.setattr(SlotBuffers, "copy_on_write", copy_on_write)
     with pytest.raises(MemoryError):
         step(model, cache, torch.tensor([2, 3]))
     assert cache.tokens_seen() == [61, 61]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.documents.model_shape import ModelShape
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
@@ -43,7 +44,9 @@ def most_held(model, policy, budget, n, new, batch=2, mode="full", tight=True):
     """Bytes that are held at most, after the prompt and after every new token; and the cache."""
     cache = kvtool.build_cache(model, policy, budget, prefill=mode)
     for layer in cache.slot_layers:
-        layer.tight = tight
+        part = HeadBudgets.of(layer)
+        if part is not None:
+            part.exact = tight
     prefill(model, cache, random_ids(n, batch=batch), new_tokens=new)
     held = [bytes_of(cache)]
     for token in random_ids(new + 1, seed=1)[0][:new]:
@@ -134,7 +137,9 @@ def test_padded_rows_hold_no_more_than_so_many_of_the_longest(model, name, n):
     mask[1, :11], mask[2, :20] = 0, 0
     cache = kvtool.build_cache(model, policy, BUDGET)
     for layer in cache.slot_layers:
-        layer.tight = True
+        part = HeadBudgets.of(layer)
+        if part is not None:
+            part.exact = True
     prefill(model, cache, ids, mask, new_tokens=new)
     found = forecast_of(model, policy, BUDGET, n, new, batch=3).storage
     for token in random_ids(new, seed=1)[0]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvtool.cache.attention import attach
 from kvtool.cache.build import build_cache
+from kvtool.cache.hooks.attach import attach
 from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.plan import Target
 from kvtool.documents.profile import Metrics, ProfileData, ProfileDocument

@@ -62,14 +62,14 @@ def test_attention_is_that_over_what_heads_keep(model, policy):
     token = torch.tensor([7])
     queries = {}
 
-    def watch(taken, call, out):
-        queries[taken.layer.index] = (call.query, call.raw_key, out)
+    def watch(step, call, out):
+        queries[step.layer.index] = (call.query, call.raw_key, out)
 
-    cache.watch = watch
+    cache.watch_steps(watch)
     full = kvtool.build_cache(model, "full")
     stored = {}
-    full.watch = lambda taken, call, out: stored.setdefault(
-        taken.layer.index, (call.raw_key, call.raw_value)
+    full.watch_steps(
+        lambda step, call, out: stored.setdefault(step.layer.index, (call.raw_key, call.raw_value))
     )
     prefill(model, full, ids)
     decode_step(model, cache, token)
@@ -189,7 +189,7 @@ def test_rows_that_fit_beside_rows_that_do_not(model, policy, budget, turns, blo
                 same_as_twins(cache, row, text)
     most = max(budget + 1, cache.kept_positions(0).shape[2])
     filled = len(rows) * LAYERS * HEADS * most * 16 * 2 * 4
-    assert cache.allocated_bytes() < 1.5 * filled
+    assert cache.meter.held < 1.5 * filled
 
 
 @pytest.mark.parametrize("modifier", ["", "streaming(sinks=4)+duo"])
@@ -240,9 +240,9 @@ def test_turns_and_files_go_on(model, policy, tmp_path):
 
 
 def test_the_proxy_is_measured_once_per_model(model):
-    ranks = kvtool.build_cache(model, "duoattention", 700).head_ranks
+    ranks = kvtool.build_cache(model, "duoattention", 700).link.head_ranks
     assert sorted(ranks.flatten().tolist()) == list(range(LAYERS * HEADS))
-    assert kvtool.build_cache(model, "streaming+duo", 700).head_ranks is ranks
+    assert kvtool.build_cache(model, "streaming+duo", 700).link.head_ranks is ranks
 
 
 def test_a_model_that_is_not_attached_and_scores_that_do_not_fit_are_refused(tmp_path):

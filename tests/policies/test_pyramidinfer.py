@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache import kernels
+from kvtool.cache.steps import attend_block
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.grammar import parse_policy
@@ -44,7 +44,7 @@ def kept_sets(cache, row=0):
 def test_kept_tokens_and_logits_equal_the_slow_twin(
     family, options, budget, length, chunk, monkeypatch
 ):
-    monkeypatch.setattr(kernels, "_EXPLICIT_ROWS", chunk)
+    monkeypatch.setattr(attend_block, "_EXPLICIT_ROWS", chunk)
     ids = prompt(length)
     model = anchored_model(family)
     inside = ",".join(f"{name}={value}" for name, value in options.items())

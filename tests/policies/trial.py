@@ -3,6 +3,7 @@
 import torch
 
 from kvtool import parse_policy
+from kvtool.cache.steps.view import observe
 from kvtool.maths.selection import keep_top, lowest
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.parts import Evidence, SlotView
@@ -59,7 +60,7 @@ class Trial:
             for start in range(0, rows, step):
                 part = slice(start, start + step)
                 seen = AttentionRows(weights[..., part, :], visible[:, :, part])
-                self.policy.observe(self.state, self.view, seen)
+                observe(self.policy, self.state, self.view, seen)
         self.last = None
         if score.evidence is Evidence.LAST_ROWS:
             part = slice(max(rows - score.window, 0), None)
@@ -140,8 +141,8 @@ class Twin:
         return torch.tensor(self._each(self.policy.scores))
 
     def protected(self):
-        victims = self.seen - self.policy.budget
-        return self._each(lambda head, positions, _: self.policy.forced(head, positions, victims))
+        evicted = self.seen - self.policy.budget
+        return self._each(lambda head, positions, _: self.policy.forced(head, positions, evicted))
 
     def kept(self):
         return self._each(self.policy.keep)

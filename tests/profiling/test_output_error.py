@@ -48,11 +48,11 @@ def test_isolated_streaming_equals_a_plain_loop(model):
     sinks, budget, prompt, steps = 4, 20, 60, 9
     seen = {}
 
-    def watch(taken, call, out):
-        seen.setdefault(taken.layer.index, []).append((call, out))
+    def watch(step, call, out):
+        seen.setdefault(step.layer.index, []).append((call, out))
 
     full = kvtool.build_cache(model, "full")
-    full.watch = watch
+    full.watch_steps(watch)
     ids = torch.cat([random_ids(prompt), random_ids(steps, seed=5)], 1)
     kvtool.generation.prefill(model, full, ids[:, :prompt])
     for token in ids[0, prompt:]:

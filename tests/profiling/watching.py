@@ -17,13 +17,13 @@ def watch(model, ids, steps, *studies) -> list[Seen]:
     """
     cache, steps_seen = kvtool.build_cache(model, "full"), []
 
-    def see(taken, call, out):
-        seen = Seen(taken, call, out)
+    def see(step, call, out):
+        seen = Seen(step, call, out)
         for study in studies:
             study.see(seen)
         steps_seen.append((seen.layer, seen.decoding, seen.query.clone(), seen.key.clone()))
 
-    cache.watch = see
+    cache.watch_steps(see)
     with torch.inference_mode():
         logits = prefill(model, cache, ids)
         for _ in range(steps):

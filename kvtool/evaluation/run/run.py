@@ -285,7 +285,7 @@ class Run:
 
 def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
     """Tell these weights, run and spoken to in this way by this kvtool, from all others."""
-    from kvtool.cache.files import weights_fingerprint
+    from kvtool.cache.files.format import weights_fingerprint
 
     names = ("id", "revision", "config_hash", "dtype", "device", "attn_implementation")
     hashes = {"weights": weights_fingerprint(loaded.model), "text": text_hash(loaded)}

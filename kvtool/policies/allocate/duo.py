@@ -137,7 +137,6 @@ class Duo(HeadSplit):
     name: ClassVar = "duo"
     paper: ClassVar = "https://arxiv.org/abs/2410.10819"
     whole_prompt: ClassVar = False
-    ranking: ClassVar = True
 
     def forecast(
         self, budget: int, prompt: int, kv_heads: int, place: tuple[int, int]

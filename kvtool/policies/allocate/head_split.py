@@ -18,12 +18,13 @@ class HeadSplit(Allocator):
     Attributes:
         by_score: whether heads are compared by their slots' scores.
         whole_prompt: whether a prompt must have been read as a whole.
-        ranking: whether the heads of the model must have been ranked, by what `scores` names.
+        scores: what the heads of the model are ranked by, a file of a score per head or `proxy`;
+            None: they are not.
     """
 
     by_score: ClassVar[bool] = False
     whole_prompt: ClassVar[bool] = True
-    ranking: ClassVar[bool] = False
+    scores: str | None = None
 
     def split(self, problem: AllocationProblem) -> Allocation:
         return problem.by_weight([0.0] * problem.layers)

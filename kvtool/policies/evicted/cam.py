@@ -20,12 +20,12 @@ from torch.nn import functional
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import take
-from kvtool.policies.evicted.eviction import Departure
+from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.numbers import State
 from kvtool.policies.scores.random import seed_offset, uniform_draws
 
-_CHUNK = 1024  # victims whose values are held in float64 at a time
+_CHUNK = 1024  # evicted tokens whose values are held in float64 at a time
 
 
 def merge_probability(own: Tensor, following: Tensor, count: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def merge_probability(own: Tensor, following: Tensor, count: Tensor) -> Tensor:
     return torch.where(count > 0, share, 0.0)
 
 
-def spans(gone: Tensor, kept: Tensor, m: int) -> tuple[Tensor, Tensor]:
+def spans(evicted: Tensor, kept: Tensor, m: int) -> tuple[Tensor, Tensor]:
     """Find where the next m kept tokens of each evicted one begin and end.
 
     >>> first, last = spans(torch.tensor([[[1, 5]]]), torch.tensor([[[0, 2, 4, 6, -1]]]), m=2)
@@ -52,7 +52,7 @@ def spans(gone: Tensor, kept: Tensor, m: int) -> tuple[Tensor, Tensor]:
     ([[[1, 3]]], [[[3, 4]]])
 
     Args:
-        gone: (batch, kv_heads, victims) positions.
+        evicted: (batch, kv_heads, evicted) positions.
         kept: (batch, kv_heads, kept) ascending positions, -1 = empty at the end.
 
     Returns:
@@ -60,7 +60,7 @@ def spans(gone: Tensor, kept: Tensor, m: int) -> tuple[Tensor, Tensor]:
     """
     held = (kept >= 0).sum(-1, keepdim=True)
     ascending = kept.masked_fill(kept < 0, torch.iinfo(kept.dtype).max).contiguous()
-    first = torch.searchsorted(ascending, gone.contiguous(), right=True)
+    first = torch.searchsorted(ascending, evicted.contiguous(), right=True)
     first = torch.minimum(first, held)
     return first, torch.minimum(first + m, held)
 
@@ -74,10 +74,10 @@ def span_sums(numbers: Tensor, kept: Tensor, first: Tensor, m: int) -> Tensor:
     Args:
         numbers: (batch, kv_heads, kept) float32.
         kept: (batch, kv_heads, kept) positions, -1 = empty at the end.
-        first: (batch, kv_heads, victims) from `spans`.
+        first: (batch, kv_heads, evicted) from `spans`.
 
     Returns:
-        (batch, kv_heads, victims) float32; 0 where nothing follows.
+        (batch, kv_heads, evicted) float32; 0 where nothing follows.
     """
     m = min(m, numbers.shape[-1])
     numbers = functional.pad(numbers.masked_fill(kept < 0, 0), (0, m))
@@ -85,7 +85,7 @@ def span_sums(numbers: Tensor, kept: Tensor, first: Tensor, m: int) -> Tensor:
 
 
 def spread(
-    values: Tensor, source: Tensor, gone: Tensor, amount: Tensor, first: Tensor, last: Tensor
+    values: Tensor, source: Tensor, evicted: Tensor, amount: Tensor, first: Tensor, last: Tensor
 ) -> Tensor:
     """Add the values of evicted tokens to their spans.
 
@@ -94,15 +94,15 @@ def spread(
     Args:
         values: (batch, kv_heads, kept, dim).
         source: (batch, kv_heads, slots, dim), which holds the evicted values.
-        gone: (batch, kv_heads, victims) their indices in it.
-        amount: (batch, kv_heads, victims), what to multiply each by.
-        first, last: (batch, kv_heads, victims) from `spans`.
+        evicted: (batch, kv_heads, evicted) their indices in it.
+        amount: (batch, kv_heads, evicted), what to multiply each by.
+        first, last: (batch, kv_heads, evicted) from `spans`.
 
     Returns:
         (batch, kv_heads, kept, dim) in the dtype of `values`.
     """
     flow = functional.pad(torch.zeros_like(values, dtype=torch.float64), (0, 0, 0, 1))
-    parts = (tensor.split(_CHUNK, -1) for tensor in (gone, amount, first, last))
+    parts = (tensor.split(_CHUNK, -1) for tensor in (evicted, amount, first, last))
     for place, much, begin, end in zip(*parts, strict=True):
         token = take(source, place).double() * much[..., None]
         flow.scatter_add_(2, begin[..., None].expand_as(token), token)
@@ -134,48 +134,48 @@ class CaM(Merging):
         if self.seed < 0:
             raise UsageError(f"cam: seed must be 0 or more, got {self.seed}")
 
-    def absorb(self, memory: State, leaving: Departure) -> None:
-        if leaving.decoded:
-            self._absorb_one(leaving)
+    def absorb(self, memory: State, eviction: Eviction) -> None:
+        if eviction.decoded:
+            self._absorb_one(eviction)
             return
-        own = leaving.state["attention_sum"].gather(2, leaving.gone)
-        first, last = spans(leaving.gone_positions, leaving.kept_positions, self.m)
-        sums = leaving.kept_state["attention_sum"]
-        following = span_sums(sums, leaving.kept_positions, first, self.m)
-        amount = self._amount(leaving, own, following, last - first)
-        kept = leaving.kept_values
-        kept.copy_(spread(kept, leaving.values, leaving.gone, amount, first, last))
+        own = eviction.state["attention_sum"].gather(2, eviction.evicted)
+        first, last = spans(eviction.evicted_positions, eviction.kept_positions, self.m)
+        sums = eviction.kept_state["attention_sum"]
+        following = span_sums(sums, eviction.kept_positions, first, self.m)
+        amount = self._amount(eviction, own, following, last - first)
+        kept = eviction.kept_values
+        kept.copy_(spread(kept, eviction.values, eviction.evicted, amount, first, last))
 
-    def _absorb_one(self, leaving: Departure) -> None:
+    def _absorb_one(self, eviction: Eviction) -> None:
         """Absorb one token of each head, whose kept ones are in no order."""
-        positions, kept = leaving.kept_positions, leaving.kept_values
+        positions, kept = eviction.kept_positions, eviction.kept_values
         last = torch.iinfo(positions.dtype).max
-        later = positions.masked_fill(positions <= leaving.gone_positions, last)
+        later = positions.masked_fill(positions <= eviction.evicted_positions, last)
         nearest = later.topk(min(self.m, later.shape[-1]), -1, largest=False, sorted=False)
         follows = nearest.values < last
-        sums = leaving.kept_state["attention_sum"].gather(2, nearest.indices)
-        own = leaving.state["attention_sum"].gather(2, leaving.gone)
+        sums = eviction.kept_state["attention_sum"].gather(2, nearest.indices)
+        own = eviction.state["attention_sum"].gather(2, eviction.evicted)
         following = sums.masked_fill(~follows, 0).sum(-1, keepdim=True)
         count = follows.sum(-1, keepdim=True)
-        amount = self._amount(leaving, own, following, count)
+        amount = self._amount(eviction, own, following, count)
         amount = torch.where(follows, amount, 0.0)[..., None]
-        value = take(leaving.values, leaving.gone)
+        value = take(eviction.values, eviction.evicted)
         old = take(kept, nearest.indices)
         new = (old.float() + amount * value.float()).to(kept.dtype)
         kept.scatter_(2, nearest.indices[..., None].expand_as(new), new)
 
-    def _amount(self, leaving: Departure, own: Tensor, following: Tensor, count: Tensor) -> Tensor:
+    def _amount(self, eviction: Eviction, own: Tensor, following: Tensor, count: Tensor) -> Tensor:
         """Compute how much of each evicted value every token of its span gets."""
         chance = merge_probability(own, following, count)
         if not self.deterministic:
-            chance = (self._draws(leaving) < chance).float()
-        chance = chance.masked_fill(leaving.gone_positions < 0, 0)
+            chance = (self._draws(eviction) < chance).float()
+        chance = chance.masked_fill(eviction.evicted_positions < 0, 0)
         return chance / count.clamp(min=1)
 
-    def _draws(self, leaving: Departure) -> Tensor:
-        positions = leaving.gone_positions
+    def _draws(self, eviction: Eviction) -> Tensor:
+        positions = eviction.evicted_positions
         held = positions.shape[1]
-        heads = torch.arange(held, device=positions.device) + leaving.heads.first(held)
-        stream = (heads[:, None] << 50) + leaving.tokens_seen * 1_000_003 + leaving.layer
+        heads = torch.arange(held, device=positions.device) + eviction.heads.first(held)
+        stream = (heads[:, None] << 50) + eviction.tokens_seen * 1_000_003 + eviction.layer
         stream = stream + seed_offset(self.seed)
         return uniform_draws(positions, stream)

@@ -22,33 +22,33 @@ from torch.nn import functional
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import take
-from kvtool.policies.evicted.eviction import Departure
+from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.numbers import State
 
 _SELF = math.e  # exp of a token's similarity to itself
-_CHUNK = 128  # victims whose similarity to every kept token is held at a time
+_CHUNK = 128  # evicted tokens whose similarity to every kept token is held at a time
 _EPSILON = 1e-8
 
 
-def nearest_kept(gone: Tensor, kept: Tensor, kept_positions: Tensor) -> tuple[Tensor, Tensor]:
+def nearest_kept(evicted: Tensor, kept: Tensor, kept_positions: Tensor) -> tuple[Tensor, Tensor]:
     """Find the kept key most similar to each evicted one, ties to the lower position.
 
     Args:
-        gone: (batch, kv_heads, victims, head_dim).
+        evicted: (batch, kv_heads, evicted, head_dim).
         kept: (batch, kv_heads, kept, head_dim).
         kept_positions: (batch, kv_heads, kept), -1 = empty, never the nearest.
 
     Returns:
-        Cosine similarity, (batch, kv_heads, victims) float32, and index of the kept key, int64.
+        Cosine similarity, (batch, kv_heads, evicted) float32, and index of the kept key, int64.
     """
     unit = functional.normalize(kept.float(), dim=-1, eps=_EPSILON)
-    return _nearest(gone, unit, kept_positions)
+    return _nearest(evicted, unit, kept_positions)
 
 
-def _nearest(gone: Tensor, unit: Tensor, kept_positions: Tensor) -> tuple[Tensor, Tensor]:
-    gone = functional.normalize(gone.float(), dim=-1, eps=_EPSILON)
-    cosine = gone @ unit.transpose(-1, -2)
+def _nearest(evicted: Tensor, unit: Tensor, kept_positions: Tensor) -> tuple[Tensor, Tensor]:
+    evicted = functional.normalize(evicted.float(), dim=-1, eps=_EPSILON)
+    cosine = evicted @ unit.transpose(-1, -2)
     positions = kept_positions[:, :, None]
     cosine = cosine.masked_fill_(positions < 0, float("-inf"))
     best = cosine.amax(-1, keepdim=True)
@@ -57,12 +57,12 @@ def _nearest(gone: Tensor, unit: Tensor, kept_positions: Tensor) -> tuple[Tensor
 
 
 def next_threshold(tau: Tensor, similarity: Tensor, valid: Tensor, beta: float) -> Tensor:
-    """Move the threshold by the similarities of some victims.
+    """Move the threshold by the similarities of some evicted tokens.
 
     Args:
         tau: (batch, kv_heads) float32, NaN before the first eviction.
-        similarity: (batch, kv_heads, victims) float32.
-        valid: bool (batch, kv_heads, victims), False where no token leaves; a head that loses none
+        similarity: (batch, kv_heads, evicted) float32.
+        valid: bool (batch, kv_heads, evicted), False where no token leaves; a head that loses none
             keeps its threshold.
     """
     count = valid.sum(-1)
@@ -86,33 +86,35 @@ def blend(kept: Tensor, share: Tensor, total: Tensor) -> Tensor:
     return mixed.to(kept.dtype)
 
 
-def merge_one(kept: Tensor, gone: Tensor, target: Tensor, weight: Tensor) -> None:
+def merge_one(kept: Tensor, evicted: Tensor, target: Tensor, weight: Tensor) -> None:
     """Merge one token of each head into its target, in place.
 
     Args:
         kept: (batch, kv_heads, kept, dim).
-        gone: (batch, kv_heads, 1, dim).
+        evicted: (batch, kv_heads, 1, dim).
         target: (batch, kv_heads, 1) index into kept.
         weight: (batch, kv_heads, 1) float32, exp of the similarity; 0 = do not merge.
     """
     index = target[..., None].expand(-1, -1, -1, kept.shape[-1])
     old = kept.gather(2, index)
-    new = blend(old, weight[..., None] * gone.float(), weight)
+    new = blend(old, weight[..., None] * evicted.float(), weight)
     kept.scatter_(2, index, torch.where(weight[..., None] > 0, new, old))
 
 
-def merge_many(kept: Tensor, source: Tensor, gone: Tensor, target: Tensor, weight: Tensor) -> None:
+def merge_many(
+    kept: Tensor, source: Tensor, evicted: Tensor, target: Tensor, weight: Tensor
+) -> None:
     """Merge any number of tokens of each head into their targets, in place.
 
     Args:
         kept: (batch, kv_heads, kept, dim).
         source: (batch, kv_heads, slots, dim), which holds the evicted tokens.
-        gone: (batch, kv_heads, victims) their indices in it.
-        target, weight: as for `merge_one`, (batch, kv_heads, victims).
+        evicted: (batch, kv_heads, evicted) their indices in it.
+        target, weight: as for `merge_one`, (batch, kv_heads, evicted).
     """
     share = torch.zeros(kept.shape, device=kept.device)
     total = torch.zeros(kept.shape[:3], device=kept.device).scatter_add_(2, target, weight)
-    for place, to, amount in _chunks(gone, target, weight):
+    for place, to, amount in _chunks(evicted, target, weight):
         token = take(source, place).float()
         share.scatter_add_(2, to[..., None].expand_as(token), token.mul_(amount[..., None]))
     kept.copy_(torch.where(total[..., None] > 0, blend(kept, share, total), kept))
@@ -145,23 +147,23 @@ class D2OMerge(Merging):
     def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
         return {"tau": torch.full((batch, kv_heads), float("nan"), device=device)}
 
-    def absorb(self, memory: State, leaving: Departure) -> None:
-        keys, gone = leaving.keys, leaving.gone
-        unit = functional.normalize(leaving.kept_keys.float(), dim=-1, eps=_EPSILON)
+    def absorb(self, memory: State, eviction: Eviction) -> None:
+        keys, evicted = eviction.keys, eviction.evicted
+        unit = functional.normalize(eviction.kept_keys.float(), dim=-1, eps=_EPSILON)
         parts = [
-            _nearest(take(keys, place), unit, leaving.kept_positions)
-            for place in gone.split(_CHUNK, -1)
+            _nearest(take(keys, place), unit, eviction.kept_positions)
+            for place in evicted.split(_CHUNK, -1)
         ]
         similarity, target = (torch.cat(part, -1) for part in zip(*parts, strict=True))
-        valid = leaving.gone_positions >= 0
+        valid = eviction.evicted_positions >= 0
         tau = next_threshold(memory["tau"], similarity, valid, self.beta)
         memory["tau"].copy_(tau)
         merged = valid & (similarity >= tau[..., None])
         weight = torch.where(merged, similarity.exp(), 0.0)
-        both = [(leaving.values, leaving.kept_values)]
-        both += [(keys, leaving.kept_keys)] if self.merge == "kv" else []
+        both = [(eviction.values, eviction.kept_values)]
+        both += [(keys, eviction.kept_keys)] if self.merge == "kv" else []
         for source, kept in both:
-            if leaving.decoded:
-                merge_one(kept, take(source, gone), target, weight)
+            if eviction.decoded:
+                merge_one(kept, take(source, evicted), target, weight)
             else:
-                merge_many(kept, source, gone, target, weight)
+                merge_many(kept, source, evicted, target, weight)

@@ -9,14 +9,14 @@ from kvtool.policies.numbers import Count, State
 
 
 @dataclass(frozen=True)
-class Departure:
+class Eviction:
     """Tokens that leave a layer, and those that stay.
 
     Attributes:
         keys, values: (batch, kv_heads, slots, dim) of both.
         state: the numbers beside these slots.
-        gone: (batch, kv_heads, victims) int64, the slots of those that leave.
-        gone_positions: their true positions; -1 where a head loses fewer than `victims`.
+        evicted: (batch, kv_heads, evicted) int64, the slots of those that leave.
+        evicted_positions: their true positions; -1 where a head loses fewer.
         kept_keys, kept_values: (batch, kv_heads, kept, dim) of those that stay, to be changed in
             place; of one decoded token they are `keys` and `values` themselves.
         kept_state: the numbers beside these.
@@ -24,7 +24,7 @@ class Departure:
         tokens_seen: tokens of the row so far.
         layer: index of the layer.
         heads: all KV heads of the layer, of which these may be a part.
-        whole: whether every head loses `victims`.
+        whole: whether every head loses equally many.
         importance: (batch, kv_heads, slots) float32 by which a block was judged; None for a decoded
             token.
     """
@@ -32,8 +32,8 @@ class Departure:
     keys: Tensor
     values: Tensor
     state: State
-    gone: Tensor
-    gone_positions: Tensor
+    evicted: Tensor
+    evicted_positions: Tensor
     kept_keys: Tensor
     kept_values: Tensor
     kept_state: State

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvtool.policies.evicted.eviction import Departure
+from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.heads import HeadSizes
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evicted
@@ -19,6 +19,6 @@ class Merging(Evicted):
         """Make what a layer remembers beside its slots: tensors whose first axis is the batch."""
         return {}
 
-    def absorb(self, memory: State, leaving: Departure) -> None:
+    def absorb(self, memory: State, eviction: Eviction) -> None:
         """Change those that stay by those that leave, and the memory, in place."""
         raise NotImplementedError

@@ -48,7 +48,7 @@ class H2O(Score):
         return state["attention_sum"]
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
-        return view.recent(half(view.budget) if self.recent is None else self.recent)
+        return view.recent(view.budget // 2 if self.recent is None else self.recent)
 
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"recent": half(budget) if self.recent is None else self.recent}

@@ -120,7 +120,7 @@ def _run(settings: Settings, policy: str, mode: str, request: dict) -> Record:
 
 def _of_host(cache) -> int:
     """Bytes in host memory, which on a CPU count as the device's."""
-    return cache.report().host_bytes if cache.first_layer.device.type == "cpu" else 0
+    return cache.report().host_bytes if cache.first_layer.slots.device.type == "cpu" else 0
 
 
 def planned(settings: Settings, policy: str) -> Record:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvtool
 from kvtool.cache.cache import KVCache
+from kvtool.cache.storage.calibration import Calibration
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding
@@ -297,7 +298,7 @@ def pinned(settings: Settings) -> Record:
     cache = build(model, policy, "full")
     prefill(model, cache, random_ids(PROMPT).to(model.device))
     decode_step(model, cache, torch.tensor([5], device=model.device))
-    shelves = [s for layer in cache.slot_layers for s in layer.calibration.store.shelves]
+    shelves = [s for layer in cache.slot_layers for s in Calibration.of(layer).store.segments]
     tensors = [tensor for shelf in shelves for tensor in shelf.tensors]
     found["host_tensors"] = len(tensors)
     if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):

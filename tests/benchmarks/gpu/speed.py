@@ -16,6 +16,7 @@ from rich.table import Table
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
+from kvtool.cache.storage.calibration import Calibration
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.memory import Peak, watched_devices
 from kvtool.generation import decode_step
@@ -284,11 +285,11 @@ def offloading_steps(settings: Settings, n: int, policy: str) -> Record:
     cache = kvtool_prompt(ours, ids, policy_for(policy, settings), budget, "full")
     more = n - 2 * budget
     for layer in cache.slot_layers:
-        shape = 1, layer.positions.shape[1], more, ours.config.head_dim
+        shape = 1, layer.slots.kv_heads, more, ours.config.head_dim
         pair = (torch.randn(shape, device=ours.device, dtype=ours.dtype) for _ in range(2))
         places = torch.arange(more, device=ours.device, dtype=torch.int32)
         tokens = *pair, places.expand(1, shape[1], -1)
-        layer.calibration.store.append(iter([tokens]), more, True)
+        Calibration.of(layer).store.append(iter([tokens]), more, True)
     found = _eager_steps(settings, ours, cache, 1)
     frequency = [each for each in cache.report().recompute_frequency or () if each is not None]
     return found | {

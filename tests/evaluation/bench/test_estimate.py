@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvtool.cache.attention import attach
 from kvtool.cache.build import build_cache
+from kvtool.cache.hooks.attach import attach
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.estimate import bytes_held, check_bytes
 from kvtool.generation import compress

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from kvtool.cache.attention import attach
+from kvtool.cache.hooks.attach import attach
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.protocol import Protocol

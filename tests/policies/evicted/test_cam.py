@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from kvtool.policies.evicted.cam import CaM, merge_probability, spans
-from kvtool.policies.evicted.eviction import Departure
+from kvtool.policies.evicted.eviction import Eviction
 
 OWN, TARGETS = [2.0, 4.0], [[1.0, 1.0], [3.0, 0.0], [0.0, 2.0]]
 
 
-def leave(part, sums, values, gone, kept, decoded=False, order=None, tokens_seen=None):
+def leave(part, sums, values, evicted, kept, decoded=False, order=None, tokens_seen=None):
     """Values of the kept tokens, by position, after some have left one head."""
     count = len(sums)
     places = torch.tensor(order if order is not None else range(count))
     values = torch.tensor([values])[None][:, :, places]
     state = {"attention_sum": torch.tensor([[sums]])[:, :, places]}
     slot = {position: i for i, position in enumerate(places.tolist())}
-    out = torch.tensor([[[slot[p] for p in gone]]])
+    out = torch.tensor([[[slot[p] for p in evicted]]])
     stay = torch.tensor([[[slot[p] for p in kept]]])
     if decoded:
         kept_values, kept_state = values, state
@@ -27,12 +27,12 @@ def leave(part, sums, values, gone, kept, decoded=False, order=None, tokens_seen
         kept_values = values[:, :, stay[0, 0]].clone()
         kept_state = {"attention_sum": state["attention_sum"].gather(2, stay)}
         kept_positions = torch.tensor([[kept]], dtype=torch.int32)
-    leaving = Departure(
+    eviction = Eviction(
         keys=values,
         values=values,
         state=state,
-        gone=out,
-        gone_positions=torch.tensor([[gone]], dtype=torch.int32),
+        evicted=out,
+        evicted_positions=torch.tensor([[evicted]], dtype=torch.int32),
         kept_keys=kept_values,
         kept_values=kept_values,
         kept_state=kept_state,
@@ -41,7 +41,7 @@ def leave(part, sums, values, gone, kept, decoded=False, order=None, tokens_seen
         layer=0,
         importance=None if decoded else torch.zeros(1, 1, count),
     )
-    part.absorb({}, leaving)
+    part.absorb({}, eviction)
     return kept_values[0, 0, stay[0, 0]] if decoded else kept_values[0, 0]
 
 
@@ -94,10 +94,10 @@ def test_many_victims_add_up_from_what_was_before():
     values = torch.randn(40, 3, generator=generator)
     sums = torch.rand(40, generator=generator)
     kept = sorted(torch.randperm(40, generator=generator)[:9].tolist())
-    gone = [p for p in range(40) if p not in kept]
-    got = leave(CaM(m=4, deterministic=True), sums.tolist(), values.tolist(), gone, kept)
+    evicted = [p for p in range(40) if p not in kept]
+    got = leave(CaM(m=4, deterministic=True), sums.tolist(), values.tolist(), evicted, kept)
     expected = values.clone()
-    for i in gone:
+    for i in evicted:
         targets = [j for j in kept if j > i][:4]
         if targets:
             chance = min(float(sums[i] / sums[targets].mean()), 1.0)
@@ -110,12 +110,12 @@ def test_many_victims_add_up_from_what_was_before():
 def test_followers_of_next_to_no_attention_are_summed_by_themselves(decoded, m):
     """Beside a sink of 1e4, whose running sums in float64 are multiples of 1.8e-12."""
     sums = [1e4, 3.8e-22, *[1e-15] * 3, 2.5e3, 1e-21, 2e-15, 3e-15]
-    kept, gone = [0, 2, 3, 4, 5, 7, 8], [1] if decoded else [1, 6]
-    values = [[1.0 if p in gone else 0.0] for p in range(len(sums))]
+    kept, evicted = [0, 2, 3, 4, 5, 7, 8], [1] if decoded else [1, 6]
+    values = [[1.0 if p in evicted else 0.0] for p in range(len(sums))]
     part = CaM(m=m, deterministic=True)
-    got = leave(part, sums, values, gone, kept, decoded=decoded)[:, 0]
+    got = leave(part, sums, values, evicted, kept, decoded=decoded)[:, 0]
     expected = dict.fromkeys(kept, 0.0)
-    for victim in gone:
+    for victim in evicted:
         targets = [p for p in kept if p > victim][:m]
         chance = min(sums[victim] * len(targets) / math.fsum(sums[p] for p in targets), 1.0)
         for p in targets:

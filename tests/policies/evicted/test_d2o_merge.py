@@ -12,7 +12,7 @@ from kvtool.policies.evicted.d2o_merge import (
     nearest_kept,
     next_threshold,
 )
-from kvtool.policies.evicted.eviction import Departure
+from kvtool.policies.evicted.eviction import Eviction
 
 KEPT = [[1.0, 0.0], [0.0, 1.0]]
 KEPT_VALUES = [[1.0, 1.0], [2.0, 0.0]]
@@ -32,12 +32,12 @@ def leave(keys, values, kept=KEPT, kept_values=KEPT_VALUES, decoded=False, memor
     memory = part.start(1, 1, torch.device("cpu")) if memory is None else memory
     part.absorb(
         memory,
-        Departure(
+        Eviction(
             keys=all_keys,
             values=all_values,
             state={},
-            gone=torch.arange(stay, stay + leaves)[None, None],
-            gone_positions=positions[:, :, stay:],
+            evicted=torch.arange(stay, stay + leaves)[None, None],
+            evicted_positions=positions[:, :, stay:],
             kept_keys=kept_keys,
             kept_values=kept_values,
             kept_state={},
@@ -120,13 +120,13 @@ def test_one_token_is_merged_in_the_same_way_as_many():
     generator = torch.Generator().manual_seed(0)
     kept = torch.randn(2, 3, 7, 5, generator=generator)
     source = torch.randn(2, 3, 4, 5, generator=generator)
-    gone = torch.randint(0, 4, (2, 3, 1), generator=generator)
+    evicted = torch.randint(0, 4, (2, 3, 1), generator=generator)
     target = torch.randint(0, 7, (2, 3, 1), generator=generator)
     weight = torch.rand(2, 3, 1, generator=generator).exp()
     weight[1, 2] = 0
     first, second = kept.clone(), kept.clone()
-    merge_one(first, source.gather(2, gone[..., None].expand(-1, -1, -1, 5)), target, weight)
-    merge_many(second, source, gone, target, weight)
+    merge_one(first, source.gather(2, evicted[..., None].expand(-1, -1, -1, 5)), target, weight)
+    merge_many(second, source, evicted, target, weight)
     torch.testing.assert_close(first, second)
     assert torch.equal(first[1, 2], kept[1, 2])
     assert ((first != kept).any(-1).sum(-1) <= 1).all()
@@ -141,6 +141,6 @@ def test_values_alone():
 def test_bfloat16_is_averaged_in_float32():
     kept = torch.full((1, 1, 1, 2), 256.0, dtype=torch.bfloat16)
     source = torch.full((1, 1, 600, 2), 1.0, dtype=torch.bfloat16)
-    gone = torch.arange(600)[None, None]
-    merge_many(kept, source, gone, torch.zeros_like(gone), torch.full(gone.shape, math.e))
+    evicted = torch.arange(600)[None, None]
+    merge_many(kept, source, evicted, torch.zeros_like(evicted), torch.full(evicted.shape, math.e))
     assert kept[0, 0, 0, 0].item() == pytest.approx((256 + 600) / 601, rel=0.01)

@@ -1,0 +1,95 @@
+"""The form of a cache file: one safetensors file whose metadata say what it belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from kvtool.cache.cache import KVCache
+from kvtool.cache.files.checks import check_metadata
+from kvtool.errors import KvtoolError, UsageError
+
+KIND, SCHEMA = "kvtool.cache", "1"
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """What a cache file says of itself, without its tensors.
+
+    Raises:
+        KvtoolError: no such file, or not a cache file.
+    """
+    metadata = read_file(Path(path), with_tensors=False)[0]
+    check_metadata(Path(path), metadata)
+    return metadata
+
+
+def read_file(path: Path, *, with_tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Read a file's metadata, and its tensors if they are wanted."""
+    if not path.is_file():
+        raise KvtoolError(f"no cache file at `{path}`")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            _check_kind(path, metadata)
+            names = list(file.keys()) if with_tensors else []
+            tensors = {name: file.get_tensor(name) for name in names}
+    except KvtoolError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise KvtoolError(
+            f"`{path}` is not a whole cache file: it is truncated or damaged"
+        ) from error
+    return metadata, tensors
+
+
+def _check_kind(path: Path, metadata: dict[str, str]) -> None:
+    if metadata.get("kind") != KIND:
+        raise KvtoolError(f"`{path}` is not a kvtool cache file")
+    if metadata.get("schema_version") != SCHEMA:
+        raise KvtoolError(
+            f"`{path}` has schema version {metadata.get('schema_version')}; "
+            f"this kvtool reads {SCHEMA}"
+        )
+
+
+def digest_of(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Return the checksum of all that a file holds."""
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def check_one_process(cache: KVCache) -> None:
+    """Refuse a cache of which each process holds a part of the heads."""
+    if cache.link.shards.processes > 1:
+        raise UsageError(
+            "a cache file holds all KV heads, and each of the "
+            f"{cache.link.shards.processes} processes has its own",
+            hint="save and load caches in one process",
+        )
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """Hash of the dtype and a few numbers of every weight, which fine-tuned siblings differ in."""
+    sample = [
+        weight.detach().flatten()[:8].float().to(model.device)
+        for weight in (_local(weight) for weight in model.parameters())
+        if not weight.is_meta
+    ]
+    numbers = torch.cat(sample).cpu().numpy().tobytes() if sample else b""
+    return hashlib.sha256(str(model.dtype).encode() + numbers).hexdigest()
+
+
+def _local(weight: Tensor) -> Tensor:
+    """The part of a weight that this process holds, if it is split over processes."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight

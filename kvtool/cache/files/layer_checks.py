@@ -1,0 +1,152 @@
+"""Check what a cache file holds of one layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.cache import KVCache
+from kvtool.cache.files.file_tensors import FileTensors
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.model_shape import LayerShape
+from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop
+from kvtool.policies.evicted.merging import Merging
+from kvtool.policies.numbers import SHIFT
+from kvtool.sizes import MOST_TOKENS
+
+_WEIGHED = {"query": True, "out": True, "lse": False}  # of calibration: whether it has channels
+_PLACES = (torch.int64, torch.int32)
+_COUNTED = ("steps", "recomputed", "calibrated")
+
+
+def check_layer(
+    file: FileTensors,
+    cache: KVCache,
+    layer: SlotLayer,
+    shape: LayerShape,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse tensors of a layer that do not fit its policy, the model or each other.
+
+    Raises:
+        KvtoolError: the first such tensor.
+    """
+    name, batch, heads = f"layer.{layer.index}", file.batch, shape.kv_heads
+    slots = file.kept(layer.index)
+    for kind, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
+        file.take(f"{name}.{kind}", (batch, heads, slots, dim), dtype)
+    positions = file.take(
+        f"{name}.positions", (batch, heads, slots), torch.int64, -1, file.seen - 1
+    )
+    _check_positions(file, f"{name}.positions", positions)
+    for key in layer.policy.statistics:
+        turns = key == SHIFT
+        low = -MOST_TOKENS if turns else 0
+        number = file.take(
+            f"{name}.state.{key}", (batch, heads, slots), torch.float32, low, MOST_TOKENS
+        )
+        if turns and not torch.equal(number, number.round()):
+            raise file.bad(f"{name}.state.{key}", "holds parts of a position")
+    _check_budget(file, cache, layer, name, positions)
+    on_evict = layer.policy.on_evict
+    if isinstance(on_evict, Merging):
+        for key, start in on_evict.start(batch, heads, torch.device("cpu")).items():
+            kind = f"{name}.memory.{key}"
+            found = file.left.get(kind)
+            if found is not None and start.isnan().all():  # which stands for: none yet
+                file.left[kind] = found.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
+            file.take(kind, tuple(start.shape), start.dtype)
+    if isinstance(on_evict, CaliDrop):
+        _check_calibration(file, f"{name}.calibration", on_evict, shape, dtype)
+    for part in layer.parts.values():
+        for key, (sizes, own) in part.shapes(batch, heads).items():
+            file.take(f"{name}.{key}", sizes, own)
+    if layer.policy.select_only and layer.window is None and f"{name}.marked" in file.left:
+        marked = file.take(f"{name}.marked", (batch, heads, None), _PLACES, -1, file.seen - 1)
+        _check_ascending(file, f"{name}.marked", marked)
+
+
+def _check_positions(file: FileTensors, name: str, positions: Tensor) -> None:
+    _check_ascending(file, name, positions)
+    if file.lengths is not None:
+        over = positions >= file.lengths[:, None, None]
+        if over.any():
+            raise file.bad(name, "holds tokens that its row has not seen")
+
+
+def _check_ascending(file: FileTensors, name: str, positions: Tensor) -> None:
+    ordered = positions.masked_fill(positions < 0, file.seen)
+    before, after = ordered[..., :-1], ordered[..., 1:]
+    if not ((before < after) | (before == file.seen)).all():
+        raise file.bad(name, "are not in ascending order, empty slots last")
+
+
+def _check_budget(
+    file: FileTensors, cache: KVCache, layer: SlotLayer, name: str, positions: Tensor
+) -> None:
+    """Check what rows and heads may keep, and that they keep no more."""
+    score, batch = layer.policy.score, file.batch
+    found = file.left.get(f"{name}.budget")
+    rows = batch if found is not None and found.numel() > 1 else 1
+    budget = file.take(f"{name}.budget", (rows,), torch.int64, 0, MOST_TOKENS)
+    if layer.window is not None and (budget != layer.window - 1).any():
+        raise file.bad(f"{name}.budget", "is not the width of the layer's window")
+    if score.when != "never" and layer.window is None and (budget < 1).any():
+        raise file.bad(f"{name}.budget", "keeps no token")
+    filled = (positions >= 0).sum(-1)
+    split = layer.window is None and cache.policy.head_split is not None
+    most = budget[:, None]
+    uneven = file.lengths is not None
+    if split and f"{name}.head_budgets" in file.left:
+        most = file.take(
+            f"{name}.head_budgets", (batch, positions.shape[1]), torch.int64, 0, MOST_TOKENS
+        )
+        uneven = True
+    if score.when == "always" and (filled > most).any():
+        raise file.bad(f"{name}.positions", "holds more tokens than its budget")
+    if not uneven and (positions < 0).any():
+        raise file.bad(f"{name}.positions", "has empty slots where no row or head is shorter")
+    due = torch.tensor([file.seen]) if file.lengths is None else file.lengths
+    if score.when == "never" and (filled != due[:, None]).any():
+        raise file.bad(f"{name}.positions", "lacks tokens, and its policy keeps all")
+    asked = None if cache.budget is None else cache.budget.tokens
+    own = cache.plan is not None or cache.policy.allocator is not None
+    fixed = (
+        asked is not None
+        and layer.window is None
+        and not own
+        and not cache.policy.budget_is_traffic
+    )
+    if fixed and asked is not None and bool(budget.ne(asked).any()):
+        raise file.bad(f"{name}.budget", f"is not the cache's budget {cache.budget}")
+
+
+def _check_calibration(
+    file: FileTensors, name: str, part: CaliDrop, shape: LayerShape, dtype: torch.dtype
+) -> None:
+    """Check what a layer has set aside; nothing, or all of it."""
+    batch, heads, kv_heads = file.batch, shape.heads, shape.kv_heads
+    width = {"query": shape.key_dim, "out": shape.value_dim}
+    for key, channels in _WEIGHED.items():
+        sizes = (batch, heads, width[key]) if channels else (batch, heads)
+        file.take(f"{name}.memory.{key}", sizes, torch.float32, unknown=key == "lse")
+    for key in _COUNTED:
+        file.take(f"{name}.memory.{key}", (batch, heads), torch.float32, 0)
+    packed_as = {"bf16": torch.bfloat16, "int8": torch.int8}.get(part.store, dtype)
+    for place in ("shelf", "gathered"):
+        if not any(each.startswith(f"{name}.store.{place}.") for each in file.left):
+            continue
+        packed = place == "shelf"
+        forms = []
+        for dim in (shape.key_dim, shape.value_dim):
+            forms.append((dim, packed_as if packed else dtype))
+            if packed and part.store == "int8":
+                forms.append((1, torch.float32))
+        first = file.left.get(f"{name}.store.{place}.0")
+        slots = first.shape[2] if first is not None and first.dim() == 4 else None
+        for i, (dim, form) in enumerate(forms):
+            file.take(f"{name}.store.{place}.{i}", (batch, kv_heads, slots, dim), form)
+        last = f"{name}.store.{place}.{len(forms)}"
+        file.take(last, (batch, kv_heads, slots), _PLACES, -1, file.seen - 1)
+        if slots == 0 or (not packed and slots is not None and slots > GATHERED):
+            raise file.bad(last, f"sets {slots} tokens aside at a time")

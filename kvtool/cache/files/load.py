@@ -1,0 +1,158 @@
+"""Read a compressed cache back from a file.
+
+A cache that is saved, loaded and continued gives what the unbroken run gives.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from kvtool.cache.build import build_cache
+from kvtool.cache.cache import KVCache
+from kvtool.cache.files.checks import bad_file, check_metadata
+from kvtool.cache.files.format import (
+    check_one_process,
+    digest_of,
+    read_file,
+    weights_fingerprint,
+)
+from kvtool.cache.files.tensor_checks import check_ranks, check_tensors
+from kvtool.cache.storage.buffers import Slots
+from kvtool.cache.storage.growth import LayerBudget
+from kvtool.cache.storage.head_budgets import HeadBudgets
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.ragged import to_ragged
+from kvtool.documents.plan import PlanDocument
+from kvtool.documents.source import Source
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.identity import config_hash
+from kvtool.policies.allocate.split import Spread
+from kvtool.policies.grammar import read_spelling
+
+
+def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
+    """Read a cache back for the model that made it.
+
+    Returns:
+        The cache, with the text's tokens in `input_ids`, `next_logits` if all of them had been fed,
+        and in `chat` where its conversation stands, if it is one.
+
+    Raises:
+        KvtoolError: no such file, not a whole and untouched cache file, or one of another model.
+    """
+    path = Path(path)
+    metadata, tensors = read_file(path, with_tensors=True)
+    digest = metadata.pop("sha256", "")
+    if digest != digest_of(tensors, metadata):
+        raise KvtoolError(f"`{path}` was changed after it was written: its checksum does not match")
+    check_metadata(path, metadata)
+    if metadata["config_hash"] != config_hash(model.config):
+        raise KvtoolError(
+            f"`{path}` holds the cache of another model, `{metadata['model']}`, "
+            f"not of `{model.config._name_or_path or model.config.model_type}`"
+        )
+    if metadata["weights"] != weights_fingerprint(model):
+        raise KvtoolError(
+            f"`{path}` was made with other weights or another dtype than those loaded, "
+            f"of `{metadata['model']}`"
+        )
+    cache = _empty_cache(path, metadata, tensors, model)
+    check_one_process(cache)
+    check_tensors(path, metadata, tensors, cache, model)
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, SlotLayer):
+            _fill_layer(layer, tensors, f"layer.{i}", int(metadata["seen"]), model)
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            _fill_recurrent(layer, tensors, f"layer.{i}", model)
+    if "spread.held" in tensors:
+        names = ("spread.variance", "spread.queries", "spread.held")
+        rows = zip(*(tensors[name].tolist() for name in names), strict=True)
+        cache.budgets.load([Spread(*row) for row in rows])
+    if cache.surprisals is not None:
+        own = [tensors[f"state.{name}"].to(model.device) for name in ("surprisal", "next_logits")]
+        cache.surprisals.fill(*own)
+    if cache.budgets.traffic is not None:
+        cache.budgets.traffic.load(tensors["read.ends"].tolist())
+        cache.budgets.expect(int(tensors["read.reserve"]))
+    cache.remember(tensors.get("input_ids"), tensors.get("next_logits"))
+    chat = metadata.get("chat")
+    cache.end_with("open" if chat == "open" else "answer" if chat == "answer" else None)
+    return cache
+
+
+def _empty_cache(
+    path: Path, metadata: dict[str, str], tensors: dict[str, Tensor], model: PreTrainedModel
+) -> KVCache:
+    """Make the cache that a file holds the content of."""
+    try:
+        policy = read_spelling(metadata["policy"])
+        plan = None
+        if metadata.get("plan"):
+            plan = Source.parse(metadata["plan"], "plan").validate(PlanDocument)
+        ranked = policy.head_split is not None and policy.head_split.scores is not None
+        if ranked:
+            check_ranks(path, tensors, model)
+        return build_cache(
+            model,
+            policy,
+            metadata["budget"] if metadata["budget"] and plan is None else None,
+            prefill=metadata["prefill"],
+            plan=plan,
+            head_ranks=tensors["head_ranks"] if ranked else None,
+        )
+    except UsageError as error:
+        raise bad_file(path, str(error)) from None
+
+
+def _fill_layer(
+    layer: SlotLayer, tensors: dict[str, Tensor], name: str, seen: int, model: PreTrainedModel
+) -> None:
+    device = _layer_device(model, layer.index)
+    prefix = f"{name}."
+    named = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+    on_host = "calibration."  # whose place it is
+    own = {key: t if key.startswith(on_host) else t.to(device) for key, t in named.items()}
+    layer.lazy_initialization(own["keys"], own["values"])
+    for part in layer.parts.values():
+        part.load(own, device)
+    layer.set_budget(LayerBudget.of(own["budget"].tolist(), device))
+    state = {key: own[f"state.{key}"] for key in layer.slots.state}
+    positions = own["positions"].to(torch.int32)
+    layer.slots.replace(Slots(own["keys"], own["values"], positions, state))
+    layer.count_from(seen, tensors["lengths"].to(device) if "lengths" in tensors else None)
+    heads = HeadBudgets.of(layer)
+    if heads is not None and heads.tokens is not None:
+        to_ragged(layer, layer.sorted_slots())
+
+
+def _fill_recurrent(
+    layer: LinearAttentionCacheLayerMixin,
+    tensors: dict[str, Tensor],
+    name: str,
+    model: PreTrainedModel,
+) -> None:
+    for i in range(layer.number_of_states):
+        convolution = tensors.get(f"{name}.convolution.{i}")
+        recurrence = tensors.get(f"{name}.recurrence.{i}")
+        if convolution is not None:
+            layer.lazy_initialization(conv_states=convolution.to(model.device), state_idx=i)
+            layer.conv_states[i].copy_(convolution)
+            layer.has_previous_state[i] = True
+        if recurrence is not None:
+            layer.lazy_initialization(recurrent_states=recurrence.to(model.device), state_idx=i)
+            layer.recurrent_states[i].copy_(recurrence)
+
+
+def _layer_device(model: PreTrainedModel, index: int) -> torch.device:
+    """Where a layer runs, which is not where its weights rest if they are offloaded."""
+    for name in getattr(model, "hf_device_map", None) or {}:
+        if name.endswith(f".{index}"):
+            hook = getattr(model.get_submodule(name), "_hf_hook", None)
+            device = getattr(hook, "execution_device", None)
+            return model.device if device is None else torch.device(device)
+    return model.device

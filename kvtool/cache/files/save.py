@@ -1,0 +1,137 @@
+"""Write a compressed cache to a file. Slots are written in ascending position."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from kvtool.cache.cache import KVCache
+from kvtool.cache.files.format import (
+    KIND,
+    SCHEMA,
+    check_one_process,
+    digest_of,
+    weights_fingerprint,
+)
+from kvtool.cache.files.tensor_file import write_tensors
+from kvtool.cache.hooks.shape_probe import recurrent_states
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.errors import KvtoolError
+from kvtool.identity import config_hash
+from kvtool.version import VERSION
+
+
+def save_cache(
+    cache: KVCache,
+    path: str | Path,
+    *,
+    model: PreTrainedModel | None = None,
+    input_ids: Tensor | None = None,
+    next_logits: Tensor | None = None,
+    model_name: str | None = None,
+) -> None:
+    """Write a cache, whole or not at all.
+
+    Args:
+        model: the model that filled it, which loading checks; by default the one it was built for.
+        input_ids: (batch, n) all tokens of the text; those beyond what the cache has seen have not
+            been fed. By default what `kvtool.generation` has fed; where nobody knows it, a loaded
+            cache can take further turns, but not go on by itself.
+        next_logits: (batch, vocab) of the token after the last, where all tokens have been fed.
+        model_name: what to call the model; by default its own name or path.
+
+    Raises:
+        KvtoolError: the cache is empty or was interrupted in a forward, or the file cannot be
+            written.
+    """
+    cache.check_whole()
+    if cache.get_seq_length() == 0:
+        raise KvtoolError("the cache is empty: nothing has been fed to it yet")
+    check_one_process(cache)
+    model = model if model is not None else cache.link.model()
+    if model is None:
+        raise KvtoolError("the model that this cache was built for is gone; pass it as `model`")
+    known = cache.text.input_ids
+    if input_ids is None and known is not None and known.shape[1] >= cache.get_seq_length():
+        input_ids, next_logits = known, cache.text.next_logits
+    tensors = _text_tensors(input_ids, next_logits) | _cache_tensors(cache)
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, SlotLayer):
+            tensors |= _layer_tensors(layer, f"layer.{i}")
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            states = recurrent_states(layer)
+            tensors |= {f"layer.{i}.{name}": state.cpu() for name, state in states.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    block = cache.settings.block
+    metadata = {
+        "kind": KIND,
+        "schema_version": SCHEMA,
+        "policy": str(cache.policy),
+        "plan": "" if cache.plan is None else json.dumps(cache.plan.to_data()),
+        "budget": "" if cache.budget is None else str(cache.budget),
+        "prefill": "full" if block is None else f"block:{block}",
+        "tokens_seen": str(max(cache.tokens_seen())),
+        "seen": str(cache.get_seq_length()),
+        "model": model_name or model.config._name_or_path or model.config.model_type,
+        "config_hash": config_hash(model.config),
+        "weights": weights_fingerprint(model),
+        "kvtool": VERSION,
+    }
+    if cache.text.chat is not None and input_ids is not None:
+        metadata["chat"] = cache.text.chat
+    metadata["sha256"] = digest_of(tensors, metadata)
+    write_tensors(Path(path), tensors, metadata)
+
+
+def _text_tensors(input_ids: Tensor | None, next_logits: Tensor | None) -> dict[str, Tensor]:
+    tensors = {}
+    if input_ids is not None:
+        tensors["input_ids"] = input_ids.cpu().long()
+    if next_logits is not None:
+        tensors["next_logits"] = next_logits.float().cpu()
+    return tensors
+
+
+def _cache_tensors(cache: KVCache) -> dict[str, Tensor]:
+    """What belongs to all layers."""
+    tensors = {}
+    rows = cache.budgets.spreads
+    if rows is not None:
+        variance = torch.tensor([row.variance for row in rows], dtype=torch.float64)
+        tensors["spread.variance"] = variance
+        tensors["spread.queries"] = torch.tensor([row.queries for row in rows])
+        tensors["spread.held"] = torch.tensor([list(row.held) for row in rows])
+    if cache.link.head_ranks is not None:
+        tensors["head_ranks"] = cache.link.head_ranks
+    if cache.surprisals is not None:
+        scores, next_of_text = cache.surprisals.by_position()
+        tensors["state.surprisal"] = scores.cpu()
+        tensors["state.next_logits"] = next_of_text.cpu()
+    traffic = cache.budgets.traffic
+    if traffic is not None:
+        tensors["read.ends"] = torch.tensor(traffic.ends)
+        tensors["read.reserve"] = torch.tensor(cache.budgets.new_tokens)
+    lengths = cache.first_layer.lengths
+    if lengths is not None:
+        tensors["lengths"] = lengths.cpu()
+    return tensors
+
+
+def _layer_tensors(layer: SlotLayer, name: str) -> dict[str, Tensor]:
+    """What one layer holds: its slots, and each of its parts."""
+    slots = layer.sorted_slots()
+    tensors = {
+        "keys": slots.keys,
+        "values": slots.values,
+        "positions": slots.positions.long(),
+        "budget": torch.as_tensor(layer.budget.tokens).reshape(-1),
+    }
+    tensors |= {f"state.{key}": number for key, number in slots.state.items()}
+    for part in layer.parts.values():
+        tensors |= part.tensors()
+    return {f"{name}.{key}": tensor.cpu() for key, tensor in tensors.items()}

@@ -1,0 +1,51 @@
+"""What a cache knows of the forward, and of the prompt, that is running over it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvtool.cache.steps.call import Placement
+
+
+class ForwardState:
+    """The running forward.
+
+    Attributes:
+        placement: where it has placed its tokens; None: by their place in the text.
+        logits_asked: its `logits_to_keep`.
+        in_prompt: whether it is a part of a prompt that somebody has announced.
+        prompt_lengths: tokens that each batch entry will have seen at the end of that prompt.
+        last_block: whether it ends its prompt.
+    """
+
+    def __init__(self) -> None:
+        self.placement: Placement | None = None
+        self.logits_asked: int | Tensor = 0
+        self.prompt_lengths: list[int] | None = None
+        self.leave_prompt()
+
+    def enter_prompt(self, lengths: list[int] | None) -> None:
+        """Take the forwards that follow as blocks of a prompt."""
+        self.in_prompt, self.prompt_lengths = True, lengths
+
+    def leave_prompt(self) -> None:
+        """Take the forwards that follow as prompts of their own, or as decoded tokens."""
+        self.in_prompt, self.last_block = False, True
+        self.prompt_lengths = None
+
+    def say_last(self, last: bool) -> None:
+        """Say whether the next forward ends its prompt."""
+        self.last_block = last
+
+    def place(self, placement: Placement | None) -> None:
+        """Say where the running forward has placed its tokens."""
+        self.placement = placement
+
+    def ask_logits(self, wanted: int | Tensor) -> None:
+        """Note which logits the caller has asked for."""
+        self.logits_asked = wanted
+
+    def answer_logits(self) -> int | Tensor:
+        """Return which logits the caller has asked for, once."""
+        wanted, self.logits_asked = self.logits_asked, 0
+        return wanted

@@ -1,0 +1,1 @@
+"""The only files that touch a model: its attention, its forwards, and what is asked of it."""

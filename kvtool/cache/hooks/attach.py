@@ -1,0 +1,85 @@
+"""Make a model run kvtool's attention, and give it its own back."""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from kvtool.cache.hooks import eager as eager_hooks
+from kvtool.cache.hooks import forward
+from kvtool.cache.hooks.attachment import Attachment, attachment, note_attachment
+from kvtool.cache.hooks.attention import kvtool_attention, kvtool_mask
+from kvtool.cache.hooks.families import EAGER_FAMILIES, check_supported
+from kvtool.cache.steps.pending import IMPLEMENTATION
+from kvtool.errors import KvtoolError
+
+
+def attach(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model run kvtool's attention, with or without a kvtool cache; `detach` undoes it.
+
+    Families without transformers' attention interface (Falcon, GPT-J) keep their own eager
+    attention, watched by hooks: the same policies, but a prompt's weights are held in full while it
+    runs.
+
+    Returns:
+        The model.
+
+    Raises:
+        KvtoolError: the model's attention cannot be replaced, or its layers cannot be compressed.
+    """
+    if attachment(model) is not None:
+        return model
+    check_supported(model.config)
+    before = model.config._attn_implementation
+    eager = model.config.get_text_config(decoder=True).model_type in EAGER_FAMILIES
+    if eager:
+        if before not in ("eager", "sdpa"):
+            raise KvtoolError(
+                f"`{model.config.model_type}` was loaded with {before}, "
+                "which shows nobody its attention weights",
+                hint="load it with attn_implementation eager",
+            )
+        # these families refuse `set_attn_implementation`, and read the name at every call
+        model.config._attn_implementation = "eager"
+    else:
+        _exchange(model)
+    hooks = [*(eager_hooks.install(model) if eager else []), *forward.install(model)]
+    note_attachment(model, Attachment(before, hooks, eager=eager))
+    return model
+
+
+def _exchange(model: PreTrainedModel) -> None:
+    """Make a model call kvtool's attention."""
+    if not model._can_set_attn_implementation():
+        raise KvtoolError(
+            f"the attention of `{model.config.model_type}` cannot be replaced: "
+            "it predates transformers' interface"
+        )
+    model.set_attn_implementation(IMPLEMENTATION)
+    if model.config._attn_implementation != IMPLEMENTATION:
+        raise KvtoolError(
+            f"transformers did not switch `{model.config.model_type}` to kvtool's attention"
+        )
+
+
+def detach(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model its own attention back.
+
+    Returns:
+        The model.
+    """
+    previous = attachment(model)
+    if previous is None:
+        return model
+    for hook in previous.hooks:
+        hook.remove()
+    if previous.eager:
+        model.config._attn_implementation = previous.implementation
+    else:
+        model.set_attn_implementation(previous.implementation)
+    note_attachment(model, None)
+    return model
+
+
+AttentionInterface.register(IMPLEMENTATION, kvtool_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, kvtool_mask)

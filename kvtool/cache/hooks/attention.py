@@ -1,0 +1,137 @@
+"""The attention and mask functions named `kvtool`, in the form that transformers calls them."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.pending import take_mask_target, take_pending
+from kvtool.cache.steps.step import run_step
+from kvtool.cache.storage.sparse_index import SparseIndex
+from kvtool.errors import KvtoolError
+
+
+def kvtool_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function=causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs,
+) -> Tensor | None:
+    """The mask that a model passes on for a kvtool cache: the positions of the new tokens.
+
+    Returns:
+        (batch, 1, q_len, 1) int64 true positions, -1 = padding; None where no row has padding.
+        Without a kvtool cache, the mask of scaled dot product attention.
+    """
+    target = take_mask_target()
+    if target is None:
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+    if kwargs.get("use_vmap", False):
+        raise KvtoolError("only causal and sliding-window masks are supported with a kvtool cache")
+    if attention_mask is None:
+        return None
+    layer, decoding = target
+    if decoding and not layer.padded:
+        return None
+    new = attention_mask[:, q_offset : q_offset + q_length].bool()
+    if decoding and SparseIndex.of(layer) is not None and not bool(new.all()):
+        raise KvtoolError(
+            f"policy `{layer.policy}` cannot leave out a row among decoded tokens",
+            hint="leave the mask of a row that has ended at 1",
+        )
+    if not layer.padded and bool(new.all()):  # the one device sync of a prompt block
+        return None
+    start = q_offset if layer.lengths is None else layer.lengths[:, None].to(new.device)
+    positions = start + new.long().cumsum(-1) - 1
+    return torch.where(new, positions, -1)[:, None, :, None]
+
+
+def kvtool_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, in the form that transformers calls it.
+
+    Returns:
+        (batch, q_len, heads, value_dim), and None for the weights.
+
+    Raises:
+        KvtoolError: an argument that changes the attention and is not understood; a request for the
+            weights.
+    """
+    for name in ("indices", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise KvtoolError(
+                f"this model passes `{name}` to its attention, which a kvtool cache cannot honour"
+            )
+    step = take_pending(key.shape[2])
+    if step is None:
+        return _stock(
+            module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs
+        )
+    if kwargs.get("output_attentions"):
+        raise KvtoolError("output_attentions is not available with a kvtool cache")
+    positions = None if attention_mask is None else attention_mask[:, 0, :, 0].to(query.device)
+    if not step.decoding:
+        step.owner.begin_block(step.layer, query.shape[1], positions, query.shape[2])
+    call = Call(
+        query=query,
+        key=key,
+        value=value,
+        raw_key=step.raw_key,
+        raw_value=step.raw_value,
+        positions=positions,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        context=step.context,
+    )
+    out = run_step(step.layer, call, step.decoding)
+    if step.context.told:
+        step.owner.end_step(step, call, out)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _stock(module, query, key, value, mask, scaling, dropout, softcap, sinks, kwargs):
+    """What transformers itself would run for a forward without a kvtool cache."""
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if mask is None and query.shape[2] > 1:
+        rows, keys = query.shape[2], key.shape[2]
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril(keys - rows)[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        blocked = torch.finfo(query.dtype).min
+        mask = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(~mask, blocked)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    kwargs = kwargs | {"softcap": softcap, "s_aux": sinks}
+    kwargs = {name: option for name, option in kwargs.items() if option is not None}
+    return eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)

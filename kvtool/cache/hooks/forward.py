@@ -1,0 +1,105 @@
+"""What happens before and after every forward over a kvtool cache.
+
+A forward that is told not to use its cache is refused, and so is one over a cache that another
+forward has left changed in some layers only. Policies that go by logits, or by places in the cache,
+have their say here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from kvtool.cache.cache import KVCache
+from kvtool.cache.hooks.logits import answer_logits, ask_logits
+from kvtool.cache.hooks.position_ids import place
+from kvtool.cache.steps.pending import forget_pending
+from kvtool.errors import UsageError
+
+
+def install(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Hook a model, and its decoder, which may be called alone.
+
+    Returns:
+        Handles whose `remove` undoes it.
+    """
+    decoder = model.get_decoder()
+    return [
+        model.register_forward_pre_hook(_before_model, with_kwargs=True),
+        decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True),
+        decoder.register_forward_hook(_after_decoder, with_kwargs=True),
+        model.register_forward_hook(_after_model, with_kwargs=True),
+    ]
+
+
+@torch.no_grad()
+def _before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    forget_pending()
+    given = _named(module, args, kwargs) if args else kwargs
+    cache = given.get("past_key_values")
+    if not isinstance(cache, KVCache):
+        return None
+    if given.get("use_cache") is False:
+        raise _unused()
+    if cache.surprisals is None:
+        return None
+    cache.begin_forward()
+    return ask_logits(cache, given)
+
+
+@torch.no_grad()
+def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    forget_pending()
+    given = _named(module, args, kwargs) if args else kwargs
+    cache = given.get("past_key_values")
+    if not isinstance(cache, KVCache):
+        return None
+    if given.get("use_cache") is False:
+        raise _unused()
+    if cache.surprisals is None:
+        cache.begin_forward()
+    if cache.settings.policy.score.positions != "cache":
+        return None
+    return (), {**given, "position_ids": place(cache, given)}
+
+
+def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+    given = _named(module, args, kwargs) if args else kwargs
+    cache = given.get("past_key_values")
+    if isinstance(cache, KVCache) and cache.surprisals is None:
+        cache.end_forward()
+
+
+@torch.no_grad()
+def _after_model(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    given = _named(module, args, kwargs) if args else kwargs
+    cache = given.get("past_key_values")
+    if not isinstance(cache, KVCache) or cache.surprisals is None:
+        return None
+    answer_logits(cache, cache.surprisals, output)
+    cache.end_forward()
+    return output
+
+
+def _named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """All arguments of a forward by name."""
+    names = inspect.signature(module.forward).parameters
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _unused() -> UsageError:
+    """The refusal of a cache that is not to be used.
+
+    Transformers' `generate` then feeds the whole text at every step, and the cache takes it in
+    again and again.
+    """
+    return UsageError(
+        "use_cache=False says that no cache is used, and a kvtool cache is passed along",
+        hint="pass use_cache=True, or no past_key_values "
+        "(where nobody says, generation_config.use_cache counts)",
+    )

@@ -1,0 +1,114 @@
+"""How a model turns its keys by position, found out by asking it.
+
+Families differ in the layout of the pairs, in how much of a head turns and with which frequencies,
+and some layers turn nothing. So one token is read at two positions, and the way that leads from the
+one key to the other is the layer's; a model for which no way does is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from kvtool.cache.hooks.attachment import ask_once
+from kvtool.cache.hooks.families import EAGER_FAMILIES
+from kvtool.errors import KvtoolError
+from kvtool.maths.rope import Rotation
+from kvtool.model_shape import stores_latents, trained_length
+
+_PLACE, _STEP = 3, 1000  # of the token that is read twice
+_OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the text's length
+
+
+def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation | None]:
+    """Find out how each layer turns its keys, by reading one token at two positions.
+
+    Args:
+        layers: indices of the attention layers.
+
+    Returns:
+        One for each of `layers`; None where keys do not depend on the position.
+
+    Raises:
+        KvtoolError: the keys of a layer cannot be turned on from one position to another.
+    """
+    return ask_once(model, "rotations", lambda: _ask_rotations(model, layers))
+
+
+def _ask_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation | None]:
+    _check(model)
+    step = min(_STEP, (trained_length(model.config) or _STEP) // 2)
+    keys = _read_twice(model, step)
+    found: dict[tuple, Rotation] = {}
+    return [_find(model, keys[layer], step, found) for layer in layers]
+
+
+def _text(model: PreTrainedModel):
+    return model.config.get_text_config(decoder=True)
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Refuse what cannot be turned, whatever its keys look like."""
+    text = _text(model)
+    reason = None
+    if text.model_type in EAGER_FAMILIES:
+        reason = "runs its own eager attention"
+    elif stores_latents(text):
+        reason = "stores latents in place of keys"
+    elif "position_ids" not in inspect.signature(model.forward).parameters:
+        reason = "takes no position ids"
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in _OF_LENGTH:
+                reason = f"turns its keys by the length of the text (RoPE of type {kind})"
+    if reason is not None:
+        raise KvtoolError(f"positions=cache is not available for `{text.model_type}`: it {reason}")
+
+
+@torch.no_grad()
+def _read_twice(model: PreTrainedModel, step: int) -> dict[int, Tensor]:
+    """Keys of the same token at two positions, by layer: (2, kv_heads, 1, head_dim).
+
+    A token alone attends to itself, so that only its position can make its keys differ.
+    """
+    token = torch.full((2, 1), _text(model).vocab_size // 2, device=model.device)
+    places = torch.tensor([[_PLACE], [_PLACE + step]], device=model.device)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=token, position_ids=places, past_key_values=cache, use_cache=True)
+    return {
+        i: layer.keys
+        for i, layer in enumerate(cache.layers)
+        if isinstance(getattr(layer, "keys", None), Tensor)
+    }
+
+
+def _find(
+    model: PreTrainedModel, keys: Tensor, step: int, found: dict[tuple, Rotation]
+) -> Rotation | None:
+    """The rotation that turns the first key on to the second; equal ones are shared."""
+    first, second = keys[:1], keys[1:]
+    tolerance = (1e-3 if keys.dtype == torch.float32 else 0.03) * second.float().abs().max()
+    if (first.float() - second.float()).abs().max() <= tolerance:
+        return None
+    by = torch.full((1, 1, 1), float(step), device=keys.device)
+    for name, frequencies in model.named_buffers():
+        if not name.endswith("inv_freq") or "original" in name:
+            continue
+        if 2 * len(frequencies) > keys.shape[-1]:
+            continue
+        for interleaved in (False, True):
+            case = (name, interleaved, keys.device)
+            if case not in found:
+                found[case] = Rotation(frequencies.float().to(keys.device), interleaved)
+            turned = found[case].turn(first, by, step)
+            if (turned.float() - second.float()).abs().max() <= tolerance:
+                return found[case]
+    raise KvtoolError(
+        f"positions=cache is not available for `{_text(model).model_type}`: "
+        "it places its keys in a way that is not known here"
+    )

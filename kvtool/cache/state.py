@@ -1,0 +1,283 @@
+"""What a cache holds: layers, budgets and the text; how it is copied, reordered and counted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+
+from kvtool.cache.budgets.in_tokens import ModelFacts
+from kvtool.cache.budgets.stored import StoredBudgets
+from kvtool.cache.forward_state import ForwardState
+from kvtool.cache.layers import make_layers
+from kvtool.cache.report import CacheReport, make_report
+from kvtool.cache.steps.grouped import LayerGroups
+from kvtool.cache.steps.static import StaticSteps
+from kvtool.cache.steps.surprisal import Surprisals
+from kvtool.cache.storage.head_budgets import HeadBudgets
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.meter import ByteMeter
+from kvtool.cache.text import CacheSettings, ModelLink, Text
+from kvtool.documents.plan import PlanDocument
+from kvtool.errors import KvtoolError
+from kvtool.maths.rope import Rotation
+from kvtool.policies.policy import Policy
+from kvtool.sizes import Budget
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class CacheState(Cache):
+    """The layers of a cache and all that is known of what they hold.
+
+    Attributes:
+        settings: what it was made with.
+        link: the model that it was built for.
+        slot_layers: the attention layers.
+        recurrent: whether any layer has a recurrence.
+        linear: which layers have nothing else.
+        meter: bytes of keys and values of all layers.
+        budgets: what layers and batch entries may keep.
+        surprisals: of a policy that goes by the model's logits.
+        running: what is known of the running forward.
+        changing: whether a forward has begun to change the cache and has not ended.
+        text: the text so far.
+        groups: layers that evict together.
+        static: steps of fixed shapes.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        policy: Policy,
+        budget: Budget | None,
+        block: int | None = None,
+        kernel: str = "sdpa",
+        plan: PlanDocument | None = None,
+        *,
+        link: ModelLink | None = None,
+        rotations: Sequence[Rotation | None] = (),
+    ) -> None:
+        self.meter = ByteMeter()
+        exact = plan is not None or (budget is not None and budget.bytes is not None)
+        layers = make_layers(config, policy, self.meter, exact=exact, rotations=rotations)
+        super().__init__(layers=layers)
+        self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]
+        self.recurrent = any(recurrent)
+        slots = [isinstance(layer, SlotLayer) for layer in layers]
+        self.linear = [a and not b for a, b in zip(recurrent, slots, strict=True)]
+        self.link = link or ModelLink()
+        facts = ModelFacts(config)
+        self.budgets = StoredBudgets(self.slot_layers, policy, budget, plan, facts)
+        split = policy.head_split
+        whole = split is not None and split.whole_prompt and plan is None
+        if self.budgets.deferred or whole or policy.score.layers == "nested":
+            block = None
+        self.settings = CacheSettings(config, policy, budget, block, kernel, plan)
+        self.surprisals = Surprisals.of(self.slot_layers, policy)
+        self.running, self.text, self.changing = ForwardState(), Text(), False
+        self.groups, self.static = LayerGroups(), StaticSteps()
+        if self.link.head_ranks is not None:
+            self._rank_heads(self.link.head_ranks)
+
+    def _rank_heads(self, ranks: Tensor) -> None:
+        """Tell every layer which of its heads most need the whole text."""
+        free = [i for i, layer in enumerate(self.slot_layers) if layer.window is None]
+        among = ranks[free].flatten().argsort().argsort().view(len(free), -1)
+        for i, own in zip(free, among, strict=True):
+            part = HeadBudgets.of(self.slot_layers[i])
+            if part is not None:
+                part.set_ranks(own, among.numel())
+
+    # ---- what it was made with, and what is in it
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The configuration of the text model."""
+        return self.settings.config
+
+    @property
+    def policy(self) -> Policy:
+        """What stays."""
+        return self.settings.policy
+
+    @property
+    def budget(self) -> Budget | None:
+        """What it was asked to keep to."""
+        return self.settings.budget
+
+    @property
+    def plan(self) -> PlanDocument | None:
+        """What `kvtool plan-budget` decided, if that is what it follows."""
+        return self.settings.plan
+
+    @property
+    def block(self) -> int | None:
+        """Tokens of a prompt that are read at once; None: all."""
+        return self.settings.block
+
+    def read_in_blocks(self, block: int | None) -> None:
+        """Read prompts from here on in blocks of so many tokens; None: whole."""
+        self.settings = replace(self.settings, block=block)
+
+    @property
+    def renumbers(self) -> bool:
+        """Whether keys stand at their places in the cache."""
+        return self.policy.score.positions == "cache"
+
+    @property
+    def input_ids(self) -> Tensor | None:
+        """The text so far, (batch, n), where kvtool drove it or loaded it."""
+        return self.text.input_ids
+
+    @property
+    def next_logits(self) -> Tensor | None:
+        """The logits after the text, (batch, vocab), where all of it has been fed."""
+        return self.text.next_logits
+
+    @property
+    def chat(self) -> Literal["open", "answer"] | None:
+        """What the text ends with, where it is a conversation in a chat template's words."""
+        return self.text.chat
+
+    @property
+    def first_layer(self) -> SlotLayer:
+        """The first attention layer."""
+        return self.slot_layers[0]
+
+    def remember(self, input_ids: Tensor | None, next_logits: Tensor | None = None) -> None:
+        """Note the text so far, and the logits after it where all of it has been fed."""
+        self.text = replace(self.text, input_ids=input_ids, next_logits=next_logits)
+
+    def end_with(self, chat: Literal["open", "answer"] | None) -> None:
+        """Note what a conversation ends with: an `open` message, an `answer`, or nothing known."""
+        self.text = replace(self.text, chat=chat)
+
+    def kept_positions(self, layer: int) -> Tensor:
+        """True positions of the tokens that a layer holds.
+
+        Returns:
+            (batch, kv_heads, slots) int64, ascending, -1 at the end where a head holds fewer.
+        """
+        slots = self.slot_layer(layer)
+        if not slots.is_initialized:
+            raise KvtoolError("the cache is empty: nothing has been fed to it yet")
+        positions = slots.stored_positions().long()
+        last = torch.iinfo(torch.int64).max
+        positions = positions.masked_fill(positions < 0, last).sort(-1).values
+        positions = positions.masked_fill(positions == last, -1)
+        filled = int((positions >= 0).sum(-1).max()) if positions.numel() else 0
+        return positions[..., :filled]
+
+    def tokens_seen(self) -> list[int]:
+        """Tokens of each batch entry so far, padding excluded."""
+        layer = self.first_layer
+        if layer.lengths is not None:
+            return layer.lengths.tolist()
+        return [layer.seen] * max(layer.batch_size, 1)
+
+    def report(self, *, of_all_processes: bool = False) -> CacheReport:
+        """Count what is held, from the tensors: see `make_report`."""
+        return make_report(
+            self.layers,
+            self.tokens_seen(),
+            peak=self.meter.peak,
+            extra=0 if self.surprisals is None else self.surprisals.bytes,
+            shards=self.link.shards if of_all_processes else None,
+        )
+
+    def slot_layer(self, index: int) -> SlotLayer:
+        """Return an attention layer by its index in the model."""
+        layer = self.layers[index]
+        if isinstance(layer, SlotLayer):
+            return layer
+        if index == 0:  # transformers asks layer 0 for the first attention layer
+            return self.first_layer
+        raise KvtoolError(f"layer {index} has no attention, so it holds no keys")
+
+    def check_whole(self) -> None:
+        """Refuse to go on from a forward that broke off inside.
+
+        Raises:
+            KvtoolError: an exception or Ctrl-C ended the last forward, or the last prompt.
+        """
+        if self.changing:
+            raise KvtoolError(
+                "the last forward over this cache was interrupted: some of its layers have seen "
+                "tokens that others have not",
+                hint="start anew with cache.reset(), or feed it inside `with cache.rollback():`",
+            )
+
+    # ---- batch entries
+
+    def ungroup(self) -> None:
+        """Let every layer decide alone again: their slots are about to change."""
+        if self.groups.formed:
+            self.groups.ungroup()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._reindex(lambda rows: rows[beam_idx.to(rows.device)])
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._reindex(lambda rows: rows.repeat_interleave(repeats, 0))
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._reindex(lambda rows: rows[indices.to(rows.device)])
+        super().batch_select_indices(indices)
+
+    def _reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.ungroup()
+        self.budgets.reindex(change)
+        if self.surprisals is not None:
+            self.surprisals.reindex(change)
+
+    # ---- going back
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self.ungroup()
+        self.static.forget()
+        if self.surprisals is not None:
+            self.surprisals.reset()
+        self.running, self.text, self.changing = ForwardState(), Text(), False
+        self.budgets.reset()
+        super().reset()
+        self.meter.forget()
+
+    def copy(self) -> Self:
+        """Return a cache with the same content that goes its own way from here; see `rollback`."""
+        return self._copy_but([])
+
+    @contextmanager
+    def rollback(self) -> Iterator[None]:
+        """Leave the cache as it was: what is fed or generated inside is forgotten at the end.
+
+        So that many questions can be asked of one context. Keys and values are not copied as long
+        as new ones only come behind them: `full` copies none, a policy that cuts a prompt none
+        while it appends; one that writes over a stored key copies its layer once. May be nested.
+        """
+        stores = [store.slots for layer in self.slot_layers for store in layer.stores_in_use]
+        before = self._copy_but([tensor for each in stores for tensor in (each.keys, each.values)])
+        for each in stores:
+            each.share()
+        try:
+            yield
+        finally:
+            self.__dict__ = before.__dict__
+
+    def _copy_but(self, shared: list[Tensor]) -> Self:
+        """Copy everything deeply except for some tensors, and for what never changes."""
+        self.ungroup()
+        with torch.inference_mode(False):  # what is made inside it could not be written outside
+            return copy.deepcopy(self, {id(tensor): tensor for tensor in shared})

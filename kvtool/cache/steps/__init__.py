@@ -1,0 +1,1 @@
+"""The step that every layer runs on a block or a decoded token."""

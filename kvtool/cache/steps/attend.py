@@ -1,0 +1,115 @@
+"""Attention of a decoded token over the slots in use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from kvtool.cache.steps.attend_triton import can_count, count_slots
+from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.rope_shift import shift_decoded
+from kvtool.cache.steps.view import decode_needs_rows, decode_rows
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.kernels.kind import Family
+from kvtool.maths.attention import (
+    attention_weights,
+    attention_weights_lse,
+    group_queries,
+    weighted_values,
+)
+from kvtool.policies.attention_rows import AttentionRows
+
+TRITON_DEVICES = frozenset({"cuda"})
+
+
+@dataclass(frozen=True)
+class AttendedToken:
+    """What came of attending the slots by a decoded token.
+
+    Attributes:
+        out: (batch, heads, 1, value_dim).
+        lse: the log-sum-exp (batch, heads of the attention, group, 1), if it is needed.
+        rows: the weights, if the policy wants them.
+        counted: whether they are in the numbers beside the slots already.
+    """
+
+    out: Tensor
+    lse: Tensor | None = None
+    rows: AttentionRows | None = None
+    counted: bool = False
+
+
+def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken:
+    """Attend the slots in use by a token that stands among them."""
+    if layer.parts:
+        call = shift_decoded(layer, call)
+    slots, visible = layer.slots, None
+    if layer.lengths is not None or slots.write_pos is not None:
+        visible = (slots.positions[:, :, : slots.used] >= 0)[:, :, None, None]
+    observed = layer.policy.needs_all_rows or decode_needs_rows(layer)
+    if not (observed or needs_lse or call.needs_weights):
+        mask = None if visible is None else visible[:, :, 0]
+        return AttendedToken(packed_attention(call.query, call.key, call.value, mask, call.scale))
+    on_device = call.query.device.type in TRITON_DEVICES
+    if on_device and not needs_lse and can_count(layer, call, Family.SLOTS):
+        out, rows = count_slots(layer, call)
+        return AttendedToken(out, rows=rows, counted=True)
+    lse = None
+    if needs_lse:
+        weights, lse = call_weights_lse(call, call.query, call.key, visible)
+    elif call.sinks is not None:
+        weights = call_weights(call, call.query, call.key, visible)
+    else:
+        batch, heads = call.key.shape[:2]
+        grouped = call.query.view(batch, heads, -1, 1, call.query.shape[-1])
+        cap = call.softcap
+        weights = attention_weights(
+            grouped, call.key, scale=call.scale, visible=visible, softcap=cap
+        )
+    counted = decode_rows(layer, weights, call.positions) if observed else None
+    return AttendedToken(weighted_values(weights, call.value), lse, counted)
+
+
+def call_weights(call: Call, query: Tensor, key: Tensor, visible: Tensor | None) -> Tensor:
+    """Weights by the heads of the attention: (batch, heads, group, rows, keys) float32."""
+    heads = key.shape[1]
+    return attention_weights(
+        group_queries(query, heads),
+        key,
+        scale=call.scale,
+        visible=visible,
+        softcap=call.softcap,
+        sinks=None if call.sinks is None else _grouped_sinks(call.sinks, heads),
+    )
+
+
+def call_weights_lse(
+    call: Call, query: Tensor, key: Tensor, visible: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same weights, and their log-sum-exp, (batch, heads, group, rows)."""
+    heads = key.shape[1]
+    return attention_weights_lse(
+        group_queries(query, heads),
+        key,
+        scale=call.scale,
+        visible=visible,
+        softcap=call.softcap,
+        sinks=None if call.sinks is None else _grouped_sinks(call.sinks, heads),
+    )
+
+
+def _grouped_sinks(sinks: Tensor, heads: int) -> Tensor:
+    return sinks.view(heads, -1) if sinks.dim() == 1 else sinks
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Attention of one query per row; the queries of a group are packed, keys not repeated."""
+    grouped = group_queries(query, key.shape[1])[:, :, :, 0]
+    if mask is not None:
+        mask = mask.expand(-1, key.shape[1], grouped.shape[2], -1)
+    out = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
+    return out.flatten(1, 2)[:, :, None]

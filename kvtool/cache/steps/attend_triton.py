@@ -1,0 +1,157 @@
+"""Attention that counts for the policy as it runs, by `kvtool.kernels`: no weights are written.
+
+What it computes is what `explicit_block`, or explicit weights of a decoded token, and the policy's
+`observe` compute.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.steps.block import Block, deferred
+from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.view import decode_needs_rows, used_state
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.kernels import trust
+from kvtool.kernels.kind import Family
+from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.parts import Evidence
+
+
+def can_count(layer: SlotLayer, call: Call, family: Family) -> bool:
+    """Whether kernels can run the call, and the policy needs no more than they can tell."""
+    return not layer.policy.observes_rows and can_run(call, family, layer.window)
+
+
+def can_run(call: Call, family: Family, window: int | None = None) -> bool:
+    """Whether kernels can run the call: a block (`ROWS`) or a decoded token (`SLOTS`).
+
+    `eager` asks for plain torch, unless transformers has nothing else for the model's attention.
+    """
+    eager = call.context.kernel == "eager" and call.softcap is None and call.sinks is None
+    return not eager and trust.usable(
+        family,
+        call.query,
+        group=call.query.shape[1] // call.key.shape[1],
+        value_dim=call.value.shape[-1],
+        softcap=call.softcap is not None,
+        sinks=call.sinks is not None,
+        window=window is not None and family is Family.ROWS,
+    )
+
+
+def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:
+    """Attend a block; add its columns to the block's state if somebody observes.
+
+    Returns:
+        (batch, heads, q_len, value_dim).
+    """
+    from kvtool.kernels.attend_rows import attend_rows
+    from kvtool.kernels.column_sums import column_sums
+
+    batch, heads = call.query.shape[:2]
+    total = call.key.shape[2]
+    if layer.padded:
+        stored = block.view.positions
+        new = block.new.expand(batch, -1)
+    else:
+        order = torch.arange(total, device=call.query.device)
+        stored = order.expand(batch, 1, -1)
+        new = order[block.kept :].expand(batch, -1)
+    scale, window, softcap = call.scale, layer.window, call.softcap
+    out, lse, seen = attend_rows(
+        call.query,
+        call.key,
+        call.value,
+        new,
+        stored,
+        sinks=_sinks(call, len(call.query)),
+        in_order=not layer.padded,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    if not observed:
+        return out
+
+    def add(sums: dict[str, Tensor]) -> None:
+        given = call.query, call.key, new, stored, lse, seen
+        column_sums(*given, sums, scale=scale, window=window, softcap=softcap)
+
+    sums = {name: block.state[name] for name in layer.policy.columns}
+    if sums:
+        add(sums)
+    waiting = deferred(layer)
+    if waiting is not None:
+        by_head = out.new_zeros((batch, heads, total), dtype=torch.float32)
+        add({"attention_sum": by_head})
+        grouped = by_head.view(batch, layer.slots.kv_heads, -1, total)
+        waiting.add(grouped, block.view.block)
+    return out
+
+
+def count_slots(layer: SlotLayer, call: Call) -> tuple[Tensor, AttentionRows | None]:
+    """Attend a decoded token, and add what each slot receives to the layer's state.
+
+    Returns:
+        (batch, heads, 1, value_dim), and the weights if the policy ranks slots by them.
+    """
+    from kvtool.kernels.attend_slots import attend_slots
+
+    slots = layer.slots
+    positions = slots.positions[:, :, : slots.used] if layer.masked else None
+    valid = None if call.positions is None else call.positions >= 0
+    ranked = layer.policy.ranking.evidence is Evidence.LAST_ROWS
+    state = used_state(layer)
+    out, weights = attend_slots(
+        call.query,
+        call.key,
+        call.value,
+        positions,
+        {name: state[name] for name in layer.policy.columns},
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=_sinks(call, len(call.query)),
+        valid=None if valid is None else valid[:, 0],
+        weights=ranked and decode_needs_rows(layer),
+    )
+    if weights is None:
+        return out, None
+    grouped = weights.view(len(weights), slots.kv_heads, -1, 1, weights.shape[-1])
+    visible = None if positions is None else (positions >= 0)[:, :, None]
+    return out, AttentionRows(grouped, visible, valid)
+
+
+def attend_chosen(call: Call, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+    """Attend some slots by some rows of a decoded token, where they lie: none is copied.
+
+    Args:
+        query: (rows, heads, 1, head_dim).
+        keys, values: (rows, kv_heads, capacity, dim).
+        slots: (rows, kv_heads, count) or (rows, kv_heads, group, count) int64.
+
+    Returns:
+        (rows, heads, 1, value_dim).
+    """
+    from kvtool.kernels.attend_slots import attend_slots
+
+    out, _ = attend_slots(
+        query,
+        keys,
+        values,
+        None,
+        {},
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=_sinks(call, len(query)),
+        chosen=slots.flatten(1, -2),
+    )
+    return out
+
+
+def _sinks(call: Call, batch: int) -> Tensor | None:
+    """Sinks as (batch, heads)."""
+    if call.sinks is None:
+        return None
+    return call.sinks.expand(batch, -1) if call.sinks.dim() == 1 else call.sinks.reshape(batch, -1)

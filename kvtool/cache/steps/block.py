@@ -1,0 +1,250 @@
+"""A block of a prompt behind the kept slots: laid out for the policy, stored, cut to the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtool.cache.steps.evicted import part_block
+from kvtool.cache.steps.view import make_view, observe, score, used_view, values_by_kv_head
+from kvtool.cache.storage.deferred import Deferred
+from kvtool.cache.storage.head_budgets import HeadBudgets
+from kvtool.cache.storage.last_queries import LastQueries
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.ragged import to_ragged
+from kvtool.cache.storage.sparse_index import SparseIndex
+from kvtool.maths.selection import keep_top
+from kvtool.policies.allocate.problem import Heads
+from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.numbers import Count, State, at_least_zero
+from kvtool.policies.parts import Evidence, SlotView
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of new tokens behind the kept slots of a layer.
+
+    Attributes:
+        new: (batch or 1, q_len) int64 positions of the new tokens, -1 = padding.
+        view: the kept slots and the block.
+        state: the policy's numbers for them.
+        kept: how many slots come before the block.
+    """
+
+    new: Tensor
+    view: SlotView
+    state: State
+    kept: int
+
+
+def enter_block(
+    layer: SlotLayer, q_len: int, positions: Tensor | None, raw_key: Tensor, value: Tensor
+) -> Block:
+    """Count the block's tokens and lay out the kept slots and the block as a policy sees them."""
+    slots = layer.slots
+    device = raw_key.device
+    heads = HeadBudgets.of(layer)
+    if positions is not None or (heads is not None and heads.tokens is not None):
+        layer.count_apart(slots.batch, device)
+    count: Count = q_len
+    if layer.lengths is not None:
+        if positions is None:
+            new = layer.lengths[:, None] + torch.arange(q_len, device=device)
+        else:
+            new = positions.to(device)
+        valid = (new >= 0).sum(1)
+        count = valid[:, None, None]
+        layer.enter_block(q_len, valid)
+    else:
+        layer.enter_block(q_len)
+        new = torch.arange(layer.seen - q_len, layer.seen, device=device)[None]
+    kept = raw_key.shape[2] - q_len
+    stored = new.to(torch.int32)[:, None].expand(slots.batch, slots.kv_heads, q_len)
+    if kept:
+        stored = torch.cat([slots.positions[:, :, :kept], stored], 2)
+    state = {
+        name: functional.pad(number[:, :, :kept], (0, q_len))
+        for name, number in slots.state.items()
+    }
+    view = make_view(layer, (values_by_kv_head(layer, value),), stored, count)
+    return Block(new, view, state, kept)
+
+
+def deferred(layer: SlotLayer) -> Deferred | None:
+    """What waits for the other layers, if the running prompt is not cut before these."""
+    part = Deferred.of(layer)
+    return part if part is not None and part.active else None
+
+
+def block_needs_all_rows(layer: SlotLayer) -> bool:
+    """Whether the policy, or what splits the budget, wants the weights of every query."""
+    return layer.policy.needs_all_rows or deferred(layer) is not None
+
+
+def block_needs_last_rows(layer: SlotLayer, block: Block) -> bool:
+    """Whether the policy wants the last queries' weights: only if something has to go."""
+    if layer.policy.ranking.evidence is not Evidence.LAST_ROWS:
+        return False
+    return deferred(layer) is not None or _over_budget(layer, block)
+
+
+def vote_weights(layer: SlotLayer, block: Block, rows: int) -> Tensor | None:
+    """What the last queries' rows weigh, (batch or 1, rows); None: they come one by one."""
+    budget = block.view.first_layer_budget
+    if budget is None:
+        budget = layer.budget.tokens
+    weights = layer.policy.ranking.vote_weights(rows, budget)
+    return None if weights is None else weights.to(block.new.device)
+
+
+class RowWatcher:
+    """Hands the rows of a block, as they come, to whoever wants all of them."""
+
+    def __init__(self, layer: SlotLayer, block: Block) -> None:
+        self._layer, self._block = layer, block
+        self._deferred = deferred(layer)
+        self._sums: Tensor | None = None
+
+    def see(self, rows: AttentionRows) -> None:
+        """Take some of the block's rows."""
+        view = self._block.view
+        if self._layer.policy.needs_all_rows:
+            observe(self._layer.policy, self._block.state, view, rows)
+        if self._deferred is not None:
+            if self._sums is None:
+                slots = view.positions.shape[2]
+                self._sums = rows.weights.new_zeros((*rows.weights.shape[:3], slots))
+            self._sums[..., : rows.slots] += rows.weights.sum(3)
+
+    def end(self) -> None:
+        """Say that all rows have come."""
+        if self._sums is not None and self._deferred is not None:
+            self._deferred.add(self._sums, self._block.view.block)
+
+
+def leave_block(
+    layer: SlotLayer, block: Block, raw_key: Tensor, raw_value: Tensor, rows: AttentionRows | None
+) -> Tensor | None:
+    """Store the block, and cut to the budget if it is over.
+
+    Args:
+        raw_key, raw_value: (batch, kv_heads, kept + q_len, dim), as stored.
+        rows: the last rows, for a policy that wants them.
+
+    Returns:
+        (batch, kv_heads, slots) indices of what stays, in ascending position; None if everything
+        stays.
+    """
+    view, waiting, index = block.view, deferred(layer), SparseIndex.of(layer)
+    if waiting is not None:
+        importance, _ = score(layer.policy, view, block.state, rows, 0)
+        waiting.wait(importance, view.block)
+        store_block(layer, block, raw_key, raw_value)
+        return None
+    if index is not None:
+        index.select(None)
+    if not _over_budget(layer, block):
+        store_block(layer, block, raw_key, raw_value)
+        heads = HeadBudgets.of(layer)
+        if heads is not None and heads.tokens is not None:
+            to_ragged(layer, layer.sorted_slots())
+        return None
+    evicted = at_least_zero(view.held - layer.budget.tokens)
+    importance, protected = score(layer.policy, view, block.state, rows, evicted)
+    if layer.policy.select_only:
+        slots = min(layer.budget.max_budget, view.positions.shape[2])
+        budget = layer.budget.tokens
+        if index is not None:
+            index.select(keep_top(importance, view.positions, budget, protected, slots)[1])
+        store_block(layer, block, raw_key, raw_value)
+        return None
+    return _cut(layer, view, block.state, raw_key, raw_value, importance, protected)
+
+
+def store_block(layer: SlotLayer, block: Block, raw_key: Tensor, raw_value: Tensor) -> None:
+    """Store the block behind the kept slots, cutting nothing."""
+    new = slice(block.kept, None)
+    keys, values = raw_key[:, :, new], raw_value[:, :, new]
+    layer.slots.extend(keys, values, block.view.positions, block.state)
+
+
+def cut_deferred(layer: SlotLayer) -> None:
+    """Cut what was deferred to the budget that the layer has got meanwhile."""
+    part, heads = Deferred.of(layer), HeadBudgets.of(layer)
+    scores = None if part is None else part.end()
+    layer.grow_exactly(False)
+    split = heads is not None and heads.tokens is not None
+    if scores is None or (layer.slots.used <= layer.budget.min_budget and not split):
+        return
+    used = layer.slots.used_slots()
+    view = replace(used_view(layer, used.values), block=scores.block)
+    evicted = at_least_zero(view.held - layer.budget.tokens)
+    protected = layer.policy.ranking.protected(used.state, view, evicted)
+    _cut(layer, view, used.state, used.keys, used.values, scores.importance, protected)
+    if layer.ragged is None:
+        layer.slots.shrink(layer.slots.used + (not layer.appends))
+
+
+def _cut(
+    layer: SlotLayer,
+    view: SlotView,
+    state: State,
+    keys: Tensor,
+    values: Tensor,
+    importance: Tensor,
+    protected: Tensor | None,
+) -> Tensor:
+    """Store what stays of (batch, kv_heads, slots), and return its indices."""
+    split = _split_heads(layer, view, importance, protected)
+    if split is None:
+        budget, most = layer.budget.tokens, layer.budget.max_budget
+    else:
+        budget, most = split[..., None], int(split.max())
+    slots = min(most, view.positions.shape[2])
+    chosen, positions = keep_top(importance, view.positions, budget, protected, slots)
+    kept = part_block(layer, (keys, values), view, state, importance, chosen, positions)
+    if split is not None:
+        to_ragged(layer, kept)
+    else:
+        layer.slots.replace(kept)
+        if LastQueries.of(layer) is not None:  # the whole prompt was stored
+            layer.slots.shrink(layer.slots.used)
+    return chosen
+
+
+def _split_heads(
+    layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
+) -> Tensor | None:
+    """What each KV head may keep, (batch, kv_heads); None: all the same."""
+    part, heads = HeadBudgets.of(layer), layer.heads
+    if part is None:
+        return None
+    part.assign(None)
+    if view.positions.shape[1] * heads.processes == 1:
+        return None
+    wanted = Heads(
+        budget=layer.budget.tokens,
+        importance=heads.all(importance, 0),
+        positions=heads.all(view.positions, -1),
+        protected=None if protected is None else heads.all(protected, False),
+        least=not layer.appends,
+        tokens_seen=view.tokens_seen,
+        rank=None if part.rank is None else part.rank.to(view.positions.device),
+        of=part.ranked,
+    )
+    tokens = heads.own(part.split.tokens(wanted))
+    part.assign(tokens)
+    return tokens
+
+
+def _over_budget(layer: SlotLayer, block: Block) -> bool:
+    score = layer.policy.ranking
+    if score.when == "never" or score.layers == "same":
+        return False
+    heads = HeadBudgets.of(layer)
+    if heads is not None and heads.tokens is not None:
+        return True  # heads that were cut are full, whatever the mean over all heads
+    return block.view.positions.shape[2] > layer.budget.min_budget

@@ -1,0 +1,105 @@
+"""One call of the attention function: what a step is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from kvtool.cache.steps.grouped import LayerGroup
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.policies.numbers import Count
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Position ids that the model has given to the new tokens of a forward.
+
+    Attributes:
+        seen: tokens that the cache had seen before, padding included; None in a static step.
+        start: position id of the first one, of all batch entries or (batch,); the next ones follow,
+            padding left out.
+        end: no position id of theirs, nor of a token before, is as large as this.
+    """
+
+    seen: int | None
+    start: Count
+    end: int
+
+    def follows(self, layer: SlotLayer) -> bool:
+        """Whether the forward is the one that comes next to a layer."""
+        return layer.seen_device is not None or self.seen == layer.seen
+
+    def after(self, tokens: int) -> Placement:
+        """The same for the new tokens without the first ones."""
+        return replace(self, start=self.start + tokens)
+
+    def of(self, choose: Callable[[Tensor], Tensor]) -> Placement:
+        """The same for other batch entries, which `choose` brings about."""
+        return replace(self, start=choose(self.start)) if isinstance(self.start, Tensor) else self
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a forward is like for one layer.
+
+    Attributes:
+        kernel: what runs where nobody asks for weights: `sdpa`, `eager` (the weights after all) or
+            `flash_attention_2`, for blocks without padding; anything else means `sdpa`.
+        block: queries per block of a prompt; None: one block.
+        last: whether the prompt ends with this block, for policies that cut it once.
+        placement: where the model has placed the new tokens, where a layer places them anew.
+        group: the layers that this one decides with; None: it decides alone.
+        told: whether the cache wants to know when the step has run.
+    """
+
+    kernel: str = "sdpa"
+    block: int | None = None
+    last: bool = True
+    placement: Placement | None = None
+    group: LayerGroup | None = None
+    told: bool = True
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the attention function.
+
+    Attributes:
+        query: (batch, heads, q_len, head_dim), after RoPE.
+        key, value: (batch, heads of the attention, kept + q_len, dim): what the layer's `update`
+            returned, which models with latent attention have expanded to all their heads since.
+        raw_key, raw_value: what `update` returned, as it is stored.
+        positions: (batch, q_len) int64 true position of each new token, -1 = padding; None where
+            nothing is padded.
+        scale, softcap, sinks: as for `attention_weights`; the sinks of a whole layer as (heads,).
+        context: what the forward is like.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    raw_key: Tensor
+    raw_value: Tensor
+    positions: Tensor | None
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    context: StepContext = StepContext()
+
+    @property
+    def q_len(self) -> int:
+        """New tokens."""
+        return self.query.shape[2]
+
+    @property
+    def latent(self) -> bool:
+        """Whether keys are attended in another form than they are stored in."""
+        return self.key is not self.raw_key
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether no fused kernel can run this call."""
+        eager = self.context.kernel == "eager"
+        return eager or self.softcap is not None or self.sinks is not None

@@ -1,0 +1,151 @@
+"""Part what leaves a layer from what stays, and let the policy make something of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.storage.buffers import Slots
+from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.storage.head_budgets import HeadBudgets
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.merge_memory import MergeMemory
+from kvtool.maths.selection import take
+from kvtool.policies.evicted.eviction import Eviction
+from kvtool.policies.evicted.merging import Merging
+from kvtool.policies.numbers import SHIFT, Count, State
+from kvtool.policies.parts import SlotView
+
+
+@torch.no_grad()
+def part_block(
+    layer: SlotLayer,
+    slots: tuple[Tensor, Tensor],
+    view: SlotView,
+    state: State,
+    importance: Tensor,
+    chosen: Tensor,
+    positions: Tensor,
+) -> Slots:
+    """Copy what stays of a block and of the slots before it, changed by what leaves.
+
+    Args:
+        slots: keys and values of all, (batch, kv_heads, slots, dim).
+        view, state: the same slots as the policy sees them.
+        importance: (batch, kv_heads, slots) float32 by which they were chosen.
+        chosen: (batch, kv_heads, kept) indices of those that stay, in ascending position.
+        positions: (batch, kv_heads, kept) their positions, -1 = empty.
+    """
+    keys, values = (take(tensor, chosen) for tensor in slots)
+    kept = Slots(keys, values, positions, {k: t.gather(2, chosen) for k, t in state.items()})
+    if layer.policy.on_evict is not None:
+        heads = HeadBudgets.of(layer)
+        split = None if heads is None else heads.tokens
+        fewest = layer.budget.min_budget if split is None else int(split.min())
+        evicted, evicted_positions = _leaving(view.positions, chosen, positions, fewest)
+        _hand_over(
+            layer,
+            Eviction(
+                keys=slots[0],
+                values=slots[1],
+                state=state,
+                evicted=evicted,
+                evicted_positions=evicted_positions,
+                kept_keys=kept.keys,
+                kept_values=kept.values,
+                kept_state=kept.state,
+                kept_positions=positions,
+                tokens_seen=view.tokens_seen,
+                layer=layer.index,
+                heads=layer.heads,
+                whole=not layer.masked and split is None,
+                importance=importance,
+            ),
+        )
+    _close_gaps(kept.state, view.positions, chosen)
+    return kept
+
+
+def _leaving(positions: Tensor, chosen: Tensor, kept: Tensor, fewest: int) -> tuple[Tensor, Tensor]:
+    """Slots that are stored and not chosen, in ascending position.
+
+    Args:
+        fewest: slots that a batch entry or head keeps at least.
+
+    Returns:
+        (batch, kv_heads, evicted) indices and positions, -1 where a head loses fewer.
+    """
+    stays = torch.zeros_like(positions, dtype=torch.bool).scatter_(2, chosen, kept >= 0)
+    last = torch.iinfo(positions.dtype).max
+    key = positions.masked_fill(stays | (positions < 0), last)
+    evicted_positions, evicted = key.sort(-1)
+    count = positions.shape[2] - min(fewest, chosen.shape[2])
+    evicted_positions = evicted_positions[..., :count]
+    return evicted[..., :count], evicted_positions.masked_fill(evicted_positions == last, -1)
+
+
+@torch.no_grad()
+def evict_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
+    """Let the policy make something of the slot to reuse while its key and value are there.
+
+    Args:
+        tokens_seen: tokens of each batch entry so far.
+    """
+    slots = layer.slots
+    if slots.reuse_slot is None or layer.policy.on_evict is None:
+        return
+    if isinstance(layer.policy.on_evict, Merging):
+        slots.copy_on_write()
+    used = slots.used_slots()
+    evicted = slots.reuse_slot[..., None]
+    _hand_over(
+        layer,
+        Eviction(
+            keys=used.keys,
+            values=used.values,
+            state=used.state,
+            evicted=evicted,
+            evicted_positions=slots.positions.gather(2, evicted),
+            kept_keys=used.keys,
+            kept_values=used.values,
+            kept_state=used.state,
+            kept_positions=slots.stored_positions(),
+            tokens_seen=tokens_seen,
+            layer=layer.index,
+            heads=layer.heads,
+            whole=not layer.masked,
+        ),
+    )
+
+
+def _hand_over(layer: SlotLayer, eviction: Eviction) -> None:
+    calibration, merged = Calibration.of(layer), MergeMemory.of(layer)
+    if calibration is not None:
+        calibration.offload(eviction)
+    elif merged is not None:
+        merged.merging.absorb(merged.state, eviction)
+
+
+def _close_gaps(state: State, positions: Tensor, chosen: Tensor) -> None:
+    """Let those that stay of a block move up to the places of those that leave, in place.
+
+    Args:
+        state: the numbers beside those that stay.
+        positions: (batch, kv_heads, slots) of all, in ascending position, -1 = empty.
+        chosen: (batch, kv_heads, kept) indices of those that stay, in ascending position.
+    """
+    if SHIFT in state:
+        before = ((positions >= 0).cumsum(-1) - 1).gather(2, chosen)
+        state[SHIFT].add_(torch.arange(chosen.shape[2], device=chosen.device) - before)
+
+
+def shift_behind(state: State, positions: Tensor, evicted: Tensor) -> None:
+    """Let the tokens behind an evicted one move up by one place, in place.
+
+    Args:
+        state: the numbers beside the slots, their shifts among them.
+        positions: (batch, kv_heads, slots), in any order, -1 = empty.
+        evicted: (batch, kv_heads) index of a slot; nothing moves where it is empty.
+    """
+    left = positions.gather(2, evicted[..., None])
+    state[SHIFT].sub_(((positions > left) & (left >= 0)).float())

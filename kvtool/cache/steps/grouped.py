@@ -1,0 +1,129 @@
+"""Evict for all layers at once: in steady state they differ in content only, so they are stacked.
+
+A policy's arithmetic on one layer is small, and its cost is that of starting operations, layer
+after layer. Here the positions and statistics of equal layers are batch entries of common tensors,
+each layer leaves its attention weights, and the last layer of a step runs the policy once for all.
+Keys and values stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.steps.evicted import evict_decoded, shift_behind
+from kvtool.cache.steps.view import make_view, observe, score, stacked
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.maths.selection import lowest
+from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.numbers import SHIFT
+
+
+class LayerGroup:
+    """Layers in the same steady state, in the order in which a forward runs them."""
+
+    def __init__(self, layers: list[SlotLayer]) -> None:
+        self.layers = layers
+        slots = [layer.slots for layer in layers]
+        self._batch = slots[0].batch
+        with torch.inference_mode(False):  # what is made inside it could not be written outside
+            self._positions = torch.cat([each.positions for each in slots])
+            self._state = {
+                name: torch.cat([each.state[name] for each in slots]) for name in slots[0].state
+            }
+        index = torch.tensor([layer.index for layer in layers], device=slots[0].device)
+        self._index = index.repeat_interleave(self._batch)[:, None, None]
+        for i, each in enumerate(slots):
+            own = slice(i * self._batch, (i + 1) * self._batch)
+            state = {name: number[own] for name, number in self._state.items()}
+            each.group(self._positions[own], state)
+        self._values: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        self._reuse(torch.cat([each.reuse_slot for each in slots if each.reuse_slot is not None]))
+
+    def ungroup(self) -> None:
+        """Let the layers decide alone again, on numbers of their own."""
+        for layer in self.layers:
+            layer.slots.ungroup()
+
+    def add(
+        self, layer: SlotLayer, values: Tensor, rows: AttentionRows | None, counted: bool
+    ) -> None:
+        """Take a layer's evidence; at the last layer, choose what every layer evicts next.
+
+        Args:
+            values: (batch, kv_heads, slots, value_dim) of the layer, by the heads that are cached.
+            rows: the weights of the token being decoded, if the policy wants them.
+            counted: whether they are in the statistics already.
+        """
+        if layer is self.layers[0]:
+            self._values, self._rows = [], []
+        self._values.append(values)
+        if rows is not None:
+            self._rows.append(rows.weights)
+        if layer is self.layers[-1]:
+            self._evict(counted)
+
+    def _evict(self, counted: bool) -> None:
+        first = self.layers[0]
+        policy, state, positions = first.policy, self._state, self._positions
+        rows = AttentionRows(torch.cat(self._rows)) if self._rows else None
+        view = stacked(make_view(first, tuple(self._values), positions), self._index)
+        if policy.needs_all_rows and not counted and rows is not None:
+            observe(policy, state, view, rows)
+        importance, protected = score(policy, view, state, rows, 1)
+        distinct = policy.ranking.distinct and policy.rescore is None
+        evicted = lowest(importance, positions, protected, distinct)
+        for layer, slot in zip(self.layers, evicted.split(self._batch), strict=True):
+            layer.slots.mark_for_reuse(slot, static=False)
+            if layer.parts:
+                evict_decoded(layer, view.tokens_seen)
+        if SHIFT in state:
+            shift_behind(state, positions, evicted)
+        self._reuse(evicted)
+        self._values, self._rows = [], []
+
+    def _reuse(self, evicted: Tensor) -> None:
+        """Clear what is beside the slots to reuse and give them the position of the next token."""
+        slot = evicted[..., None]
+        self._positions.scatter_(2, slot, self.layers[0].seen)
+        for number in self._state.values():
+            number.scatter_(2, slot, 0)
+
+
+class LayerGroups:
+    """The groups of a cache's layers; none unless all layers are in their steady state.
+
+    Attributes:
+        formed: whether they are.
+        by_layer: the group that a layer decides with, by the layer's index.
+    """
+
+    def __init__(self) -> None:
+        self.formed = False
+        self.by_layer: dict[int, LayerGroup] = {}
+
+    def form(self, layers: list[SlotLayer]) -> None:
+        """Group the layers, if all of them that ever will are in their steady state."""
+        if layers[0].seen_device is not None:
+            return  # a static step, whose addresses stay
+        steady = [layer for layer in layers if layer.evicts_tokens]
+        if any(layer.slots.reuse_slot is None or layer.padded for layer in steady):
+            return
+        alike = defaultdict(list)
+        for layer in steady:
+            shape, device = layer.slots.positions.shape, layer.slots.device
+            alike[layer.policy, layer.budget.max_budget, shape, device].append(layer)
+        for members in alike.values():
+            if len(members) > 1:
+                group = LayerGroup(members)
+                self.by_layer |= {layer.index: group for layer in members}
+        self.formed = True
+
+    def ungroup(self) -> None:
+        """Let every layer decide alone again: their slots are about to change."""
+        for group in {id(group): group for group in self.by_layer.values()}.values():
+            group.ungroup()
+        self.formed, self.by_layer = False, {}

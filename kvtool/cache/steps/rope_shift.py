@@ -1,0 +1,98 @@
+"""Turn keys and queries from where the model placed them to their places among the kept tokens.
+
+With `positions=cache` a token stands at its rank among the tokens that its KV head keeps, in order
+of true position, as StreamingLLM has it (https://arxiv.org/abs/2309.17453, section 3.2). A stored
+key is never changed; beside it stands its shift, the rank minus the position at which the model
+has turned it. Each step turns copies, so that nothing adds up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.steps.block import Block
+from kvtool.cache.steps.call import Call
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.rope_shift import RopeShift
+from kvtool.policies.numbers import SHIFT, Count
+
+
+@torch.no_grad()
+def shift_block(layer: SlotLayer, call: Call, block: Block) -> Call:
+    """Bring the kept slots and a block behind them to their ranks."""
+    part = RopeShift.of(layer)
+    if part is None or part.rotation is None:
+        return call
+    kept, rotation = block.kept, part.rotation
+    held: Count = kept
+    if kept and layer.padded:
+        held = (block.view.positions[:, :, :kept] >= 0).sum(-1, keepdim=True)
+    shifts, new_shift = block.state[SHIFT], _new_shift(call, held)
+    reach = _reach(part, call, kept + call.q_len)
+    old, new, query = call.key[:, :, :kept], call.key[:, :, kept:], call.query
+    if new_shift is not None:
+        shifts[:, :, kept:] = new_shift
+        new = rotation.turn(new, shifts[:, :, kept:], reach)
+        query = rotation.turn(query, _by_query(new_shift, query), reach)
+    if kept:
+        old = rotation.turn(old, shifts[:, :, :kept], reach)
+        new = torch.cat([old, new], 2)
+    return replace(call, key=new, query=query)
+
+
+@torch.no_grad()
+def shift_decoded(layer: SlotLayer, call: Call) -> Call:
+    """Bring the slots, with the decoded token among them, to their ranks."""
+    part, slots = RopeShift.of(layer), layer.slots
+    if part is None or part.rotation is None:
+        return call
+    held: Count = slots.used - 1
+    if layer.padded:
+        held = (slots.positions[:, :, : slots.used] >= 0).sum(-1, keepdim=True) - 1
+    shifts, new_shift = slots.state[SHIFT][:, :, : slots.used], _new_shift(call, held)
+    reach, query = _reach(part, call, slots.used), call.query
+    if new_shift is not None:
+        if slots.written is None:
+            shifts[:, :, -1:] = new_shift
+        else:
+            shifts.scatter_(2, slots.written, new_shift.expand_as(slots.written))
+        query = part.rotation.turn(query, _by_query(new_shift, query), reach)
+    return replace(call, key=part.rotation.turn(call.key, shifts, reach), query=query)
+
+
+def _new_shift(call: Call, held: Count) -> Tensor | None:
+    """How far the new tokens still have to be shifted; None: not at all.
+
+    Args:
+        held: tokens kept before them.
+
+    Returns:
+        (batch or 1, kv_heads or 1, 1) float32.
+    """
+    placement = call.context.placement
+    if placement is None:
+        raise RuntimeError("positions=cache, and nobody has placed the new tokens")
+    start = placement.start
+    if isinstance(start, Tensor):
+        start = start.view(-1, 1, 1)
+    shift = held - start
+    if isinstance(shift, Tensor):
+        return shift.float()
+    return None if shift == 0 else torch.full((1, 1, 1), float(shift), device=call.query.device)
+
+
+def _by_query(shift: Tensor, query: Tensor) -> Tensor:
+    """Shifts of the queries, the same for a KV head's group: (.., heads or 1, q_len)."""
+    batch, heads, q_len, _ = query.shape
+    if shift.shape[1] > 1:
+        shift = shift.repeat_interleave(heads // shift.shape[1], 1)
+    return shift.expand(batch, -1, q_len)
+
+
+def _reach(part: RopeShift, call: Call, slots: int) -> int:
+    """The longest shift that there can be, known to the host."""
+    end = 0 if call.context.placement is None else call.context.placement.end
+    return part.reach(max(end, slots))

@@ -1,0 +1,97 @@
+"""Steps that change nothing but the contents of tensors, so that one graph serves them all.
+
+A compiled graph holds for the numbers on the host that it has read, and a CUDA graph for the
+addresses, too. In a static step the count of tokens is therefore a number on the device, which the
+host has counted up before, and what else a step would replace is written into buffers in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.merge_memory import MergeMemory
+
+
+class StaticSteps:
+    """The layers of a cache whose shapes are fixed, and their counts on the device."""
+
+    def __init__(self) -> None:
+        self._layers: list[SlotLayer] = []
+        self._fixed: list[list[Tensor]] = []
+        self._seen: dict[torch.device, Tensor] = {}
+
+    @contextmanager
+    def step(self, layers: list[SlotLayer]) -> Iterator[None]:
+        """Count one token in every layer; inside, the layers go by the device's count.
+
+        What is raised before the step has begun leaves the cache as it was.
+        """
+        counting = [each for layer in layers for each in _counting(layer)]
+        if counting != self._layers:
+            self.forget()
+            self._layers, self._fixed = counting, [[] for _ in counting]
+        self._fixed = [_fix(*each) for each in zip(counting, self._fixed, strict=True)]
+        seen, ran = layers[0].seen, False
+        try:
+            for each in counting:
+                each.begin_static(self._seen_on(each.slots.device))
+            for number in self._seen.values():
+                number.fill_(seen + 1)
+            yield
+            ran = True
+        finally:
+            for each in counting:
+                each.end_static(ran=ran)
+                if ran and each.slots.write_pos is not None:
+                    each.slots.use_reserved()
+
+    def forget(self) -> None:
+        """Let go of the layers, whose tensors are about to be replaced and would be held here."""
+        for each in self._layers:
+            each.release_counts()
+            if each.is_initialized:
+                each.slots.release()
+        self._layers, self._fixed = [], []
+
+    def _seen_on(self, device: torch.device) -> Tensor:
+        if device not in self._seen:
+            with torch.inference_mode(False):
+                number = torch.zeros(1, 1, 1, dtype=torch.int64, device=device)
+            _keep_in_place([number])
+            self._seen[device] = number
+        return self._seen[device]
+
+
+def _fix(layer: SlotLayer, before: list[Tensor]) -> list[Tensor]:
+    """Move what the last step outside has left to where static steps look for it."""
+    layer.slots.fix()
+    layer.fix_counts()
+    now = stationary(layer)
+    same = len(now) == len(before) and all(map(operator.is_, now, before))
+    if not same:
+        _keep_in_place(now)
+    return now
+
+
+def _counting(layer: SlotLayer) -> list[SlotLayer]:
+    return [layer] if layer.ragged is None else [layer, *layer.ragged.buckets]
+
+
+def stationary(layer: SlotLayer) -> list[Tensor]:
+    """The tensors of a layer that a static step reads or writes, where they are."""
+    merged = MergeMemory.of(layer)
+    own = [*layer.slots.tensors(), *([] if merged is None else merged.state.values())]
+    return own if layer.lengths is None else [*own, layer.lengths]
+
+
+def _keep_in_place(tensors: list[Tensor]) -> None:
+    """Tell CUDA graphs that they need no copies of these."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            torch._dynamo.mark_static_address(tensor)

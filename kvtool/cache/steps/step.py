@@ -1,0 +1,259 @@
+"""The one step that every layer runs: attend, observe, choose what to evict, free slots.
+
+A prompt comes as one block or many, a decoded token as a block of one. Who attends is an object:
+kvtool's own kernels, or the weights that a model's own eager attention has shown to a hook.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.steps.attend import AttendedToken, attend_token
+from kvtool.cache.steps.attend_block import OwnBlock
+from kvtool.cache.steps.block import (
+    Block,
+    block_needs_all_rows,
+    block_needs_last_rows,
+    enter_block,
+    leave_block,
+)
+from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.evict import evict_after_token
+from kvtool.cache.steps.grouped import LayerGroup
+from kvtool.cache.steps.sparse import sparse_decode
+from kvtool.cache.steps.view import values_by_kv_head
+from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.storage.last_queries import LastQueries
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.ragged import RaggedBuffers
+from kvtool.cache.storage.rope_shift import RopeShift
+from kvtool.cache.storage.sparse_index import SparseIndex
+from kvtool.errors import KvtoolError
+from kvtool.maths.attention import group_queries
+from kvtool.maths.selection import take
+from kvtool.policies.attention_rows import AttentionRows
+
+
+class BlockAttention(Protocol):
+    """Who attends a block: `OwnBlock`, or `kvtool.cache.hooks.eager.SeenBlock`."""
+
+    @property
+    def positions(self) -> Tensor | None: ...
+
+    @property
+    def value(self) -> Tensor: ...
+
+    @property
+    def raw(self) -> tuple[Tensor, Tensor]: ...
+
+    def placed(self, layer: SlotLayer, block: Block) -> BlockAttention: ...
+
+    def attend(self, layer: SlotLayer, block: Block, observed: bool) -> Tensor: ...
+
+    def last_rows(self, layer: SlotLayer, block: Block) -> AttentionRows: ...
+
+    def postpone(self, layer: SlotLayer, block: Block) -> Block | None: ...
+
+
+class AttendedBlock(NamedTuple):
+    """The output of a block, (batch, heads, q_len, value_dim), and the slots that stay.
+
+    These are indices into [kept, block], (batch, kv_heads, slots); None: all stay.
+    """
+
+    out: Tensor
+    chosen: Tensor | None
+
+
+def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
+    """Run a layer's step.
+
+    Returns:
+        (batch, heads, q_len, value_dim).
+
+    Raises:
+        KvtoolError: evicted tokens should be merged or kept aside, or a reader chooses keys, and
+            the model stores latents.
+    """
+    if call.key is not call.raw_key:
+        _check_latent(layer)
+    if not decoding:
+        block = call.context.block
+        if block is None or call.q_len <= block:
+            return run_block(layer, OwnBlock(call), call.q_len).out
+        return _run_blocks(layer, call, block)
+    if layer.parts:
+        return _decode_with_parts(layer, call)
+    layer.enter_token(call.positions)
+    token = attend_token(layer, call, False)
+    end_token(layer, token, call.value, call.context.group)
+    return token.out
+
+
+def end_token(
+    layer: SlotLayer, token: AttendedToken, value: Tensor, group: LayerGroup | None
+) -> None:
+    """Count a decoded token's attention and choose what it evicts, alone or with other layers.
+
+    Args:
+        value: (batch, heads of the attention, slots, value_dim).
+    """
+    if group is not None:
+        if value.shape[1] != layer.slots.kv_heads:
+            value = values_by_kv_head(layer, value)
+        group.add(layer, value, token.rows, token.counted)
+    else:
+        evict_after_token(layer, value, token.rows, counted=token.counted)
+        layer.slots.end_token()
+
+
+def run_block(layer: SlotLayer, attention: BlockAttention, q_len: int) -> AttendedBlock:
+    """Attend one block and cut to the budget."""
+    block = enter_block(layer, q_len, attention.positions, attention.raw[0], attention.value)
+    attention = attention.placed(layer, block)
+    out = attention.attend(layer, block, block_needs_all_rows(layer))
+    ended = attention.postpone(layer, block)
+    if ended is None:
+        return AttendedBlock(out, None)
+    rows = attention.last_rows(layer, ended) if block_needs_last_rows(layer, ended) else None
+    chosen = leave_block(layer, ended, *attention.raw, rows)
+    last = LastQueries.of(layer)
+    if last is not None:
+        last.clear()
+    return AttendedBlock(out, chosen)
+
+
+def _check_latent(layer: SlotLayer) -> None:
+    """Refuse parts that work on keys, in a layer whose keys are not stored as they are attended."""
+    index, shift = SparseIndex.of(layer), RopeShift.of(layer)
+    for part in (None if index is None else index.reader, layer.policy.on_evict):
+        if part is not None:
+            raise KvtoolError(
+                f"`{part.name}` needs keys that are stored as they are attended, "
+                "and this model stores latents"
+            )
+    if shift is not None and shift.rotation is not None:
+        raise KvtoolError("positions=cache needs keys that are stored as they are attended")
+
+
+def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
+    """Decode a token where something beside the slots has a say."""
+    calibration, index, plan = Calibration.of(layer), SparseIndex.of(layer), None
+    if calibration is not None:
+        calibration.set_scale(call.scale, call.softcap)
+        kv_heads = call.raw_key.shape[1]
+        plan = calibration.begin_decode(call.query, kv_heads, call.positions, layer.heads)
+    layer.enter_token(call.positions)
+    if isinstance(layer.ragged, RaggedBuffers):
+        token = _decode_ragged(layer, layer.ragged, call, plan is not None)
+    elif index is not None and index.entries is not None:
+        return sparse_decode(layer, index.entries, call)
+    else:
+        token = attend_token(layer, call, plan is not None)
+    out = token.out
+    if calibration is not None and plan is not None and token.lse is not None:
+        out = calibration.end_decode(plan, out, token.lse)
+    if layer.ragged is None:
+        end_token(layer, token, call.value, call.context.group)
+    return out
+
+
+def _decode_ragged(
+    layer: SlotLayer, ragged: RaggedBuffers, call: Call, needs_lse: bool
+) -> AttendedToken:
+    """Decode where KV heads hold different counts: by bucket, a lane as an entry of one head."""
+    heads, batch = ragged.kv_heads, len(call.query)
+    query = ragged.pick(group_queries(call.query, heads))
+    key, value = ragged.pick(call.raw_key)[:, None], ragged.pick(call.raw_value)[:, None]
+    positions, sinks, placement = call.positions, call.sinks, call.context.placement
+    if placement is not None:
+        placement = placement.of(lambda rows: ragged.pick(rows[:, None].expand(-1, heads)))
+    if positions is not None:
+        positions = ragged.pick(positions[:, None].expand(-1, heads, -1))
+    if sinks is not None:
+        sinks = ragged.pick(sinks.view(1, heads, 1, -1).expand(batch, -1, -1, -1))
+    outs, sums, start, read = [], [], 0, 0.0
+    for bucket in ragged.buckets:
+        own = slice(start, start + bucket.batch_size)
+        start = own.stop
+        all_keys, all_values = bucket.write_token(key[own], value[own])
+        there = None if placement is None else placement.of(partial(_entries, own))
+        step = Call(
+            query=query[own],
+            key=all_keys,
+            value=all_values,
+            raw_key=all_keys,
+            raw_value=all_values,
+            positions=None if positions is None else positions[own],
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=None if sinks is None else sinks[own],
+            context=replace(call.context, placement=there, group=None),
+        )
+        bucket.enter_token(step.positions)
+        token = attend_token(bucket, step, needs_lse)
+        end_token(bucket, token, step.value, None)
+        read += bucket.pairs_read * bucket.batch_size
+        outs.append(token.out)
+        if token.lse is not None:
+            sums.append(token.lse)
+    layer.read(read / len(ragged.order))
+    out = ragged.put_back(torch.cat(outs)).flatten(1, 2)
+    return AttendedToken(out, ragged.put_back(torch.cat(sums)).flatten(2, 3) if sums else None)
+
+
+def _entries(own: slice, rows: Tensor) -> Tensor:
+    return rows[own]
+
+
+def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
+    """Attend a prompt in blocks, counted from each entry's first token, cutting after each."""
+    order = None
+    if call.positions is not None:
+        # padding goes behind the tokens
+        order = (call.positions < 0).long().argsort(dim=-1, stable=True)
+    kept, placement = call.key.shape[2] - call.q_len, call.context.placement
+    latent = call.key is not call.raw_key
+    sources = (call.key, call.value, call.raw_key, call.raw_value)
+    new = [_reorder(t[:, :, kept:], order) for t in sources]
+    query = _reorder(call.query, order)
+    positions = call.positions
+    if positions is not None and order is not None:
+        positions = positions.gather(1, order)
+    attended = call.key[:, :, :kept], call.value[:, :, :kept]
+    outs = []
+    for part in (slice(i, i + size) for i in range(0, call.q_len, size)):
+        layer.compact()
+        raw_key, raw_value = layer.slots.joined(new[2][:, :, part], new[3][:, :, part])
+        key, value = raw_key, raw_value
+        if latent:
+            key = torch.cat([attended[0], new[0][:, :, part]], 2)
+            value = torch.cat([attended[1], new[1][:, :, part]], 2)
+        there = None if placement is None else placement.after(part.start)
+        step = replace(
+            call,
+            query=query[:, :, part],
+            key=key,
+            value=value,
+            raw_key=raw_key,
+            raw_value=raw_value,
+            positions=None if positions is None else positions[:, part],
+            context=replace(call.context, placement=there),
+        )
+        out, chosen = run_block(layer, OwnBlock(step), step.q_len)
+        outs.append(out)
+        if latent:
+            attended = (key, value) if chosen is None else (take(key, chosen), take(value, chosen))
+    joined = torch.cat(outs, 2)
+    if order is None:
+        return joined
+    return torch.empty_like(joined).scatter_(2, order[:, None, :, None].expand_as(joined), joined)
+
+
+def _reorder(tensor: Tensor, order: Tensor | None) -> Tensor:
+    return tensor if order is None else take(tensor, order[:, None])

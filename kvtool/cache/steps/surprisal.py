@@ -1,0 +1,250 @@
+"""The surprisal of every kept token, one number for all layers, and the cuts that go by it.
+
+Layers of free budget hold the same tokens in the same slots, so one table serves them all. Before a
+forward `make_room` cuts every layer, so that the new tokens fit; after it `learn` reads the logits.
+The logits of the last token stay until the next token is known, whose surprisal they give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.steps.arriving import Arriving, read_surprisals
+from kvtool.cache.steps.view import make_view, with_empty_slots
+from kvtool.cache.storage.buffers import Slots, ascending
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.part import tensor_bytes
+from kvtool.errors import KvtoolError
+from kvtool.maths.selection import keep_top, lowest, take
+from kvtool.policies.numbers import Count, minimum
+from kvtool.policies.parts import SlotView
+from kvtool.policies.policy import Policy
+from kvtool.policies.scores.sirllm import SirLLM
+
+
+class Surprisals:
+    """What a policy that goes by the model's logits knows, and how it cuts all layers.
+
+    Attributes:
+        table: (batch, 1, capacity) float32, by slot; None while nothing is stored.
+        next_logits: (batch, vocab) in the model's dtype, after the last token of each row.
+        arriving: what the running forward reads, None between forwards.
+    """
+
+    def __init__(self, layers: list[SlotLayer], score: SirLLM) -> None:
+        self._layers, self._score = layers, score
+        self.reset()
+
+    @classmethod
+    def of(cls, layers: list[SlotLayer], policy: Policy) -> Surprisals | None:
+        """Return the surprisals of a policy that goes by them; None for others."""
+        free = [layer for layer in layers if layer.window is None]
+        return cls(free, policy.score) if isinstance(policy.score, SirLLM) and free else None
+
+    def check_arriving(self) -> None:
+        """Refuse tokens of a forward that will show no logits.
+
+        Raises:
+            KvtoolError: nobody has announced the forward.
+        """
+        if self.arriving is None:
+            raise KvtoolError(
+                f"policy `{self._score.name}` goes by the logits of the model, "
+                "and this forward runs a part of it only",
+                hint="call kvtool.attach(model) and then the model itself",
+            )
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self.table: Tensor | None = None
+        self.next_logits: Tensor | None = None
+        self.arriving: Arriving | None = None
+        self._decay: float | Tensor = 1.0  # at the next cut of this turn, of each row
+
+    def begin_turn(self) -> None:
+        """Say that a prompt begins: its first cut lets what was kept before decay."""
+        self._decay = self._score.decay
+
+    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Let what is known of each batch entry follow the entries."""
+        self.table = None if self.table is None else change(self.table)
+        self.next_logits = None if self.next_logits is None else change(self.next_logits)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the table and of the logits that wait for the next token."""
+        return tensor_bytes([t for t in (self.table, self.next_logits) if t is not None])
+
+    # ---- before a forward
+
+    def make_room(self, tokens: Tensor, valid: Tensor | None, decoding: bool) -> None:
+        """Cut every layer so that the new tokens fit the budget.
+
+        Args:
+            tokens: (batch, q_len) int64.
+            valid: (batch, q_len) bool, False = padding; None: no padding.
+            decoding: whether the token takes a slot in place.
+        """
+        first = self._layers[0]
+        begun = None if first.lengths is None else first.lengths > 0
+        slot: Tensor | None = None
+        if decoding and first.slots.used >= first.budget.min_budget:
+            slot = self._free_slot(valid)
+        self.arriving = new = Arriving(tokens, valid, begun, slot)
+        if not decoding and first.is_initialized and first.slots.used:
+            self._make_room_for_block(new.count)
+
+    def _free_slot(self, valid: Tensor | None) -> Tensor:
+        """Choose the slot that a decoded token takes in every layer: (batch, 1)."""
+        first = self._layers[0]
+        count: Count = 1
+        if first.padded:
+            for layer in self._layers:
+                layer.slots.fill_to(layer.budget.max_budget + 1)
+            if valid is not None:
+                count = valid.sum(1)[:, None, None]
+        self._grow(first.slots.used)
+        view = self._view(count)
+        scores = self._score.importance(self._state(), view, None)
+        protected: Tensor | None = self._score.protected(self._state(), view, 1)
+        if first.padded:
+            scores, protected = with_empty_slots(view, scores, protected, count)
+        slot = lowest(scores, view.positions, protected)
+        for layer in self._layers:
+            slots = layer.slots
+            slots.mark_for_reuse(slot.to(slots.device).expand(-1, slots.kv_heads), static=False)
+        return slot
+
+    def _make_room_for_block(self, count: Count) -> None:
+        first = self._layers[0]
+        if isinstance(count, Tensor):
+            for layer in self._layers:
+                layer.count_apart(layer.slots.batch, layer.slots.device)
+        view = self._view(count)
+        sinks = view.sinks(self._score.sinks) & (view.positions >= 0)
+        used = first.slots.used
+        if first.padded:
+            fewest = torch.minimum(torch.as_tensor(view.held), sinks.sum(-1, keepdim=True))
+            target = torch.maximum(torch.as_tensor(view.budget - count), fewest)
+            self._cut(view, minimum(target, view.held), min(first.budget.max_budget, used))
+            return
+        kept = min(max(int(view.budget - count), self._score.sinks), used)
+        if kept < used or not first.slots.ordered:  # layers put themselves in order at a block
+            self._cut(view, kept, kept)
+
+    # ---- after a forward
+
+    def learn(self, logits: Tensor) -> None:
+        """Note how unexpected the new tokens were.
+
+        Args:
+            logits: (batch, q_len, vocab) of the forward.
+        """
+        new, self.arriving = self.arriving, None
+        if new is None:
+            raise RuntimeError("no forward is running")
+        first = self._layers[0]
+        used = first.slots.used
+        found, self.next_logits = read_surprisals(new, logits, self.next_logits)
+        scores = found.to(first.slots.device)[:, None]
+        table = self._grow(used)
+        if new.slot is not None:
+            table.scatter_(2, new.slot[..., None], scores)
+            return
+        table[:, :, used - scores.shape[2] : used] = scores
+        if used > first.budget.min_budget:
+            self._cut_to_budget()
+
+    def _cut_to_budget(self) -> None:
+        """Cut what a block has left above the budget: it was larger than the budget itself."""
+        first = self._layers[0]
+        view, slots, most = self._view(0), first.slots, first.budget.max_budget
+        if first.padded:
+            self._cut(view, minimum(view.held, view.budget), min(most, slots.used))
+        elif slots.used > most:
+            self._cut(view, most, most)
+        if slots.capacity > most + 1:
+            for layer in self._layers:
+                layer.slots.shrink(layer.slots.growth.limit)
+            self.fit()
+
+    # ---- the slots
+
+    def _view(self, count: Count) -> SlotView:
+        first = self._layers[0]
+        return make_view(first, (), first.slots.positions[:, :1, : first.slots.used], count)
+
+    def _state(self) -> dict[str, Tensor]:
+        if self.table is None:
+            raise RuntimeError("nothing is stored")
+        return {"surprisal": self.table[:, :, : self._layers[0].slots.used]}
+
+    def _cut(self, view: SlotView, target: Count, slots: int) -> None:
+        """Keep `target` tokens of each batch entry, in ascending position.
+
+        Args:
+            slots: the largest target, or more.
+        """
+        state = self._state()
+        forced = self._score.protected(state, view, view.held - target)
+        scores = self._score.importance(state, view, None)
+        chosen, positions = keep_top(scores, view.positions, target, forced, slots)
+        kept = state["surprisal"].gather(2, chosen)
+        if self._score.decay != 1:
+            kept = self._let_decay(kept, view.held > target)
+        self.table = _buffer(kept, slots)
+        for layer in self._layers:
+            used = layer.slots.used_slots()
+            place, places = chosen.to(layer.slots.device), positions.to(layer.slots.device)
+            layer.slots.replace(Slots(take(used.keys, place), take(used.values, place), places, {}))
+
+    def _let_decay(self, kept: Tensor, cut: bool | Tensor) -> Tensor:
+        """Surprisals after a cut, of the rows that lost something and have not decayed before."""
+        cut = torch.as_tensor(cut, device=kept.device)
+        decay = torch.where(cut, self._decay, 1.0)
+        self._decay = torch.where(cut, 1.0, self._decay)
+        return kept * decay
+
+    def _grow(self, slots: int) -> Tensor:
+        """Have room for so many slots, as many as the layers have, and return the table."""
+        first = self._layers[0].slots
+        width = max(slots, first.capacity)
+        if self.table is None:
+            self.table = _buffer(first.positions[:, :1, :0], width)
+        elif self.table.shape[2] < width:
+            self.table = _buffer(self.table, width)
+        return self.table
+
+    def fit(self) -> None:
+        """Give back the memory of slots that the layers no longer have."""
+        capacity = self._layers[0].slots.capacity if self.table is not None else 0
+        if self.table is not None and self.table.shape[2] > capacity:
+            self.table = _buffer(self.table[:, :, :capacity], capacity)
+
+    # ---- files
+
+    def by_position(self) -> tuple[Tensor, Tensor]:
+        """Surprisals in ascending position, (batch, kept), and the logits that wait."""
+        slots = self._layers[0].slots
+        order = ascending(slots.stored_positions()[:, :1])[..., : slots.kept]
+        if self.next_logits is None:
+            raise RuntimeError("nothing has been read")
+        return self._state()["surprisal"].gather(2, order)[:, 0], self.next_logits
+
+    def fill(self, scores: Tensor, next_logits: Tensor) -> None:
+        """Take what a file holds; see `by_position`."""
+        device = self._layers[0].slots.device
+        self.table = _buffer(scores[:, None].to(device), scores.shape[1])
+        self.next_logits = next_logits
+
+
+def _buffer(content: Tensor, slots: int) -> Tensor:
+    """Copy into a table of so many slots that can be written in and out of inference mode."""
+    with torch.inference_mode(False):
+        shape = (*content.shape[:2], slots)
+        table = torch.zeros(shape, dtype=torch.float32, device=content.device)
+    table[:, :, : content.shape[2]] = content
+    return table

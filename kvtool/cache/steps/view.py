@@ -1,0 +1,181 @@
+"""The slots of a layer as a policy sees them, and what it says of them: made in one place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.storage.head_budgets import HeadBudgets
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.parents import Parents
+from kvtool.maths.columns import add_columns
+from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Evidence, SlotView
+from kvtool.policies.policy import Policy
+
+
+def make_view(
+    layer: SlotLayer, values: tuple[Tensor, ...], positions: Tensor, block: Count = 1
+) -> SlotView:
+    """Lay out slots of a layer, or of several in the same state, for the policy.
+
+    Args:
+        layer: or the first one.
+        values: (batch, heads of the attention, slots, value_dim) of each layer.
+        positions: (batch, kv_heads, slots) of all, -1 = empty.
+        block: tokens of each batch entry in the running block.
+    """
+    first, above = layer.budget.tokens, None
+    plain = layer.lengths is None and layer.seen_device is None
+    if layer.parts:
+        parents = Parents.of(layer)
+        if parents is not None and parents.first is not None:
+            first = parents.first.budget.tokens
+            above = parents.kept(positions, layer.seen)
+    return SlotView(
+        values=values,
+        positions=positions,
+        tokens_seen=layer.seen if plain else layer.tokens_seen,
+        budget=layer.budget.tokens,
+        held=held_slots(layer, positions),
+        layer=layer.index,
+        heads=layer.heads,
+        block=block,
+        kept_in_parent=above,
+        first_layer_budget=first,
+    )
+
+
+def used_view(layer: SlotLayer, value: Tensor) -> SlotView:
+    """The slots in use as a policy sees them, with these values to attend to."""
+    positions = layer.slots.positions[:, :, : layer.slots.used]
+    return make_view(layer, (values_by_kv_head(layer, value),), positions)
+
+
+def used_state(layer: SlotLayer) -> State:
+    """The policy's numbers for the slots in use."""
+    used = layer.slots.used
+    return {name: number[:, :, :used] for name, number in layer.slots.state.items()}
+
+
+def held_slots(layer: SlotLayer, positions: Tensor) -> Count:
+    """Stored slots of each batch entry, or of each head where heads hold different counts."""
+    if layer.parts:
+        split = HeadBudgets.of(layer)
+        if split is not None and split.tokens is not None:
+            return (positions >= 0).sum(-1, keepdim=True)
+    if layer.lengths is None:
+        return positions.shape[2]
+    return (positions[:, :1] >= 0).sum(-1, keepdim=True)
+
+
+def values_by_kv_head(layer: SlotLayer, value: Tensor) -> Tensor:
+    """Values by the heads that are cached: latent attention caches one for all heads."""
+    kv_heads = layer.slots.kv_heads
+    if value.shape[1] == kv_heads or layer.policy.rescore is None:
+        return value
+    batch, heads, slots, dim = value.shape
+    grouped = value.view(batch, kv_heads, heads // kv_heads, slots, dim)
+    return grouped.transpose(2, 3).reshape(batch, kv_heads, slots, -1)
+
+
+def make_rows(
+    layer: SlotLayer, weights: Tensor, visible: Tensor | None, valid: Tensor | None
+) -> AttentionRows:
+    """Weights by the heads that are cached; rows of padding count for nothing."""
+    batch, _, _, q_len, keys = weights.shape
+    weights = weights.reshape(batch, layer.slots.kv_heads, -1, q_len, keys)
+    if valid is not None:
+        weights = weights * valid[:, None, None, :, None]
+    return AttentionRows(weights, visible, valid)
+
+
+def decode_needs_rows(layer: SlotLayer) -> bool:
+    """Whether the policy wants the weights of the token being decoded."""
+    policy = layer.policy
+    if policy.needs_all_rows:
+        return True
+    if not layer.evicts_tokens or policy.ranking.evidence is Evidence.NOTHING:
+        return False
+    return layer.slots.used > layer.budget.min_budget
+
+
+def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> AttentionRows:
+    """The weights of a decoded token as evidence."""
+    slots = layer.slots
+    visible = None
+    if layer.lengths is not None or slots.write_pos is not None:
+        visible = slots.positions[:, :, None, : slots.used] >= 0
+    if positions is not None:
+        return make_rows(layer, weights, visible, positions >= 0)
+    keys = weights.shape[-1]
+    return AttentionRows(weights.reshape(len(weights), slots.kv_heads, -1, 1, keys), visible)
+
+
+def observe(policy: Policy, state: State, view: SlotView, rows: AttentionRows) -> None:
+    """Add attention rows to the numbers beside the slots, in place."""
+    if policy.columns:
+        sums = {name: state[name] for name in policy.columns}
+        add_columns(sums, rows.weights, rows.visible, rows.valid)
+    if policy.observes_rows:
+        policy.ranking.observe(state, view, rows)
+
+
+def score(
+    policy: Policy, view: SlotView, state: State, rows: AttentionRows | None, evicted: Count
+) -> tuple[Tensor, Tensor | None]:
+    """Ask a policy what matters.
+
+    Args:
+        rows: the weights that it ranks by, if it does.
+        evicted: how many slots will be evicted.
+
+    Returns:
+        The importance of each slot, (batch, kv_heads, slots) float32, higher = keep, and bool of
+        the same shape, which slots stay whatever theirs is; None: none.
+    """
+    importance = policy.ranking.importance(state, view, rows)
+    if policy.rescore is not None:
+        importance = policy.rescore.rescore(importance, view)
+    return importance.expand_as(view.positions), policy.ranking.protected(state, view, evicted)
+
+
+def with_empty_slots(
+    view: SlotView, importance: Tensor, protected: Tensor | None, coming: Count = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Let batch entries below their budget take an empty slot, and those above it evict one.
+
+    Args:
+        coming: tokens of each batch entry that are not among its slots yet.
+
+    Returns:
+        Importance and protection with which the lowest slot is the one to write over.
+    """
+    empty = view.positions < 0
+    over = view.held + coming > view.budget
+    importance = importance.masked_fill(empty & ~over, float("-inf"))
+    unused = empty & over
+    return importance, unused if protected is None else (protected & over) | unused
+
+
+def last_query_columns(layer: SlotLayer, new: Tensor) -> Tensor:
+    """Index of the last queries of each batch entry that a policy sees: (batch or 1, rows).
+
+    Args:
+        new: (batch or 1, q_len) positions of all queries, -1 = padding.
+    """
+    parents = Parents.of(layer)
+    first = layer if parents is None or parents.first is None else parents.first
+    count = min(layer.policy.ranking.voters(first.budget.max_budget), new.shape[1])
+    place = torch.arange(new.shape[1], device=new.device)[None]
+    if layer.padded:
+        place = torch.where(new >= 0, place, -1).argsort(-1)
+    return place[:, -count:]
+
+
+def stacked(view: SlotView, layer: Tensor) -> SlotView:
+    """The same view, of several layers: the index of each batch entry's, (batch, 1, 1)."""
+    return replace(view, layer=layer)

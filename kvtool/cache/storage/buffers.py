@@ -1,0 +1,270 @@
+"""Slots: fixed buffers of keys and values, and how tokens enter and leave them.
+
+A slot holds the key and value of one token and its true position. Slot order is free: in steady
+state nothing moves, the next token is written over the one evicted by the step before. An empty
+slot has position -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.storage.growth import Growth
+from kvtool.cache.storage.memory import SlotMemory, State
+from kvtool.cache.storage.meter import ByteMeter
+from kvtool.cache.storage.tokens import at_address
+from kvtool.maths.selection import take
+
+
+class Slots(NamedTuple):
+    """Copies of what slots hold, in ascending position, empty ones last."""
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    state: State
+
+
+class SlotBuffers(SlotMemory):
+    """The slots of one layer, and where the next token goes.
+
+    Attributes:
+        used: slots in use, `positions[..., used:]` are empty. In a padded batch a short entry has
+            empty slots below it.
+        ordered: whether the slots in use are in ascending position.
+        reuse_slot: (batch, kv_heads) slot that the next token overwrites; counts as empty for
+            everybody but the writer.
+        write_pos: (batch, kv_heads) int64, the slot of the next token where slots are reserved, so
+            that shapes stay as they are; empty slots count as used then.
+        reserved: empty slots that are left of these.
+        written: (batch, kv_heads, 1) slot of the newest token; None: the last one in use.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        statistics: Iterable[str],
+        growth: Growth,
+        meter: ByteMeter,
+    ) -> None:
+        """Make empty slots for tokens such as these, (batch, kv_heads, tokens, dim)."""
+        super().__init__(keys, values, statistics, growth, meter)
+        self.used = self.reserved = 0
+        self.ordered = True
+        self.reuse_slot: Tensor | None = None
+        self.write_pos: Tensor | None = None
+        self.written: Tensor | None = None
+        self._fixed: dict[str, Tensor] = {}
+
+    # ---- what is in them
+
+    @property
+    def kept(self) -> int:
+        """Slots in use that are not waiting to be overwritten, nor for the first time written."""
+        return self.used - self.reserved - (self.reuse_slot is not None)
+
+    def stored_positions(self) -> Tensor:
+        """Positions of the used slots, the one to reuse as empty: (batch, kv_heads, used) int32."""
+        positions = self.positions[:, :, : self.used]
+        if self.reuse_slot is None:
+            return positions
+        return positions.scatter(2, self.reuse_slot[..., None], -1)
+
+    def used_slots(self) -> Slots:
+        """The used slots as they lie, not copied."""
+        used = slice(0, self.used)
+        state = {name: number[:, :, used] for name, number in self.state.items()}
+        keys, values, positions = self.keys, self.values, self.positions
+        return Slots(keys[:, :, used], values[:, :, used], positions[:, :, used], state)
+
+    def sorted_slots(self) -> Slots:
+        """Copies of what the kept slots hold, in ascending position, empty ones last."""
+        positions, used = self.stored_positions(), slice(0, self.used)
+        order = ascending(positions)[..., : self.kept]
+        state = {name: t[:, :, used].gather(2, order) for name, t in self.state.items()}
+        keys, values = take(self.keys[:, :, used], order), take(self.values[:, :, used], order)
+        return Slots(keys, values, positions.gather(2, order), state)
+
+    def joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The kept slots and a block behind them; the slots must be compact."""
+        if self.used == 0:
+            return keys, values
+        kept = slice(0, self.used)
+        return (
+            torch.cat([self.keys[:, :, kept], keys], 2),
+            torch.cat([self.values[:, :, kept], values], 2),
+        )
+
+    # ---- how tokens enter and leave
+
+    @torch.no_grad()
+    def write(self, key: Tensor, value: Tensor, *, static: bool) -> tuple[Tensor, Tensor]:
+        """Write one token: into a reserved slot, behind the others, or into the slot to reuse.
+
+        Args:
+            key, value: (batch, kv_heads, 1, dim).
+            static: whether nothing but contents of tensors may change.
+
+        Returns:
+            Keys and values of the slots in use.
+        """
+        used = self.used
+        if self.write_pos is not None:
+            self.written = self.write_pos[..., None].clone()
+            self.write_pos.add_(1)
+            if not static:
+                self.use_reserved()
+        elif self.reuse_slot is not None:
+            if self.shared:
+                self.copy_on_write()
+            self.written = slot = self.reuse_slot[..., None]
+            if not self.grouped:
+                for number in self.state.values():
+                    number.scatter_(2, slot, 0)
+            if not static:
+                self.reuse_slot = None
+            self.ordered = False
+        else:
+            self.grow(used + 1)
+            self.keys[:, :, used] = key[:, :, 0]
+            self.values[:, :, used] = value[:, :, 0]
+            self.written = None
+            self.used = used = used + 1
+            return self.keys[:, :, :used], self.values[:, :, :used]
+        place = self.written[..., None]
+        self.keys.scatter_(2, place.expand_as(key), key)
+        self.values.scatter_(2, place.expand_as(value), value)
+        return self.keys[:, :, :used], self.values[:, :, :used]
+
+    @torch.no_grad()
+    def place(self, position: int | Tensor) -> None:
+        """Note the position of the token that `write` has just written.
+
+        Args:
+            position: one number, or (batch or 1,) with -1 where a batch entry had padding instead
+                of a token.
+        """
+        if isinstance(position, Tensor):
+            position = position.to(torch.int32)[:, None, None]
+        if self.written is None:
+            self.positions[:, :, self.used - 1 : self.used] = position
+        elif isinstance(position, Tensor):
+            self.positions.scatter_(2, self.written, position.expand_as(self.written))
+        else:
+            self.positions.scatter_(2, self.written, position)
+
+    def end_token(self) -> None:
+        """Forget where the newest token is, which a compiled step would have to hand out."""
+        self.written = None
+
+    def mark_for_reuse(self, slot: Tensor, *, static: bool) -> None:
+        """Have the next token written over this slot of each head: (batch, kv_heads) int64."""
+        if static and self.reuse_slot is not None:
+            self.reuse_slot.copy_(slot)
+        else:
+            self.reuse_slot = slot
+
+    @torch.no_grad()
+    def reserve(self, tokens: int) -> None:
+        """Take slots for so many decoded tokens at once, so that no shape changes while they come.
+
+        Only where tokens are appended and nothing is reserved. The next block, and `compact`, give
+        the empty slots up.
+        """
+        with torch.inference_mode(False):
+            self.write_pos = torch.full(self.positions.shape[:2], self.used, device=self.device)
+        self.reserved = tokens
+        self.fill_to(self.used + tokens)
+
+    def use_reserved(self, by: int = 1) -> None:
+        """Count one reserved slot as taken; append behind all slots again after the last."""
+        self.reserved -= by
+        if self.reserved <= 0:
+            self.write_pos, self.reserved = None, 0
+
+    @torch.no_grad()
+    def compact(self) -> None:
+        """Put the kept slots in ascending position at the front, and forget the slot to reuse."""
+        if self.write_pos is not None:
+            self.used, self.write_pos, self.reserved = self.kept, None, 0
+        if not self.ordered or self.reuse_slot is not None:
+            self.replace(self.sorted_slots())
+
+    @torch.no_grad()
+    def extend(self, keys: Tensor, values: Tensor, positions: Tensor, state: State) -> None:
+        """Append a block; `positions` and `state` cover the kept slots as well."""
+        total = positions.shape[2]
+        new = slice(self.used, total)
+        self.grow(total)
+        self.keys[:, :, new], self.values[:, :, new] = keys, values
+        self.positions[:, :, new] = positions[:, :, new]
+        for name, number in state.items():
+            self.state[name][:, :, :total] = number
+        self.used = total
+
+    @torch.no_grad()
+    def replace(self, slots: Slots) -> None:
+        """Make these the only slots in use; they come in ascending position."""
+        count = slots.positions.shape[2]
+        self.copy_on_write()
+        self.grow(count)
+        self.keys[:, :, :count], self.values[:, :, :count] = slots.keys, slots.values
+        self.positions[:, :, :count] = slots.positions
+        self.positions[:, :, count:] = -1
+        for name, number in slots.state.items():
+            self.state[name][:, :, :count] = number
+            self.state[name][:, :, count:] = 0
+        self.used, self.reserved, self.ordered = count, 0, True
+        self.reuse_slot = self.write_pos = None
+
+    def fill_to(self, slots: int) -> None:
+        """Count empty slots as used, so that batch entries of different budgets can grow."""
+        self.grow(slots)
+        self.used = max(self.used, slots)
+
+    def use(self, slots: int) -> None:
+        """Count the first slots as the used ones; those behind them are empty."""
+        self.used = slots
+
+    def clear(self) -> None:
+        """Give back the memory of all slots."""
+        self.used, self.reuse_slot, self.ordered = 0, None, True
+        self.shrink(0)
+
+    # ---- batch entries and static steps
+
+    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Let everything follow the batch entries."""
+        super().reindex(change)
+        self.reuse_slot = None if self.reuse_slot is None else change(self.reuse_slot)
+        self.write_pos = None if self.write_pos is None else change(self.write_pos)
+
+    def fix(self) -> None:
+        """Have what a static step replaces at addresses that stay."""
+        if self.reuse_slot is not None:
+            self.copy_on_write()
+            self.reuse_slot = at_address(self.reuse_slot, self._fixed.get("reuse_slot"))
+            self._fixed["reuse_slot"] = self.reuse_slot
+        if self.write_pos is not None:
+            self.write_pos = at_address(self.write_pos, self._fixed.get("write_pos"))
+            self._fixed["write_pos"] = self.write_pos
+
+    def release(self) -> None:
+        """Let go of addresses, which hold memory."""
+        self._fixed = {}
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that a static step reads or writes, where they are."""
+        moved = [tensor for tensor in (self.reuse_slot, self.write_pos) if tensor is not None]
+        return [self.keys, self.values, self.positions, *self.state.values(), *moved]
+
+
+def ascending(positions: Tensor) -> Tensor:
+    """Indices of slots in ascending position, empty ones (-1) last."""
+    last = torch.iinfo(positions.dtype).max
+    return positions.masked_fill(positions < 0, last).argsort(-1)

@@ -1,0 +1,293 @@
+"""One attention layer of the cache: counts, a budget, slots, and a part for each feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+
+from kvtool.cache.storage.batch_layer import BatchLayer
+from kvtool.cache.storage.buffers import SlotBuffers, Slots
+from kvtool.cache.storage.growth import Growth, LayerBudget
+from kvtool.cache.storage.meter import ByteMeter
+from kvtool.cache.storage.part import Part
+from kvtool.cache.storage.tokens import TokenCounts
+from kvtool.policies.heads import ALL_HERE, KVHeads
+from kvtool.policies.policy import Policy
+
+
+class Ragged(Protocol):
+    """Heads of unequal counts, as a layer sees them: `kvtool.cache.storage.ragged`."""
+
+    buckets: list[SlotLayer]
+
+    def stored_positions(self) -> Tensor: ...
+
+    def sorted_slots(self) -> Slots: ...
+
+    def split_again(self, layer: SlotLayer) -> None: ...
+
+
+class SlotLayer(TokenCounts, BatchLayer):
+    """One attention layer of the cache.
+
+    Attributes:
+        index: of the layer in the model.
+        policy: what stays.
+        window: width of the layer's own sliding window, in tokens, or None.
+        parts: what features keep beside the slots, by name.
+        meter: counts the bytes of all layers.
+        heads: all KV heads of the layer, of which this process may hold a part.
+        slots: of all heads, from the first token on; empty while heads hold different counts.
+        budget: how many each batch entry may keep; set when a prompt begins.
+        ragged: where the tokens are while KV heads hold different counts; the layer's own slots are
+            empty then. None: they hold equally many.
+        pairs_read: keys and values that the last decoded token has read, per KV head.
+        unattended: whether tokens have been taken in that nobody has attended yet.
+
+    What a layer holds is copied deeply when its cache is; only keys and values are not, where the
+    copy is one to go back to.
+    """
+
+    slots: SlotBuffers
+
+    def __init__(
+        self,
+        index: int,
+        policy: Policy,
+        window: int | None = None,
+        parts: Iterable[Part] = (),
+        meter: ByteMeter | None = None,
+    ) -> None:
+        self.index, self.policy, self.window = index, policy, window
+        self.is_sliding = window is not None  # which transformers asks
+        self.parts = {part.name: part for part in parts}
+        self.meter = meter or ByteMeter()
+        self.heads: KVHeads = ALL_HERE
+        self.is_initialized = False
+        self._clear()
+
+    def _clear(self) -> None:
+        if self.is_initialized:
+            self._give_back()
+            del self.slots
+        self.is_initialized = False
+        self._growth = Growth(self.policy.score.when)
+        self.ragged: Ragged | None = None
+        self.count_from(0, None)
+        self.budget = LayerBudget()
+        self.pairs_read: float = 0
+        self.unattended = False
+
+    def _give_back(self) -> None:
+        for each in self.stores:
+            each.slots.drop()
+        if self.ragged is not None:
+            self.slots.drop()
+
+    # ---- what transformers asks
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        growth, names = self._growth, self.policy.statistics
+        self.slots = SlotBuffers(key_states, value_states, names, growth, self.meter)
+        self.is_initialized = True
+        batch, kv_heads = key_states.shape[:2]
+        for part in self.parts.values():
+            part.begin(batch, kv_heads, key_states.device)
+
+    def get_seq_length(self) -> int | Tensor:
+        return self.seen if self.seen_device is None else self.seen_device.view(()) - 1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that attention will see, and how many tokens lie before them."""
+        if self.seen_device is not None:
+            return self.slots.used, 0  # of no interest to the mask of a decoded token
+        kept = self.slots.kept if self.is_initialized else 0
+        return kept + query_length, self.seen - kept
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Take in the keys and values of a block; they are stored when it has been attended.
+
+        Returns:
+            Keys and values to attend to: of the kept slots, and the block behind them.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.unattended = True
+        self.compact()
+        return self.slots.joined(key_states, value_states)
+
+    def write_token(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a decoded token, (batch, kv_heads, 1, dim), at once.
+
+        Returns:
+            Keys and values to attend to; the token alone where heads hold different counts, since
+            each bucket takes in its own part of it.
+        """
+        self.unattended = True
+        if self.ragged is not None:
+            return key, value
+        return self.slots.write(key, value, static=self.seen_device is not None)
+
+    def reset(self) -> None:
+        self._clear()
+        for part in self.parts.values():
+            part.clear()
+
+    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        if not self.is_initialized:
+            return
+        ragged = self.ragged
+        if ragged is not None:
+            self.compact()
+        self.slots.reindex(change)
+        self.reindex_counts(change)
+        if isinstance(self.budget.tokens, Tensor):
+            self.budget = replace(self.budget, tokens=change(self.budget.tokens))
+        for part in self.parts.values():
+            part.reindex(change)
+        if ragged is not None:
+            ragged.split_again(self)
+
+    # ---- what is stored
+
+    @property
+    def stores(self) -> list[SlotLayer]:
+        """The layers that hold the slots: itself, or the buckets of its heads."""
+        return [self] if self.ragged is None else self.ragged.buckets
+
+    @property
+    def stores_in_use(self) -> list[SlotLayer]:
+        """The same; none before the first token."""
+        return self.stores if self.is_initialized else []
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys of all slots, see `SlotBuffers`; None before the first token."""
+        return self.slots.keys if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """Values of all slots; None before the first token."""
+        return self.slots.values if self.is_initialized else None
+
+    @property
+    def batch_size(self) -> int:
+        """Batch entries; -1 before the first token."""
+        return self.slots.batch if self.is_initialized else -1
+
+    @property
+    def evicts_tokens(self) -> bool:
+        """Whether the layer holds its budget after every token by its own choice of what leaves."""
+        score = self.policy.ranking
+        return score.when == "always" and score.layers != "same"
+
+    @property
+    def appends(self) -> bool:
+        """Whether decoded tokens are added and never take another's place."""
+        return self.policy.score.when != "always"
+
+    @property
+    def grows(self) -> bool:
+        """Whether the layer holds a budget that the next token does not fill yet."""
+        return not self.appends and self.slots.reuse_slot is None
+
+    @property
+    def padded(self) -> bool:
+        """Whether batch entries differ in length: short ones have empty slots among the used."""
+        return self.lengths is not None
+
+    @property
+    def masked(self) -> bool:
+        """Whether some of the used slots may be empty."""
+        return self.lengths is not None or self.slots.write_pos is not None
+
+    def stored_positions(self) -> Tensor:
+        """Positions of the used slots, those to reuse as empty: (batch, kv_heads, used) int32."""
+        return (self.slots if self.ragged is None else self.ragged).stored_positions()
+
+    def sorted_slots(self) -> Slots:
+        """Copies of what the kept slots hold, in ascending position, empty ones last."""
+        return (self.slots if self.ragged is None else self.ragged).sorted_slots()
+
+    # ---- how tokens enter and leave
+
+    def set_heads(self, heads: KVHeads) -> None:
+        """Say which part of the layer's heads is held here."""
+        self.heads = heads
+
+    def set_budget(self, budget: LayerBudget) -> None:
+        """Fix what each batch entry may keep."""
+        self.budget = budget
+        self._set_growth(replace(self._growth, max_budget=budget.max_budget))
+
+    def grow_exactly(self, exact: bool) -> None:
+        """Say whether buffers are never larger than what they hold."""
+        self._set_growth(replace(self._growth, exact=exact))
+
+    def expect(self, tokens: int) -> None:
+        """Say how many tokens will be decoded, and give back the memory that is not for them."""
+        for store in self.stores:
+            store.expect_slots(store.slots.used + tokens)
+
+    def expect_slots(self, slots: int) -> None:
+        """Say how many slots will be in use, and give back the memory of the others."""
+        self._set_growth(replace(self._growth, expected=slots))
+        full = not self.appends and self.slots.used >= self.budget.min_budget
+        self.slots.trim(full=full)
+
+    def _set_growth(self, growth: Growth) -> None:
+        self._growth = growth
+        if self.is_initialized:
+            self.slots.set_growth(growth)
+
+    @property
+    def expected(self) -> int:
+        """Decoded tokens that are still to come, as far as is known."""
+        slots = self.stores[0].slots
+        return max(0, slots.growth.expected - slots.used)
+
+    def enter_block(self, tokens: int, valid: Tensor | None = None) -> None:
+        """Count a block that is being attended; see `TokenCounts.count_block`."""
+        self.unattended = False
+        self.count_block(tokens, valid)
+
+    def enter_token(self, positions: Tensor | None) -> None:
+        """Count and place the token that has just been written.
+
+        Args:
+            positions: (batch, 1), -1 where a batch entry has padding instead; None: none has.
+        """
+        self.unattended = False
+        slots = self.slots
+        self.pairs_read = slots.used
+        if slots.grouped:  # which has placed the token already
+            self.seen += 1
+            return
+        position = self.count_token(positions)
+        if self.ragged is None:
+            slots.place(position)
+
+    def read(self, pairs: float) -> None:
+        """Note how many keys and values a decoded token has read, per KV head."""
+        self.pairs_read = pairs
+
+    def compact(self) -> None:
+        """Put the kept slots of all heads side by side, in ascending position, at the front."""
+        if self.ragged is not None:
+            slots, buckets = self.ragged.sorted_slots(), self.ragged.buckets
+            self.ragged = None
+            for bucket in buckets:
+                bucket.slots.drop()
+            self.slots.replace(slots)
+        else:
+            self.slots.compact()
+
+    def hold_ragged(self, ragged: Ragged) -> None:
+        """Keep the tokens in buckets of heads, in place of the layer's own slots."""
+        self.slots.clear()
+        self.ragged = ragged

@@ -1,0 +1,176 @@
+"""The memory of slots: how it grows, shrinks, is shared with a cache to go back to, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.storage.growth import Growth
+from kvtool.cache.storage.meter import ByteMeter
+
+State = dict[str, Tensor]
+
+
+class SlotMemory:
+    """The tensors of the slots of one layer.
+
+    Attributes:
+        keys: (batch, kv_heads, capacity, head_dim) in the model's dtype, after RoPE.
+        values: (batch, kv_heads, capacity, value_dim).
+        positions: (batch, kv_heads, capacity) int32, the true position of the token in each slot,
+            -1 = empty.
+        state: the policy's numbers for each slot, (batch, kv_heads, capacity) float32.
+        kv_heads: KV heads.
+        growth: how they grow.
+        meter: counts the bytes of keys and values.
+        shared: whether a cache that will be gone back to reads keys and values, too. Whoever
+            writes over a slot in use calls `copy_on_write` first.
+        grouped: whether positions and state lie in tensors of a group of layers, which clears a
+            slot and places a token by itself.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        statistics: Iterable[str],
+        growth: Growth,
+        meter: ByteMeter,
+    ) -> None:
+        """Make empty slots for tokens such as these, (batch, kv_heads, tokens, dim)."""
+        batch, heads = keys.shape[:2]
+        self.kv_heads = heads
+        self.keys = _zeros(keys, (batch, heads, 0, keys.shape[-1]))
+        self.values = _zeros(values, (batch, heads, 0, values.shape[-1]))
+        self.positions = _zeros(keys, (batch, heads, 0), torch.int32)
+        self.state: State = {
+            name: _zeros(keys, (batch, heads, 0), torch.float32) for name in statistics
+        }
+        self.growth, self.meter = growth, meter
+        self.shared = self.grouped = False
+
+    @property
+    def batch(self) -> int:
+        """Batch entries."""
+        return self.positions.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self.positions.device
+
+    @property
+    def capacity(self) -> int:
+        """Slots that the buffers have."""
+        return self.keys.shape[2]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the key and value buffers."""
+        return sum(t.untyped_storage().nbytes() for t in (self.keys, self.values))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the key and value of one token in one KV head."""
+        return sum(t.shape[-1] * t.element_size() for t in (self.keys, self.values))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of positions and of the policy's numbers."""
+        held = (self.positions, *self.state.values())
+        return sum(t.numel() * t.element_size() for t in held)
+
+    # ---- growing and shrinking
+
+    def set_growth(self, growth: Growth) -> None:
+        """Say how the buffers grow from here on."""
+        self.growth = growth
+
+    def trim(self, *, full: bool) -> None:
+        """Give back memory that the tokens to come will not need.
+
+        Args:
+            full: whether the layer holds a budget that is used up.
+        """
+        expected = self.growth.expected
+        if not self.shared:  # what another cache reads would be copied, not given back
+            self.shrink(max(expected, self.growth.limit) if full else expected)
+
+    @torch.no_grad()
+    def shrink(self, count: int) -> None:
+        """Give back the memory of all but some slots, those in use or more."""
+        if count >= self.capacity:
+            return
+        before = self.kv_bytes
+        with torch.inference_mode(False):
+            self.keys = self.keys[:, :, :count].clone()
+            self.values = self.values[:, :, :count].clone()
+            self.positions = self.positions[:, :, :count].clone()
+            self.state = {name: number[:, :, :count].clone() for name, number in self.state.items()}
+        self.shared = False
+        self.meter.change(self.kv_bytes - before)
+
+    def grow(self, slots: int) -> None:
+        if slots <= self.capacity:
+            return
+        before = self.kv_bytes
+        capacity = self.growth.capacity(slots, self.capacity)
+        self.keys = _grown(self.keys, capacity, 0)
+        self.values = _grown(self.values, capacity, 0)
+        self.positions = _grown(self.positions, capacity, -1)
+        self.state = {name: _grown(t, capacity, 0) for name, t in self.state.items()}
+        self.shared = False
+        self.meter.change(self.kv_bytes - before)
+
+    def share(self) -> None:
+        """Let a cache to go back to read keys and values as they are now."""
+        self.shared = True
+
+    def copy_on_write(self) -> None:
+        """Have keys and values alone, before a slot in use is written over."""
+        if self.shared:
+            with torch.inference_mode(False):
+                self.keys, self.values = self.keys.clone(), self.values.clone()
+            self.shared = False
+
+    # ---- batch entries and groups
+
+    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Let keys, values, positions and state follow the batch entries."""
+        before = self.kv_bytes
+        self.keys, self.values = change(self.keys), change(self.values)
+        self.positions = change(self.positions)
+        self.state = {name: change(t) for name, t in self.state.items()}
+        self.meter.change(self.kv_bytes - before)
+
+    def drop(self) -> None:
+        """Count the memory as given back: nobody will look at it again."""
+        self.meter.change(-self.kv_bytes)
+
+    def group(self, positions: Tensor, state: State) -> None:
+        """Have positions and state in tensors of a group of layers."""
+        self.positions, self.state, self.grouped = positions, state, True
+
+    def ungroup(self) -> None:
+        """Have positions and state alone again."""
+        with torch.inference_mode(False):
+            self.positions = self.positions.clone()
+            self.state = {name: number.clone() for name, number in self.state.items()}
+        self.grouped = False
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    # Zeros, since an unused slot may meet a weight of 0 and must not be NaN. Outside inference
+    # mode, since a buffer made inside it could not be written outside.
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def _grown(tensor: Tensor, slots: int, fill: int) -> Tensor:
+    shape = (*tensor.shape[:2], slots, *tensor.shape[3:])
+    with torch.inference_mode(False):
+        grown = torch.full(shape, fill, dtype=tensor.dtype, device=tensor.device)
+    grown[:, :, : tensor.shape[2]] = tensor
+    return grown

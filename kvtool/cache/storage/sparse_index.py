@@ -1,0 +1,195 @@
+"""What a sparse reader keeps beside the slots of a layer, up to date in place as tokens come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.storage.part import Part, tensor_bytes
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Read
+from kvtool.policies.read.view import Stored
+
+
+class SparseIndex(Part):
+    """How decode steps read a part of the slots, from the end of a prompt to the next.
+
+    Attributes:
+        reader: as the policy has it, without the sizes of a prompt.
+        entries: batch entries that are read alike; None: no tables have been made, all are read.
+        selected: (batch, kv_heads, slots) positions that a score which selects without evicting has
+            chosen at the end of the prompt, -1 at the end of batch entries with fewer; None: all.
+    """
+
+    name = "sparse_index"
+
+    def __init__(self, reader: Read) -> None:
+        self.reader = reader
+        self.clear()
+
+    def clear(self) -> None:
+        self.entries: list[IndexedEntries] | None = None
+        self.selected: Tensor | None = None
+
+    def forget_tables(self) -> None:
+        """Drop the tables: a prompt goes on."""
+        self.entries = None
+
+    def start(self, entries: list[IndexedEntries]) -> None:
+        """Read by these from here on."""
+        self.entries = entries
+
+    def select(self, positions: Tensor | None) -> None:
+        """Choose among these tokens only, and those that come behind them."""
+        self.selected = positions
+
+    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.selected = None if self.selected is None else change(self.selected)
+        if self.entries is not None:
+            self.entries = _reordered(self.entries, change)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.selected is None else {"marked": self.selected}
+
+    def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self.selected = tensors.get("marked")
+
+    @property
+    def nbytes(self) -> int:
+        selected = [] if self.selected is None else [self.selected]
+        tables = [tensor for entry in self.entries or [] for tensor in entry.tensors()]
+        return tensor_bytes([*selected, *tables])
+
+
+@dataclass
+class IndexedEntries:
+    """Batch entries of a layer that are read alike. Token j of each is in slot j.
+
+    Attributes:
+        rows: which of the layer's batch entries.
+        reader: with all its sizes.
+        budget: pairs of key and value; where all tokens fit, all are read.
+        prompt: how many of `tokens` there were when the prompt ended.
+        stored: tokens that each row holds.
+        tokens: of these, how many there are to choose from.
+        index: (rows, kv_heads, capacity) int64, the slots of those tokens; None: all that are
+            stored.
+        tables: the reader's; None while all tokens fit into the budget.
+        basis: (kv_heads, head_dim, head_dim) of the layer, from the reader's file.
+    """
+
+    rows: slice
+    reader: Read
+    budget: int
+    prompt: int
+    stored: int
+    tokens: int
+    index: Tensor | None = None
+    tables: State | None = None
+    basis: Tensor | None = None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the next step reads all tokens."""
+        return self.tokens <= self.budget
+
+    def tensors(self) -> list[Tensor]:
+        """What takes memory."""
+        index = [] if self.index is None else [self.index]
+        return [*index, *(self.tables or {}).values()]
+
+    @torch.no_grad()
+    def build(self, keys: Tensor, values: Tensor) -> None:
+        """Make the tables, if not all tokens fit into the budget.
+
+        Args:
+            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
+        """
+        if self.dense:
+            return
+        with torch.inference_mode(False):
+            stored = Stored(self.candidates(keys), self.candidates(values), self.prompt, self.basis)
+            self.tables = self.reader.start(stored)
+
+    def candidates(self, buffer: Tensor) -> Tensor:
+        """The tokens to choose from: (rows, kv_heads, tokens, dim)."""
+        if self.index is None:
+            return buffer[:, :, : self.tokens]
+        return take_slots(buffer, self.index[..., : self.tokens])
+
+    @torch.no_grad()
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Take in the token that stands behind the stored ones.
+
+        Args:
+            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
+        """
+        slot, at = self.stored, self.tokens
+        self.stored, self.tokens = slot + 1, at + 1
+        room = at + keys.shape[2] - slot  # as for the tokens that the buffers have room for
+        if self.index is not None:
+            self.index = with_columns(self.index, room)
+            self.index[..., at] = slot
+        made = self.tables is not None
+        if not made:
+            self.build(keys, values)
+        if self.tables is None:
+            return
+        self.tables = _with_room(self.tables, self.reader.columns(room))
+        if made:
+            self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
+
+    def of_row(self, row: int, rows: slice) -> IndexedEntries:
+        """A copy for one of the rows, which goes its own way as `rows` of another batch."""
+        return self.mapped(lambda t: t[row : row + 1].clone(), rows)
+
+    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> IndexedEntries:
+        """The same for other batch entries, which `change` brings about."""
+        tables = self.tables and {name: change(table) for name, table in self.tables.items()}
+        index = None if self.index is None else change(self.index)
+        return replace(self, rows=rows, tables=tables, index=index)
+
+
+def _reordered(
+    entries: list[IndexedEntries], change: Callable[[Tensor], Tensor]
+) -> list[IndexedEntries]:
+    rows = change(torch.arange(entries[-1].rows.stop))
+    if len(entries) == 1:
+        return [entries[0].mapped(change, slice(0, len(rows)))]
+    new = rows.tolist()
+    return [entries[old].of_row(0, slice(i, i + 1)) for i, old in enumerate(new)]
+
+
+def take_slots(buffer: Tensor, slots: Tensor) -> Tensor:
+    """Copy tokens out of a contiguous buffer of slots, each as a whole.
+
+    Args:
+        buffer: (batch, kv_heads, capacity, dim).
+        slots: (batch, kv_heads, count) int64, or (batch, kv_heads, group, count).
+
+    Returns:
+        (batch, kv_heads, count, dim), or (batch, kv_heads * group, count, dim).
+    """
+    batch, heads, capacity, dim = buffer.shape
+    first = torch.arange(0, batch * heads * capacity, capacity, device=buffer.device)
+    first = first.view(batch, heads, *[1] * (slots.dim() - 2))
+    taken = buffer.view(-1, dim).index_select(0, (slots + first).flatten())
+    return taken.view(batch, -1, slots.shape[-1], dim)
+
+
+def _with_room(tables: State, columns: Mapping[str, int]) -> State:
+    return tables | {name: with_columns(tables[name], count) for name, count in columns.items()}
+
+
+def with_columns(table: Tensor, count: int) -> Tensor:
+    """The table itself, or a longer copy where its last axis has no room for so many columns."""
+    columns = table.shape[-1]
+    if count <= columns:
+        return table
+    with torch.inference_mode(False):
+        longer = table.new_zeros(*table.shape[:-1], count)
+    longer[..., :columns] = table
+    return longer

@@ -1,0 +1,76 @@
+"""What a cache knows of the text that it holds, and of the model that it was built for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvtool.documents.plan import PlanDocument
+from kvtool.policies.heads import ALL_HERE, KVHeads
+from kvtool.policies.policy import Policy
+from kvtool.sizes import Budget
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """What a cache was made with.
+
+    Attributes:
+        config: of the text model.
+        budget: None for policies that keep everything, and where nobody has given any.
+        block: tokens of a prompt that are read at once; None: all.
+        kernel: what runs where nobody asks for weights.
+        plan: in place of a budget.
+    """
+
+    config: PreTrainedConfig
+    policy: Policy
+    budget: Budget | None
+    block: int | None
+    kernel: str
+    plan: PlanDocument | None
+
+    def __deepcopy__(self, memo: dict) -> CacheSettings:
+        return self  # never changed
+
+
+def _nobody() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class ModelLink:
+    """The model that a cache was built for.
+
+    Attributes:
+        model: returns it, None once it is gone.
+        shards: how its heads are split over processes.
+        head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
+            text; None where nobody has ranked them.
+    """
+
+    model: Callable[[], PreTrainedModel | None] = _nobody
+    shards: KVHeads = ALL_HERE
+    head_ranks: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict) -> ModelLink:
+        return self  # never changed
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text so far, where kvtool drove it or loaded it.
+
+    Attributes:
+        input_ids: (batch, n) all tokens; None where nobody knows them.
+        next_logits: (batch, vocab) after the last one, where all of them have been fed.
+        chat: what it ends with, where it is a conversation in the words of a chat template.
+    """
+
+    input_ids: Tensor | None = None
+    next_logits: Tensor | None = None
+    chat: Literal["open", "answer"] | None = None

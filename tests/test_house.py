@@ -1,0 +1,134 @@
+"""The shape of the code: no circles, small files and classes, no fields set from outside."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvtool
+
+PACKAGE = Path(kvtool.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+TABLES = {"models/reference/facts.py", "models/reference/rows.py"}  # of data, of any length
+ATTRIBUTES = 15
+
+
+def module(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    )
+
+
+MODULES = {module(file) for file in FILES}
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Modules of the package that a file imports, anywhere and for whatever reason."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [
+                name if (name := f"{node.module}.{alias.name}") in MODULES else str(node.module)
+                for alias in node.names
+            ]
+        yield from (name for name in names if name in MODULES and name != module(file))
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules each of which leads to all others (Tarjan's strongly connected sets)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def test_a_circle_is_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert circles(graph) == [["b", "c"]]
+
+
+def test_no_files_import_each_other():
+    """Imports for type checkers and inside functions count as well."""
+    assert circles({module(file): set(imports(file)) for file in FILES}) == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_files_are_short(file):
+    if str(file.relative_to(PACKAGE)) not in TABLES:
+        assert len(file.read_text().splitlines()) <= 300
+
+
+def own_attributes(node: ast.ClassDef) -> set[str]:
+    """Fields of a class: annotated in its body, or set on `self`."""
+    body = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+    fields = {each.target.id for each in body if isinstance(each.target, ast.Name)}
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+            fields |= {each.attr} if ast.unparse(each.value) == "self" else set()
+    return fields
+
+
+def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
+    for file in FILES:
+        tree = ast.parse(file.read_text())
+        yield from ((file, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def test_classes_have_few_attributes():
+    """All but the options of commands and the schemas of documents."""
+    rooms = ("cli", "documents")
+    large = {
+        f"{file.relative_to(PACKAGE)}: {node.name}": len(own_attributes(node))
+        for file, node in classes()
+        if file.relative_to(PACKAGE).parts[0] not in rooms
+        and len(own_attributes(node)) > ATTRIBUTES
+    }
+    assert large == {}
+
+
+def stored(file: Path) -> Iterator[tuple[str, str, int]]:
+    """Attributes that a file sets on something other than `self`: name, attribute, line."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "_LOCAL"):  # notes of a thread are no object's fields
+                yield owner, node.attr, node.lineno
+
+
+def test_fields_of_layers_and_caches_are_set_by_themselves_alone():
+    own: dict[str, set[str]] = defaultdict(set)
+    for file, node in classes():
+        if file.is_relative_to(PACKAGE / "cache"):
+            own[node.name] |= own_attributes(node)
+    fields = set().union(*own.values())
+    near = [file for file in FILES if any("kvtool.cache" in name for name in imports(file))]
+    set_outside = [
+        f"{file.relative_to(PACKAGE)}:{line}: {owner}.{name}"
+        for file in near
+        for owner, name, line in stored(file)
+        if name in fields
+    ]
+    assert set_outside == []
