@@ -11,6 +11,7 @@ from typer import Exit
 
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
+from kvtool.documents.reading import expand
 from kvtool.errors import KvtoolError, UsageError
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def rescore_run(
     Raises:
         UsageError: no run there, flags that say what to run.
     """
-    folder = Path(options.rescore or "").expanduser()
+    folder = expand(options.rescore or "")
     if not options.rescore or not folder.is_dir():
         raise UsageError(f"--rescore: no folder `{options.rescore}`")
     _refuse_others(options)

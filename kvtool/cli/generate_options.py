@@ -10,6 +10,7 @@ from typer import Option
 
 from kvtool.cli.prompt_options import PromptOptions
 from kvtool.documents.files import check_name
+from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 from kvtool.sizes import check_temperature, parse_count
 
@@ -73,7 +74,7 @@ class GenerateOptions(PromptOptions):
     @property
     def cache_path(self) -> Path | None:
         """The cache file to start from."""
-        return None if self.cache is None else Path(self.cache).expanduser()
+        return None if self.cache is None else expand(self.cache)
 
     @property
     def wants_needle(self) -> bool:

@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperOption
 
 from kvtool.cli.terminal import Terminal, open_terminal
 from kvtool.documents.files import check_writable
+from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.sizes import LARGEST_SEED
@@ -57,7 +58,7 @@ class OutputOptions:
     @property
     def output_path(self) -> Path | None:
         """The file to write, or None for stdout."""
-        return None if self.output in (None, "-") else Path(self.output).expanduser()
+        return None if self.output in (None, "-") else expand(self.output)
 
     def check_output(self) -> None:
         """Refuse an output file that could not be written at the end."""

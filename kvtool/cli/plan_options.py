@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from kvtool.cli.options import ModelOptions
 from kvtool.documents.files import check_writable
+from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.sizes import Budget, parse_count
@@ -88,7 +89,7 @@ class PlanOptions(ModelOptions):
     @property
     def plot_path(self) -> Path | None:
         """The picture to draw."""
-        return None if self.plot is None else Path(self.plot).expanduser()
+        return None if self.plot is None else expand(self.plot)
 
 
 def read_target(options: PlanOptions) -> Budget:

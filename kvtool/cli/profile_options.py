@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Option
 
 from kvtool.cli.options import ModelOptions
+from kvtool.documents.reading import expand
 from kvtool.evaluation.profile_request import POLICY, SHARES
 from kvtool.profiling.names import DEFAULT, METRICS
 
@@ -56,7 +57,7 @@ class ProfileOptions(ModelOptions):
     @property
     def plot_path(self) -> Path | None:
         """The picture to write."""
-        return None if self.plot is None else Path(self.plot).expanduser()
+        return None if self.plot is None else expand(self.plot)
 
     @property
     def heads_path(self) -> Path | None:

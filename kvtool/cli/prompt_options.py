@@ -11,6 +11,7 @@ from typer import Option
 from kvtool.cli.options import RecipeOptions
 from kvtool.documents.files import check_writable
 from kvtool.documents.prompts import check_prompt
+from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 from kvtool.models.folder import check_folder
 from kvtool.sizes import DEFAULT_BLOCK, DEFAULT_TOKENS
@@ -84,7 +85,7 @@ class PromptOptions(RecipeOptions):
     @property
     def save_path(self) -> Path | None:
         """The cache file to write."""
-        return None if self.save is None else Path(self.save).expanduser()
+        return None if self.save is None else expand(self.save)
 
 
 def check_paths(options: PromptOptions) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+from kvtool.documents.reading import expand, read_bytes, read_stdin
 from kvtool.errors import UsageError
 
 
@@ -46,11 +44,11 @@ def read_utf8(path: str, what: str) -> tuple[str, str]:
         What it is called in messages, and its text.
 
     Raises:
-        UsageError: missing, unreadable or not UTF-8.
+        UsageError: missing, unreadable, no regular file, over 64 MiB or not UTF-8.
     """
     name = "stdin" if path == "-" else f"{what} `{path}`"
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = read_stdin() if path == "-" else read_bytes(expand(path), name)
     except FileNotFoundError:
         raise UsageError(f"{name} does not exist") from None
     except IsADirectoryError:

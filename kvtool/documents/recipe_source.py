@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from kvtool.documents.overrides import apply_sets, overlay
 from kvtool.documents.policy_choice import PolicyChoice, PolicyMapping
 from kvtool.documents.problems import DocumentError, Keys, Mark, Problem
+from kvtool.documents.reading import expand
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source, check_version, read_named
 from kvtool.documents.tree import Node
@@ -135,7 +136,7 @@ def resolve_includes(source: Source, outer: tuple[Path, ...] = ()) -> Source:
 def _include(source: Source, entry: Node, outer: tuple[Path, ...]) -> Node:
     if not isinstance(entry.value, str) or not entry.value:
         raise UsageError(f"must be the path of a file, got {show(entry.data)}")
-    path = (source.path.parent if source.path else Path()) / Path(entry.value).expanduser()
+    path = (source.path.parent if source.path else Path()) / expand(entry.value)
     if path.resolve() in outer:
         raise UsageError(f"`{path}` includes itself")
     included = read_named(path, option="include", kind="recipe")

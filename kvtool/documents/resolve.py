@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from kvtool.documents.flags import Flags
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.problems import DocumentError, Problem
+from kvtool.documents.reading import expand
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import Check, read_recipe, resolve_includes
 from kvtool.documents.source import Source, check_kind, read_named
@@ -117,7 +118,7 @@ def _plan_of(recipe: Recipe, source: Source, piped: PlanDocument | None) -> Plan
         return piped
     if isinstance(recipe.plan, str):
         folder = Path() if source.path is None else source.path.parent
-        path = folder / Path(recipe.plan).expanduser()
+        path = folder / expand(recipe.plan)
         read = read_named(path, option="budget.plan", kind="plan")
     else:
         read = Source.parse(json.dumps(recipe.plan), "budget.plan")

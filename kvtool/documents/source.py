@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvtool.documents.json_reader import parse_json
 from kvtool.documents.problems import DocumentError, Keys, Mark, Problem
+from kvtool.documents.reading import expand, read_bytes, read_stdin
 from kvtool.documents.tree import Node
 from kvtool.documents.validation import find_problems, show
 from kvtool.documents.yaml_reader import parse_yaml
@@ -136,20 +137,21 @@ def read_source(path: str, *, option: str) -> Source:
     """
     if path == "-":
         return Source.parse(_decode(_read_stdin(option), "stdin"), "<stdin>")
-    return read_file(Path(path).expanduser(), option=option)
+    return read_file(expand(path), option=option)
 
 
 def read_file(path: Path, *, option: str) -> Source:
     """Read a document from a file.
 
     Raises:
-        UsageError: missing, unreadable, empty, too large, not UTF-8.
+        UsageError: missing, unreadable, no regular file, empty, too large, not UTF-8.
         DocumentError: a syntax error, or something that is refused, with its position.
     """
     name = f"{option}: `{path}`"
     try:
-        with path.open("rb") as stream:
-            data = stream.read(_LARGEST + 1)
+        data = read_bytes(path, name, most=_LARGEST, kind="document")
+    except UsageError:
+        raise
     except FileNotFoundError:
         raise UsageError(f"{name} does not exist") from None
     except IsADirectoryError:
@@ -188,15 +190,13 @@ def _read_stdin(option: str) -> bytes:
             f"{option}: `-` reads stdin, which is a terminal",
             hint="pipe a document into the command, or name a file",
         )
-    data = sys.stdin.buffer.read(_LARGEST + 1)
+    data = read_stdin(most=_LARGEST, kind="document")
     if not data.strip():
         raise UsageError("stdin is empty (did the previous command fail?)")
     return data
 
 
 def _decode(data: bytes, name: str) -> str:
-    if len(data) > _LARGEST:
-        raise UsageError(f"{name} is larger than {_LARGEST // 2**20} MiB, too large for a document")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

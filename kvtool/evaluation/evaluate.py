@@ -9,6 +9,7 @@ from typing import Any
 from kvtool.documents.flags import MODEL_SETTINGS, Flags
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.problems import Mark
+from kvtool.documents.reading import expand
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.results import ResultsDocument
 from kvtool.documents.source import Source, read_source
@@ -141,7 +142,7 @@ def _read(given: Any) -> tuple[Source | PlanDocument | None, Any]:
         name = f"the {given.get('kind', 'recipe')}"
         return Source(name, Node.of(dict(given), Mark(name))), None
     if isinstance(given, (str, Path)):
-        path = Path(given).expanduser()
+        path = expand(given)
         if path.suffix.lower() in _RECIPES or path.is_file():
             return read_source(str(given), option="recipe or plan"), None
     return None, given

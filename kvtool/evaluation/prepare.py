@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.documents.files import check_name
+from kvtool.documents.reading import expand
 from kvtool.documents.recipe import ModelChoice
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.estimate import Estimate, check_bytes
@@ -130,7 +131,7 @@ def _folder(comparison: Comparison, output: str | None) -> Path:
     recipe = comparison.recipe
     given = recipe.output.dir if output in (None, "-") else output
     if given is not None:
-        folder = Path(given).expanduser()
+        folder = expand(given)
     else:
         model = Path(recipe.model.id or REFERENCE).name
         tasks = "+".join(dict.fromkeys(task.name.partition("/")[0] for task in comparison.tasks))

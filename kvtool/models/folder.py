@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from kvtool.documents.files import check_name
+from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 
 REFERENCE = "reference"
@@ -29,7 +29,7 @@ def find_source(model: str | None) -> tuple[str, str]:
         from kvtool.models import reference
 
         return REFERENCE, str(reference.path())
-    return model, os.path.expanduser(model)
+    return model, str(expand(model))
 
 
 def check_folder(model: str | None, *, config_only: bool = False) -> None:

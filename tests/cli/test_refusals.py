@@ -279,3 +279,34 @@ def test_a_mistake_as_text_holds_its_hint():
 def test_debug_shows_the_traceback(kvtool):
     with pytest.raises(ValueError, match="budget 0 is not above 0"):
         kvtool("generate", "-p", "h2o", "-b", "0", "--debug")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "--prompt", "x", "--save", "~no-such-user/x.safetensors"],
+        ["generate", "--prompt", "x", "--cache", "~no-such-user/x.safetensors"],
+        ["generate", "--prompt-file", "~no-such-user/x"],
+        ["generate", "--turns", "~no-such-user/x"],
+        ["generate", "--prompt", "x", "-m", "~no-such-user/x"],
+        ["generate", "--prompt", "x", "-f", "json", "-o", "~no-such-user/x"],
+        ["generate", "--prompt", "x", "-p", "loki(basis=~no-such-user/x)"],
+        ["generate", "--prompt", "x", "-p", "duoattention(scores=~no-such-user/x)", "-b", "64"],
+        ["generate", "~no-such-user/x"],
+        ["generate", "--prompt", "x", "--set", "budget.plan=~no-such-user/x", "-p", "h2o"],
+        ["profile", "--data", "~no-such-user/x"],
+        ["profile", "--plot", "~no-such-user/x.png"],
+        ["plan-budget", "-b", "64", "--plot", "~no-such-user/x.png"],
+        ["eval", "-t", "niah", "-o", "~no-such-user/x"],
+        ["eval", "--rescore", "~no-such-user/x"],
+        ["eval", "-t", "ppl", "--data", "ppl=~no-such-user/x.txt", "-p", "h2o", "-b", "64"],
+        ["eval", "-t", "niah", "--set", "eval.tasks.0.haystack=~no-such-user/x", "-p", "h2o"],
+    ],
+    ids=" ".join,
+)
+def test_a_home_folder_that_nobody_knows_is_one_line(kvtool, arguments):
+    done = kvtool(*arguments)
+    assert (done.code, done.out) == (2, "")
+    told = [line for line in done.err.splitlines() if "error: " in line]
+    assert len(told) == 1
+    assert "no home folder is known for `~no-such-user`" in told[0]

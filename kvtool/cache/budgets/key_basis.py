@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 
 NAME = "key_basis"
@@ -21,10 +20,10 @@ def read_basis(path: str) -> Tensor:
     Raises:
         UsageError: no such file, or none with key bases.
     """
-    if not Path(path).expanduser().is_file():
+    if not expand(path).is_file():
         raise UsageError(f"loki: no file of key bases at `{path}`")
     try:
-        with safe_open(Path(path).expanduser(), framework="pt") as file:
+        with safe_open(expand(path), framework="pt") as file:
             return file.get_tensor(NAME)
     except (SafetensorError, OSError, ValueError) as error:
         raise UsageError(

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from kvtool.documents.reading import expand
 from kvtool.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.evaluation.samples.data_files import (
     Row,
@@ -138,7 +139,7 @@ def read_rows(
         rows, fingerprint = _from_hub(data, task)
         source = str(data)
     else:
-        path = Path(data.path).expanduser()
+        path = expand(data.path)
         if path.is_dir():
             path = find_in_folder(path, stem or task.rpartition("/")[2], task=task)
         rows, fingerprint = read_file(path, task=task)
@@ -157,7 +158,7 @@ def read_json(data: Data, *, task: str) -> tuple[Any, str]:
         raise UsageError(
             f"{task}: needs a JSON file, got `{data}` on the hub", hint=f"--data {task}=FILE"
         )
-    path = Path(data.path).expanduser()
+    path = expand(data.path)
     check_file(path, task=task)
     return load_json(path), digest(path)
 
@@ -175,8 +176,8 @@ def documents(data: Data, *, task: str) -> tuple[list[tuple[str, str]], str]:
         UsageError: no such file, no such column, several columns that may be meant.
         KvtoolError: data that cannot be read, or without any text.
     """
-    if data.path is not None and Path(data.path).expanduser().is_dir():
-        return _text_files(Path(data.path).expanduser(), task)
+    if data.path is not None and expand(data.path).is_dir():
+        return _text_files(expand(data.path), task)
     table = read_rows(data, task=task)
     field = data.field or _preset_field(data) or _only_text_column(table, task)
     if field not in table.columns:

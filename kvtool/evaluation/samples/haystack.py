@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
+from kvtool.documents.reading import expand, read_bytes
 from kvtool.errors import UsageError, did_you_mean
 from kvtool.evaluation.samples.fit import longest
 from kvtool.evaluation.samples.sample import TokenCounter
@@ -91,7 +91,7 @@ def _from_text(name: str, text: str) -> Haystack:
 
 def _read(source: str) -> str:
     try:
-        text = Path(source).expanduser().read_text(encoding="utf-8-sig")
+        text = read_bytes(expand(source), f"haystack `{source}`").decode("utf-8-sig")
     except FileNotFoundError:
         raise UsageError(
             f"haystack `{source}` is neither builtin nor noise, nor is there such a file",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.profile import ProfileData
+from kvtool.documents.reading import expand
 from kvtool.errors import KvtoolError, UsageError
 
 if TYPE_CHECKING:
@@ -52,14 +53,13 @@ def check_source(source: str) -> None:
     """Refuse a file that is not there, before anything is loaded."""
     if source == BUILTIN:
         return
-    from pathlib import Path
 
     from kvtool.evaluation.samples.data import Data
     from kvtool.evaluation.samples.data_files import check_file
 
     path = Data.model_validate(source).path
-    if path is not None and not Path(path).expanduser().is_dir():
-        check_file(Path(path).expanduser(), task="--data")
+    if path is not None and not expand(path).is_dir():
+        check_file(expand(path), task="--data")
 
 
 def _builtin(

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from string import Formatter
 from typing import Any, ClassVar
 
 import yaml
 from pydantic import PrivateAttr
 
+from kvtool.documents.reading import expand
 from kvtool.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.evaluation.metrics.code import code_sim
 from kvtool.evaluation.metrics.labels import classification, count, retrieval
@@ -226,7 +226,7 @@ class LongBench(Asking):
 
 def _read_template(path: str, task: str, name: str) -> tuple[str, str]:
     """Return the prompt of a task and the SHA-256 of its file."""
-    file = Path(path).expanduser()
+    file = expand(path)
     check_file(file, task=f"{name}: prompts")
     prompts = load_json(file)
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):

@@ -9,13 +9,13 @@ ties by unseeded noise; here the lower layer and head stays a retrieval head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtool.documents.reading import expand, read_bytes
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import UNLIMITED, Heads
@@ -80,8 +80,11 @@ def read_scores(path: str, shape: tuple[int, int]) -> Tensor:
         UsageError: no such file, something that is no number, or another shape.
     """
     try:
-        lines = [line.split() for line in Path(path).read_text("utf-8").splitlines()]
+        data = read_bytes(expand(path), f"`{path}`", kind="table of head scores")
+        lines = [line.split() for line in data.decode("utf-8").splitlines()]
         rows = [[float(number) for number in line] for line in lines if line]
+    except UsageError:
+        raise
     except OSError:
         raise UsageError(f"cannot read head scores from `{path}`") from None
     except ValueError as error:

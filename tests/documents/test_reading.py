@@ -1,0 +1,92 @@
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvtool.documents.prompts import read_prompt
+from kvtool.documents.reading import expand, read_bytes
+from kvtool.documents.source import read_source
+from kvtool.documents.turns import read_turns
+from kvtool.errors import UsageError
+from kvtool.evaluation.haystack import haystack
+from kvtool.policies.allocate.duo import read_scores
+
+NOBODY = "~no-such-user/x"
+
+
+def test_home_folders_are_put_in_place(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand("~/a/b") == tmp_path / "a" / "b"
+    assert expand("a/~") == Path("a/~")
+
+
+@pytest.mark.parametrize("path", [NOBODY, "~" + "x" * 300, "a\0b"])
+def test_a_path_that_can_lead_nowhere_is_refused_in_one_line(path):
+    with pytest.raises(UsageError) as caught:
+        expand(path)
+    assert len(str(caught.value)) < 900
+    assert path.partition("/")[0][:20].replace("\0", "") in str(caught.value).replace("\\x00", "")
+
+
+def read_duo(path):
+    return read_scores(path, (1, 1))
+
+
+READERS = [
+    lambda path: read_source(path, option="recipe"),
+    read_prompt,
+    read_turns,
+    read_duo,
+    haystack,
+]
+NAMES = ["document", "prompt", "turns", "head scores", "haystack"]
+
+
+@pytest.mark.parametrize("read", READERS, ids=NAMES)
+@pytest.mark.parametrize("path", ["pipe", "/dev/zero", "/dev/urandom", "link", NOBODY])
+def test_what_does_not_end_is_not_read(read, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.symlink("/dev/zero", "link")
+    told = "no home folder is known for" if path == NOBODY else "is no regular file"
+    with pytest.raises(UsageError, match=told):
+        read(path)
+
+
+@pytest.mark.parametrize("read", READERS, ids=NAMES)
+def test_a_file_that_is_too_large_is_refused(read, tmp_path):
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # takes no room
+    with pytest.raises(UsageError, match=r"is larger than (4|64) MiB, too large for a"):
+        read(str(path))
+
+
+def test_stdin_that_does_not_end_is_refused(monkeypatch):
+    with open("/dev/zero", "rb") as stream:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stream, isatty=lambda: False))
+        with pytest.raises(UsageError, match="stdin is larger than 64 MiB, too large for a text"):
+            read_prompt("-")
+        with pytest.raises(UsageError, match="stdin is larger than 4 MiB, too large for a docum"):
+            read_source("-", option="recipe")
+
+
+def test_what_a_shell_hands_over_as_a_file_is_read():
+    code = "from kvtool.documents.reading import *; import sys; p = sys.argv[1]\n"
+    code += "print(read_bytes(expand(p), p).decode())"
+    for place in ("<(printf hello)", "/dev/stdin < <(printf hello)", "/dev/fd/0 < <(printf hello)"):
+        command = f"{sys.executable} -c '{code}' {place}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        assert (done.stdout.strip(), done.returncode) == ("hello", 0), done.stderr
+
+
+def test_what_a_pipe_brings_is_limited_as_well():
+    ours, theirs = os.pipe()
+    threading.Thread(target=lambda: (os.write(theirs, b"x" * 1000), os.close(theirs))).start()
+    with pytest.raises(UsageError, match=r"^it is larger than 0 MiB"):
+        read_bytes(Path(f"/dev/fd/{ours}"), "it", most=999)
+    os.close(ours)
