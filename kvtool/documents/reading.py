@@ -21,9 +21,7 @@ def expand(path: str | Path) -> Path:
         UsageError: there is no such user, or nobody knows the folder; a null byte.
     """
     if "\0" in str(path):
-        raise UsageError(
-            f"{quote(path)} holds a null byte, and no path does".replace("\0", "\\x00")
-        )
+        raise UsageError(f"no path holds a null byte, got {quote(path)}")
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -117,13 +117,17 @@ def read_task(entry: TaskSamples, store: Store) -> Task:
     """Return the task that a document tells of.
 
     Raises:
-        KvtoolError: its settings are not the task's.
+        KvtoolError: there is no such task, or its settings are not the task's.
         UsageError: its scores need a package that is not installed.
     """
+    path = store.folder / SAMPLES
     try:
-        task = task_class(entry.task).model_validate({**entry.settings, "name": entry.task})
+        kind = task_class(entry.task)
+    except UsageError as error:
+        raise KvtoolError(f"`{path}` is damaged: {error}") from None
+    try:
+        task = kind.model_validate({**entry.settings, "name": entry.task})
     except ValidationError as error:
-        path = store.folder / SAMPLES
         raise KvtoolError(f"`{path}` is damaged: {entry.task}: {reason(error)}") from None
     if task.extra is not None:
         require(task.extra, needed_by=f"task `{entry.task}`")

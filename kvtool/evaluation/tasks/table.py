@@ -114,7 +114,13 @@ def expand(pattern: str) -> list[str]:
 
 
 def task_class(name: str) -> type[Task]:
-    """Return the class of a task, importing its file only now."""
-    place = TASKS.get(name) or OPEN[name.partition("/")[0]]
+    """Return the class of a task, importing its file only now.
+
+    Raises:
+        UsageError: there is no such task.
+    """
+    place = TASKS.get(name) or OPEN.get(name.partition("/")[0])
+    if place is None:
+        raise UsageError(f"no task `{name}`", hint=did_you_mean(name, TASKS))
     module, _, symbol = place.partition(":")
     return getattr(import_module(f"kvtool.evaluation.tasks.{module}"), symbol)
