@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from kvtool.errors import KvtoolError, UsageError
+
+try:
+    import fcntl
+except ImportError:  # no locks on this system: nobody knows whether a temporary's writer lives
+    fcntl = None  # type: ignore[assignment]
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, of what Linux takes
 _ROOM = 16  # bytes of a temporary's name beside that of its file
@@ -76,9 +83,8 @@ def temporaries_of(path: Path) -> list[Path]:
     """Files that a killed process has left beside a file that it was writing."""
     mark, end = _temporary_name(path)
     names = os.listdir(path.parent) if path.parent.is_dir() else []
-    return sorted(
-        path.parent / name for name in names if name.startswith(mark) and name.endswith(end)
-    )
+    ours = re.compile(f"{re.escape(mark)}[a-z0-9_]{{8}}{re.escape(end)}")
+    return sorted(path.parent / name for name in names if ours.fullmatch(name))
 
 
 def _temporary_name(path: Path) -> tuple[str, str]:
@@ -98,7 +104,8 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then put it in place in one step.
 
     Readers see the old file or the new one, never a part of it; a failure leaves the old one and
-    no temporary file. A device such as /dev/null is written directly.
+    no temporary file. What writers of the same file that were killed have left is deleted. A device
+    such as /dev/null is written directly.
 
     Raises:
         KvtoolError: the system refused (no space, no permission), in one line.
@@ -115,10 +122,8 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
-    mark, end = _temporary_name(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=mark, suffix=end)
-    os.close(handle)
-    temporary = Path(name)
+    _sweep(path)
+    handle, temporary = _make_temporary(path)
     try:
         write(temporary)
         temporary.chmod(path.stat().st_mode & 0o7777 if path.exists() else 0o666 & ~_umask())
@@ -127,7 +132,34 @@ def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(handle)
     _sync(path.parent)
+
+
+def _make_temporary(path: Path) -> tuple[int, Path]:
+    """Make a temporary that is locked as long as its writer lives, whatever ends it."""
+    mark, end = _temporary_name(path)
+    while True:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=mark, suffix=end)
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink > 0:
+            return handle, Path(name)
+        os.close(handle)  # another process has swept it before it was locked
+
+
+def _sweep(path: Path) -> None:
+    """Delete temporaries whose writers are dead, which nobody has locked."""
+    for left in temporaries_of(path) if fcntl is not None else []:
+        with contextlib.suppress(OSError):
+            handle = os.open(left, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
+            finally:
+                os.close(handle)
 
 
 def _write_utf8(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from kvtool.documents.results import ResultsDocument
 from kvtool.evaluation.run.store import Store
 
 RUN = ("eval", "-q", "-t", "niah", "--lengths", "192", "--depths", "2", "--no-plots", "-f", "json")
-HALF = ".recipe.lock.yaml.x3k9.part"
+HALF = ".recipe.lock.yaml.x3k9_abc.part"
 ARM = ("-p", "streaming", "-b", "32", "-o", "run")
 
 
@@ -37,7 +37,7 @@ def test_what_a_kill_left_half_written_is_swept(kvtool, flags):
     assert kvtool(*RUN, *ARM).code == 0
     before = names("run")
     for name in ("samples.json", "results.json", "recipe.lock.yaml", "report.html"):
-        Path("run", f".{name}.ab12.part").write_text("{")
+        Path("run", f".{name}.ab12cd34.part").write_text("{")
     Path("run", "notes.part").write_text("mine")
     assert kvtool(*RUN, *ARM, *flags).code == 0
     assert names("run") == sorted([*before, "notes.part"])
@@ -45,7 +45,7 @@ def test_what_a_kill_left_half_written_is_swept(kvtool, flags):
 
 def test_a_folder_with_another_file_is_no_fresh_run(kvtool):
     Path("run").mkdir()
-    for name in (".lock", HALF, ".thesis.txt.x3k9.part"):
+    for name in (".lock", HALF, ".thesis.txt.x3k9_abc.part"):
         Path("run", name).write_text("")
     done = kvtool(*RUN, *ARM)
     assert done.code == 2

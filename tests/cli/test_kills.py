@@ -68,10 +68,8 @@ def content(path):
 
 
 def contents(folder):
-    """All files of a folder, but for temporaries beside single outputs."""
+    """All files of a folder, temporaries that a killed command has left included."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    in_run = {path for path in files if "run" in path.relative_to(folder).parts}
-    files = [path for path in files if path in in_run or path.suffix != ".part"]
     return {str(path.relative_to(folder)): content(path) for path in files}
 
 

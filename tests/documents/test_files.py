@@ -1,10 +1,13 @@
 import os
 import re
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from kvtool.documents import files
 from kvtool.documents.files import check_writable, temporaries_of, write_text, write_with
 from kvtool.errors import KvtoolError, UsageError
 
@@ -132,7 +135,76 @@ def test_checking_leaves_nothing(tmp_path):
 
 def test_temporaries_are_told_from_other_files(tmp_path):
     path = tmp_path / "results.json"
-    left = tmp_path / ".results.json.x1y2.part"
-    for other in (left, path, tmp_path / "results.json.part", tmp_path / ".samples.json.a.part"):
+    left = tmp_path / ".results.json.x1y2_z3a.part"
+    for other in (left, path, tmp_path / "results.json.part", tmp_path / ".results.json.copy.part"):
         other.write_text("")
     assert temporaries_of(path) == [left]
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from kvtool.documents.files import write_with
+
+def write(temporary):
+    temporary.write_text("half")
+    print("begun", flush=True)
+    sys.stdin.readline()
+    temporary.write_text("whole")
+
+write_with(Path(sys.argv[1]), write)
+"""
+
+
+def start_writer(path):
+    """Start a process that is in the middle of a write until it is told to go on."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, path], text=True, **pipes)
+    assert writer.stdout.readline() == "begun\n"
+    return writer
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="no locks on this system")
+def test_the_next_write_deletes_what_a_killed_one_has_left(tmp_path):
+    path, other = tmp_path / "out.txt", tmp_path / ".out.txt.backup.part"
+    other.write_text("not ours")
+    for _ in range(2):
+        with start_writer(path) as writer:
+            writer.kill()
+    left = temporaries_of(path)
+    assert [each.read_text() for each in left] == ["half"], "the second writer found the first's"
+    assert not path.exists()
+    write_text(tmp_path / "out", "a name that begins alike")
+    assert temporaries_of(path) == left
+    write_text(path, "new")
+    assert sorted(os.listdir(tmp_path)) == [".out.txt.backup.part", "out", "out.txt"]
+
+
+def test_what_a_living_writer_writes_is_left_to_it(tmp_path):
+    path = tmp_path / "out.txt"
+    with start_writer(path) as writer:
+        (temporary,) = temporaries_of(path)
+        write_text(path, "new")
+        assert temporaries_of(path) == [temporary]
+        assert path.read_text() == "new"
+        writer.communicate("go on\n")
+    assert writer.returncode == 0
+    assert path.read_text() == "whole"
+    assert os.listdir(tmp_path) == ["out.txt"]
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="no locks on this system")
+def test_a_temporary_that_was_swept_before_it_was_locked_is_made_anew(tmp_path, monkeypatch):
+    made, lock = [], files.fcntl.flock
+
+    def sweep_first(handle, how):
+        made.append(temporaries_of(tmp_path / "out.txt"))
+        if len(made) == 1:
+            made[0][0].unlink()
+        lock(handle, how)
+
+    monkeypatch.setattr(files.fcntl, "flock", sweep_first)
+    write_text(tmp_path / "out.txt", "new")
+    assert len(made) == 2
+    assert made[0] != made[1]
+    assert os.listdir(tmp_path) == ["out.txt"]
