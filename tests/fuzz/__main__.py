@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import resource
 import sys
 import tempfile
 from collections import Counter
@@ -15,6 +16,7 @@ import torch
 from tests.fuzz.contract import SECONDS, Outcome, run_case
 from tests.fuzz.kinds import KINDS
 
+_MEMORY = 8 * 2**30  # bytes that all cases together may ask for
 _STUCK = 120  # seconds after which a case that cannot be broken off shows where it is
 
 
@@ -26,6 +28,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="run this one case and show what it says")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    limit_memory()
     wanted = [part for part in options.kinds.split(",") if part]
     rows, faults = [], 0
     for cls in KINDS:
@@ -38,6 +41,12 @@ def main() -> int:
         print(" | ".join(map(str, rows[-1])), file=sys.stderr, flush=True)
     print(table(rows))
     return 1 if faults else 0
+
+
+def limit_memory() -> None:
+    """Let what would fill the machine fail instead, which is a fault of its case."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, resource.RLIM_INFINITY))
 
 
 def try_kind(

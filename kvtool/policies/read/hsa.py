@@ -92,7 +92,7 @@ class HSA(Paged):
         k, pages, page = min(fixed(self.k), tokens), scores.shape[-1], self.page_size
         partial = tokens < pages * page
         ranked = top_slots(scores, min(pages, pages_of(k, page) + partial))
-        within = torch.arange(page, device=scores.device)
+        within = torch.arange(min(page, tokens), device=scores.device)
         slots = (ranked[..., None] * page + within).flatten(2)
         if partial:  # places behind the last token go behind all others
             place = torch.arange(slots.shape[2], device=scores.device)
