@@ -1,18 +1,39 @@
-"""JSON texts as trees that remember where each value stands."""
+"""JSON texts as trees; where a value stands is looked up when something is wrong with it."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 from kvtool.documents.problems import DocumentError, Keys, Mark, Problem
 from kvtool.documents.scalars import join_surrogates, read_finite, read_integer
 from kvtool.documents.tree import DEEPEST, Node
 
 _TOO_DEEP = f"nested more than {DEEPEST} levels deep"
-_SPACE = re.compile(r"[ \t\r\n]*")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{},:]|[^][{},:"\s]+', re.DOTALL)
+_MESSAGES = {  # of the json module, in our words
+    "Expecting property name enclosed in double quotes": "a key in double quotes is expected",
+    "Illegal trailing comma before end of object": "a key in double quotes is expected",
+    "Illegal trailing comma before end of array": "expecting value",
+    "Expecting ':' delimiter": "`:` is expected",
+    "Extra data": "text after the end of the document",
+}
+
+
+def _number(text: str) -> float:
+    return read_finite(text, text)
+
+
+_NUMBERS: dict[str, Any] = {
+    "parse_int": read_integer,
+    "parse_float": _number,
+    "parse_constant": _number,
+}
 
 
 def parse_json(text: str, name: str) -> Node:
@@ -21,17 +42,24 @@ def parse_json(text: str, name: str) -> Node:
     Raises:
         DocumentError: not JSON, or JSON that is refused.
     """
-    reader = _Json(text, name)
+    document = _Document(text, name)
+    twice: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice.append("keys")
+        return found
+
     try:
-        node, end = reader.value(reader.space(0), ())
-        if reader.space(end) < len(text):
-            raise reader.wrong(reader.space(end), "text after the end of the document")
+        value = json.loads(text, object_pairs_hook=unique, **_NUMBERS)
     except json.JSONDecodeError as error:
-        message = error.msg[:1].lower() + error.msg[1:].removesuffix(" at")
-        raise reader.wrong(error.pos, message) from None
-    if reader.problems:
-        raise DocumentError(reader.problems)
-    return node
+        document.refuse_syntax(error)
+    except (ValueError, RecursionError):
+        document.refuse()
+    if twice or _SURROGATE.search(text):
+        document.check()
+    return document.node(value, ())
 
 
 def load_json(data: bytes | str) -> Any:
@@ -41,12 +69,7 @@ def load_json(data: bytes | str) -> Any:
         ValueError: anything else, and what is nested too deep.
     """
     try:
-        value = json.loads(
-            data,
-            parse_int=read_integer,
-            parse_float=lambda text: read_finite(text, text),
-            parse_constant=lambda text: read_finite(text, text),
-        )
+        value = json.loads(data, **_NUMBERS)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     level = [value]
@@ -55,80 +78,138 @@ def load_json(data: bytes | str) -> Any:
         level = [item for part in inside if isinstance(part, list) for item in part]
     if level:
         raise ValueError(_TOO_DEEP)
-    if (b"\\ud" if isinstance(data, bytes) else "\\ud") in data.lower():
+    if b"\\ud" in data.lower() if isinstance(data, bytes) else "\\ud" in data.lower():
         join_surrogates(json.dumps(value, ensure_ascii=False))
     return value
 
 
-class _Json:
-    """Scalars by the json module, braces and brackets by hand, to know where each value stands."""
+@dataclass(frozen=True)
+class _Found:
+    """A value in a text.
+
+    Attributes:
+        keys: the way to it.
+        at: where it begins.
+        key: where its key begins, None in lists and at the top.
+        first: where the same key stands before, None if it does not.
+        token: the scalar, or the brace or bracket that opens it.
+    """
+
+    keys: Keys
+    at: int
+    key: int | None
+    first: int | None
+    token: str
+
+
+class _Document:
+    """A text and, once somebody asks, the places of its values."""
 
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name = text, name
-        self.problems: list[Problem] = []
-        self.decode = json.JSONDecoder(
-            parse_int=read_integer,
-            parse_float=lambda text: read_finite(text, text),
-            parse_constant=lambda text: read_finite(text, text),
-        ).raw_decode
 
-    def mark(self, at: int) -> Mark:
-        return Mark(self.name, self.text, at)
-
-    def wrong(self, at: int, message: str) -> DocumentError:
-        problem = Problem(self.mark(at), (), f"not valid JSON: {message}")
-        return DocumentError([problem], hint="text that begins with { or [ is read as JSON")
-
-    def space(self, at: int) -> int:
-        return _SPACE.match(self.text, at).end()
-
-    def value(self, at: int, keys: Keys) -> tuple[Node, int]:
+    def node(self, value: Any, keys: Keys) -> Node:
+        """Return the tree of what the json module has read."""
         if len(keys) > DEEPEST:
-            message = f"nested more than {DEEPEST} levels deep"
-            raise DocumentError([Problem(self.mark(at), keys[:3], message)])
-        read = {"{": self._object, "[": self._array}.get(self.text[at : at + 1], self._scalar)
-        value, end = read(at, keys)
-        return Node(value, self.mark(at)), end
+            self.refuse()
+        content = value
+        if isinstance(value, dict):
+            content = {key: self.node(child, (*keys, key)) for key, child in value.items()}
+        elif isinstance(value, list):
+            content = [self.node(child, (*keys, i)) for i, child in enumerate(value)]
+        key = None
+        if keys and isinstance(keys[-1], str):
+            key = Mark(self.name, self.text, partial(self._place, keys, True))
+        return Node(content, Mark(self.name, self.text, partial(self._place, keys, False)), key)
 
-    def _scalar(self, at: int, keys: Keys) -> tuple[Any, int]:
-        try:
-            value, end = self.decode(self.text, at)
-            return (join_surrogates(value) if isinstance(value, str) else value), end
-        except json.JSONDecodeError:
-            raise
-        except ValueError as error:
-            raise DocumentError([Problem(self.mark(at), keys, str(error))]) from None
+    def _place(self, keys: Keys, of_key: bool) -> int:
+        found = self._places[keys]
+        return found.key if of_key and found.key is not None else found.at
 
-    def _array(self, at: int, keys: Keys) -> tuple[list[Node], int]:
-        items: list[Node] = []
-        at = self.space(at + 1)
-        while not self.text.startswith("]", at):
-            at = self._next(at, "]") if items else at
-            node, end = self.value(at, (*keys, len(items)))
-            items.append(node)
-            at = self.space(end)
-        return items, at + 1
+    @cached_property
+    def _places(self) -> dict[Keys, _Found]:
+        return {found.keys: found for found in self._values()}
 
-    def _object(self, at: int, keys: Keys) -> tuple[dict[str, Node], int]:
-        children: dict[str, Node] = {}
-        first, at = True, self.space(at + 1)
-        while not self.text.startswith("}", at):
-            at = at if first else self._next(at, "}")
-            first = False
-            if not self.text.startswith('"', at):
-                raise self.wrong(at, "a key in double quotes is expected")
-            key, end = self._scalar(at, keys)
-            if not self.text.startswith(":", self.space(end)):
-                raise self.wrong(self.space(end), "`:` is expected")
-            node, end = self.value(self.space(self.space(end) + 1), (*keys, key))
-            if key in children:
-                message = f"key `{key}` is given twice, first in line {children[key].key.line}"
-                self.problems.append(Problem(self.mark(at), keys, message))
-            children.setdefault(key, replace(node, key=self.mark(at)))
-            at = self.space(end)
-        return children, at + 1
+    def _values(self) -> Iterator[_Found]:
+        """Walk a text that is JSON, or the part of it that is; what holds others comes first."""
+        way: list[str | int] = []  # to the value that comes next
+        objects: list[dict[str, int] | None] = []  # open ones, places of their keys; None: a list
+        key = first = None
+        for found in _TOKEN.finditer(self.text):
+            token, at = found[0], found.start()
+            around = objects[-1] if objects else None
+            if token in "}]":
+                if objects:
+                    objects.pop()
+                    way.pop()
+            elif token == ",":
+                key = None
+                if objects and around is None:
+                    way[-1] = int(way[-1]) + 1
+            elif around is not None and key is None and token[0] == '"':
+                way[-1], key = json.loads(token, strict=False), at
+                first = around.get(str(way[-1]))
+                around.setdefault(str(way[-1]), at)
+            elif token != ":":
+                yield _Found(tuple(way), at, key, first, token)
+                if token in "{[":
+                    objects.append({} if token == "{" else None)
+                    way.append(0)
+                key = first = None
 
-    def _next(self, at: int, closing: str) -> int:
-        if not self.text.startswith(",", at):
-            raise self.wrong(at, f"`,` or `{closing}` is expected")
-        return self.space(at + 1)
+    def check(self) -> None:
+        """Tell keys that are given twice, half surrogate pairs, numbers that are none, and depth.
+
+        Raises:
+            DocumentError: there are any; nothing is read behind a scalar that cannot be.
+        """
+        problems: list[Problem] = []
+        for found in self._values():
+            keys = found.keys
+            if len(keys) > DEEPEST:
+                raise DocumentError([self._problem(found.at, keys[:3], _TOO_DEEP)])
+            if found.first is not None and found.key is not None:
+                line = Mark(self.name, self.text, found.first).line
+                message = f"key `{keys[-1]}` is given twice, first in line {line}"
+                problems.append(self._problem(found.key, keys[:-1], message))
+            try:
+                if found.key is not None:
+                    join_surrogates(str(keys[-1]))
+                if found.token not in "{[":
+                    value = json.loads(found.token, **_NUMBERS)
+                    if isinstance(value, str):
+                        join_surrogates(value)
+            except ValueError as error:
+                problems.append(self._problem(found.at, keys, str(error)))
+                break
+        if problems:
+            raise DocumentError(problems)
+
+    def refuse(self) -> NoReturn:
+        """Tell why a text whose syntax is right cannot be read."""
+        self.check()
+        raise DocumentError([self._problem(0, (), _TOO_DEEP)])
+
+    def refuse_syntax(self, error: json.JSONDecodeError) -> NoReturn:
+        """Tell a mistake of syntax, unless what comes before it is nested too deep."""
+        at = error.pos
+        if error.msg.startswith("Illegal trailing comma"):  # Python 3.13 points at the comma
+            at += 1 + len(self.text[at + 1 :]) - len(self.text[at + 1 :].lstrip(" \t\r\n"))
+        opened: list[str] = []
+        for found in _TOKEN.finditer(self.text):
+            if found.start() >= at:
+                break
+            if found[0] in "{[":
+                opened.append(found[0])
+            elif found[0] in "}]" and opened:
+                opened.pop()
+            if len(opened) > DEEPEST + 1:
+                self.check()
+        told = _MESSAGES.get(error.msg, error.msg[:1].lower() + error.msg[1:].removesuffix(" at"))
+        if error.msg == "Expecting ',' delimiter":
+            told = f"`,` or `{'}' if opened[-1:] == ['{'] else ']'}` is expected"
+        hint = "text that begins with { or [ is read as JSON"
+        raise DocumentError([self._problem(at, (), f"not valid JSON: {told}")], hint=hint)
+
+    def _problem(self, at: int, keys: Keys, message: str) -> Problem:
+        return Problem(Mark(self.name, self.text, at), keys, message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -28,29 +28,34 @@ def _line_starts(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place in a text, or a command-line flag as typed if `index` is None.
+    """A place in a text, or a command-line flag as typed if there is none.
 
     Attributes:
         name: the file as typed, `<stdin>`, or the flag.
         text: the whole text.
-        index: characters before the place.
+        at: characters before the place, or what finds it out; None of a flag.
         shown: whether the line of the text may be shown.
     """
 
     name: str
     text: str = field(default="", repr=False)
-    index: int | None = None
+    at: int | Callable[[], int] | None = None
     shown: bool = True
+
+    @property
+    def index(self) -> int | None:
+        """Characters before the place, None of a flag."""
+        return self.at() if callable(self.at) else self.at
 
     @property
     def line(self) -> int:
         """The line, from 1."""
-        return bisect_right(_line_starts(self.text), self.index)
+        return bisect_right(_line_starts(self.text), self.index or 0)
 
     @property
     def column(self) -> int:
         """The column in characters, from 1."""
-        return self.index - self._line_start + 1
+        return (self.index or 0) - self._line_start + 1
 
     @property
     def _line_start(self) -> int:
@@ -59,11 +64,12 @@ class Mark:
     @property
     def excerpt(self) -> str:
         """The line with a caret under the place; empty for a flag, and where it is not shown."""
-        if self.index is None or not self.shown:
+        index = self.index
+        if index is None or not self.shown:
             return ""
-        start = max(self._line_start, self.index - _BEFORE)
-        before = self.text[start : self.index].lstrip()
-        after = _BREAK.split(self.text[self.index : self.index + _AFTER], maxsplit=1)[0]
+        start = max(self._line_start, index - _BEFORE)
+        before = self.text[start:index].lstrip()
+        after = _BREAK.split(self.text[index : index + _AFTER], maxsplit=1)[0]
         shown = "".join(c if c.isprintable() else " " for c in before + after)
         return f"    {shown.rstrip()}\n    {' ' * len(before)}^"
 

@@ -221,7 +221,7 @@ def check_kind(source: Source, *, takes: Sequence[str], command: str) -> None:
         raise DocumentError([source.problem((), f"{wanted}, got {show(source.data)}")])
     if source.node.child("kind") is None:
         looks_so = "recipe" in takes and _RECIPE_KEYS & source.node.value.keys()
-        hint = f"add the line `kind: {'recipe' if looks_so else takes[0]}`"
+        hint: str | None = f"add the line `kind: {'recipe' if looks_so else takes[0]}`"
         raise DocumentError([source.problem((), f"`kind` is missing; {wanted}")], hint=hint)
     if source.kind not in takes:
         hint = did_you_mean(str(source.kind), takes) or _next_step(source, takes)

@@ -75,10 +75,12 @@ class Node:
         """Return a copy in which `node` stands under a key, or at an index (the end included)."""
         if isinstance(self.value, dict):
             return replace(self, value={**self.value, key: node})
-        return replace(self, value=[*self.value[:key], node, *self.value[key + 1 :]])
+        at = int(key)
+        return replace(self, value=[*self.value[:at], node, *self.value[at + 1 :]])
 
     def without_child(self, key: str | int) -> Node:
         """Return a copy without what stands under a key or an index."""
         if isinstance(self.value, dict):
             return replace(self, value={k: node for k, node in self.value.items() if k != key})
-        return replace(self, value=[*self.value[:key], *self.value[key + 1 :]])
+        at = int(key)
+        return replace(self, value=[*self.value[:at], *self.value[at + 1 :]])
