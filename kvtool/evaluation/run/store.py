@@ -13,18 +13,15 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from kvtool.documents.files import temporaries_of, write_text
 from kvtool.documents.json_reader import load_json
 from kvtool.documents.samples import SampleRecord
 from kvtool.documents.validation import reason
 from kvtool.errors import KvtoolError, UsageError
-
-try:
-    import fcntl
-except ImportError:  # no advisory locks on this system: two runs in one folder go unnoticed
-    fcntl = None
 
 Json = dict[str, Any]
 
@@ -46,7 +43,7 @@ class Store:
     def __init__(self, folder: Path, process: int = 0, *, silent: bool = False) -> None:
         self.folder, self.process, self.silent = folder, process, silent
         self._parts = folder / "parts"
-        self._lock: IO[str] | None = None
+        self._held: os.stat_result | None = None  # the lock, while this process holds it
 
     @property
     def own(self) -> Path:
@@ -94,10 +91,10 @@ class Store:
         Raises:
             KvtoolError: it has gone.
         """
-        if self._lock is None:
+        if self._held is None:
             return
         try:
-            same = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.own / ".lock"))
+            same = os.path.samestat(self._held, os.stat(self.own / ".lock"))
         except OSError:
             same = False
         if not same:
@@ -151,24 +148,27 @@ class Store:
             self.own.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot make folder `{self.own}`: {error.strerror}") from None
-        with self._holding(self.own / ".lock") as self._lock:
+        with self._holding(self.own / ".lock"):
+            self._held = os.stat(self.own / ".lock")
             try:
                 yield
             finally:
-                self._lock = None
+                self._held = None
 
     @contextlib.contextmanager
-    def _holding(self, lock: Path) -> Iterator[IO[str]]:
-        with lock.open("a") as file:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    raise UsageError(
-                        f"another run is writing to `{self.folder}`",
-                        hint="wait for it, or choose another folder with --output",
-                    ) from None
-            yield file
+    def _holding(self, path: Path) -> Iterator[None]:
+        lock = FileLock(path)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise UsageError(
+                f"another run is writing to `{self.folder}`",
+                hint="wait for it, or choose another folder with --output",
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def clear(self) -> None:
         """Delete what earlier runs left here, and nothing that is not a run's."""

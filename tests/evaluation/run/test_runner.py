@@ -1,6 +1,9 @@
 """A run: what is measured, written and skipped."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -163,6 +166,20 @@ def test_lengths_beyond_the_model_are_refused(loaded):
     short = token_counter(loaded.tokenizer, 1000)
     with pytest.raises(UsageError, match="2048 tokens are more than the 1000 positions"):
         draw_jobs([Needle(name="niah", lengths="512,2K")], short, None)
+
+
+def test_the_lock_of_a_killed_run_is_free(tmp_path):
+    code = "import sys, time; from pathlib import Path; from kvtool.evaluation.store import Store\n"
+    code += "with Store(Path(sys.argv[1])).locked(): print('held', flush=True); time.sleep(99)"
+    command = [sys.executable, "-c", code, tmp_path / "run"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        store = Store(tmp_path / "run")
+        with pytest.raises(UsageError, match="another run is writing"), store.locked():
+            pass
+        holder.kill()
+    with store.locked():
+        assert os.listdir(store.folder) == [".lock"]
 
 
 def test_one_run_at_a_time_holds_a_folder(store):
