@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from datetime import datetime
+from importlib.resources import files
 from pathlib import Path
 
 from kvtool.documents.files import write_text
@@ -17,7 +18,6 @@ from kvtool.evaluation.extras import installed
 from kvtool.report import page_tables as tables
 from kvtool.report.markup import Markup, element, inline_svg
 from kvtool.report.notes import notes
-from kvtool.report.page_style import STYLE
 from kvtool.report.variants import results_of, task_names
 
 _NO_PICTURES = (
@@ -39,7 +39,7 @@ def write_page(document: ResultsDocument, path: Path) -> None:
 def page(document: ResultsDocument) -> str:
     """Return the page as text."""
     figures = _figures(document)
-    body = [
+    body: list[str] = [
         _opening(document),
         _section("Summary", tables.summary(document), figures[None], _no_pictures()),
         _section("Gates", tables.gates(document)) if document.gates else "",
@@ -55,12 +55,17 @@ def page(document: ResultsDocument) -> str:
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", f"{document.name} - kvtool"),
-        Markup(f"<style>{STYLE}</style>"),
+        Markup(f"<style>\n{_style()}</style>"),
     )
     whole = element(
         "html", head, element("body", element("main", [[part, "\n"] for part in body])), lang="en"
     )
     return f"<!doctype html>\n{whole}\n"
+
+
+def _style() -> str:
+    """Return the style sheet: light and dark, on screen and on paper, no file but the page."""
+    return files(__package__).joinpath("page.css").read_text("utf-8")
 
 
 def _section(title: str, *parts: str | list[Markup]) -> Markup:
