@@ -5,7 +5,9 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterable
+from typing import TypeAlias
 
+Child: TypeAlias = "str | Iterable[Child]"
 _VOID = {"meta", "br", "hr"}
 
 
@@ -15,7 +17,7 @@ class Markup(str):
     __slots__ = ()
 
 
-def element(name: str, /, *children: str | Iterable[str], **attributes: str) -> Markup:
+def element(name: str, /, *children: Child, **attributes: str) -> Markup:
     """Return an element; a trailing underscore in an attribute's name is dropped (`class_`).
 
     >>> element("p", "1 < 2 ", element("b", "yes"), class_="note")
@@ -30,7 +32,7 @@ def element(name: str, /, *children: str | Iterable[str], **attributes: str) -> 
     return Markup(f"<{name}{told}>{''.join(_inside(child) for child in children)}</{name}>")
 
 
-def _inside(child: str | Iterable[str]) -> str:
+def _inside(child: Child) -> str:
     if isinstance(child, Markup):
         return child
     if isinstance(child, str):
