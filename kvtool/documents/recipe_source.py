@@ -62,22 +62,31 @@ def _validate(source: Source) -> tuple[Recipe, list[Problem], Source | None]:
         return source.validate(Recipe), [], source
     except DocumentError as error:
         problems = error.problems
-    node = source.node
-    for keys in {problem.keys[: 2 if problem.keys[:1] == ("eval",) else 1] for problem in problems}:
-        node = _without(node, keys)
-    sound = replace(source, node=node)
+    wrong = {problem.keys[: 2 if problem.keys[:1] == ("eval",) else 1] for problem in problems}
+    sound = replace(source, node=_without(source.node, wrong))
     try:
         return sound.validate(Recipe), problems, sound
     except DocumentError:
         return Recipe(), problems, None
 
 
-def _without(node: Node, keys: Keys) -> Node:
-    """Return a mapping without a key, or without a key of one of its mappings."""
-    inner = node.child(keys[0]) if len(keys) > 1 else None
-    if inner is not None and inner.child(keys[1]) is not None:
-        return node.with_child(keys[0], inner.without_child(keys[1]))
-    return node.without_child(keys[0]) if keys and node.child(keys[0]) is not None else node
+def _without(node: Node, wrong: set[Keys]) -> Node:
+    """Return a mapping without keys, and without keys of its mappings, all in one go."""
+    whole: set[str | int] = set()
+    within: dict[str | int, set[str | int]] = {}
+    for keys in wrong:
+        inner = node.child(keys[0]) if len(keys) > 1 else None
+        if inner is not None and isinstance(inner.value, dict) and keys[1] in inner.value:
+            within.setdefault(keys[0], set()).add(keys[1])
+        else:
+            whole.update(keys[:1])
+    for key, names in within.items():
+        inner = node.value[key]
+        kept = {name: child for name, child in inner.value.items() if name not in names}
+        node = node.with_child(key, replace(inner, value=kept))
+    if not whole:
+        return node
+    return replace(node, value={key: n for key, n in node.value.items() if key not in whole})
 
 
 def spell_out(node: Node) -> Node:

@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -599,3 +600,14 @@ def test_the_sound_parts_of_a_wrong_recipe_are_checked_as_well():
     with pytest.raises(DocumentError, match=r"^a.yaml:2:9: policy: no such policy$"):
         recipe("kind: recipe\npolicy: h2o\n", check=check)
     assert recipe("kind: recipe\npolicy: h2o\n", check=lambda *_: []).policies() == ["h2o"]
+
+
+@pytest.mark.parametrize("where", ["{rest}", "eval: {{{rest}}}"], ids=["top", "eval"])
+def test_time_grows_with_unknown_keys_not_with_their_square(where):
+    rest = ", ".join(f"x{i}: {i}" for i in range(20_000))
+    text = where.format(rest=rest if "eval" in where else rest.replace(", ", "\n"))
+    start = time.process_time()
+    with pytest.raises(DocumentError) as caught:
+        recipe(f"kind: recipe\nseed: x\n{text}\n")
+    assert len(caught.value.problems) == 20_001
+    assert time.process_time() - start < 5
