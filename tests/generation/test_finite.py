@@ -136,6 +136,7 @@ def test_of_a_batch_the_broken_row_alone_ends_it_and_a_row_that_has_ended_does_n
             stops,
             Said,
             next_logits=first,
+            kv_cache=None,
             step=step_of(later),
         )
 

@@ -161,5 +161,5 @@ def test_a_full_cache_appends_by_the_rule_that_forecasts_count_with(model):
     for tokens in range(91, 160):
         decode_step(model, cache, random_ids(1)[0])
         capacity = capacity if capacity >= tokens else grown(capacity, tokens)
-        assert layer.capacity == capacity
+        assert layer.slots.capacity == capacity
     assert capacity > 160
