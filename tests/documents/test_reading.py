@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from kvtool.evaluation.haystack import haystack
 
 from kvtool.documents.prompts import read_prompt
 from kvtool.documents.reading import expand, read_bytes
@@ -14,6 +13,7 @@ from kvtool.documents.recipe_source import resolve_includes
 from kvtool.documents.source import Source, read_source
 from kvtool.documents.turns import read_turns
 from kvtool.errors import UsageError
+from kvtool.evaluation.samples.haystack import haystack
 from kvtool.policies.allocate.duo import read_scores
 
 NOBODY = "~no-such-user/x"
