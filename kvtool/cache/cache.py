@@ -73,11 +73,8 @@ class KVCache(CacheState):
         placement = running.placement
         told = not decoding or placement is not None or self._watcher is not None
         context = StepContext(self.settings.kernel, block, last, placement, group, told)
-        set_pending(
-            PendingStep(
-                self, layer, raw_key, raw_value, key_states, value_states, decoding, context
-            )
-        )
+        taken = raw_key, raw_value, key_states, value_states
+        set_pending(PendingStep(self, layer, *taken, decoding, context))
         return raw_key, raw_value
 
     def _check_placed(self, layer: SlotLayer) -> None:

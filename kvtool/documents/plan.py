@@ -31,8 +31,7 @@ def _ratio(value: Any) -> Any:
     budget = Budget(ratio=Fraction(1)) if value == 1 else Budget.parse(value)
     if budget.ratio is None:
         raise UsageError(f"`{value}` is not a share of the prompt", hint="use `20%` or `0.2`")
-    number = float(budget.ratio)
-    exact = number == 1 or Budget.parse(number).ratio == budget.ratio
+    exact = (number := float(budget.ratio)) == 1 or Budget.parse(number).ratio == budget.ratio
     return number if exact else str(budget)
 
 
@@ -287,13 +286,13 @@ class PlanDocument(Document):
         if section.stage1_tokens is None and section.split_factor is None:
             raise disagreement(("rocketkv",), None, _NO_STAGE1)
         if section.split_factor is not None:
-            given = (section.context, section.token_budget, section.split_factor, new)
-            why = "`split_factor`, `context` and `token_budget`"
-            check("stage1_tokens", stage1_tokens(*given), why)
+            given = section.context, section.token_budget, section.split_factor, new
+            sizes = "`split_factor`, `context` and `token_budget`"
+            check("stage1_tokens", stage1_tokens(*given), sizes)
         stage1 = section.stage1(new)
         if not new < stage1 <= section.context:
-            message = f"stage 1 leaves {stage1} of {section.context} tokens, {new} of them new"
-            raise disagreement(("rocketkv", "stage1_tokens"), stage1, message)
+            why = f"stage 1 leaves {stage1} of {section.context} tokens, {new} of them new"
+            raise disagreement(("rocketkv", "stage1_tokens"), stage1, why)
         check("prompt_tokens", stage1 - new, "`stage1_tokens` and `target.max_new_tokens`")
         if section.head_dims > self.model.key_dim:
             message = f"{section.head_dims} is more than the {self.model.key_dim} of a head"

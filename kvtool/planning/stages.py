@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvtool.documents.plan import PlanDocument
 from kvtool.maths.allocation import allocate_by_counts
-from kvtool.policies.policy import Policy
+
+if TYPE_CHECKING:  # a plan needs no torch
+    from kvtool.policies.policy import Policy
 
 
 @dataclass(frozen=True)
