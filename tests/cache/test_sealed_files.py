@@ -110,3 +110,16 @@ def test_parts_of_policies_are_checked_too(policy, name, change, told, model, sa
     reseal(path, put(name, change))
     with pytest.raises(kvtool.KvtoolError, match=told):
         kvtool.load_cache(path, model)
+
+
+def test_a_policy_that_only_selects_lacks_no_token(model, saved):
+    """What it has chosen to read are slots of theirs: the file's own kept count must reach them."""
+    path = saved("rocketkv-mt(window=4)", 24)
+
+    def cut(metadata, tensors):
+        for name in ("keys", "values", "positions"):
+            tensors[f"layer.0.{name}"] = tensors[f"layer.0.{name}"][:, :, :30]
+
+    reseal(path, cut)
+    with pytest.raises(kvtool.KvtoolError, match="lacks tokens, and its policy keeps all"):
+        kvtool.load_cache(path, model)

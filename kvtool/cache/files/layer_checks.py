@@ -107,7 +107,8 @@ def _check_budget(
     if not uneven and (positions < 0).any():
         raise file.bad(f"{name}.positions", "has empty slots where no row or head is shorter")
     due = torch.tensor([file.seen]) if file.lengths is None else file.lengths
-    if score.when == "never" and (filled != due[:, None]).any():
+    keeps_all = score.when == "never" or (layer.policy.select_only and layer.window is None)
+    if keeps_all and (filled != due[:, None]).any():
         raise file.bad(f"{name}.positions", "lacks tokens, and its policy keeps all")
     asked = None if cache.budget is None else cache.budget.tokens
     own = cache.plan is not None or cache.policy.allocator is not None
