@@ -252,7 +252,7 @@ def blocks_are_counted_from_the_text_whoever_feeds_them(case: Case) -> None:
     expected = torch.cat([feed(whole, ids), steps(whole, new)])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     same_slots(one_block, whole)
-    if case.policy.cuts_by_logits:
+    if case.policy.score.layers == "same":
         return  # a plain forward has the logits of its prompt all at once, and cuts afterwards
     driven, generated = new_cache(case, BLOCK), new_cache(case, BLOCK)
     likeliest = feed(driven, ids)[0].argmax(-1)
@@ -305,7 +305,7 @@ def a_plan_of_unequal_layers_is_obeyed_to_the_byte(case: Case) -> None:
         return
     plan = make_plan(case, "pyramid")
     assert len(set(plan["layers"]["tokens"])) > 1
-    if case.policy.cuts_by_logits:
+    if case.policy.score.layers == "same":
         with pytest.raises(kvtool.UsageError, match="keeps the same tokens in all layers"):
             new_cache(case, plan=plan)
         plan = make_plan(case, "uniform")
