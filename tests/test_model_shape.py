@@ -98,7 +98,7 @@ def test_head_scores_are_of_the_heads_that_store(tmp_path):
     model, path = kvtool.attach(family_model("falcon")), tmp_path / "scores.tsv"
     path.write_text("0.5\n0.1\n0.9\n0.2\n")  # 4 layers of 1 KV head for the 4 that ask
     cache = kvtool.build_cache(model, f"duoattention(scores={path})", 300)
-    assert cache.head_ranks.tolist() == [[1], [3], [0], [2]]
+    assert cache.link.head_ranks.tolist() == [[1], [3], [0], [2]]
 
 
 @pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "gemma3", "lfm2", "gptj"])

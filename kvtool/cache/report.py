@@ -89,7 +89,7 @@ def make_report(
         sum(_full_bytes(layer, seen) for layer in slots),
         max(peak, allocated),
         sum(part.store.host_bytes for part in aside if part is not None),
-        round(sum(_bytes_read(layer) for layer in slots)),
+        round(sum(bytes_read(layer) for layer in slots)),
     ]
     if shards is not None and shards.processes > 1:
         device = slots[0].slots.device
@@ -130,7 +130,7 @@ def _state_bytes(layer: SlotLayer) -> int:
     return parts + sum(store.slots.state_bytes for store in layer.stores)
 
 
-def _bytes_read(layer: SlotLayer) -> float:
+def bytes_read(layer: SlotLayer) -> float:
     """Bytes of keys, values and tables that the last decoded token has read."""
     if not layer.is_initialized:
         return 0

@@ -29,7 +29,8 @@ def find_source(model: str | None) -> tuple[str, str]:
         from kvtool.models import reference
 
         return REFERENCE, str(reference.path())
-    return model, str(expand(model))
+    home = expand(model)  # which refuses what is no path
+    return model, str(home) if model.startswith("~") else model
 
 
 def check_folder(model: str | None, *, config_only: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from kvtool.documents.model_shape import DTYPE_BYTES, ModelShape
 from kvtool.documents.plan import Cost, RocketKVSection, Target
@@ -11,7 +12,9 @@ from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape
 from kvtool.planning.rocketkv import RocketKVPlan, nominal_storage, plan_rocketkv
 from kvtool.planning.stages import goes_by_stages, split_of
-from kvtool.policies.policy import Policy
+
+if TYPE_CHECKING:  # a plan needs no torch
+    from kvtool.policies.policy import Policy
 
 
 def make_section(

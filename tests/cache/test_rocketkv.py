@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.report import bytes_read
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.plan import PlanDocument, Target
@@ -292,7 +293,7 @@ def test_unequal_fractions_share_what_hsa_reads():
     cache, found = obeyed(document, 300, "hsa")
     assert found == [HSA(section.page_size, section.head_dims, k) for k in (25, 7)]
     assert [SparseIndex.of(layer).entries[0].budget for layer in cache.layers] == [50, 14]
-    read = [layer.bytes_read() for layer in cache.layers]
+    read = [bytes_read(layer) for layer in cache.layers]
     assert read[0] - read[1] == 2 * (25 - 7) * (16 + 16) * 4  # KV heads, keys and values
     forecast = forecast_plan(document, kvtool.parse_policy("hsa"), Text(300, 3))
     assert forecast.traffic == cache.report().traffic_bytes == sum(read)

@@ -169,7 +169,8 @@ def test_lengths_beyond_the_model_are_refused(loaded):
 
 
 def test_the_lock_of_a_killed_run_is_free(tmp_path):
-    code = "import sys, time; from pathlib import Path; from kvtool.evaluation.run.store import Store\n"
+    code = "import sys, time; from pathlib import Path\n"
+    code += "from kvtool.evaluation.run.store import Store\n"
     code += "with Store(Path(sys.argv[1])).locked(): print('held', flush=True); time.sleep(99)"
     command = [sys.executable, "-c", code, tmp_path / "run"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
