@@ -123,3 +123,24 @@ def test_a_policy_that_only_selects_lacks_no_token(model, saved):
     reseal(path, cut)
     with pytest.raises(kvtool.KvtoolError, match="lacks tokens, and its policy keeps all"):
         kvtool.load_cache(path, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda t: torch.where(torch.arange(t.shape[1])[:, None] > 0, t[..., :1], t), "ascending"),
+        (
+            lambda t: t.index_fill(2, torch.tensor([t.shape[2] - 1]), -1).index_put(
+                (torch.tensor(0), torch.tensor(0), torch.tensor(t.shape[2] - 1)), t[0, 0, -1]
+            ),
+            "unequal counts",
+        ),
+        (lambda t: t * 0 - 1, "unequal counts"),
+    ],
+)
+def test_what_is_chosen_to_be_read_is_checked(change, told, model, saved):
+    path = saved("rocketkv-mt(window=4)", 24)
+    kvtool.load_cache(path, model)
+    reseal(path, put("layer.0.marked", change))
+    with pytest.raises(kvtool.KvtoolError, match=told):
+        kvtool.load_cache(path, model)

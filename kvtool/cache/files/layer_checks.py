@@ -63,7 +63,10 @@ def check_layer(
             file.take(f"{name}.{key}", sizes, own)
     if layer.policy.select_only and layer.window is None and f"{name}.marked" in file.left:
         marked = file.take(f"{name}.marked", (batch, heads, None), _PLACES, -1, file.seen - 1)
-        _check_ascending(file, f"{name}.marked", marked)
+        _check_positions(file, f"{name}.marked", marked)
+        counts = (marked >= 0).sum(-1)
+        if (counts != counts[:, :1]).any() or (counts < 1).any():
+            raise file.bad(f"{name}.marked", "chooses unequal counts in the heads of a layer")
 
 
 def _check_positions(file: FileTensors, name: str, positions: Tensor) -> None:
