@@ -21,7 +21,7 @@ from kvtool.documents.tree import DEEPEST, Node
 
 _MOST_NODES = 100_000
 _MOST_ALIASED = 1_000  # values that aliases add, those of aliases inside them included
-_SHORT = 2**18  # characters that the slow parser may be given
+_SHORT = 2**17  # characters that the slow parser may be given
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # which JSON may spell out, and libyaml refuses
 _WORDS = (  # what libyaml and PyYAML's own parser say differently
     (re.compile(r"did not find (?:the )?expected"), "expected"),

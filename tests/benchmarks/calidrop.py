@@ -19,6 +19,7 @@ from rich.table import Table
 
 import kvtool
 from kvtool.cache.cache import KVCache
+from kvtool.cache.storage.calibration import Calibration
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.evicted.calidrop import CaliDrop
 from tests.benchmarks.models import build_models
@@ -43,7 +44,7 @@ def calibrated_step(model, cache, every: int, token: torch.Tensor):
         nonlocal count
         count += 1
         for layer in cache.layers:
-            layer.calibration.part = FORCED[every > 0 and count % every == 0]
+            Calibration.of(layer).part = FORCED[every > 0 and count % every == 0]
         decode_step(model, cache, token)
 
     return step
