@@ -9,16 +9,16 @@ from typing import Annotated, Any
 from pydantic import (
     BeforeValidator,
     Field,
-    PositiveInt,
     SerializerFunctionWrapHandler,
     Tag,
     model_serializer,
     model_validator,
 )
 
+from kvtool.documents.document import TokenCount
 from kvtool.documents.shapes import BY_SHAPE, MAPPING, MOST, SHORT, RecipeSection, counted, listed
 from kvtool.errors import UsageError, quote
-from kvtool.sizes import MOST_TOKENS, Budget
+from kvtool.sizes import Budget
 
 
 def _canonical(value: Any) -> int | str:
@@ -51,7 +51,7 @@ def _plan(value: Any) -> Any:
 
 NotEmpty = Field(min_length=1, max_length=MOST)
 Listed = BeforeValidator(listed)
-Tokens = Annotated[PositiveInt, Field(le=MOST_TOKENS), BeforeValidator(counted)]
+Tokens = Annotated[TokenCount, BeforeValidator(counted)]
 Ratio = Annotated[str, BeforeValidator(_ratio)]
 Bytes = Annotated[str, BeforeValidator(_bytes)]
 AnyBudget = Annotated[int | str, BeforeValidator(_canonical)]

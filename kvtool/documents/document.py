@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from kvtool.documents.yaml_writer import dump_yaml
+from kvtool.sizes import MOST_BYTES, MOST_TOKENS
+
+TokenCount = Annotated[PositiveInt, Field(le=MOST_TOKENS)]
+"""Tokens of a text, 1 or more."""
+
+ByteCount = Annotated[NonNegativeInt, Field(le=MOST_BYTES)]
+"""Bytes of memory."""
 
 
 class Section(BaseModel):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import PositiveInt, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, PositiveInt, SerializerFunctionWrapHandler, model_serializer
 
-from kvtool.documents.document import Section
+from kvtool.documents.document import Section, TokenCount
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.model_shape import (
@@ -22,6 +22,7 @@ from kvtool.model_shape import (
     trained_length,
     window_width,
 )
+from kvtool.sizes import MOST_BYTES
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Size of a number in the dtypes that a model can be loaded in."""
@@ -46,8 +47,8 @@ class ModelShape(Section):
     head_dim: PositiveInt
     latent_dim: PositiveInt | None = None
     layer_types: list[str]
-    sliding_window: PositiveInt | None = None
-    kv_bytes_per_token: PositiveInt
+    sliding_window: TokenCount | None = None
+    kv_bytes_per_token: Annotated[PositiveInt, Field(le=MOST_BYTES)]
     vocabulary: PositiveInt | None = None
     trained_length: PositiveInt | None = None
 

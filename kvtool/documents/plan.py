@@ -18,12 +18,12 @@ from pydantic import (
 )
 
 from kvtool.documents.disagreement import disagreement
-from kvtool.documents.document import Document, Section
+from kvtool.documents.document import Document, Section, TokenCount
 from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.stages import compression_ratio, stage1_tokens
 from kvtool.errors import UsageError
 from kvtool.model_shape import FREE
-from kvtool.sizes import Budget
+from kvtool.sizes import MOST_BYTES, MOST_TOKENS, Budget
 
 
 def _ratio(value: Any) -> Any:
@@ -52,9 +52,9 @@ class Target(Section):
     """
 
     ratio: Annotated[float | str, BeforeValidator(_ratio)] | None = None
-    tokens: PositiveInt | None = None
-    bytes: PositiveInt | None = None
-    context: PositiveInt
+    tokens: TokenCount | None = None
+    bytes: Annotated[PositiveInt, Field(le=MOST_BYTES)] | None = None
+    context: TokenCount
     max_new_tokens: NonNegativeInt = 0
     batch: PositiveInt = 1
 
@@ -106,8 +106,8 @@ class LayerPlan(Section):
     """
 
     allocator: str = "uniform"
-    min_tokens: PositiveInt = 1
-    tokens: list[NonNegativeInt]
+    min_tokens: TokenCount = 1
+    tokens: list[Annotated[NonNegativeInt, Field(le=MOST_TOKENS)]]
     fractions: list[Annotated[FiniteFloat, Field(gt=0, le=1)] | None] | None = None
 
 
@@ -131,16 +131,16 @@ class RocketKVSection(Section):
     of it all.
     """
 
-    context: PositiveInt
-    token_budget: PositiveInt
+    context: TokenCount
+    token_budget: TokenCount
     dense: bool = False
     compression_ratio: FiniteFloat | None = None
     split_factor: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
-    stage1_tokens: PositiveInt | None = None
-    prompt_tokens: PositiveInt | None = None
-    page_size: PositiveInt
+    stage1_tokens: TokenCount | None = None
+    prompt_tokens: TokenCount | None = None
+    page_size: TokenCount
     head_dims: PositiveInt
-    top_k: PositiveInt
+    top_k: TokenCount
     storage: Cost | None = None
     traffic: Cost | None = None
 

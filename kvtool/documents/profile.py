@@ -6,9 +6,10 @@ Every list over layers has `model.layers` entries, null for a layer that the ana
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    Field,
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
@@ -17,8 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from kvtool.documents.document import Document, Section
+from kvtool.documents.document import ByteCount, Document, Section, TokenCount
 from kvtool.documents.model_shape import ModelShape
+from kvtool.sizes import MOST_TOKENS
 
 Layers = list[FiniteFloat | None]
 """One number per layer."""
@@ -32,8 +34,8 @@ class ProfileData(Section):
 
     source: str
     samples: PositiveInt
-    tokens: PositiveInt
-    decode: NonNegativeInt | None = None
+    tokens: TokenCount
+    decode: Annotated[NonNegativeInt, Field(le=MOST_TOKENS)] | None = None
     seed: NonNegativeInt
     fingerprint: str
 
@@ -66,7 +68,7 @@ class OutputErrors(Section):
     """
 
     policy: str
-    budgets: list[PositiveInt]
+    budgets: list[TokenCount]
     errors: LayerCurves
 
 
@@ -83,9 +85,9 @@ class MemoryTable(Section):
     """
 
     dtype: str
-    layer_bytes_per_token: list[NonNegativeInt]
-    layer_window: list[PositiveInt | None]
-    contexts: list[PositiveInt]
+    layer_bytes_per_token: list[ByteCount]
+    layer_window: list[TokenCount | None]
+    contexts: list[TokenCount]
     batches: list[PositiveInt]
     bytes: list[list[NonNegativeInt]]
     memory: list[PositiveInt]
@@ -122,22 +124,22 @@ class Metrics(_Sparse):
 class CosineCurve(Section):
     """Mean cosine of two queries by their distance, in tokens: layers x distances."""
 
-    distances: list[PositiveInt]
+    distances: list[TokenCount]
     values: LayerCurves
 
 
 class UnionCurve(Section):
     """How the union of the top-k grows: layers x steps."""
 
-    k: PositiveInt
-    steps: list[PositiveInt]
+    k: TokenCount
+    steps: list[TokenCount]
     values: LayerCurves
 
 
 class RobustnessCurve(Section):
     """Standard deviation of the attention that a token got in its first steps: layers x steps."""
 
-    steps: list[PositiveInt]
+    steps: list[TokenCount]
     values: LayerCurves
 
 

@@ -20,20 +20,19 @@ from pydantic import (
 )
 
 from kvtool.documents.budget_choice import BudgetChoice, BudgetMapping, budgets_of
-from kvtool.documents.document import Document
+from kvtool.documents.document import Document, TokenCount
 from kvtool.documents.policy_choice import PolicyChoice
 from kvtool.documents.shapes import BY_SHAPE, MAPPING, MOST, SHORT, RecipeSection, counted, listed
 from kvtool.sizes import (
     DEFAULT_BLOCK,
     LARGEST_SEED,
-    MOST_TOKENS,
     Budget,
     check_temperature,
     spell_prefill,
 )
 
 Name = Annotated[str, StringConstraints(min_length=1)]
-Tokens = Annotated[PositiveInt, Field(le=MOST_TOKENS), BeforeValidator(counted)]
+Tokens = Annotated[TokenCount, BeforeValidator(counted)]
 Listed = BeforeValidator(listed)
 
 
@@ -56,7 +55,7 @@ class ModelChoice(RecipeSection):
 class Generation(RecipeSection):
     """How answers are generated; null is the task's own."""
 
-    max_new_tokens: Annotated[PositiveInt, Field(le=MOST_TOKENS)] | None = None
+    max_new_tokens: TokenCount | None = None
     temperature: Annotated[NonNegativeFloat, AfterValidator(check_temperature)] = 0.0
     stop: Annotated[list[Name], Field(max_length=MOST), Listed] = Field(default_factory=list)
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
-from kvtool.documents.document import Document, Section
+from kvtool.documents.document import Document, Section, TokenCount
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.results import ArmEntry
-from kvtool.sizes import LARGEST_SEED, MOST_TOKENS
+from kvtool.sizes import LARGEST_SEED
 
 Number = Annotated[float, Field(ge=-1e100, le=1e100)]
 """A finite number that can be squared and summed."""
@@ -36,9 +36,9 @@ class ProtocolEntry(Section):
 
     query_aware: bool | None
     chat_template: Literal["auto", "on", "off"]
-    max_length: Annotated[PositiveInt, Field(le=MOST_TOKENS)] | None
+    max_length: TokenCount | None
     truncate: Literal["middle", "left", "error"]
-    max_new_tokens: Annotated[PositiveInt, Field(le=MOST_TOKENS)] | None
+    max_new_tokens: TokenCount | None
     temperature: Annotated[int | float, Field(ge=0, le=1e100)]
     stop: tuple[str, ...]
     seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)]

@@ -90,3 +90,20 @@ def test_curves_have_an_entry_for_each_point_of_their_axis(metrics, told):
     with pytest.raises(ValidationError) as refused:
         ProfileDocument.model_validate({"kind": "profile", "model": model, "metrics": metrics})
     assert told in str(refused.value)
+
+
+DATA = {"source": "a.txt", "samples": 1, "tokens": 64, "seed": 0, "fingerprint": "x"}
+
+
+@pytest.mark.parametrize(
+    ("key", "most"), [("tokens", 2**31 - 1), ("decode", 2**31 - 1)], ids=["tokens", "decode"]
+)
+def test_no_text_has_more_tokens_than_positions_can_tell(key, most):
+    """Such a profile was planned from, a token after the other, and with figures that disagreed."""
+    read(ProfileDocument(model=MODEL, metrics={}, data=DATA | {key: most}).to_yaml())
+    text = profile(entropy=[1.0, 1.0]).to_yaml()
+    import yaml
+
+    data = yaml.safe_load(text) | {"data": DATA | {key: most + 1}}
+    with pytest.raises(DocumentError, match=f"data.{key}: must be at most {most}"):
+        read(yaml.safe_dump(data))

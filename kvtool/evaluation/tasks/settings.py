@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveInt
 
-from kvtool.sizes import MOST_TOKENS, parse_count
+from kvtool.documents.document import TokenCount
+from kvtool.sizes import parse_count
 
 
 def _count(value: Any) -> Any:
@@ -27,11 +28,11 @@ def _counts(value: Any) -> Any:
 Samples = Annotated[PositiveInt, Field(le=1_000_000)]
 """How many samples of a kind a task has."""
 
-Tokens = Annotated[PositiveInt, Field(le=MOST_TOKENS), BeforeValidator(_count)]
+Tokens = Annotated[TokenCount, BeforeValidator(_count)]
 """A number of tokens: `4096` or `4K`."""
 
 Lengths = Annotated[
-    tuple[Annotated[PositiveInt, Field(le=MOST_TOKENS)], ...],
+    tuple[TokenCount, ...],
     Field(max_length=1000),
     BeforeValidator(_counts),
 ]
