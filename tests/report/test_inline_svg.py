@@ -1,7 +1,7 @@
 import re
 import xml.etree.ElementTree as ElementTree
 
-from kvtool.report.markup import Markup, element, inline_svg
+from kvtool.report.inline_svg import inline_svg
 
 SVG = """<?xml version="1.0"?>
 <!DOCTYPE svg PUBLIC "x" "http://www.w3.org/x.dtd">
@@ -12,16 +12,6 @@ SVG = """<?xml version="1.0"?>
  <g id="axes_1" clip-path="url(#p1)"><use xlink:href="#m1"/><text>a &lt; b</text></g>
 </svg>
 """
-
-
-def test_text_and_attributes_are_escaped_and_markup_is_not():
-    inner = element("b", "x & y")
-    assert element("p", "<i>", inner, [inner, "'\""], title='"<&') == (
-        '<p title="&quot;&lt;&amp;">&lt;i&gt;<b>x &amp; y</b><b>x &amp; y</b>\'"</p>'
-    )
-    assert element("p", Markup("<i>")) == "<p><i></p>"
-    assert element("meta", charset="utf-8") == '<meta charset="utf-8">'
-    assert element("td", class_="x", aria_label="y") == '<td class="x" aria-label="y"></td>'
 
 
 def test_an_svg_keeps_its_references_under_a_prefix():
