@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kvtool.cache.files.save import save_cache
     from kvtool.cache.hooks.attach import attach, detach
     from kvtool.errors import KvtoolError, UsageError
+    from kvtool.evaluation.evaluate import evaluate
+    from kvtool.evaluation.profile import profile
     from kvtool.policies.grammar import parse_policy
 
 __version__ = VERSION

@@ -119,7 +119,7 @@ def _configuration(options: ProfileOptions, request: ProfileRequest) -> dict[str
             "seed": options.seed,
         }
     if plan.budgets:
-        settings["output_error"] = {"policy": plan.policy, "budgets": list(plan.budgets)}
+        settings["output_error"] = {"policy": str(plan.policy), "budgets": list(plan.budgets)}
     return settings
 
 

@@ -11,6 +11,7 @@ from kvtool.profiling.names import parse_metrics
 from kvtool.sizes import Budget, parse_count
 
 if TYPE_CHECKING:
+    from kvtool.policies.policy import Policy
     from kvtool.profiling.measure import Plan
 
 POLICY = "h2o"
@@ -63,7 +64,7 @@ def read_request(
     names = parse_metrics(metrics)
     length = _count(tokens, "--tokens")
     steps = _count(decode, "--decode")
-    chosen = POLICY
+    chosen: Policy | None = None
     sizes: tuple[int, ...] = ()
     typed = metrics if isinstance(metrics, str) else ",".join(metrics)
     if "output_error" in names:
@@ -95,7 +96,7 @@ def _count(text: int | str, flag: str) -> int:
 
 def _error_settings(
     name: str | None, given: Sequence[str] | None, tokens: int
-) -> tuple[str, tuple[int, ...]]:
+) -> tuple[Policy, tuple[int, ...]]:
     """Return the policy of `output_error` and its budgets in tokens, ascending."""
     from kvtool.policies.grammar import parse_policy
 
@@ -125,4 +126,4 @@ def _error_settings(
             raise UsageError(f"--budgets: {budget} is above the {tokens} tokens of a text")
         policy.check_budget(budget)
         budgets.add(budget)
-    return str(policy), tuple(sorted(budgets))
+    return policy, tuple(sorted(budgets))

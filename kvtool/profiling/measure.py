@@ -14,6 +14,7 @@ from kvtool.cache.hooks.attachment import attachment
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.finite import broken_rows, explain
+from kvtool.policies.policy import Policy
 from kvtool.profiling.column_sums import Density
 from kvtool.profiling.jaccard import Jaccard
 from kvtool.profiling.key_basis import KeyMoments, with_basis
@@ -35,14 +36,14 @@ class Plan:
     Attributes:
         metrics: names, without `memory`.
         decode: tokens generated after each text, greedily, with the full cache.
-        policy: the policy of `output_error`.
+        policy: the policy of `output_error`, None where that is not measured.
         budgets: its budgets, in tokens, ascending.
         memory: whether the table of memory is wanted, which reads no text.
     """
 
     metrics: tuple[str, ...]
     decode: int
-    policy: str = "h2o"
+    policy: Policy | None = None
     budgets: tuple[int, ...] = ()
     memory: bool = False
 
@@ -112,6 +113,7 @@ def make_studies(model: PreTrainedModel, plan: Plan, tokens: int) -> list[Study]
     if "robustness" in wanted:
         studies.append(Robustness(tokens + steps))
     if "output_error" in wanted:
+        assert plan.policy is not None, "output_error is measured of a policy"
         caches = [build_cache(model, plan.policy, budget) for budget in plan.budgets]
         studies.append(OutputError(caches))
     return studies

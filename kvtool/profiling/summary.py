@@ -69,7 +69,7 @@ def summarise(
         metrics["key_basis"] = _layers(leading_share(found["key_variance"]))
     if "output_error" in wanted:
         metrics["output_error"] = OutputErrors(
-            policy=plan.policy, budgets=list(plan.budgets), errors=_rows(found["output_error"])
+            policy=str(plan.policy), budgets=list(plan.budgets), errors=_rows(found["output_error"])
         )
     return Metrics(**metrics), Curves(**curves) if curves else None
 

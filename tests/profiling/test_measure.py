@@ -3,6 +3,7 @@ import torch
 
 import kvtool
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.policies.grammar import parse_policy
 from kvtool.profiling import measure as module
 from kvtool.profiling.measure import Plan, measure
 from kvtool.profiling.names import DEFAULT, METRICS, parse_metrics
@@ -33,7 +34,7 @@ def test_texts_that_are_read_together_count_like_each_alone(model, monkeypatch):
 
 
 def test_every_metric_has_a_number_per_layer(model):
-    plan = Plan(ALL, 5, "h2o", (20, 40))
+    plan = Plan(ALL, 5, parse_policy("h2o"), (20, 40))
     done = []
     found = measure(model, texts(2), plan, done.append)
     assert done == [1, 2]
@@ -68,7 +69,9 @@ def test_nothing_is_generated_for_prompts_alone(model):
 def test_output_errors_are_those_of_the_benchmark(model):
     from kvtool.profiling.output_error import output_error
 
-    found = measure(model, texts(1), Plan(("output_error",), 9, "tova", (24,)))["output_error"]
+    found = measure(model, texts(1), Plan(("output_error",), 9, parse_policy("tova"), (24,)))[
+        "output_error"
+    ]
     cache, full = kvtool.build_cache(model, "tova", 24), kvtool.build_cache(model, "full")
     answer = kvtool.generation.prefill(model, full, texts(1)[0]).argmax(-1)
     tokens = [answer]
@@ -97,7 +100,7 @@ def test_models_that_show_nothing_are_refused():
         measure(model, texts(1), Plan(DEFAULT, 3))
     model = kvtool.attach(family_model("deepseek_v3"))
     with pytest.raises(KvtoolError, match="latent"):
-        measure(model, texts(1), Plan(("output_error",), 3, "h2o", (20,)))
+        measure(model, texts(1), Plan(("output_error",), 3, parse_policy("h2o"), (20,)))
     assert measure(model, texts(1), Plan(DEFAULT, 3))["entropy"].isfinite().all()
 
 
@@ -126,7 +129,7 @@ def test_what_is_held_at_a_time_grows_with_the_length_and_not_its_square(model, 
 
         from tests.profiling.watching import watch
 
-        studies = module.make_studies(model, Plan((name,), 2), n + 2)
+        studies = module.make_studies(model, Plan((name,), 2, parse_policy("h2o")), n + 2)
         with Watch():
             watch(model, random_ids(n), 2, *studies)
         peaks.append(largest)
