@@ -14,6 +14,7 @@ from tests.benchmarks.models import build_models
 TINY = ("--shape", "tiny", "--backend", "eager", "--budget", "16", "--policies", "h2o")
 
 
+@pytest.mark.exhaustive
 def test_the_headline_sets_a_policy_beside_each_full_cache_and_a_prompt(tmp_path, capsys):
     file = tmp_path / "headline.json"
     prompt = ("--prefill-length", "96", "--prefill-budget", "16", "--block", "8")

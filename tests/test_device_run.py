@@ -21,6 +21,8 @@ from tests.benchmarks.gpu.settings import Settings
 from tests.benchmarks.models import build_models
 from tests.benchmarks.reading import filled, random_slots
 
+pytestmark = pytest.mark.exhaustive
+
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
 CPU = machine("cpu", True)

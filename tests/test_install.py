@@ -56,6 +56,7 @@ def run(*arguments, python=sys.executable, folder=None):
     return done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("place", ["beside", "inside", "elsewhere"])
 def test_the_package_is_found_wherever_python_starts(clone, tmp_path, place):
     python, beside = clone
@@ -66,6 +67,7 @@ def test_the_package_is_found_wherever_python_starts(clone, tmp_path, place):
     assert version == f"kvtool {kvtool.__version__}\n"
 
 
+@pytest.mark.exhaustive
 def test_torchrun_finds_the_package_beside_the_clone(clone):
     python, beside = clone
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "kvtool"]
@@ -73,6 +75,7 @@ def test_torchrun_finds_the_package_beside_the_clone(clone):
     assert found == f"kvtool {kvtool.__version__}\n"
 
 
+@pytest.mark.exhaustive
 def test_the_command_runs_beside_the_clone(clone):
     python, beside = clone
     command = python.with_name("kvtool.exe" if os.name == "nt" else "kvtool")

@@ -46,6 +46,7 @@ def received(model):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_neox"] + list(OTHERS))
 def test_shapes_are_those_that_the_cache_receives(name):
     model = tiny_model(name)

@@ -30,6 +30,7 @@ def without_numbers(text: str) -> str:
     return re.sub(r"[ ─]+", " ", text).replace(" \n", "\n").strip()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("session", sessions(), ids=lambda steps: steps[0][0][:40])
 def test_sessions_run_as_printed(session, tmp_path):
     scripts = Path(sys.executable).parent
@@ -54,6 +55,7 @@ def launches() -> list[str]:
     return [line for line in lines if not re.search(r"\b(MODEL|FOLDER)\b", line)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", launches())
 def test_commands_run_in_several_processes(command, tmp_path):
     scripts = Path(sys.executable).parent
@@ -71,6 +73,7 @@ def evaluations() -> list[str]:
     return [line for line in lines if not re.search(r"\b(MODEL|FOLDER)\b", line)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", evaluations())
 def test_evaluations_are_understood(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -2,7 +2,7 @@
 
 import itertools
 
-from tests.tiers import each_once
+from tests.tiers import each_once, few
 
 pytest_plugins = ["pytester"]
 
@@ -31,7 +31,7 @@ def test_the_choice_is_the_same_every_time():
 
 
 def test_the_two_tiers_together_are_all_cases(pytester):
-    pytester.makeini("[pytest]\nmarkers =\n  each_once: a\n  exhaustive: b\n")
+    pytester.makeini("[pytest]\nmarkers =\n  each_once: a\n  few: c\n  exhaustive: b\n")
     pytester.makeconftest(
         "import pytest\nfrom tests.tiers import mark_the_rest\n"
         "@pytest.hookimpl(tryfirst=True)\n"
@@ -43,8 +43,16 @@ def test_the_two_tiers_together_are_all_cases(pytester):
         "@pytest.mark.parametrize('b', 'xy')\n"
         "@pytest.mark.parametrize('a', range(5))\n"
         "def test_it(a, b): pass\n"
+        "@pytest.mark.few(3)\n"
+        "@pytest.mark.parametrize('a', range(7))\n"
+        "def test_some(a): pass\n"
     )
     few = pytester.runpytest_inprocess("-m", "not exhaustive", "-p", "no:xdist")
-    few.assert_outcomes(passed=5, deselected=5)
+    few.assert_outcomes(passed=5 + 3, deselected=5 + 4)
     rest = pytester.runpytest_inprocess("-m", "exhaustive", "-p", "no:xdist")
-    rest.assert_outcomes(passed=5, deselected=5)
+    rest.assert_outcomes(passed=5 + 4, deselected=5 + 3)
+
+
+def test_few_cases_are_spread_over_all():
+    assert few(3, [0, 2, 4, 6, 8, 10]) == {0, 4, 8}
+    assert few(3, [7]) == {7}

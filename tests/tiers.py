@@ -1,8 +1,9 @@
 """Two tiers: `pytest` takes a few cases of each product, `pytest -m exhaustive` the others.
 
 A test marked `each_once` runs by default only so many of its cases that every value of every
-`parametrize` is in one of them; the other cases are marked `exhaustive`. A case or a test that is
-too dear for the default run is marked `exhaustive` itself, where it stands.
+`parametrize` is in one of them; of one marked `few(n)`, n cases (of those, if it is both). The
+others are marked `exhaustive`. A case or a test that is too dear for the default run is marked
+`exhaustive` itself, where it stands.
 """
 
 from collections import Counter, defaultdict
@@ -44,14 +45,23 @@ def axes(item: pytest.Item) -> dict[str, str]:
     return found | params
 
 
+def few(count: int, cases: Sequence[int]) -> set[int]:
+    """Choose so many cases, spread over all of them: the first one, and others at equal steps."""
+    return {cases[i * len(cases) // count] for i in range(min(count, len(cases)))}
+
+
 def mark_the_rest(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases of `each_once` tests that were not chosen."""
+    """Mark the cases of `each_once` and `few` tests that were not chosen."""
     groups = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("each_once"):
+        if item.get_closest_marker("each_once") or item.get_closest_marker("few"):
             groups[item.path, item.originalname].append(item)
     for group in groups.values():
-        chosen = each_once([axes(item) for item in group])
+        chosen = set(range(len(group)))
+        if group[0].get_closest_marker("each_once"):
+            chosen = each_once([axes(item) for item in group])
+        if mark := group[0].get_closest_marker("few"):
+            chosen = few(*mark.args, sorted(chosen))
         for i, item in enumerate(group):
             if i not in chosen:
                 item.add_marker(pytest.mark.exhaustive)

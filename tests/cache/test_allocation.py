@@ -16,6 +16,8 @@ from kvtool.policies.allocate.pyramid import pyramid_line
 from kvtool.policies.allocate.split import Spread
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 LAYERS = 4
 BASES = [
     "streaming",
@@ -78,6 +80,7 @@ def test_d2o_splits_by_the_variance_of_the_prompts_attention(model, norm):
     assert norm == "length" or len(set(expected)) > 1
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_a_layer_keeps_what_it_keeps_alone_under_its_own_budget(model, base, allocator):
@@ -95,6 +98,7 @@ def test_a_layer_keeps_what_it_keeps_alone_under_its_own_budget(model, base, all
         assert torch.allclose(logits, same, atol=1e-4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_every_layer_holds_its_budget_while_decoding(model, base, allocator):
@@ -131,6 +135,7 @@ def test_ratios_and_bytes_are_split_too(model, policy, budget):
     assert budget != "20KiB" or report.allocated_bytes + report.state_bytes <= 20 * 1024
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("policy", [f"{base}+{one}" for base in BASES for one in ALLOCATORS])
 @pytest.mark.parametrize("budget", [16, "40%"])
 def test_a_row_of_a_padded_batch_is_the_row_alone(model, policy, budget):
@@ -252,6 +257,7 @@ def slow_reciprocal(variances, held, total, least):
     return tokens
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 @pytest.mark.parametrize("base", ["streaming", "h2o", "snapkv(window=3)"])
 def test_every_turn_is_split_by_the_variance_of_its_own_attention(family, base):

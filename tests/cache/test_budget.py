@@ -11,6 +11,8 @@ from kvtool.cache.storage.layer import SlotLayer
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 STEADY = [
     "random",
     "recency",
@@ -44,6 +46,7 @@ def test_a_budget_that_fits_gives_the_full_caches_logits(policy, mode):
     assert kept.report().kv_bytes == kept.report().full_bytes == 2 * 72 * SLOT
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("policy", STEADY + PROMPT)
 @pytest.mark.parametrize("length", [20, 21, 60])
 def test_no_step_holds_more_than_the_budget_and_one(policy, length):
@@ -134,6 +137,7 @@ def test_budgets_that_make_no_sense_are_refused(policy, budget, message):
         kvtool.build_cache(peaky_model("llama"), policy, budget)
 
 
+@pytest.mark.exhaustive
 def test_layers_decide_together_what_they_decide_alone(monkeypatch):
     """In steady state one set of operations chooses for all layers, with equal bits."""
     model = kvtool.attach(peaky_model("llama", num_hidden_layers=4))

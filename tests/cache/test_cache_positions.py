@@ -24,6 +24,8 @@ from tests.reference.policies import build
 from tests.reference.ranks import AlternatelyStill, Interleaved, LastStill, Ranked
 from tests.tiers import first
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 CASES = [
     ("recency", None, {}),
     ("streaming", None, {"sinks": 2}),
@@ -74,6 +76,7 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
+@pytest.mark.few(1)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:20"])
@@ -90,6 +93,7 @@ def test_logits_equal_the_oracle_that_turns_keys_anew(model, mode, base, modifie
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", first(4, KINDS))
 def test_families_turn_their_keys_in_ways_of_their_own(family, monkeypatch):
     monkeypatch.setattr(models_for_tests, "FAMILIES", FAMILIES | MORE)
@@ -118,6 +122,7 @@ def test_attention_layers_beside_recurrent_ones(family):
     assert cache.first_layer.slots.kept == 20
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("mode", ["full", "block:16"])
 @pytest.mark.parametrize("base", POLICIES)

@@ -16,6 +16,8 @@ from tests.models_for_tests import anchored_model, family_model, peaky_model, pr
 from tests.reference import policies
 from tests.reference.calidrop import CalibratingOracle
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 LENGTH, BUDGET, NEW = 61, 20, 24
 MODES = {"full": None, "block:20": 20, "block:16": 16}
 ALWAYS, NEVER = "(theta1=2,theta2=3)", "(theta1=-3,theta2=2)"
@@ -27,6 +29,7 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", MODES)
@@ -96,6 +99,7 @@ def outputs(model, policy, budget, ids, tokens, mode="full", mask=None):
     return cache, torch.stack(logits), seen
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("mode", ["full", "block:16"])
@@ -114,6 +118,7 @@ def test_always_recomputed_it_is_the_full_cache(base, mode):
     assert not torch.allclose(plain, expected, atol=0.1)  # without it, it would not be
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "phi3", "gpt_neox", "falcon_h1"])
 def test_families_with_attention_of_their_own(family):
     model = kvtool.attach(family_model(family))

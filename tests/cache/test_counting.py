@@ -53,6 +53,7 @@ def flat(kept):
     return [sorted(p for p in head if p >= 0) for row in kept.tolist() for head in row]
 
 
+@pytest.mark.few(1)
 @pytest.mark.each_once
 @pytest.mark.parametrize("mode", ["full", "block:16"])
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ def test_policies_keep_the_same(monkeypatch, policy, mode):
     compare(monkeypatch, peaky_model("llama"), policy, mode, random_ids(LENGTH))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "policy"),
     [
@@ -78,6 +80,7 @@ def test_families_with_attention_of_their_own(monkeypatch, family, policy):
     compare(monkeypatch, model, policy, "full", random_ids(LENGTH))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", first(1, ["roco", "tova", "scissorhands"]))
 def test_padded_rows(monkeypatch, policy):
     ids = random_ids(LENGTH, batch=2)
@@ -86,6 +89,7 @@ def test_padded_rows(monkeypatch, policy):
     compare(monkeypatch, peaky_model("llama"), policy, "block:16", ids, mask)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "padding", "mode", "fused"),
     [
@@ -150,6 +154,7 @@ def test_kernels_that_fail_their_check_leave_plain_torch(monkeypatch, caplog, po
     assert len(said) == len(set(said)), "each is said once"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["quest(page=2)", "hsa(page=2,k1=8)", "sparq", "loki"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
@@ -158,6 +163,7 @@ def test_readers_choose_and_attend_the_same(monkeypatch, family, policy):
     compare(monkeypatch, model, policy, "full", random_ids(LENGTH))
 
 
+@pytest.mark.exhaustive
 def test_query_heads_that_choose_for_themselves(monkeypatch):
     policy = "exact-topk(scope=query_head)"
     compare(monkeypatch, peaky_model("llama"), policy, "full", random_ids(LENGTH))

@@ -45,6 +45,7 @@ def offloaded(whole, tmp_path_factory):
     return kvtool.attach(model)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", first(6, [*reversed(BASES), "tova+d2o-alloc"]))
 def test_an_offloaded_model_keeps_and_says_the_same(whole, offloaded, policy):
     policy += SETTINGS.get(policy, "")
@@ -76,6 +77,7 @@ def on_two_devices():
     return kvtool.attach(model)
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     "policy", ["streaming", "random", "scissorhands", "h2o+caote", "tova", "roco"]

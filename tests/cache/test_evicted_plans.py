@@ -10,6 +10,8 @@ from kvtool.cli.main import main
 from kvtool.generation import decode_step, prefill
 from kvtool.models.load import load
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -28,6 +30,7 @@ def plan(tmp_path, capsys):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.few(1)
 @pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["d2o+caote", "h2o+caote+calidrop", "snapkv(window=4)+calidrop"])
 @pytest.mark.parametrize("mode", ["full", "block:32"])

@@ -12,6 +12,8 @@ from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import FAMILIES, HOOKED, RECURRENT, family_model, random_ids
 from tests.tiers import first
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 POLICIES = ["streaming", "h2o+caote", "tova", "snapkv(window=8)", "sirllm"]
 LENGTH, NEW = 60, 6
 
@@ -22,6 +24,7 @@ def run(model, cache):
     return torch.stack([*steps, *(decode_step(model, cache, token[None]) for token in tokens)])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_budget_that_fits_gives_the_full_caches_logits(family):
     model = family_model(family)
@@ -38,6 +41,7 @@ def test_a_budget_that_fits_gives_the_full_caches_logits(family):
             torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", first(4, FAMILIES))
 def test_a_small_budget_holds(family):
     model = kvtool.attach(family_model(family))
@@ -55,6 +59,7 @@ def test_a_small_budget_holds(family):
                     assert layer.keys.shape[2] == layer.values.shape[2] == limit + 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", first(4, (name for name in FAMILIES if name not in RECURRENT)))
 @pytest.mark.parametrize("mode", first(1, ["block:16", "full"]))
 def test_padded_rows_are_the_rows_alone(family, mode):
@@ -123,6 +128,7 @@ def test_detach_takes_the_hooks_away(family):
         assert not module._forward_pre_hooks
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cache_that_is_not_to_be_used_is_refused(family):
     """Transformers' generate would feed it the whole text at every step."""

@@ -14,6 +14,8 @@ import kvtool
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 POLICIES = [
     "full",
     "random",
@@ -48,6 +50,7 @@ def feed(model, cache, tokens):
     return torch.stack([decode_step(model, cache, token) for token in tokens])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_loaded_cache_goes_on_like_the_unbroken_one(policy, tmp_path):
     model = kvtool.attach(peaky_model("llama"))

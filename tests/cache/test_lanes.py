@@ -17,6 +17,8 @@ from tests.reference.ada import Competing
 from tests.reference.policies import build
 from tests.reference.ranks import Ranked
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 TOKEN_BYTES = 16 * 2 * 4  # of one head: dim, key and value, float32
 CASES = [
     ("snapkv", None, {"window": 8}),
@@ -42,6 +44,7 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("share", [0.2, 0.0])
@@ -60,6 +63,7 @@ def test_kept_positions_and_logits_equal_the_oracle(model, base, modifier, optio
     assert len(counts) > 1, "the heads of this model keep alike, so nothing was tried"
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama"])
 @pytest.mark.parametrize("share", [0.2, 0.9])

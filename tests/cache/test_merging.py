@@ -10,6 +10,8 @@ from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference import merging, policies
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 LENGTH, BUDGET, NEW = 61, 20, 24
 MODES = {"full": None, "block:20": 20, "block:12": 12}
 CASES = {
@@ -78,6 +80,7 @@ def compare(model, case, mode, budgets=None):
     return slow
 
 
+@pytest.mark.few(4)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", MODES)

@@ -14,6 +14,8 @@ from tests.reference import oracle
 from tests.reference.policies import Told, build
 from tests.tiers import first
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 LENGTH, BUDGET, NEW = 61, 20, 32
 MODES = {"full": None, "block:20": 20, "block:16": 16, "block:12": 12}
 
@@ -84,6 +86,7 @@ def follow(
     return trace
 
 
+@pytest.mark.few(9)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:20"])  # the last block is one token
@@ -101,6 +104,7 @@ def test_kept_positions_and_logits_equal_the_oracle(model, mode, base, modifier,
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama"])
 @pytest.mark.parametrize("length", [1, 19, 20, 21, 37])
@@ -119,6 +123,7 @@ def test_prompts_around_the_budget(model, length, base):
         )
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize(
     ("family", "cached_heads"),
@@ -211,6 +216,7 @@ def test_the_statistics_beside_the_slots_are_the_oracles(model, base):
             )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", ["qwen3"])
 @pytest.mark.parametrize("chunks", [None, 16])
 @pytest.mark.parametrize(
@@ -239,6 +245,7 @@ def test_generate_takes_the_oracles_tokens(model, chunks, base, modifier, option
         assert cache.kept_positions(layer)[0].tolist() == kept
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", ["llama"])
 @pytest.mark.parametrize(
     "policy",
@@ -274,6 +281,7 @@ def test_reordered_rows_go_on_as_the_text_that_they_hold(model, policy):
                     assert batch.kept_positions(layer)[row].tolist() == kept
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", first(1, ["llama", "qwen3"]))
 def test_the_policies_differ_on_this_model(model):
     """What makes the comparison above worth anything: the sink pulls, the choices are many."""

@@ -9,6 +9,8 @@ import kvtool
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 LENGTHS = (60, 37, 11)
 POLICIES = [
     "full",
@@ -67,6 +69,7 @@ def same_row(both, alone, row: int) -> None:
         assert (ours[:, expected.shape[1] :] == -1).all()
 
 
+@pytest.mark.few(3)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:16"])

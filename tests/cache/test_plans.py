@@ -11,6 +11,8 @@ from kvtool.generation import decode_step, prefill
 from kvtool.models.load import load
 from tests.models_for_tests import peaky_model
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 CONTEXT = 200
 
 

@@ -16,6 +16,8 @@ from tests.models_for_tests import peaky_model, random_ids
 from tests.pretend_device import DEVICE, OnDevice, pretended, put
 from tests.tiers import first
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 
 @functools.cache
 def plain():
@@ -64,6 +66,7 @@ def check(model, policy: str, mode: str, scenario) -> None:
     check_same(run(model, policy, mode, scenario), expected, policy)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("policy", first(22, policies()))
 def test_a_prompt_in_blocks_with_padding_runs_on_the_device_alone(policy):
     check(elsewhere(), policy, "block:16", padded_turns)
@@ -108,6 +111,7 @@ def static_steps(model, policy: str, mode: str) -> Run:
     return done
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("policy", COMPILED)
 def test_static_steps_run_on_the_device_alone(policy):
     check(elsewhere(), policy, "full", static_steps)

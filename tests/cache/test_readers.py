@@ -23,6 +23,8 @@ from tests.models_for_tests import (
 from tests.reference import readers
 from tests.reference.reading import ReadingOracle
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 LENGTH, BUDGET, NEW = 61, 24, 24
 READERS = [
     "exact-topk",
@@ -98,6 +100,7 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
+@pytest.mark.few(3)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("policy", READERS)
@@ -108,6 +111,7 @@ def test_a_reader_equals_its_slow_twin(model, policy):
     follow(Run(model, policy, BUDGET, prompt(LENGTH), mode), oracle, logits, NEW)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama"])
 @pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
 def test_a_second_turn_makes_its_own_sizes(model, policy):
@@ -122,6 +126,7 @@ def test_a_second_turn_makes_its_own_sizes(model, policy):
     follow(run, oracle, logits, 9)
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama"])
 @pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
@@ -162,6 +167,7 @@ def ragged():
     return ids, mask, rows
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:16"])
@@ -250,6 +256,7 @@ def test_beam_search_runs():
     assert model.generate(ids, past_key_values=small, **settings).shape == expected.shape
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
 def test_tables_follow_the_slots(policy):
     """After any number of tokens the tables are those that would be made of the slots."""
@@ -288,6 +295,7 @@ def test_tables_are_not_made_anew_at_a_step(policy, monkeypatch):
     assert not made
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

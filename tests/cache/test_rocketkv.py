@@ -26,6 +26,8 @@ from tests.reference import readers
 from tests.reference.policies import build
 from tests.reference.reading import ReadingOracle
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 LENGTH, BUDGET, WINDOW = 90, 24, 8
 
 
@@ -72,6 +74,7 @@ def kept(run):
     return {layer: run.cache.kept_positions(layer)[0].tolist() for layer in layers}
 
 
+@pytest.mark.few(1)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:16", "block:7", "block:85"])

@@ -12,6 +12,8 @@ from kvtool.policies.grammar import parse_policy
 from kvtool.policies.table import BASES
 from tests.models_for_tests import RECURRENT, family_model, peaky_model, random_ids
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 BUDGET = 24
 SETTINGS = dict.fromkeys(("adakv", "pyramidkv", "snapkv", "rocketkv", "rocketkv-mt"), "(window=4)")
 POLICIES = [base + SETTINGS.get(base, "") for base in BASES]
@@ -59,6 +61,7 @@ def same_state(cache, other):
                 assert torch.equal(a, b)
 
 
+@pytest.mark.few(3)
 @pytest.mark.each_once
 @pytest.mark.parametrize("mode", ["full", "block:10"])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -79,6 +82,7 @@ def test_a_question_leaves_no_trace(model, policy, mode):
     assert torch.equal(ask(model, asked, seed=3), ask(model, never, seed=3))
 
 
+@pytest.mark.few(3)
 @pytest.mark.each_once
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_left_while_decoding_and_in_a_padded_batch(model, policy):

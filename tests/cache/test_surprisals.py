@@ -11,6 +11,8 @@ from kvtool.generation import compress, decode_step, prefill, token_logprobs
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference.sirllm import SlowSirLLM
 
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
 SETTINGS = {"max_new_tokens": 12, "do_sample": False}
 
 
@@ -48,6 +50,7 @@ def compare(slow, cache, logits, expected, layers):
     torch.testing.assert_close(scores[0], expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gptj"])
 @pytest.mark.parametrize(
     ("options", "mode", "size"),

@@ -14,6 +14,8 @@ from tests.cache import split_model
 from tests.launch import finish, launch
 from tests.models_for_tests import peaky_model
 
+pytestmark = pytest.mark.exhaustive
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -47,7 +49,6 @@ def split(folder, tmp_path_factory):
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.exhaustive
 def test_every_policy_decides_as_one_process_would(alone, split):
     ran = {name.split(" ")[0].split("(")[0].split("+")[0] for name in alone["cases"]}
     assert ran == set(split_model.BASES)

@@ -153,6 +153,7 @@ def test_a_torn_cache_is_not_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_step_that_broke_off(monkeypatch):
     model, cache = make()
     prefill(model, cache, random_ids(50))

@@ -19,6 +19,7 @@ def names(folder="."):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.each_once
 @pytest.mark.parametrize("flags", [(), ("--overwrite",)])
 @pytest.mark.parametrize("left", [[], [HALF], [HALF, "parts/1/.lock"]])
@@ -32,6 +33,7 @@ def test_a_run_killed_in_its_first_write_is_begun_anew(kvtool, left, flags):
     assert not [name for name in names("run") if name.endswith(".part")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("flags", [(), ("--overwrite",)])
 def test_what_a_kill_left_half_written_is_swept(kvtool, flags):
     assert kvtool(*RUN, *ARM).code == 0
@@ -84,6 +86,7 @@ def test_a_folder_deleted_while_running_is_an_error(kvtool, anew):
     assert not Path("run", "samples").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_samples_went_is_not_a_success(kvtool):
     with after_the_first(lambda: shutil.rmtree("run/samples")):
         done = kvtool(*RUN, *ARM)
@@ -96,6 +99,7 @@ def test_a_run_whose_samples_went_is_not_a_success(kvtool):
     assert (whole.code, json.loads(whole.out)["complete"]) == (0, True)
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_fills_up_during_a_run_is_told_in_a_line(kvtool, full_disk):
     measured = []
     append = Store.append

@@ -50,6 +50,7 @@ def test_one_line_and_nothing_written(kvtool, broken, tmp_path, arguments):
 TASKS = "niah,ppl,fidelity,output-error,speed,reconstruct,ruler/vt"
 
 
+@pytest.mark.exhaustive
 def test_every_task_records_its_samples_as_failed(kvtool, broken):
     done = kvtool(
         *("eval", "-q", "-m", broken, "-t", TASKS, "--lengths", "192", "--samples", "1"),

@@ -66,6 +66,7 @@ def test_the_document_holds_every_turn_and_the_totals(kvtool, turns, policy):
     assert document.timing.prefill_s > sum(part.timing.prefill_s for part in parts)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("prefill", ["full", "block:9"])
 @pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)", "streaming"])
 def test_a_saved_conversation_goes_on(kvtool, tmp_path, turns, policy, prefill):

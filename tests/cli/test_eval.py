@@ -72,6 +72,7 @@ def test_bytes_are_those_of_the_tensors(kvtool):
     assert cost.decode_tokens_per_s > 0
 
 
+@pytest.mark.exhaustive
 def test_the_locked_recipe_repeats_the_run(kvtool):
     first = evaluate(kvtool, *QUICK, *ARMS, "--query-agnostic", "-o", "first")
     again = evaluate(kvtool, "first/recipe.lock.yaml", "-o", "second")
@@ -79,6 +80,7 @@ def test_the_locked_recipe_repeats_the_run(kvtool):
     assert not any(result.query_aware for result in again.results)
 
 
+@pytest.mark.exhaustive
 def test_a_second_run_measures_only_what_is_new(kvtool):
     evaluate(kvtool, *QUICK, "-p", "streaming", "-b", "32", "-o", "run")
     before = Path("run/samples/full/niah.jsonl").read_bytes()
@@ -96,6 +98,7 @@ def test_a_second_run_measures_only_what_is_new(kvtool):
     assert results.of("tova@32", "niah").n == 1
 
 
+@pytest.mark.exhaustive
 def test_overwrite_starts_anew_in_a_run_only(kvtool):
     evaluate(kvtool, *QUICK, "-p", "streaming", "-b", "32", "-o", "run")
     evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run", "--overwrite")
@@ -186,6 +189,7 @@ def test_rescoring_needs_no_model_and_sees_changed_answers(kvtool, monkeypatch):
     assert json.loads(Path("run/results.json").read_text())["results"][0]["value"] < 1
 
 
+@pytest.mark.exhaustive
 def test_gates_decide_the_exit_code(kvtool):
     run = (*QUICK, "-p", "streaming", "-b", "32", "-o", "run")
     low = evaluate(kvtool, *run, "--fail-under", "niah=0.1")
@@ -281,6 +285,7 @@ def test_a_dry_run_tells_the_work_and_writes_nothing(kvtool):
     assert not Path("run").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("task", ["niah", "ruler/vt"])
 def test_a_dry_run_tells_the_bytes_that_the_run_then_holds(kvtool, task):
     settings = ("-t", task, "--lengths", "512", "-L", "1", "--set", "generation.max_new_tokens=1")
@@ -394,6 +399,7 @@ def test_mistakes_in_a_recipe_are_all_told_with_their_places(kvtool):
     assert "bad.yaml:7:20: eval.tasks.0.lenths: unknown key `lenths`" in done.err
 
 
+@pytest.mark.exhaustive
 def test_the_hub_is_asked_aloud_and_fails_in_one_line(kvtool, monkeypatch):
     def fail(*arguments, **options):
         raise ConnectionError("Couldn't reach the Hub")

@@ -190,6 +190,7 @@ def test_what_a_family_limits_is_said_on_stderr(kvtool, tmp_path, family, settin
 NEEDLE = "The secret code for falcon: 7429103. The old lamp was near the school."
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("size", "handful"),
     [

@@ -73,6 +73,7 @@ def contents(folder):
     return {str(path.relative_to(folder)): content(path) for path in files}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
 def test_a_killed_command_leaves_whole_files_and_ends_as_an_unbroken_one(run, tmp_path, command):
     arguments, kills = [*command.split(), "-q"], COMMANDS[command]

@@ -73,6 +73,7 @@ def test_no_command_shows_the_help():
     assert "Usage: kvtool" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_stdout_holds_data_only():
     done = process("generate", "-p", "h2o", "-b", "8", "--prompt", "The old lamp", "-f", "json")
     assert done.returncode == 0
@@ -80,6 +81,7 @@ def test_stdout_holds_data_only():
     assert "it/s" not in done.stderr  # no progress bar where nobody watches
 
 
+@pytest.mark.exhaustive
 def test_what_libraries_print_goes_to_stderr(tmp_path):
     program = (
         "import os, sys\nimport kvtool.cli.policies as policies\n"
@@ -94,6 +96,7 @@ def test_what_libraries_print_goes_to_stderr(tmp_path):
     assert "from C" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_reader_that_leaves_early_is_no_error():
     command = f"'{KVTOOL}' policies | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
@@ -112,6 +115,7 @@ def start(*arguments):
     )
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_before_the_first_token_ends_quietly():
     running = start("generate", "--prompt", "The old lamp", "-n", "32K")
     for line in running.stderr:
@@ -123,6 +127,7 @@ def test_ctrl_c_before_the_first_token_ends_quietly():
     assert "Traceback" not in errors
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("turns", first(1, [False, True]))
 def test_ctrl_c_ends_the_line_and_keeps_what_there_is(tmp_path, turns):
     (tmp_path / "turns.txt").write_text("The old lamp was\nThe old school was\n")
@@ -146,6 +151,7 @@ def test_ctrl_c_ends_the_line_and_keeps_what_there_is(tmp_path, turns):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -200,6 +206,7 @@ def test_policies_in_a_file(kvtool, tmp_path):
     assert json.loads((tmp_path / "table.json").read_text())[0]["name"] == "full"
 
 
+@pytest.mark.exhaustive
 def test_policies_on_a_terminal_are_a_table(on_terminal):
     shown = on_terminal(KVTOOL, "policies", columns=200)
     assert "what it does" in shown
@@ -208,6 +215,7 @@ def test_policies_on_a_terminal_are_a_table(on_terminal):
     assert "recent=budget/2" in shown
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_shows_nothing_that_libraries_say(on_terminal):
     prompt = ["--prompt", "The secret code for falcon: 7429103. The secret code for falcon:"]
     shown = on_terminal(KVTOOL, "generate", *prompt, "-n", "7", columns=100, notes=True)

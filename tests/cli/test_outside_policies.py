@@ -177,6 +177,7 @@ def test_a_saved_cache_does_not_import_what_it_names(kvtool, tmp_path):
     assert again["token_ids"] == unbroken["token_ids"]
 
 
+@pytest.mark.exhaustive
 def test_a_recipe_names_it_and_its_run_goes_on(kvtool, tmp_path):
     recipe = {
         "kind": "recipe",

@@ -238,6 +238,7 @@ def test_eval_says_where_more_rows_run_than_were_planned(kvtool):
     assert told.endswith(" in 1 row")
 
 
+@pytest.mark.exhaustive
 def test_eval_reports_what_was_planned(kvtool):
     plan = planned(kvtool, "--ratio", "25%")
     told = run(kvtool, "eval", "-", "-p", "h2o,streaming", *QUICK, "-o", "run", stdin=plan)
@@ -324,6 +325,7 @@ def pipeline(folder, *commands) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.exhaustive
 def test_profile_plan_and_eval_make_one_pipe(tmp_path):
     done = pipeline(
         tmp_path,
@@ -337,6 +339,7 @@ def test_profile_plan_and_eval_make_one_pipe(tmp_path):
     assert cost.kv_bytes == pytest.approx(cost.full_bytes / 5, rel=0.12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("commands", "told"),
     [

@@ -10,6 +10,8 @@ from kvtool.models.load import load_tokenizer
 from kvtool.policies.table import BASES, MODIFIERS
 from tests.planning.test_forecast import MODIFIED
 
+pytestmark = pytest.mark.few(2)
+
 TEXT = "The old lamp was near the school. The quiet falcon was behind the tower. " * 12
 NEW = 8
 SIZE = 160 * 1024
@@ -37,6 +39,7 @@ def plan_and_run(kvtool, policy, size, tokens, *flags):
     return yaml.safe_load(done.out), report, cache["allocated_bytes"] + cache["state_bytes"]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("policy", [*BASE, *MODIFIED, *OTHERS])
 def test_a_run_holds_no_more_than_the_bytes_that_were_planned(kvtool, policy, tokens):
     size = SIZE
@@ -95,6 +98,7 @@ def test_a_share_of_a_profile_holds_the_plan_to_the_byte(kvtool, policy, new, to
         assert report["plan"]["tokens"] == yaml.safe_load(plan.out)["layers"]["tokens"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["h2o", "snapkv(window=8)", "rocketkv(window=8)", "quest"])
 def test_a_budget_in_bytes_means_the_same_in_every_command(kvtool, policy, tokens):
     size = {"quest": 1_500_000, "rocketkv(window=8)": 300_000}.get(policy, SIZE)

@@ -115,6 +115,7 @@ def test_a_dry_run_says_what_would_be_measured(kvtool):
     assert data["data"]["decode"] == 20
 
 
+@pytest.mark.exhaustive
 def test_a_picture_is_drawn(kvtool, tmp_path):
     pytest.importorskip("matplotlib")
     done = kvtool("profile", "-q", *QUICK, "--plot", "p.svg")

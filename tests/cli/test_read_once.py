@@ -51,6 +51,7 @@ def counting():
         sys.setprofile(None)
 
 
+@pytest.mark.exhaustive
 def test_a_policy_string_is_parsed_once_from_the_recipe_to_the_results(kvtool):
     Path("mine.yaml").write_text(RECIPE)
     with counting() as found:
@@ -60,6 +61,7 @@ def test_a_policy_string_is_parsed_once_from_the_recipe_to_the_results(kvtool):
     assert set(found.values()) == {1}, found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["pipe", "file", "recipe"])
 def test_a_plan_is_validated_once_from_the_recipe_to_the_results(kvtool, way):
     plan = planned(kvtool, "--ratio", "30%", "-p", "h2o")

@@ -255,6 +255,7 @@ def test_help_lists_what_the_tables_hold(kvtool, command, names):
     assert ", ".join(names) in words
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("data", ["gone.jsonl", "empty", "bad.jsonl", "no-such-data-set"])
 @pytest.mark.usefixtures("mistakes")
 def test_data_of_a_profile_that_cannot_be_read_are_a_mistake_of_usage(

@@ -18,6 +18,7 @@ def token_ids(kvtool, *arguments):
     return json.loads(done.out)["token_ids"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["full", "h2o+caote", "tova", "snapkv(window=4)", "streaming"])
 @pytest.mark.parametrize("prefill", ["full", "block:5"])

@@ -20,6 +20,7 @@ splits_any_vocabulary = pytest.mark.skipif(
 )
 
 
+@pytest.mark.exhaustive
 @splits_any_vocabulary
 def test_generate_says_what_one_process_says(kvtool, tmp_path):
     alone = json.loads(kvtool(*GENERATE).out)

@@ -59,6 +59,7 @@ def hostile(tmp_path):
 QUESTION = ("--prompt", "The secret code for falcon: 7429103. The secret code for falcon:")
 
 
+@pytest.mark.exhaustive
 def test_generated_text(kvtool, on_terminal, hostile):
     piped = kvtool("generate", "-q", "-m", hostile, *QUESTION, "-n", "8")
     assert piped.out == f" 7429103{ESCAPE}\n"
@@ -66,6 +67,7 @@ def test_generated_text(kvtool, on_terminal, hostile):
     assert on_terminal(*KVTOOL, *command, columns=100) == f" 7429103{SHOWN}\r\n"
 
 
+@pytest.mark.exhaustive
 def test_turns_and_names_of_models(on_terminal, tmp_path):
     folder = tmp_path / f"model{ESCAPE}"
     shutil.copytree(reference.path(), folder)

@@ -82,6 +82,7 @@ def put_in(monkeypatch):
     return put
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_base_in_the_table_is_swept_by_the_whole_battery(put_in, name):
     before = cases()

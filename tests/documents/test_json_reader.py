@@ -76,6 +76,7 @@ def test_what_is_refused_is_told_at_its_place(text, lines):
         assert line.encode("utf-8", "backslashreplace").decode().startswith(expected)
 
 
+@pytest.mark.exhaustive
 def test_a_document_of_50_000_mistakes_ends_in_one_answer_in_time():
     text = "{" + ", ".join(f'"x{i}": {i}' for i in range(50_000)) + "}"
     start = time.process_time()

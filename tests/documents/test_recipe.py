@@ -602,6 +602,7 @@ def test_the_sound_parts_of_a_wrong_recipe_are_checked_as_well():
     assert recipe("kind: recipe\npolicy: h2o\n", check=lambda *_: []).policies() == ["h2o"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", ["{rest}", "eval: {{{rest}}}"], ids=["top", "eval"])
 def test_time_grows_with_unknown_keys_not_with_their_square(where):
     rest = ", ".join(f"x{i}: {i}" for i in range(20_000))

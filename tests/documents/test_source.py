@@ -491,6 +491,7 @@ def test_twenty_mistakes_are_told_and_the_number_of_the_rest():
     assert len(mistakes_of("k: 1\nl: 1\n").report().splitlines()) == 6
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["json", "yaml"])
 def test_time_grows_with_the_number_of_mistakes_not_with_its_square(form):
     taken = []

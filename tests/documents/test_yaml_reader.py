@@ -131,6 +131,7 @@ def test_surrogates_in_a_text_too_long_for_the_slow_parser_are_refused_at_once()
     assert time.process_time() - start < 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "text",
     [

@@ -61,6 +61,7 @@ def run_both(model, policy, padded, room, steps):
     return worst, step, eager, compiled
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("policy", [*STEADY, *APPENDING])
@@ -90,6 +91,7 @@ class Graphs:
         return [node for module in self.modules for node in module.graph.nodes if node.op == kind]
 
 
+@pytest.mark.few(1)
 @pytest.mark.each_once
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("policy", [*STEADY, *APPENDING, "adakv(window=4)", "h2o+ada"])
@@ -120,6 +122,7 @@ def test_a_graph_can_be_a_cuda_graph(policy, padded):
     assert len(changed) >= 2 * model.config.num_hidden_layers  # keys and values of every layer
 
 
+@pytest.mark.exhaustive
 @pytest.mark.each_once
 @pytest.mark.parametrize("name", ["falcon", "gemma3", "gpt_oss", "deepseek_v3", "falcon_h1"])
 @pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)"])
@@ -130,6 +133,7 @@ def test_families_compile_to_one_graph(name, policy):
     assert step.report().graphs == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["adakv(window=4)", "h2o+ada", "snapkv(window=4)"])
 def test_turns_go_on_after_compiled_steps(policy):
     model = kvtool.attach(peaky_model("llama"))
@@ -139,6 +143,7 @@ def test_turns_go_on_after_compiled_steps(policy):
     torch.testing.assert_close(prefill(model, compiled, more), prefill(model, eager, more))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["adakv(window=4)", "snapkv(window=4)", "full"])
 def test_a_turn_gives_up_the_room_and_later_steps_take_another(policy):
     model = kvtool.attach(peaky_model("llama"))
@@ -154,6 +159,7 @@ def test_a_turn_gives_up_the_room_and_later_steps_take_another(policy):
     assert held == held[:1] * 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["adakv(window=4)", "full"])
 def test_what_a_turn_replaces_is_not_held_on_to(policy):
     model = kvtool.attach(peaky_model("llama"))
@@ -164,6 +170,7 @@ def test_what_a_turn_replaces_is_not_held_on_to(policy):
     assert [each() for each in before] == [None] * len(before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.each_once
 @pytest.mark.parametrize("name", ["falcon", "gptj"])
 @pytest.mark.parametrize("policy", ["h2o", "snapkv(window=4)"])
@@ -180,6 +187,7 @@ def test_room_for_a_long_text_is_taken_in_parts():
     assert cache.layers[0].slots.used == 20 + 2048
 
 
+@pytest.mark.exhaustive
 def test_rooms_that_are_used_up_are_followed_by_others():
     model = kvtool.attach(peaky_model("llama"))
     cache = filled(model, "snapkv(window=4)", False)
@@ -192,6 +200,7 @@ def test_rooms_that_are_used_up_are_followed_by_others():
     assert cache.report().kept_per_layer == [29, 29]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "policy"), [*(("llama", p) for p in ROOMY), ("falcon", "full")])
 def test_steps_outside_go_on_when_the_room_is_used_up(name, policy):
     model = kvtool.attach(family_model(name))
@@ -205,6 +214,7 @@ def test_steps_outside_go_on_when_the_room_is_used_up(name, policy):
         assert all(torch.equal(eager.kept_positions(i), compiled.kept_positions(i)) for i in layers)
 
 
+@pytest.mark.exhaustive
 def test_steps_inside_and_outside_take_turns():
     model = kvtool.attach(peaky_model("llama"))
     for policy in ("h2o+caote", "roco", "snapkv(window=4)"):
@@ -219,6 +229,7 @@ def test_steps_inside_and_outside_take_turns():
                 )
 
 
+@pytest.mark.exhaustive
 def test_a_copy_and_a_cache_gone_back_to_are_not_touched():
     model = kvtool.attach(peaky_model("llama"))
     cache = filled(model, "h2o+caote", False)
@@ -241,6 +252,7 @@ def test_another_cache_of_the_same_kind_needs_no_graph():
     assert made == [1, 0]
 
 
+@pytest.mark.exhaustive
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_many_kinds_of_caches_are_compiled_one_after_another():
     model = kvtool.attach(peaky_model("llama"))
@@ -250,6 +262,7 @@ def test_many_kinds_of_caches_are_compiled_one_after_another():
         assert (step.report().graphs, step.report().compiled_steps) == (1, 3)
 
 
+@pytest.mark.exhaustive
 def test_saved_caches_hold_no_empty_room(tmp_path):
     model = kvtool.attach(peaky_model("llama"))
     *_, eager, compiled = run_both(model, "snapkv(window=4)", False, room=30, steps=5)
@@ -260,6 +273,7 @@ def test_saved_caches_hold_no_empty_room(tmp_path):
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["full", "snapkv(window=4)", "adakv(window=4)", "d2o+uniform"])
 def test_a_loaded_cache_goes_on_compiled(tmp_path, policy):
     model = kvtool.attach(peaky_model("llama"))
@@ -359,6 +373,7 @@ def test_what_asks_the_host_is_left_as_it_is():
     assert (worst, step.report().compiled_steps, step.report().eager_steps) == (0.0, 0, 4)
 
 
+@pytest.mark.exhaustive
 def test_the_command_compiles_and_says_what(capsys):
     """With the real compiler, which takes a while."""
     command = ["generate", "-p", "h2o", "-b", "100", "-n", "12", "-f", "json"]

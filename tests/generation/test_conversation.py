@@ -9,6 +9,8 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import Conversation, decode_step, prefill
 from kvtool.models.load import load
 
+pytestmark = pytest.mark.few(2)
+
 CHAT = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -64,6 +66,7 @@ def test_the_text_is_that_of_the_whole_conversation(loaded, context, new_tokens)
     assert text_of(conversation).count("<bos>") == 1
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["full", "block:7"])
 @pytest.mark.parametrize(("policy", "budget"), POLICIES)
 def test_an_answer_is_what_feeding_by_hand_gives(loaded, policy, budget, mode):
@@ -100,6 +103,7 @@ def test_the_full_cache_answers_as_the_model_does_on_the_whole_text(loaded):
         assert logits[0, -count:].argmax(-1).tolist() == answer.token_ids[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("policy", "budget"), POLICIES)
 def test_a_saved_conversation_goes_on_as_if_it_had_not_been_broken_off(
     loaded, policy, budget, tmp_path

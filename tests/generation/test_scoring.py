@@ -10,6 +10,8 @@ from kvtool.models.load import load
 from kvtool.models.reference.prompt import needle_prompt
 from tests.models_for_tests import peaky_model, random_ids
 
+pytestmark = pytest.mark.few(2)
+
 
 @pytest.fixture(scope="module")
 def reference():

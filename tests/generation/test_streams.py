@@ -79,6 +79,7 @@ def test_no_operation_of_a_decoded_token_grows_with_the_text(policy):
     assert sizes[0] == sizes[1] == sizes[2] < 5000
 
 
+@pytest.mark.exhaustive
 def test_drawing_tokens_copies_nothing_of_the_text():
     model, loaded = tiny_model(), load()
     sizes = []
@@ -109,6 +110,7 @@ class Counter(TorchDispatchMode):
         return result
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_stream_beyond_the_trained_positions_holds_its_budget(policy):
     model = tiny_model(layers=2)

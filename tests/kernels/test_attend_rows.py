@@ -34,12 +34,14 @@ def compare(size: Sizes) -> None:
     assert torch.equal(seen[real], expected_seen[real])
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=12, deadline=None)
 @given(sizes())
 def test_rows_attend_as_in_plain_torch(size):
     compare(size)
 
 
+@pytest.mark.exhaustive
 def test_blocks_of_many_tiles():
     compare(Sizes(2, 2, 2, 6, 150, 130, 24, 40, torch.float32, True, None, 4.0, True, seed=3))
     compare(Sizes(1, 1, 1, 2, 70, 140, 16, 16, torch.bfloat16, False, 30, None, False, seed=4))

@@ -51,12 +51,14 @@ def decoded(most_kept: int = 200):
     return sizes(most_new=1, most_kept=most_kept).map(lambda size: replace(size, window=None))
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=20, deadline=None)
 @given(decoded(), st.sets(st.sampled_from(COLUMNS)), st.booleans())
 def test_slots_are_attended_and_counted_as_in_plain_torch(size, names, weights):
     compare(size, sorted(names), weights)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kept", [511, 512, 1300])
 def test_long_caches_are_split_and_joined(kept):
     size = Sizes(2, 2, 2, 6, kept, 1, 24, 16, torch.float32, True, None, None, True, seed=9)

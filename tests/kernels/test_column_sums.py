@@ -31,12 +31,14 @@ def compare(size: Sizes, names, by_query_head: bool = False) -> None:
         torch.testing.assert_close(sums[name], expected[name], atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=12, deadline=None)
 @given(sizes(), st.sets(st.sampled_from(COLUMNS), min_size=1), st.booleans())
 def test_columns_add_up_as_in_plain_torch(size, names, by_query_head):
     compare(size, sorted(names), by_query_head)
 
 
+@pytest.mark.exhaustive
 def test_blocks_of_many_tiles():
     size = Sizes(2, 2, 4, 8, 150, 130, 24, 16, torch.float32, True, None, None, True, seed=5)
     compare(size, COLUMNS)

@@ -27,6 +27,7 @@ def check(arch: int, dtype: str, *cases: str) -> None:
     assert max(found.values()) <= SHARED[arch] * 1024, found
 
 
+@pytest.mark.exhaustive
 def test_kernels_compile():
     check(86, "bf16", "usual", "ones")
 

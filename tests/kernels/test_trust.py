@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 
 from kvtool.kernels import attend_rows, attend_slots, column_sums, page_scores, row_product
 
+pytestmark = pytest.mark.few(2)
+
 MODULES = {
     module.__name__.rpartition(".")[2]: module
     for module in (attend_rows, attend_slots, column_sums, page_scores, row_product)
@@ -42,6 +44,7 @@ def kind(family: Family, dtype=torch.float32, options: bool = False) -> Kind:
     return Kind(family, torch.device(DEVICE), dtype, 24, 16, 2, *3 * [options])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("options", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", Family)
@@ -105,6 +108,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "change"), WRONG)
 def test_wrong_kernels_are_never_used_and_one_line_says_so(monkeypatch, caplog, name, change):
     spoil(monkeypatch, name, change)

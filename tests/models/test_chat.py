@@ -37,6 +37,7 @@ def test_a_frame_is_what_the_template_sets_around_messages(loaded):
     assert make_frame(loaded.tokenizer, "off", True) == Frame()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loops", [False, True])
 def test_a_template_that_makes_a_text_without_end_of_a_word_is_refused(loaded, loops):
     many = "{{ 'x' * 70000000 }}"

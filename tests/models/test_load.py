@@ -63,6 +63,7 @@ def test_dtype_is_float32_on_a_cpu_unless_asked():
     assert resolve_dtype("float16", "cpu") == "float16"
 
 
+@pytest.mark.exhaustive
 def test_nothing_reaches_stdout():
     program = "from kvtool.models.load import load; load()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -83,6 +84,7 @@ def test_refuses_a_model_that_is_not_there(model, message):
         load(model)
 
 
+@pytest.mark.exhaustive
 def test_a_hub_that_cannot_be_reached_is_said():
     with pytest.raises(KvtoolError, match="no folder `some/model` here, and the hub cannot be"):
         load("some/model")

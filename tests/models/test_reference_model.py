@@ -75,6 +75,7 @@ def test_writing_the_prompt_imports_no_torch():
     assert run.stdout == "False\n"
 
 
+@pytest.mark.exhaustive
 def test_loading_is_silent_and_needs_no_network():
     code = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"

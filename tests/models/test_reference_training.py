@@ -15,6 +15,7 @@ def options(out, *more):
     return train._options(["--out", str(out), "--head-dim", "8", *small, *more])
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_where_it_was_saved(tmp_path):
     whole = train.Run(options(tmp_path / "whole"))
     for _ in range(4):

@@ -14,6 +14,8 @@ from kvtool.cli.main import main
 from kvtool.models.load import load
 from tests.old_files.make import CACHES, DATA, EVAL, go_on, make_cache, tensors
 
+pytestmark = pytest.mark.few(2)
+
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 MOVING = ("started", "finished", "git_commit", "argv", "environment", "kvtool", "name")
 
@@ -27,6 +29,7 @@ def close(found: dict[str, list], expected: dict[str, list]) -> None:
         assert found[name][2] == pytest.approx(size, rel=1e-3, abs=1e-2), name
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", CACHES)
 def test_a_saved_cache_goes_on_as_it_did(name, tmp_path):
     found = go_on(DATA / f"{name}.safetensors", tmp_path)
@@ -53,6 +56,7 @@ def labels(path: Path) -> dict[str, str]:
     return {key: value for key, value in said.items() if key not in ("kvtool", "sha256")}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", CACHES)
 def test_the_same_command_writes_the_same_file(name, tmp_path):
     path = tmp_path / "new.safetensors"
@@ -99,18 +103,21 @@ def samples(folder: Path) -> dict[str, list]:
     }
 
 
+@pytest.mark.exhaustive
 def test_the_answers_of_an_old_run_are_scored_as_they_were(run):
     before = measured(run)
     command("eval", "-q", "--rescore", str(run), "-f", "json")
     assert measured(run) == before
 
 
+@pytest.mark.exhaustive
 def test_a_finished_old_run_has_nothing_left_to_measure(run):
     before = {path: path.read_bytes() for path in (run / "samples").rglob("*.jsonl")}
     command(*EVAL, "-o", str(run), "-f", "json")
     assert {path: path.read_bytes() for path in (run / "samples").rglob("*.jsonl")} == before
 
 
+@pytest.mark.exhaustive
 def test_an_old_run_that_was_broken_off_is_finished(run):
     whole = samples(DATA / "run")
     for path in sorted((run / "samples").rglob("niah.jsonl"))[::2]:

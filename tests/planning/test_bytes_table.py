@@ -5,6 +5,8 @@ import pytest
 from kvtool.sizes import Budget
 from tests.planning.bytes_table import PAGE, POLICIES, TARGETS, markdown, measure_all, table_of
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture(scope="module")
 def rows():

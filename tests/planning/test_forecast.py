@@ -15,6 +15,8 @@ from kvtool.policies.table import ALLOCATORS, BASES, MODIFIERS
 from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.planning.documents import shape
 
+pytestmark = pytest.mark.few(2)
+
 ON = {"ada": "snapkv(window=8)", "calidrop": "snapkv(window=8)", "duo": "h2o"}
 MODIFIED = [f"{ON.get(name, 'h2o')}+{name}" for name in MODIFIERS if name != "optimal"]
 OTHERS = [
@@ -69,6 +71,7 @@ def forecast_of(model, policy, budget, n, new, batch=2):
     return forecast(policy, layers, budgets, text)
 
 
+@pytest.mark.few(5)
 @pytest.mark.each_once
 @pytest.mark.parametrize("mode", ["full", "block:32"])
 @pytest.mark.parametrize("name", [*(small(base) for base in BASES), *MODIFIED, *OTHERS])

@@ -10,6 +10,8 @@ from kvtool.policies.allocate.duo import rank_heads
 from tests.models_for_tests import peaky_model, random_ids
 from tests.reference.duoattention import Head
 
+pytestmark = pytest.mark.few(2)
+
 LAYERS, HEADS = 3, 4
 SCORES = torch.tensor([[0.1, 0.9, 0.0, 0.2], [0.8, 0.3, 0.4, 0.0], [0.5, 0.5, 0.6, 0.1]])
 SHARE_BUDGET = 800  # of 960 tokens: (800 - 640) / (960 - 640) = half of the heads
@@ -154,6 +156,7 @@ def texts(lengths, seed=0):
     return [random_ids(length, seed=seed + i)[0] for i, length in enumerate(lengths)]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("block", [None, 16, 100])
 @pytest.mark.parametrize(
     ("budget", "turns"),

@@ -30,6 +30,7 @@ def kept_sets(cache, row=0):
     return found
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("chunk", [128, 3])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(

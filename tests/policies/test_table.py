@@ -75,6 +75,7 @@ def test_a_computed_default_is_what_it_says(model, name, parameter, default):
     assert not all(same), "the parameter decides nothing here"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("modifier", MODIFIERS)
 def test_a_modifier_runs_on_what_it_is_said_to_go_on(model, modifier):
     for base in ENTRIES[modifier].goes_on:

@@ -38,6 +38,7 @@ def test_names_are_safe_and_tell_tasks_apart():
     assert file_name("../../etc/passwd") == "etc-passwd"
 
 
+@pytest.mark.exhaustive
 def test_files_are_written_whole_and_the_same_every_time(tmp_path):
     pytest.importorskip("matplotlib")
     run = document(("niah",), {"h2o": 1}, (64,))

@@ -16,6 +16,7 @@ BUDGETS = ["13", "45%", "100", "17KiB"]
 SOUND = sorted(FAMILIES.keys() - {"gpt_neox"})  # whose tiny config has KV heads it does not use
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", SOUND)
 def test_bytes_are_those_of_the_cache_that_has_read_the_prompt(name):
     model = family_model(name)

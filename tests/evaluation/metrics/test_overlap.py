@@ -12,6 +12,7 @@ from kvtool.evaluation.metrics import overlap
 SAME = "the quick brown fox jumps"
 
 
+@pytest.mark.exhaustive
 def test_the_same_text_scores_100_and_another_0():
     assert overlap.corpus_bleu([SAME], [SAME]) == pytest.approx(100)
     assert overlap.sentence_bleu(SAME, SAME) == pytest.approx(100)

@@ -193,6 +193,7 @@ def run(task: LmEval, bench) -> list[dict]:
 # ---- under caches
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["needle_said", "needle_chosen", "needle_read", "needle_last"])
 def test_a_tiny_budget_costs_every_kind_of_task_its_score(folder, loaded, name):
     task = task_of(folder, name)
@@ -210,6 +211,7 @@ def test_a_tiny_budget_costs_every_kind_of_task_its_score(folder, loaded, name):
         assert tiny.value > 1.05 * full.value
 
 
+@pytest.mark.exhaustive
 def test_a_full_cache_scores_what_the_harness_measures_with_its_own_model(folder, loaded):
     """The harness' own model class, on the same weights without kvtool's attention."""
     from lm_eval.models.huggingface import HFLM
@@ -311,6 +313,7 @@ def test_perplexities_weigh_documents_by_their_words(folder):
 RULED = ["needle_said", "needle_chosen", "needle_judged", "needle_last", "needle_shots"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", RULED)
 def test_the_harness_itself_gets_the_same_scores_and_errors_from_the_same_answers(folder, name):
     """Every prompt, every metric and every standard error, with a model that answers by rule."""

@@ -84,6 +84,7 @@ def test_fidelity_equals_a_plain_forward_with_the_evicted_keys_masked(loaded, co
     assert records[TINY][0]["kl"] == pytest.approx(kl, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_an_unknown_query_makes_fidelity_harder_or_equal_but_not_for_full(loaded, counter):
     task = FidelityTask(name="fidelity", lengths="400", samples=2)
     agnostic = Protocol(query_aware=False)
@@ -207,6 +208,7 @@ def test_speed_counts_what_it_times(loaded, counter):
         assert scores["ttft_s"] == record["prefill_s"]
 
 
+@pytest.mark.exhaustive
 def test_speed_compiles_before_the_clock_starts(loaded, counter, monkeypatch):
     torch._dynamo.reset()
     steps, reports = CompiledDecoding.__call__, []

@@ -27,6 +27,7 @@ def plain(loaded, text, skip) -> float:
     return -scored.mean().item()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("chunk", [1, 16, 128, 1000])
 @pytest.mark.parametrize("skip", [1, 7])
 def test_the_full_cache_gives_what_one_forward_gives(loaded, counter, chunk, skip):
@@ -37,6 +38,7 @@ def test_the_full_cache_gives_what_one_forward_gives(loaded, counter, chunk, ski
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arm", ARMS[2::2], ids=lambda arm: arm.name)
 def test_a_budget_that_fits_gives_the_same(loaded, counter, arm):
     task, samples, records = measure(loaded, counter, arm)
@@ -45,6 +47,7 @@ def test_a_budget_that_fits_gives_the_same(loaded, counter, arm):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_small_budget_costs_and_is_held(loaded, counter):
     full = measure(loaded, counter, ARMS[0])[2][0]
     for arm in ARMS[1::2]:
@@ -54,11 +57,13 @@ def test_a_small_budget_costs_and_is_held(loaded, counter):
         assert records[0]["cost"]["kept_tokens"] == 40
 
 
+@pytest.mark.exhaustive
 def test_policies_that_cut_prompts_are_fed_blocks(loaded, counter):
     chunks = [measure(loaded, counter, arm)[2][0]["chunk"] for arm in ARMS[1::2]]
     assert chunks == [1, 1, 128]
 
 
+@pytest.mark.exhaustive
 def test_documents_fit_their_length_and_end_with_a_recap(loaded, counter):
     _, samples, records = measure(loaded, counter, ARMS[0], lengths="256,1K")
     for sample, record in zip(samples, records, strict=True):

@@ -43,6 +43,7 @@ def test_samples_fit_into_256_tokens(name):
     check_fill(name, REFERENCE, 256, 30)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["ruler/niah_multikey_2", "ruler/niah_multikey_3"])
 def test_samples_fill_64_k_tokens_with_different_needles(name):
     (sample,) = draw(name, REFERENCE, lengths=65536, samples=1)
