@@ -39,7 +39,7 @@ class Allocation:
 
 
 def allocate(
-    log_weights: Sequence[float], total: int, lo: Sequence[int], hi: Sequence[int]
+    log_weights: Sequence[float], total: int, min_budgets: Sequence[int], max_budgets: Sequence[int]
 ) -> Allocation:
     """Split a total in proportion to weights, within limits.
 
@@ -52,20 +52,20 @@ def allocate(
     Args:
         log_weights: natural logarithms of the weights, finite; any scale.
         total: tokens to hand out; one outside the limits becomes the nearest one inside.
-        lo: least of each layer, 0 or more.
-        hi: most of each layer, not below `lo`.
+        min_budgets: least of each layer, 0 or more.
+        max_budgets: most of each layer, not below `min_budgets`.
     """
     if not all(math.isfinite(weight) for weight in log_weights):
         raise ValueError("a weight is infinite or no number")
-    lo, hi = _limits(len(log_weights), lo, hi)
-    possible = min(max(int(total), sum(lo)), sum(hi))
-    shares = _fill(_centred(log_weights), possible, lo, hi)
+    min_budgets, max_budgets = _limits(len(log_weights), min_budgets, max_budgets)
+    possible = min(max(int(total), sum(min_budgets)), sum(max_budgets))
+    shares = _fill(_centred(log_weights), possible, min_budgets, max_budgets)
     floors = [math.floor(share + _WHOLE) for share in shares]
-    return Allocation(_round(shares, floors, possible, lo, hi), int(total))
+    return Allocation(_round(shares, floors, possible, min_budgets, max_budgets), int(total))
 
 
 def allocate_by_counts(
-    counts: Sequence[int], total: int, lo: Sequence[int], hi: Sequence[int]
+    counts: Sequence[int], total: int, min_budgets: Sequence[int], max_budgets: Sequence[int]
 ) -> Allocation:
     """Split a total in proportion to whole numbers, as `allocate` does, with exact remainders.
 
@@ -77,20 +77,24 @@ def allocate_by_counts(
     """
     if any(count < 1 for count in counts):
         raise ValueError("a count is below 1")
-    lo, hi = _limits(len(counts), lo, hi)
-    possible = min(max(int(total), sum(lo)), sum(hi))
-    shares = _fill_exactly(counts, possible, lo, hi)
+    min_budgets, max_budgets = _limits(len(counts), min_budgets, max_budgets)
+    possible = min(max(int(total), sum(min_budgets)), sum(max_budgets))
+    shares = _fill_exactly(counts, possible, min_budgets, max_budgets)
     floors = [math.floor(share) for share in shares]
-    return Allocation(_round(shares, floors, possible, lo, hi), int(total))
+    return Allocation(_round(shares, floors, possible, min_budgets, max_budgets), int(total))
 
 
-def _limits(layers: int, lo: Sequence[int], hi: Sequence[int]) -> tuple[list[int], list[int]]:
+def _limits(
+    layers: int, min_budgets: Sequence[int], max_budgets: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """Return the limits as lists of integers, and refuse what are none."""
-    if not layers == len(lo) == len(hi) > 0:
-        raise ValueError(f"{layers} weights, {len(lo)} lower and {len(hi)} upper limits")
-    if any(not 0 <= low <= high for low, high in zip(lo, hi, strict=True)):
+    if not layers == len(min_budgets) == len(max_budgets) > 0:
+        raise ValueError(
+            f"{layers} weights, {len(min_budgets)} lower and {len(max_budgets)} upper limits"
+        )
+    if any(not 0 <= low <= high for low, high in zip(min_budgets, max_budgets, strict=True)):
         raise ValueError("a lower limit is negative or above its upper limit")
-    return [int(low) for low in lo], [int(high) for high in hi]
+    return [int(low) for low in min_budgets], [int(high) for high in max_budgets]
 
 
 def _centred(log_weights: Sequence[float]) -> list[float]:
@@ -98,18 +102,20 @@ def _centred(log_weights: Sequence[float]) -> list[float]:
     return [float(weight) - highest for weight in log_weights]
 
 
-def _fill(log_weights: list[float], total: int, lo: list[int], hi: list[int]) -> list[float]:
-    """Return the real-valued shares clip(exp(level + weight), lo, hi) that sum to the total."""
+def _fill(
+    log_weights: list[float], total: int, min_budgets: list[int], max_budgets: list[int]
+) -> list[float]:
+    """Return the real shares, exp(level + weight) within the limits, that sum to the total."""
 
     def shares(level: float) -> list[float]:
         return [
             min(max(_exp(level + weight), low), high)
-            for weight, low, high in zip(log_weights, lo, hi, strict=True)
+            for weight, low, high in zip(log_weights, min_budgets, max_budgets, strict=True)
         ]
 
     # at `low` even the heaviest share is below a millionth, at `high` even the lightest is at its
     # limit
-    low, high = math.log(1e-6), math.log(max(hi) + 1) - min(log_weights)
+    low, high = math.log(1e-6), math.log(max(max_budgets) + 1) - min(log_weights)
     for _ in range(_STEPS):
         middle = (low + high) / 2
         if not low < middle < high:
@@ -122,11 +128,11 @@ def _fill(log_weights: list[float], total: int, lo: list[int], hi: list[int]) ->
 
 
 def _fill_exactly(
-    counts: Sequence[int], total: int, lo: list[int], hi: list[int]
+    counts: Sequence[int], total: int, min_budgets: list[int], max_budgets: list[int]
 ) -> list[Fraction]:
-    """Return the shares clip(level * count, lo, hi) that sum to the total."""
+    """Return the shares, level * count within the limits, that sum to the total."""
 
-    rows = zip(counts, lo, hi, strict=True)
+    rows = zip(counts, min_budgets, max_budgets, strict=True)
     limits = [(count, Fraction(low), Fraction(high)) for count, low, high in rows]
 
     def shares(level: Fraction) -> list[Fraction]:
@@ -148,17 +154,24 @@ def _exp(x: float) -> float:
 
 
 def _round(
-    shares: Sequence[float | Fraction], floors: list[int], total: int, lo: list[int], hi: list[int]
+    shares: Sequence[float | Fraction],
+    floors: list[int],
+    total: int,
+    min_budgets: list[int],
+    max_budgets: list[int],
 ) -> list[int]:
     """Hand out what rounding down leaves, one by one to the largest remainders."""
-    tokens = [min(max(n, low), high) for n, low, high in zip(floors, lo, hi, strict=True)]
+    tokens = [
+        min(max(n, low), high)
+        for n, low, high in zip(floors, min_budgets, max_budgets, strict=True)
+    ]
     left = total - sum(tokens)
     step = 1 if left >= 0 else -1
     # a unit moves every remainder by 1, so a second round would keep the order of the first
     order = sorted(range(len(shares)), key=lambda i: (step * (tokens[i] - shares[i]), i))
     while left:
         for i in order:
-            if left and lo[i] <= tokens[i] + step <= hi[i]:
+            if left and min_budgets[i] <= tokens[i] + step <= max_budgets[i]:
                 tokens[i] += step
                 left -= step
     return tokens

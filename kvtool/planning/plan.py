@@ -130,8 +130,8 @@ class _Drafts:
             window = policy.score.window
         problem = AllocationProblem(
             total=total,
-            lo=[min(least, layers.prompt_tokens)] * len(layers.free),
-            hi=[layers.prompt_tokens] * len(layers.free),
+            min_budgets=[min(least, layers.prompt_tokens)] * len(layers.free),
+            max_budgets=[layers.prompt_tokens] * len(layers.free),
             window=window,
             **evidence(self.allocator, self.profile, layers.free, scale),
         )
@@ -141,7 +141,7 @@ class _Drafts:
         document = PlanDocument(
             model=self.model,
             target=target,
-            layers=layers.plan(spell_allocator(self.allocator), problem.lo[0], split),
+            layers=layers.plan(spell_allocator(self.allocator), problem.min_budgets[0], split),
             rocketkv=rocketkv,
             policy=None if policy is None else str(policy),
         )

@@ -68,8 +68,8 @@ def test_d2o_splits_by_the_variance_of_the_prompts_attention(model, norm):
     policy = kvtool.parse_policy("streaming")
     problem = AllocationProblem(
         total=LAYERS * 20,
-        lo=[policy.min_budget] * LAYERS,
-        hi=[70] * LAYERS,
+        min_budgets=[policy.min_budget] * LAYERS,
+        max_budgets=[70] * LAYERS,
         variance=column_variances(model, ids),
         largest=[69] * LAYERS,
     )

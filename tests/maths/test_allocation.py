@@ -19,38 +19,43 @@ def weights_of_all_kinds(rng, layers):
 
 
 def limits(rng, layers):
-    lo = [rng.choice([0, 1, 8, rng.randint(0, 300)]) for _ in range(layers)]
-    hi = [low + rng.choice([0, 1, 50, rng.randint(0, 5000)]) for low in lo]
+    min_budgets = [rng.choice([0, 1, 8, rng.randint(0, 300)]) for _ in range(layers)]
+    max_budgets = [low + rng.choice([0, 1, 50, rng.randint(0, 5000)]) for low in min_budgets]
     if rng.random() < 0.5:
-        lo, hi = [min(lo)] * layers, [max(hi)] * layers
-    return lo, hi
+        min_budgets, max_budgets = [min(min_budgets)] * layers, [max(max_budgets)] * layers
+    return min_budgets, max_budgets
 
 
 def cases(count, seed):
     rng = random.Random(seed)
     for _ in range(count):
         layers = rng.choice([1, 2, 3, 4, 7, 32])
-        lo, hi = limits(rng, layers)
-        total = rng.randint(0, sum(hi) + 100)
-        yield weights_of_all_kinds(rng, layers), total, lo, hi
+        min_budgets, max_budgets = limits(rng, layers)
+        total = rng.randint(0, sum(max_budgets) + 100)
+        yield weights_of_all_kinds(rng, layers), total, min_budgets, max_budgets
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_sums_are_exact_and_limits_are_kept(seed):
     out_of_range = 0
-    for weights, total, lo, hi in cases(750, seed):
-        split = allocate(weights, total, lo, hi)
-        assert all(a <= x <= b for a, x, b in zip(lo, split.tokens, hi, strict=True))
-        assert split.total == min(max(total, sum(lo)), sum(hi))
+    for weights, total, min_budgets, max_budgets in cases(750, seed):
+        split = allocate(weights, total, min_budgets, max_budgets)
+        assert all(
+            a <= x <= b for a, x, b in zip(min_budgets, split.tokens, max_budgets, strict=True)
+        )
+        assert split.total == min(max(total, sum(min_budgets)), sum(max_budgets))
         assert split.clamped == (split.total != total)
         out_of_range += split.clamped
     assert out_of_range > 20
 
 
 def test_a_layer_of_more_weight_has_no_fewer_tokens():
-    for weights, total, lo, hi in cases(1500, seed=9):
-        lo, hi = [min(lo)] * len(lo), [max(hi)] * len(hi)
-        tokens = allocate(weights, total, lo, hi).tokens
+    for weights, total, min_budgets, max_budgets in cases(1500, seed=9):
+        min_budgets, max_budgets = (
+            [min(min_budgets)] * len(min_budgets),
+            [max(max_budgets)] * len(max_budgets),
+        )
+        tokens = allocate(weights, total, min_budgets, max_budgets).tokens
         order = sorted(range(len(weights)), key=lambda i: (weights[i], -i))
         given = [tokens[i] for i in order]
         assert given == sorted(given), (weights, total)
@@ -58,14 +63,14 @@ def test_a_layer_of_more_weight_has_no_fewer_tokens():
 
 def test_more_weight_for_one_layer_takes_no_token_from_it():
     rng = random.Random(3)
-    for weights, total, lo, hi in cases(1000, seed=4):
+    for weights, total, min_budgets, max_budgets in cases(1000, seed=4):
         layer = rng.randrange(len(weights))
-        before = allocate(weights, total, lo, hi).tokens[layer]
+        before = allocate(weights, total, min_budgets, max_budgets).tokens[layer]
         weights[layer] += rng.choice([1e-3, 0.5, 40.0])
-        assert allocate(weights, total, lo, hi).tokens[layer] >= before
+        assert allocate(weights, total, min_budgets, max_budgets).tokens[layer] >= before
 
 
-def slow_shares(weights, total, lo, hi):
+def slow_shares(weights, total, min_budgets, max_budgets):
     """Water-filling by its definition: fix the layers that break a limit, one side at a time."""
     fixed = {}
     while True:
@@ -75,33 +80,35 @@ def slow_shares(weights, total, lo, hi):
         left = total - sum(fixed.values())
         parts = [math.exp(weights[i]) for i in free]
         shares = {i: left * part / sum(parts) for i, part in zip(free, parts, strict=True)}
-        below = {i: lo[i] for i in free if shares[i] < lo[i]}
-        above = {i: hi[i] for i in free if shares[i] > hi[i]}
+        below = {i: min_budgets[i] for i in free if shares[i] < min_budgets[i]}
+        above = {i: max_budgets[i] for i in free if shares[i] > max_budgets[i]}
         if not below and not above:
             return [fixed.get(i, shares.get(i)) for i in range(len(weights))]
-        lack = sum(lo[i] - shares[i] for i in below)
-        excess = sum(shares[i] - hi[i] for i in above)
+        lack = sum(min_budgets[i] - shares[i] for i in below)
+        excess = sum(shares[i] - max_budgets[i] for i in above)
         fixed |= below if lack >= excess else above
 
 
-def slow_split(counts, total, lo, hi):
+def slow_split(counts, total, min_budgets, max_budgets):
     """The same in exact fractions, and one token after the other to the largest remainder."""
     fixed = {}
     while len(fixed) < len(counts):
         free = [i for i in range(len(counts)) if i not in fixed]
         left, whole = total - sum(fixed.values()), sum(counts[i] for i in free)
         shares = {i: Fraction(left * counts[i], whole) for i in free}
-        lack = {i: Fraction(lo[i]) for i in free if shares[i] < lo[i]}
-        excess = {i: Fraction(hi[i]) for i in free if shares[i] > hi[i]}
+        lack = {i: Fraction(min_budgets[i]) for i in free if shares[i] < min_budgets[i]}
+        excess = {i: Fraction(max_budgets[i]) for i in free if shares[i] > max_budgets[i]}
         if not lack and not excess:
             fixed |= shares
-        elif sum(lo[i] - shares[i] for i in lack) >= sum(shares[i] - hi[i] for i in excess):
+        elif sum(min_budgets[i] - shares[i] for i in lack) >= sum(
+            shares[i] - max_budgets[i] for i in excess
+        ):
             fixed |= lack
         else:
             fixed |= excess
     tokens = {i: math.floor(share) for i, share in fixed.items()}
     while sum(tokens.values()) < total:
-        open_layers = [i for i in tokens if tokens[i] < hi[i]]
+        open_layers = [i for i in tokens if tokens[i] < max_budgets[i]]
         tokens[max(open_layers, key=lambda i: (fixed[i] - tokens[i], -i))] += 1
     return [tokens[i] for i in range(len(counts))]
 
@@ -111,10 +118,10 @@ def test_counts_are_split_by_exact_remainders():
     for _ in range(1500):
         layers = rng.choice([1, 2, 3, 7, 32])
         counts = [rng.choice([1, 3, 7, rng.randint(1, 4000)]) for _ in range(layers)]
-        lo, hi = limits(rng, layers)
-        total = rng.randint(sum(lo), sum(hi))
-        expected = slow_split(counts, total, lo, hi)
-        assert allocate_by_counts(counts, total, lo, hi).tokens == expected
+        min_budgets, max_budgets = limits(rng, layers)
+        total = rng.randint(sum(min_budgets), sum(max_budgets))
+        expected = slow_split(counts, total, min_budgets, max_budgets)
+        assert allocate_by_counts(counts, total, min_budgets, max_budgets).tokens == expected
 
 
 def test_equal_remainders_of_counts_go_to_the_lower_index():
@@ -128,10 +135,15 @@ def test_unbound_layers_keep_the_ratios_of_their_weights():
     for _ in range(500):
         layers = rng.randint(1, 9)
         weights = [rng.gauss(0, 1.5) for _ in range(layers)]
-        lo, hi = [rng.randint(0, 40) for _ in range(layers)], [rng.randint(60, 900)] * layers
-        total = rng.randint(sum(lo), sum(hi))
-        tokens = allocate(weights, total, lo, hi).tokens
-        for got, share in zip(tokens, slow_shares(weights, total, lo, hi), strict=True):
+        min_budgets, max_budgets = (
+            [rng.randint(0, 40) for _ in range(layers)],
+            [rng.randint(60, 900)] * layers,
+        )
+        total = rng.randint(sum(min_budgets), sum(max_budgets))
+        tokens = allocate(weights, total, min_budgets, max_budgets).tokens
+        for got, share in zip(
+            tokens, slow_shares(weights, total, min_budgets, max_budgets), strict=True
+        ):
             assert abs(got - share) < 1
 
 
@@ -168,7 +180,7 @@ def test_hundreds_of_heads_are_split_at_once():
 
 
 @pytest.mark.parametrize(
-    ("weights", "lo", "hi"),
+    ("weights", "min_budgets", "max_budgets"),
     [
         ([], [], []),
         ([0.0], [0, 0], [1, 1]),
@@ -178,6 +190,6 @@ def test_hundreds_of_heads_are_split_at_once():
         ([float("nan")], [0], [1]),
     ],
 )
-def test_arguments_that_mean_nothing_are_refused(weights, lo, hi):
+def test_arguments_that_mean_nothing_are_refused(weights, min_budgets, max_budgets):
     with pytest.raises(ValueError, match=r"weight|limit"):
-        allocate(weights, 1, lo, hi)
+        allocate(weights, 1, min_budgets, max_budgets)

@@ -230,7 +230,7 @@ def _split_heads(
         importance=heads.all(importance, 0),
         positions=heads.all(view.positions, -1),
         protected=None if protected is None else heads.all(protected, False),
-        least=not layer.appends,
+        min_free=not layer.appends,
         tokens_seen=view.tokens_seen,
         rank=None if part.rank is None else part.rank.to(view.positions.device),
         of=part.ranked,

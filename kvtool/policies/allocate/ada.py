@@ -31,7 +31,7 @@ def split_heads(
     safeguard: Literal["mix", "force"] = "mix",
     normalise: bool = False,
     among: Tensor | None = None,
-    least: int = 0,
+    min_tokens: int = 0,
 ) -> Tensor:
     """Count how many tokens each head of a layer keeps: `total` in every row.
 
@@ -48,7 +48,7 @@ def split_heads(
             keep the best `floor * mean` of its own before the heads compete for the rest.
         normalise: first weigh each head by how much of its score its own best `mean` hold.
         among: bool (batch, kv_heads, n), the entries that compete; None: all.
-        least: tokens that each head has for sure before the shares are mixed; at most the mean.
+        min_tokens: what each head has for sure before the shares are mixed; at most the mean.
 
     Returns:
         (batch, kv_heads) int64.
@@ -63,7 +63,8 @@ def split_heads(
         scores = scores * _coverage(scores, among, rank < mean)
     part, whole = _as_ratio(floor)
     sure = mean * (part if safeguard == "force" else 0) // whole
-    competing = torch.where(among & (rank < sure.clamp(min=least)), _FORCED, _keys(scores, among))
+    first = rank < sure.clamp(min=min_tokens)
+    competing = torch.where(among & first, _FORCED, _keys(scores, among))
     # position by position, so that heads of equal scores share alike
     order = competing.transpose(1, 2).reshape(batch, n * heads).argsort(-1, descending=True)
     taken = torch.arange(n * heads, device=scores.device) < total
@@ -182,7 +183,7 @@ class Ada(HeadSplit):
             safeguard=self.safeguard,
             normalise=self.normalise,
             among=among,
-            least=heads.least,
+            min_tokens=heads.min_free,
         )
         spare = total - stored.sum(1, keepdim=True)
         return torch.where(spare >= 0, stored + spare // among.shape[1], counts + forced)

@@ -80,17 +80,21 @@ class Optimal(Allocator):
         curves = problem.curves
         smallest = curves.budgets[0]
         mean = problem.total / problem.layers
-        if mean < min(smallest, *problem.hi):
+        if mean < min(smallest, *problem.max_budgets):
             raise UsageError(
                 f"allocator `{self.name}`: {mean:g} tokens per layer are fewer than {smallest}, "
                 "the smallest budget whose error the profile holds"
             )
         hulls = [
             _within(convex_hull(curve_points(curves, layer, most)), least)
-            for layer, (least, most) in enumerate(zip(problem.lo, problem.hi, strict=True))
+            for layer, (least, most) in enumerate(
+                zip(problem.min_budgets, problem.max_budgets, strict=True)
+            )
         ]
         possible = max(problem.total, sum(hull[0][0] for hull in hulls))
-        return Allocation(least_error(hulls, min(possible, sum(problem.hi))), problem.total)
+        return Allocation(
+            least_error(hulls, min(possible, sum(problem.max_budgets))), problem.total
+        )
 
 
 def _within(hull: list[Point], least: int) -> list[Point]:

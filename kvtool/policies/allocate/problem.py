@@ -39,8 +39,8 @@ class AllocationProblem:
 
     Attributes:
         total: tokens of all layers together, per KV head.
-        lo: least of each layer.
-        hi: most of each layer: the tokens of the prompt.
+        min_budgets: least of each layer.
+        max_budgets: most of each layer: the tokens of the prompt.
         window: newest tokens that every layer keeps, where the policy has such a window.
         variance: F of each layer (see `kvtool.policies.allocate.d2o`), nothing if not measured.
         largest: the largest F that each layer could have had, n - 1 over a prompt of n tokens.
@@ -48,8 +48,8 @@ class AllocationProblem:
     """
 
     total: int
-    lo: Sequence[int]
-    hi: Sequence[int]
+    min_budgets: Sequence[int]
+    max_budgets: Sequence[int]
     window: int | None = None
     variance: Sequence[float] = ()
     largest: Sequence[float] = ()
@@ -58,11 +58,11 @@ class AllocationProblem:
     @property
     def layers(self) -> int:
         """Count the layers that divide the total."""
-        return len(self.lo)
+        return len(self.min_budgets)
 
     def by_weight(self, log_weights: Sequence[float]) -> Allocation:
         """Split in proportion to weights, given as logarithms."""
-        return allocate(log_weights, self.total, self.lo, self.hi)
+        return allocate(log_weights, self.total, self.min_budgets, self.max_budgets)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Heads:
         importance: (batch, kv_heads, slots) float32, higher = keep.
         positions: (batch, kv_heads, slots), -1 = empty.
         protected: bool (batch, kv_heads, slots), slots that stay in any case; None: none.
-        least: tokens that every head must have beside the protected ones.
+        min_free: tokens that every head must have beside the protected ones.
         tokens_seen: tokens of the text so far, one number or (batch, 1, 1).
         rank: (kv_heads,) int64, place of each head among all heads of the model, 0 for the one that
             most needs the whole text; None where nobody has ranked them.
@@ -85,7 +85,7 @@ class Heads:
     importance: Tensor
     positions: Tensor
     protected: Tensor | None
-    least: int
+    min_free: int
     tokens_seen: int | Tensor
     rank: Tensor | None = None
     of: int = 0

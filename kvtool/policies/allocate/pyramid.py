@@ -71,7 +71,9 @@ class Pyramid(Allocator):
     def split(self, problem: AllocationProblem) -> Allocation:
         mean = problem.total / problem.layers
         window = self._window(problem)
-        line = pyramid_line(problem.layers, mean, max(problem.hi), window=window, beta=self.beta)
+        line = pyramid_line(
+            problem.layers, mean, max(problem.max_budgets), window=window, beta=self.beta
+        )
         return problem.by_weight([math.log(max(past + window, 1e-9)) for past in line])
 
     def _window(self, problem: AllocationProblem) -> int:

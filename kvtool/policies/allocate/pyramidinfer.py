@@ -58,11 +58,11 @@ class Cosine(Allocator):
     paper: ClassVar = "https://arxiv.org/abs/2405.12532"
 
     def split(self, problem: AllocationProblem) -> Allocation:
-        line = self._kept(problem, max(problem.hi), 0.0)
+        line = self._kept(problem, max(problem.max_budgets), 0.0)
         if sum(line) <= problem.total:
-            line = self._by_decay(problem, max(problem.hi))
+            line = self._by_decay(problem, max(problem.max_budgets))
         else:
-            line = self._by_length(problem, max(problem.hi))
+            line = self._by_length(problem, max(problem.max_budgets))
         return problem.by_weight([math.log(tokens) for tokens in line])
 
     def _kept(self, problem: AllocationProblem, n: int, decay: float) -> list[int]:

@@ -79,8 +79,8 @@ class AllocatedSplit:
         score = self.policy.score
         problem = AllocationProblem(
             total=total,
-            lo=[min(self.policy.min_budget, mean, tokens) for tokens in held],
-            hi=held,
+            min_budgets=[min(self.policy.min_budget, mean, tokens) for tokens in held],
+            max_budgets=held,
             window=score.window if score.when == "prompt" else None,
             variance=spread.variance if spread else (),
             largest=spread.largest if spread else (),

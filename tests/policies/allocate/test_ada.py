@@ -151,7 +151,7 @@ def test_a_whole_prompt_is_kept_whole():
 
 
 def test_layers_are_treated_alike():
-    problem = AllocationProblem(total=10, lo=[1] * 3, hi=[9] * 3)
+    problem = AllocationProblem(total=10, min_budgets=[1] * 3, max_budgets=[9] * 3)
     assert Ada().split(problem).tokens == [4, 3, 3]
 
 

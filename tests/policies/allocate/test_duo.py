@@ -57,7 +57,7 @@ def test_heads_are_told_apart_row_by_row():
         importance=torch.zeros(3, 3, 1),
         positions=torch.zeros(3, 3, 1),
         protected=None,
-        least=1,
+        min_free=1,
         tokens_seen=torch.tensor([10640, 10640, 10640]).view(3, 1, 1),
         rank=rank_heads(GATES)[0],
         of=6,

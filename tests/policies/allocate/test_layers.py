@@ -17,7 +17,11 @@ F = [2.0, 5.0, 300.0, 600.0]
 
 def d2o_room(share):
     return AllocationProblem(
-        total=int(4000 * share), lo=[16] * 4, hi=[1000] * 4, variance=F, largest=[999] * 4
+        total=int(4000 * share),
+        min_budgets=[16] * 4,
+        max_budgets=[1000] * 4,
+        variance=F,
+        largest=[999] * 4,
     )
 
 
@@ -49,7 +53,9 @@ def test_d2o_at_four_fifths_fills_layers_up_to_the_prompt(allocator, expected):
 
 
 def test_d2o_by_its_formula_where_no_limit_binds():
-    problem = AllocationProblem(total=800, lo=[0] * 4, hi=[1000] * 4, variance=F, largest=[999] * 4)
+    problem = AllocationProblem(
+        total=800, min_budgets=[0] * 4, max_budgets=[1000] * 4, variance=F, largest=[999] * 4
+    )
     parts = [math.exp(-value / 999) for value in F]
     shares = [800 * part / sum(parts) for part in parts]
     assert shares == pytest.approx([243.26, 242.53, 180.52, 133.69], abs=0.005)
@@ -74,9 +80,13 @@ def test_the_length_norm_is_1_where_one_token_draws_all():
 
 
 def test_layers_without_variance_do_not_break_the_reciprocal():
-    problem = AllocationProblem(total=100, lo=[1] * 3, hi=[99] * 3, variance=[0.0, 2.0, 4.0])
+    problem = AllocationProblem(
+        total=100, min_budgets=[1] * 3, max_budgets=[99] * 3, variance=[0.0, 2.0, 4.0]
+    )
     assert D2OReciprocal().split(problem).tokens == [40, 40, 20]
-    flat = AllocationProblem(total=99, lo=[1] * 3, hi=[99] * 3, variance=[0.0] * 3)
+    flat = AllocationProblem(
+        total=99, min_budgets=[1] * 3, max_budgets=[99] * 3, variance=[0.0] * 3
+    )
     assert D2OReciprocal().split(flat).tokens == [33] * 3
 
 
@@ -88,12 +98,12 @@ def test_a_temperature_that_means_nothing_is_refused(temperature):
 
 def test_pyramid_as_worked_out_by_hand():
     assert pyramid_line(4, 128, 4096, window=8, beta=20) == [234, 158, 82, 6]
-    problem = AllocationProblem(total=4 * 128, lo=[1] * 4, hi=[4096] * 4)
+    problem = AllocationProblem(total=4 * 128, min_budgets=[1] * 4, max_budgets=[4096] * 4)
     assert Pyramid(window=8).split(problem).tokens == [242, 166, 90, 14]
 
 
 def test_pyramid_spends_exactly_the_budget_over_32_layers():
-    problem = AllocationProblem(total=32 * 128, lo=[1] * 32, hi=[4096] * 32)
+    problem = AllocationProblem(total=32 * 128, min_budgets=[1] * 32, max_budgets=[4096] * 32)
     tokens = Pyramid(window=8).split(problem).tokens
     assert sum(tokens) == 32 * 128
     assert (tokens[0], tokens[-1]) == (242, 14)
@@ -108,19 +118,23 @@ def test_pyramid_stops_at_the_prompt():
 
 @pytest.mark.parametrize("tokens", [129, 200, 239])
 def test_pyramid_is_uniform_for_prompts_of_less_than_twice_the_budget(tokens):
-    problem = AllocationProblem(total=4 * 128, lo=[1] * 4, hi=[tokens] * 4)
+    problem = AllocationProblem(total=4 * 128, min_budgets=[1] * 4, max_budgets=[tokens] * 4)
     assert Pyramid(window=8).split(problem).tokens == [128] * 4
 
 
 def test_pyramid_takes_the_window_of_the_policy():
-    problem = AllocationProblem(total=4 * 128, lo=[1] * 4, hi=[4096] * 4, window=32)
+    problem = AllocationProblem(
+        total=4 * 128, min_budgets=[1] * 4, max_budgets=[4096] * 4, window=32
+    )
     assert Pyramid().split(problem).tokens == Pyramid(window=32).split(problem).tokens
     assert Pyramid().split(problem).tokens != Pyramid(window=8).split(problem).tokens
 
 
 def test_pyramid_of_one_layer_and_of_a_budget_within_the_window():
-    assert Pyramid().split(AllocationProblem(total=50, lo=[1], hi=[99])).tokens == [50]
-    small = AllocationProblem(total=12, lo=[1] * 3, hi=[99] * 3)
+    assert Pyramid().split(
+        AllocationProblem(total=50, min_budgets=[1], max_budgets=[99])
+    ).tokens == [50]
+    small = AllocationProblem(total=12, min_budgets=[1] * 3, max_budgets=[99] * 3)
     assert Pyramid(window=8).split(small).tokens == [4, 4, 4]
 
 
@@ -140,8 +154,8 @@ def test_every_split_spends_the_total_within_the_limits():
         variance = [rng.choice([0.0, rng.random(), rng.expovariate(1) * n]) for _ in range(layers)]
         problem = AllocationProblem(
             total=total,
-            lo=[least] * layers,
-            hi=[n] * layers,
+            min_budgets=[least] * layers,
+            max_budgets=[n] * layers,
             window=rng.choice([None, 8, 32]),
             variance=variance,
             largest=[n - 1] * layers,

@@ -9,7 +9,9 @@ from kvtool.policies.allocate.pyramidinfer import Cosine, kept_tokens
 
 
 def split(n, layers, mean, min_context=64):
-    problem = AllocationProblem(total=mean * layers, lo=[7] * layers, hi=[n] * layers)
+    problem = AllocationProblem(
+        total=mean * layers, min_budgets=[7] * layers, max_budgets=[n] * layers
+    )
     return Cosine(recent_ratio=0.2, min_context=min_context).split(problem).tokens
 
 
