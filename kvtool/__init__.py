@@ -9,9 +9,10 @@ from kvtool.version import VERSION
 
 if TYPE_CHECKING:
     from kvtool.cache.build import build_cache
+    from kvtool.cache.compressed import attach, compressed
     from kvtool.cache.files.load import load_cache
     from kvtool.cache.files.save import save_cache
-    from kvtool.cache.hooks.attach import attach, detach
+    from kvtool.cache.hooks.attach import detach
     from kvtool.errors import KvtoolError, UsageError
     from kvtool.evaluation.evaluate import evaluate
     from kvtool.evaluation.profile import profile
@@ -22,7 +23,8 @@ __version__ = VERSION
 _HOMES = {
     "parse_policy": "kvtool.policies.grammar",
     "build_cache": "kvtool.cache.build",
-    "attach": "kvtool.cache.hooks.attach",
+    "attach": "kvtool.cache.compressed",
+    "compressed": "kvtool.cache.compressed",
     "detach": "kvtool.cache.hooks.attach",
     "save_cache": "kvtool.cache.files.save",
     "load_cache": "kvtool.cache.files.load",
@@ -37,6 +39,7 @@ __all__ = [
     "UsageError",
     "attach",
     "build_cache",
+    "compressed",
     "detach",
     "evaluate",
     "load_cache",

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtool.cache.cache import KVCache
+from kvtool.cache.hooks.attach import attach
 from kvtool.cache.hooks.attachment import attachment
 from kvtool.cache.hooks.head_ranks import rank_model
 from kvtool.cache.hooks.rope_probe import find_rotations
@@ -36,10 +37,10 @@ def build_cache(
     plan: PlanDocument | dict | str | Path | None = None,
     head_ranks: Tensor | None = None,
 ) -> KVCache:
-    """Make an empty cache for a model that runs (or will run) kvtool's attention.
+    """Make an empty cache for a model, which runs kvtool's attention from then on; see `attach`.
 
     Args:
-        model: a decoder of transformers; `attach` it before use.
+        model: a decoder of transformers.
         policy: what stays, as a value or a policy string.
         budget: tokens per layer and KV head (int, `4K`), share of the prompt (float, `20%`) or
             bytes held by the whole cache, the policy's own numbers included (`64MiB`). None only
@@ -82,6 +83,7 @@ def build_cache(
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
     block = parse_prefill(prefill)
+    attach(model)
     split, rotations = policy.head_split, []
     if policy.score.positions == "cache":
         rotations = find_rotations(model, attention_layers(config))

@@ -217,6 +217,10 @@ class CacheState(Cache):
                 hint="start anew with cache.reset(), or feed it inside `with cache.rollback():`",
             )
 
+    @property
+    def is_linear(self) -> list[bool]:
+        return self.linear
+
     # ---- batch entries
 
     def ungroup(self) -> None:

@@ -142,7 +142,8 @@ def generate(
     if stop_when is not None:
         stop_when()  # whoever watches for a reason to stop begins before the first token is shown
     start = time.perf_counter()
-    everything = model.generate(
+    everything = type(model).generate(  # what stands in for it on the model makes caches of its own
+        model,
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=drawing_settings(model, max_new_tokens, temperature, min_new_tokens),

@@ -242,6 +242,7 @@ def test_the_turns_are_counted_beside_the_slots():
 def test_only_the_whole_model_can_number_its_tokens():
     model = peaky_model("llama")
     cache = kvtool.build_cache(model, placed("h2o"), 20)
+    kvtool.detach(model)
     with pytest.raises(kvtool.KvtoolError, match="numbers tokens by their place in the cache"):
         model(random_ids(30), past_key_values=cache)
     model = kvtool.attach(model)
@@ -294,6 +295,7 @@ def test_a_model_that_turns_otherwise_than_its_frequencies_say_is_refused():
     model = peaky_model("llama")
     model.model.rotary_emb.inv_freq.mul_(1.5)
     kvtool.build_cache(model, placed("h2o"), 20)  # the frequencies say so themselves
+    kvtool.detach(model)
     model.model.rotary_emb.forward = lambda x, position_ids: (
         torch.ones(*position_ids.shape, 16),
         position_ids[..., None].expand(-1, -1, 16) * 1e-3,

@@ -111,8 +111,8 @@ def test_an_attached_model_still_runs_without_a_kvtool_cache(family, with_cache)
 
 
 def test_a_model_that_is_not_attached_is_told(model):
-    kvtool.detach(model)
     cache = kvtool.build_cache(model, "h2o", 20)
+    kvtool.detach(model)
     with pytest.raises(kvtool.KvtoolError, match="does not run kvtool's attention"):
         model.generate(random_ids(50), past_key_values=cache, **SETTINGS)
 

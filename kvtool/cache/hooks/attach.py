@@ -10,12 +10,15 @@ from kvtool.cache.hooks import forward
 from kvtool.cache.hooks.attachment import Attachment, attachment, note_attachment
 from kvtool.cache.hooks.attention import kvtool_attention, kvtool_mask
 from kvtool.cache.hooks.families import EAGER_FAMILIES, check_supported
+from kvtool.cache.hooks.generate_calls import give_back_generate, stand_in_for_generate
 from kvtool.cache.steps.pending import IMPLEMENTATION
 from kvtool.errors import KvtoolError
 
 
 def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Make a model run kvtool's attention, with or without a kvtool cache; `detach` undoes it.
+
+    Its `generate` refuses from then on a used cache with a text that does not go on from it.
 
     Families without transformers' attention interface (Falcon, GPT-J) keep their own eager
     attention, watched by hooks: the same policies, but a prompt's weights are held in full while it
@@ -45,6 +48,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         _exchange(model)
     hooks = [*(eager_hooks.install(model) if eager else []), *forward.install(model)]
     note_attachment(model, Attachment(before, hooks, eager=eager))
+    stand_in_for_generate(model)
     return model
 
 
@@ -71,6 +75,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     previous = attachment(model)
     if previous is None:
         return model
+    give_back_generate(model)
     for hook in previous.hooks:
         hook.remove()
     if previous.eager:

@@ -11,7 +11,6 @@ from kvtool.cache.hooks.attachment import attachment
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.pending import PendingStep
 from kvtool.cache.storage.tensor_parallel import heads_of_layer, shards_of
-from kvtool.errors import UsageError
 from kvtool.model_shape import layer_shapes, trained_length
 from kvtool.policies.allocate.duo import PROXY, rank_heads, reach_of_heads, read_scores
 from kvtool.policies.policy import Policy
@@ -30,17 +29,13 @@ def rank_model(model: PreTrainedModel, source: str) -> Tensor:
         (attention layers, kv_heads) int64, 0 for the head that most needs the whole text.
 
     Raises:
-        UsageError: a file that does not fit the model; a model that is not attached yet.
+        UsageError: a file that does not fit the model.
     """
     if source != PROXY:
         stored = [layer for layer in layer_shapes(model.config) if layer is not None]
         return rank_heads(read_scores(source, (len(stored), stored[0].kv_heads)))
     noted = attachment(model)
-    if noted is None:
-        raise UsageError(
-            "heads are ranked by running the model, which is not attached",
-            hint="call kvtool.attach(model) before build_cache",
-        )
+    assert noted is not None, "build_cache attaches"
     return noted.once("head ranks", lambda: rank_heads(measure_reach(model)))
 
 

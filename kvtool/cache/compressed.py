@@ -1,0 +1,125 @@
+"""Compress every call of a model's `generate`: inside a block, or for good."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from kvtool.cache.build import build_cache, read_plan
+from kvtool.cache.hooks import attach as hooks
+from kvtool.cache.hooks.attachment import attachment
+from kvtool.cache.hooks.generate_calls import LOCK, CacheMaker, GenerateCalls, generate_calls
+from kvtool.documents.plan import PlanDocument
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.policies.policy import Policy
+from kvtool.sizes import Budget
+
+Plan = PlanDocument | dict | str | Path
+
+
+def attach(
+    model: PreTrainedModel,
+    policy: Policy | str | None = None,
+    budget: Budget | str | int | float | None = None,
+    *,
+    prefill: str = "full",
+    plan: Plan | None = None,
+) -> PreTrainedModel:
+    """Make a model run kvtool's attention; with a policy, compress every `generate` for good.
+
+    `detach` undoes both. Every call gets a cache of its own, unless it brings one
+    (`past_key_values=build_cache(..)`); a used cache with a text that does not go on from it is
+    refused. Families without transformers' attention interface (Falcon, GPT-J) keep their own eager
+    attention, watched by hooks: the same policies, but a prompt's weights are held in full while it
+    runs.
+
+    Args:
+        policy, budget, prefill, plan: as `build_cache` takes them; no policy: a call without a
+            cache keeps everything.
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: a budget or plan without a policy; as `build_cache`.
+        KvtoolError: the model's attention cannot be replaced, or its layers cannot be compressed.
+    """
+    if policy is None:
+        if budget is not None or plan is not None:
+            given = "a plan" if budget is None else f"budget {budget}"
+            raise UsageError(f"{given} needs a policy", hint='policy="h2o+caote"')
+        return hooks.attach(model)
+    with LOCK:
+        maker = _maker(model, policy, budget, prefill, plan, for_good=True)
+        _calls(model).set_maker(maker)
+    return model
+
+
+@contextmanager
+def compressed(
+    model: PreTrainedModel,
+    policy: Policy | str,
+    budget: Budget | str | int | float | None = None,
+    *,
+    prefill: str = "full",
+    plan: Plan | None = None,
+) -> Iterator[PreTrainedModel]:
+    """Give every `generate` and pipeline call inside a fresh cache of its own.
+
+    The setting belongs to the model: it holds for calls of other threads, too (a streamer's, say),
+    blocks inside blocks restore the outer one, and at the end the model is what it was. A call that
+    brings a cache keeps it. Blocks of several threads over one model must ask for the same.
+
+    Args:
+        policy, budget, prefill, plan: as `build_cache` takes them.
+
+    Yields:
+        The model.
+
+    Raises:
+        UsageError: another thread compresses this model's calls otherwise; as `build_cache`.
+        KvtoolError: the model's attention cannot be replaced, or its layers cannot be compressed.
+    """
+    with LOCK:
+        detach = hooks.detach if attachment(model) is None else None
+        try:
+            maker = _maker(model, policy, budget, prefill, plan, for_good=False)
+            calls = _calls(model)
+        except BaseException:
+            if detach is not None:
+                detach(model)
+            raise
+        calls.open_block(maker, detach)
+    try:
+        yield model
+    finally:
+        calls.close_block(maker)
+
+
+def _maker(
+    model: PreTrainedModel,
+    policy: Policy | str,
+    budget: Budget | str | int | float | None,
+    prefill: str,
+    plan: Plan | None,
+    *,
+    for_good: bool,
+) -> CacheMaker:
+    """Check a request by making a cache of it."""
+    plan = None if plan is None else read_plan(plan)
+    make = functools.partial(build_cache, policy=policy, budget=budget, prefill=prefill, plan=plan)
+    thread = None if for_good else threading.get_ident()
+    return CacheMaker(make(model).settings, make, thread)
+
+
+def _calls(model: PreTrainedModel) -> GenerateCalls:
+    calls = generate_calls(model)
+    if calls is None:
+        hooks.detach(model)
+        raise KvtoolError(f"`{type(model).__name__}` generates no text, so it has no calls")
+    return calls

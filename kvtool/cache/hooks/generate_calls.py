@@ -1,0 +1,248 @@
+"""`generate` of an attached model: it looks at the cache it is given, or makes one for each call.
+
+transformers cuts off as many tokens of a text as its cache has seen, whatever they are. So a used
+cache that comes with another text would go on from the old one, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from kvtool.cache.cache import KVCache
+from kvtool.cache.text import CacheSettings
+from kvtool.errors import KvtoolError, UsageError
+
+LOCK = threading.RLock()  # of all models: a lock on a model could not be copied with it
+_NAME = "generate"
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
+
+
+@dataclass(frozen=True)
+class CacheMaker:
+    """What every call is given a cache of.
+
+    Attributes:
+        settings: what tells two of them apart.
+        make: returns an empty cache for the model.
+        thread: the thread that set it, None where it holds for good.
+    """
+
+    settings: CacheSettings
+    make: Callable[[PreTrainedModel], KVCache]
+    thread: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Policy and budget, in words."""
+        budget = self.settings.budget
+        return f"{self.settings.policy}" + ("" if budget is None else f" at {budget}")
+
+
+class GenerateCalls:
+    """Stands in for `generate` on a model that runs kvtool's attention.
+
+    Called as transformers' own. A call that brings no cache gets a fresh one, where `set_maker` or
+    `open_block` says of what.
+
+    Attributes:
+        replaced: what somebody else had put in its place on this model, None for nothing.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.__name__, self.__doc__ = _NAME, type(model).generate.__doc__
+        self.replaced = vars(model).get(_NAME)
+        self._model = weakref.ref(model)  # a model that is deleted is to be gone at once
+        self._makers: list[CacheMaker] = []
+        self._running = 0
+        self._at_end: Callable[[PreTrainedModel], object] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_model": self._model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _model=weakref.ref(state["_model"]))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with LOCK:
+            maker = self._makers[-1] if self._makers else None
+            self._running += 1
+        try:
+            names = self.__signature__.parameters
+            return self._run(dict(zip(names, args, strict=False)) | kwargs, maker)
+        finally:
+            with LOCK:
+                self._running -= 1
+                self._end()
+
+    def _run(self, kwargs: dict[str, Any], maker: CacheMaker | None) -> Any:
+        cache = kwargs.get("past_key_values")
+        if cache is None and maker is not None:
+            self._check_settings(kwargs)
+            cache = kwargs["past_key_values"] = maker.make(self.model)
+            cache.expect_tokens(self._new_tokens(kwargs))
+        if not isinstance(cache, KVCache):
+            return self._own(**kwargs)
+        cache.check_whole()
+        ids = kwargs.get("inputs") if kwargs.get("inputs") is not None else kwargs.get("input_ids")
+        if cache.get_seq_length() > 0 and isinstance(ids, Tensor):
+            check_continues(cache, ids)
+        out = self._own(**kwargs)
+        texts = out if isinstance(out, Tensor) else out.sequences
+        cache.remember(texts.cpu() if self._rows_are_texts(kwargs, cache, texts) else None)
+        return out
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.replaced or types.MethodType(type(self.model).generate, self))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that is called."""
+        model = self._model()
+        if model is None:
+            raise KvtoolError("the model is gone, and only its `generate` was kept")
+        return model
+
+    def _own(self, **kwargs: Any) -> Any:
+        """Call what this stands in for."""
+        if self.replaced is not None:
+            return self.replaced(**kwargs)
+        model = self.model
+        return type(model).generate(model, **kwargs)
+
+    def _setting(self, kwargs: dict[str, Any], name: str) -> Any:
+        """Return a setting of a call: its own, that of the configuration it brings, the model's."""
+        if name in kwargs:
+            return kwargs[name]
+        given: GenerationConfig | None = kwargs.get("generation_config")
+        own = getattr(given, name, None)
+        return own if own is not None else getattr(self.model.generation_config, name, None)
+
+    def _check_settings(self, kwargs: dict[str, Any]) -> None:
+        for name in _ASSISTED:
+            if self._setting(kwargs, name) is not None:
+                raise UsageError(
+                    f"assisted generation ({name}) takes tokens back, "
+                    "and what a compressed cache has evicted for them is gone",
+                    hint=f"generate without {name}, or outside kvtool.compressed",
+                )
+        if kwargs.get("cache_implementation") is not None:
+            raise UsageError(
+                f"cache_implementation={kwargs['cache_implementation']!r} asks for another cache "
+                "than the compressed one",
+                hint="leave it out, or generate outside kvtool.compressed",
+            )
+
+    def _new_tokens(self, kwargs: dict[str, Any]) -> int:
+        """Return how many tokens the call generates at most; 0 where only a whole length is set."""
+        return self._setting(kwargs, "max_new_tokens") or 0
+
+    def _rows_are_texts(self, kwargs: dict[str, Any], cache: KVCache, texts: Tensor) -> bool:
+        """Tell whether the rows that are returned are what the cache's batch entries have read."""
+        beams = (self._setting(kwargs, "num_beams") or 1) > 1
+        return not beams and len(texts) == len(cache.tokens_seen())
+
+    # ---- what calls without a cache get
+
+    @property
+    def maker(self) -> CacheMaker | None:
+        """What a call without a cache gets now."""
+        return self._makers[-1] if self._makers else None
+
+    def set_maker(self, maker: CacheMaker) -> None:
+        """Give every call a fresh cache from here on."""
+        with LOCK:
+            self._makers = [maker, *(each for each in self._makers if each.thread is not None)]
+
+    def open_block(
+        self, maker: CacheMaker, at_end: Callable[[PreTrainedModel], object] | None
+    ) -> None:
+        """Give every call a fresh cache until the block is closed.
+
+        Args:
+            at_end: called with the model once no block is open and no call runs any more.
+
+        Raises:
+            UsageError: another thread gives this model's calls other caches.
+        """
+        with LOCK:
+            for other in self._makers:
+                if other.thread not in (None, maker.thread) and other.settings != maker.settings:
+                    raise UsageError(
+                        f"another thread compresses this model's calls by {other.name}, "
+                        f"and this one wants {maker.name}",
+                        hint="load the model once more, or let one thread end first",
+                    )
+            self._makers.append(maker)
+            self._at_end = self._at_end or at_end
+
+    def close_block(self, maker: CacheMaker) -> None:
+        """Let the block before it hold again, or none."""
+        with LOCK:
+            self._makers = [each for each in self._makers if each is not maker]
+            self._end()
+
+    def _end(self) -> None:
+        if not self._running and not self._makers and self._at_end is not None:
+            at_end, self._at_end = self._at_end, None
+            at_end(self.model)
+
+
+def generate_calls(model: PreTrainedModel) -> GenerateCalls | None:
+    """Return what stands in for a model's `generate`, None if nothing does."""
+    found = vars(model).get(_NAME)
+    return found if isinstance(found, GenerateCalls) else None
+
+
+def stand_in_for_generate(model: PreTrainedModel) -> None:
+    """Let a `GenerateCalls` stand in for a model's `generate`, if it has one."""
+    if hasattr(model, "generate"):
+        setattr(model, _NAME, GenerateCalls(model))
+
+
+def give_back_generate(model: PreTrainedModel) -> None:
+    """Give a model its own `generate` back."""
+    calls = generate_calls(model)
+    if calls is not None:
+        delattr(model, _NAME)
+        if calls.replaced is not None:
+            setattr(model, _NAME, calls.replaced)
+
+
+def check_continues(cache: KVCache, ids: Tensor) -> None:
+    """Refuse a text that does not begin with what a cache has read.
+
+    Args:
+        ids: (batch, n) int64, the whole text.
+
+    Raises:
+        UsageError: another text, or one that is no longer.
+    """
+    seen, known = cache.get_seq_length(), cache.input_ids
+    hint = "a cache serves one text: build one for each, or use kvtool.compressed"
+    if ids.shape[1] <= seen:
+        raise UsageError(
+            f"the cache has read {seen} tokens, and the text has {ids.shape[1]}", hint=hint
+        )
+    if known is None:
+        return
+    begun = known[:, :seen].to(ids.device)
+    if len(begun) != len(ids):
+        raise UsageError(f"the cache holds {len(begun)} texts, and {len(ids)} are given", hint=hint)
+    differs = begun != ids[:, : begun.shape[1]]
+    if bool(torch.any(differs)):
+        place = int(differs.any(0).nonzero()[0])
+        raise UsageError(
+            f"the cache has read another text: its token {place} differs from the one given",
+            hint=hint,
+        )
