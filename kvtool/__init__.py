@@ -34,6 +34,8 @@ _HOMES = {
     "UsageError": "kvtool.errors",
 }
 
+_WITHOUT_TRANSFORMERS = ("kvtool.errors", "kvtool.policies.grammar")
+
 __all__ = [
     "KvtoolError",
     "UsageError",
@@ -52,6 +54,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvtool' has no attribute {name!r}")
+    if _HOMES[name] not in _WITHOUT_TRANSFORMERS:
+        import_module("kvtool.transformers_versions").check_transformers()
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -5,14 +5,40 @@ The only file that knows; each difference names the release that ends it.
 
 from __future__ import annotations
 
+import functools
+import re
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from kvtool.errors import KvtoolError
+
+OLDEST = (5, 17)
 _WINDOWS = {
     "sliding_attention": "sliding_window",
     "hybrid_sliding": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
 _STATES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
+
+
+@functools.cache
+def check_transformers() -> None:
+    """Refuse a transformers that is older than kvtool runs on, without importing it.
+
+    Raises:
+        KvtoolError: it is missing or too old.
+    """
+    oldest = ".".join(map(str, OLDEST))
+    hint = f"pip install 'transformers>={oldest}'"
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        raise KvtoolError("transformers is not installed", hint=hint) from None
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST:
+        raise KvtoolError(
+            f"transformers {found} is installed, and kvtool runs on {oldest} or later", hint=hint
+        )
 
 
 def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:

@@ -1,9 +1,14 @@
 """What older releases of transformers say about layers is told as the pinned one tells it."""
 
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
 import pytest
 from transformers import AutoConfig, cache_utils
 
-from kvtool.transformers_versions import layer_types, shares_caches
+import kvtool
+from kvtool.cli.main import main
+from kvtool.transformers_versions import OLDEST, check_transformers, layer_types, shares_caches
 from tests.models_for_tests import BASE, HYBRID
 
 MIXED = {**BASE, "head_dim": 16, "sliding_window": 24, "layer_types": HYBRID}
@@ -32,3 +37,50 @@ def test_layers_that_share_a_cache_are_known_by_either_name():
     config.num_kv_shared_layers = 0
     config.kv_sharing_modes = ["store", "reuse"]
     assert shares_caches(config)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that another transformers is installed."""
+
+    def pretend(version):
+        def find(name):
+            if version is None:
+                raise PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr("kvtool.transformers_versions.version", find)
+        check_transformers.cache_clear()
+
+    yield pretend
+    check_transformers.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        ("5.16.2", "transformers 5.16.2 is installed, and kvtool runs on 5.17 or later"),
+        ("4.57.1", "transformers 4.57.1 is installed, and kvtool runs on 5.17 or later"),
+        (None, "transformers is not installed"),
+    ],
+)
+def test_a_transformers_that_is_too_old_is_one_line(installed, capsys, version, told):
+    installed(version)
+    assert main(["generate"]) == 1
+    assert capsys.readouterr().err == f"error: {told}\nhint: pip install 'transformers>=5.17'\n"
+    with pytest.raises(kvtool.KvtoolError, match=told):
+        _ = kvtool.build_cache
+    assert kvtool.parse_policy("h2o").name == "h2o"
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.18.0.dev0", "6.0.0", "5.100.1", "odd"])
+def test_later_releases_are_taken(installed, version):
+    installed(version)
+    check_transformers()
+
+
+def test_the_oldest_release_is_that_of_the_package_and_of_the_gate():
+    root = Path(__file__).parents[1]
+    oldest = ".".join(map(str, OLDEST))
+    assert f'"transformers>={oldest}"' in (root / "pyproject.toml").read_text()
+    assert f"transformers=={oldest}.0" in (root / ".ci" / "run").read_text()

@@ -24,6 +24,7 @@ from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.sizes import LARGEST_SEED
+from kvtool.transformers_versions import check_transformers
 
 Format = Literal["text", "json", "yaml"]
 _SUFFIXES: dict[str, Format] = {
@@ -184,6 +185,7 @@ def command(function: Callable[[Any, Terminal], None]) -> Callable[..., None]:
     ]
 
     def run(**values: Any) -> None:
+        check_transformers()
         options = options_type(**values)
         with open_terminal(quiet=options.quiet, progress=options.progress) as terminal:
             function(options, terminal)
