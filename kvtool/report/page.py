@@ -11,12 +11,13 @@ from collections import defaultdict
 from datetime import datetime
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvtool.documents.files import write_text
 from kvtool.documents.results import ResultsDocument
 from kvtool.evaluation.extras import installed
+from kvtool.package_data import data_file
 from kvtool.report import page_tables as tables
 from kvtool.report.inline_svg import inline_svg
 from kvtool.report.notes import notes
@@ -36,7 +37,7 @@ def write_page(document: ResultsDocument, path: Path) -> None:
 
 def page(document: ResultsDocument) -> str:
     """Return the page as text."""
-    loader = PackageLoader("kvtool", "report")
+    loader = FileSystemLoader(data_file("report/page.html").parent)
     templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     return templates.get_template("page.html").render(
         name=document.name,

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from string import Formatter
 from typing import Any, ClassVar
 
@@ -30,6 +29,7 @@ from kvtool.evaluation.samples.data_files import check_file, digest, load_json
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.settings import Samples
+from kvtool.package_data import data_file
 
 _METRICS = {
     "qa_f1": qa_f1,
@@ -59,7 +59,7 @@ class Benchmark:
 @cache
 def benchmarks() -> dict[str, Benchmark]:
     """Return every task by its name in LongBench."""
-    text = files(__package__).joinpath("longbench_prompts.yaml").read_text("utf-8")
+    text = data_file("evaluation/tasks/longbench_prompts.yaml").read_text("utf-8")
     return {name: Benchmark(**entry) for name, entry in yaml.safe_load(text).items()}
 
 

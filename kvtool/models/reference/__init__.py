@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from kvtool.package_data import data_file
+
 
 def path() -> Path:
     """Return the folder `AutoModelForCausalLM` and `AutoTokenizer` load the model from."""
-    return Path(__file__).parent / "checkpoint"
+    return data_file("models/reference/checkpoint")
