@@ -1,13 +1,15 @@
 """What decides which machine code of the kernels runs."""
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 
 import torch
 
 
-class Family(StrEnum):
+class Family(str, Enum):
     """Kernels that are checked, and used or not, together."""
+
+    __str__ = str.__str__
 
     ROWS = "attention of a block"
     SLOTS = "attention of a decoded token"

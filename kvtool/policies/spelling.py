@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import field, fields
-from types import UnionType
+from inspect import get_annotations
+from types import SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kvtool.errors import UsageError, did_you_mean, quote
@@ -59,6 +61,20 @@ def read_part(text: str) -> tuple[str, str]:
     return match[1], match[2] or ""
 
 
+def field_types(cls: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, and of nothing else that its classes annotate.
+
+    Python 3.10 refuses to resolve a `ClassVar` that says no type.
+    """
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        own = get_annotations(base)
+        own = {each.name: own[each.name] for each in fields(cls) if each.name in own}
+        names = vars(sys.modules[base.__module__]) if own else {}
+        found |= get_type_hints(SimpleNamespace(__annotations__=own), names)
+    return found
+
+
 def read_settings(name: str, cls: type, text: str) -> dict[str, Any]:
     """Read what stands between the parentheses of a part, `recent=8,positions=cache`.
 
@@ -70,7 +86,7 @@ def read_settings(name: str, cls: type, text: str) -> dict[str, Any]:
         UsageError: what is no setting of this part, is given twice or has no such value.
     """
     known = {field.name for field in fields(cls)}
-    hints = get_type_hints(cls)
+    hints = field_types(cls)
     values: dict[str, Any] = {}
     for item in split_outside(text, ",") if text.strip() else []:
         key, equals, value = (piece.strip() for piece in item.partition("="))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate import table as allocators
@@ -11,7 +11,7 @@ from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.compose import compose
 from kvtool.policies.parts import Allocator, Evicted, Read, Rescore, Score
 from kvtool.policies.policy import Policy
-from kvtool.policies.spelling import defaults, spell_settings
+from kvtool.policies.spelling import defaults, field_types, spell_settings
 
 BASES: dict[str, str] = {
     "full": "scores.full:Full",
@@ -145,7 +145,7 @@ def _carrier(base: Base, modifier: Modifier) -> str | None:
 
 def _choices(base: type) -> Iterator[dict[str, str]]:
     """Yield each value that one of a base's choices may have."""
-    hints = get_type_hints(base)
+    hints = field_types(base)
     for each in fields(base):
         if get_origin(hints[each.name]) is Literal:
             yield from ({each.name: value} for value in get_args(hints[each.name]))
