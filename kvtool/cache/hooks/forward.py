@@ -39,14 +39,8 @@ def install(model: PreTrainedModel) -> list[RemovableHandle]:
 
 @torch.no_grad()
 def _before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    forget_pending()
-    given = _named(module, args, kwargs) if args else kwargs
-    cache = given.get("past_key_values")
-    if not isinstance(cache, KVCache):
-        return None
-    if given.get("use_cache") is False:
-        raise _unused()
-    if cache.surprisals is None:
+    given, cache = _given(module, args, kwargs)
+    if cache is None or cache.surprisals is None:
         return None
     cache.begin_forward()
     return ask_logits(cache, given)
@@ -54,18 +48,26 @@ def _before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, 
 
 @torch.no_grad()
 def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    forget_pending()
-    given = _named(module, args, kwargs) if args else kwargs
-    cache = given.get("past_key_values")
-    if not isinstance(cache, KVCache):
+    given, cache = _given(module, args, kwargs)
+    if cache is None:
         return None
-    if given.get("use_cache") is False:
-        raise _unused()
     if cache.surprisals is None:
         cache.begin_forward()
     if cache.settings.policy.score.positions != "cache":
         return None
     return (), {**given, "position_ids": place(cache, given)}
+
+
+def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any], KVCache | None]:
+    """Return the arguments of a forward that begins, and its kvtool cache if it has one."""
+    forget_pending()
+    given = _named(module, args, kwargs) if args else kwargs
+    cache = given.get("past_key_values")
+    if not isinstance(cache, KVCache):
+        return given, None
+    if given.get("use_cache") is False:
+        raise _unused()
+    return given, cache
 
 
 def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
