@@ -24,7 +24,7 @@ from tests.benchmarks.reading import filled, random_slots
 pytestmark = pytest.mark.exhaustive
 
 REPOSITORY = Path(__file__).parents[1]
-README = (REPOSITORY / "README.md").read_text()
+PAGE = (REPOSITORY / "tests" / "benchmarks" / "README.md").read_text()
 CPU = machine("cpu", True)
 
 
@@ -74,11 +74,11 @@ def test_the_tables_can_be_shown_later(small_run, capsys):
     assert "share of it" in capsys.readouterr().out
 
 
-def test_the_readme_says_what_has_been_run():
+def test_the_page_says_what_has_been_run():
     kept = ran.runs()
     assert kept
     for line in ran.lines(kept):
-        assert line in README.splitlines()
+        assert line in PAGE.splitlines()
 
 
 def test_runs_of_a_gpu_stand_first_and_their_absence_is_told():

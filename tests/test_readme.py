@@ -1,27 +1,110 @@
-"""The README keeps its word: its sessions run and print what it says, its tables are complete."""
+"""The READMEs keep their word: sessions, commands and Python run as printed, tables are complete.
 
+Of every page, blocks marked `console` run and print what stands below their commands; commands of
+`bash` blocks and of tables run, comparisons (`kvtool eval`) as a dry run; blocks marked `python`
+at the beginning of a line run one after another in one namespace. A small local model stands in
+for every model of the hub. The main job alone is in the default tier.
+"""
+
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
+import kvtool
 from kvtool.cli.main import main
-from kvtool.policies.table import BASES, MODIFIERS
+from kvtool.models.reference import path as reference_path
+from kvtool.models.reference.prompt import needle_prompt
+from kvtool.policies.table import BASES, MODIFIERS, describe
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+FIRST = ROOT / "README.md"
+PAGES = [
+    FIRST,
+    *sorted(
+        page for room in ("kvtool", "recipes", "tests") for page in (ROOT / room).rglob("README.md")
+    ),
+]
+TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+OTHERS = r"\b(MODEL|FOLDER)\b"  # a model and data of the reader's
+LLAMA_CONFIG = {  # of the checkpoint, as it stands on the hub
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+CHAT = [
+    '{"user": "The secret code for falcon: 7429103."}',
+    '{"user": "The secret code for falcon:"}',
+]
 
 
-def sessions() -> list[list[tuple[str, str]]]:
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT[page], re.DOTALL | re.MULTILINE)
+
+
+def sessions() -> Iterator:
     """Of each console block, the commands and what is printed below each."""
-    found = []
-    for block in re.findall(r"^```console\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
-        steps = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
-        found.append([tuple((step + "\n").split("\n", 1)) for step in steps])
-    return found
+    for page in PAGES:
+        for number, block in enumerate(blocks(page, "console")):
+            steps = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+            session = [tuple((step + "\n").split("\n", 1)) for step in steps]
+            main_job = page == FIRST and number == 0
+            marks = () if main_job else pytest.mark.exhaustive
+            yield pytest.param(session, id=f"{name_of(page)}-{number}", marks=marks)
+
+
+def commands() -> Iterator:
+    """Of each page, the commands of its bash blocks and tables that are not comparisons alone."""
+    for page in PAGES:
+        found = [line for block in blocks(page, "bash") for line in block.splitlines()]
+        rows = [line for line in TEXT[page].splitlines() if line.startswith("|")]
+        found += [code for row in rows for code in re.findall(r"`(kvtool [^`]* [^`]*)`", row)]
+        found = [line for line in found if re.match(r"kvtool (?!eval )", line)]
+        if found:
+            yield pytest.param(found, id=name_of(page))
+
+
+def evaluations() -> list[str]:
+    """The `kvtool eval` commands outside sessions that need no data of the reader's."""
+    lines = [line for page in PAGES for line in TEXT[page].splitlines()]
+    return [line for line in lines if line.startswith("kvtool eval ") and "FOLDER" not in line]
+
+
+def launches() -> list[str]:
+    """The commands in several processes that need no model of the reader's."""
+    lines = [line for page in PAGES for line in TEXT[page].splitlines()]
+    return [line for line in lines if line.startswith("torchrun ") and not re.search(OTHERS, line)]
 
 
 def without_numbers(text: str) -> str:
@@ -30,74 +113,165 @@ def without_numbers(text: str) -> str:
     return re.sub(r"[ ─]+", " ", text).replace(" \n", "\n").strip()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("session", sessions(), ids=lambda steps: steps[0][0][:40])
-def test_sessions_run_as_printed(session, tmp_path):
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with the files that commands read, and Llama 3.1 8B without its weights."""
+    llama = tmp_path / "llama"
+    shutil.copytree(reference_path(), llama, ignore=shutil.ignore_patterns("*.safetensors"))
+    (llama / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    (llama / "generation_config.json").unlink(missing_ok=True)
+    save_file({}, llama / "model.safetensors")
+    text, _ = needle_prompt(tokens=2600, seed=1)
+    (tmp_path / "book.txt").write_text(text)
+    (tmp_path / "log.txt").write_text(text)
+    (tmp_path / "chat.jsonl").write_text("\n".join(CHAT))
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    return tmp_path
+
+
+def with_local_model(command: str) -> str:
+    """Put local models in place of those of the hub and of the reader's."""
+    command = command.replace(LLAMA, "llama")
+    return re.sub(r"(?<=-m )(Qwen/\S+|MODEL|DIR)", str(reference_path()), command)
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     scripts = Path(sys.executable).parent
-    environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"{command} 2>&1"],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("session", list(sessions()))
+def test_sessions_run_as_printed(session, folder):
     for command, printed in session:
-        if not command.startswith("kvtool "):
-            continue
-        done = subprocess.run(
-            ["bash", "-c", f"{command} 2>&1"],
-            cwd=tmp_path,
-            env=environment | {"COLUMNS": "100"},
-            capture_output=True,
-            text=True,
-        )
+        assert command.startswith("kvtool ")
+        unfilled = LLAMA in command and "plan-budget" not in command
+        done = run(with_local_model(command) + (" --dry-run" if unfilled else ""), folder)
         assert done.returncode == 0, done.stdout
-        assert without_numbers(done.stdout) == without_numbers(printed)
+        if not unfilled:
+            assert without_numbers(done.stdout) == without_numbers(printed)
 
 
-def launches() -> list[str]:
-    """The commands in several processes that need no model of the reader's."""
-    lines = [line for line in README.splitlines() if line.startswith("torchrun ")]
-    return [line for line in lines if not re.search(r"\b(MODEL|FOLDER)\b", line)]
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lines", list(commands()))
+def test_commands_run(lines, folder):
+    """In the order of the page, since one may read what another has written."""
+    for line in lines:
+        done = run(with_local_model(line), folder)
+        assert done.returncode == 0, f"{line}\n{done.stdout}"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("command", launches())
-def test_commands_run_in_several_processes(command, tmp_path):
-    scripts = Path(sys.executable).parent
-    environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        shlex.split(command), cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_commands_run_in_several_processes(command, folder):
+    done = run(command, folder)
+    assert done.returncode == 0, done.stdout
     assert done.stdout
-
-
-def evaluations() -> list[str]:
-    """The `kvtool eval` commands outside sessions that need no files of the reader's."""
-    lines = [line for line in README.splitlines() if line.startswith("kvtool eval ")]
-    return [line for line in lines if not re.search(r"\b(MODEL|FOLDER)\b", line)]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("command", evaluations())
-def test_evaluations_are_understood(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").symlink_to(Path(__file__).parents[1] / "recipes")
-    assert main([*shlex.split(command)[1:], "--dry-run", "-q"]) == 0
-    assert evaluations()
+def test_evaluations_are_understood(command, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    words = shlex.split(with_local_model(command))[1:]
+    assert main([*words, "--dry-run", "-q"]) == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+def test_python_blocks_run(page, folder, monkeypatch):
+    code = "\n".join(blocks(page, "python"))
+    missing = {
+        name for name in re.findall(r"\bkvtool\.([a-z]\w*)\(", code) if not hasattr(kvtool, name)
+    }
+    if missing:
+        pytest.skip(f"kvtool has no {', '.join(sorted(missing))} yet")
+    code = re.sub(r'"(Qwen/[^"]+|path/to/model)"', repr(str(reference_path())), code)
+    monkeypatch.chdir(folder)
+    exec(compile(code, name_of(page), "exec"), {})
+
+
+@pytest.mark.exhaustive
+def test_a_chat_of_100k_tokens_in_8_gb_is_what_its_dry_run_says(folder, monkeypatch, capsys):
+    """Both commands name one policy and one budget; what the plan holds leaves room for a block."""
+    session = next(block for block in blocks(FIRST, "console") if LLAMA in block)
+    plan_line, chat_line = (line[2:] for line in session.splitlines() if line.startswith("$ "))
+    printed = "".join(line for line in session.splitlines(True) if not line.startswith("$ "))
+    assert run(with_local_model(plan_line), folder).stdout.split() == printed.split()
+
+    monkeypatch.chdir(folder)
+    plan_words = shlex.split(with_local_model(plan_line).split(" | ")[0])[1:]
+    assert main([*plan_words[: plan_words.index("-f")], "-f", "json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    chat_words = shlex.split(with_local_model(chat_line))[1:]
+    assert main([*chat_words, "--dry-run", "-q", "-f", "json"]) == 0
+    chat = json.loads(capsys.readouterr().out)
+    assert chat["policy"] == plan["totals"]["policy"] == "roco"
+    assert chat["budget"] == "5GiB"
+    assert len(chat["turns"]) == len(CHAT)
+    assert plan["target"]["bytes"] == 5 * 2**30
+    assert plan["target"]["context"] == 100 * 1024
+    assert plan["totals"]["bytes"] <= 5 * 2**30 < 8e9 - 2.4 * 2**30
+    full = 2 * 32 * 8 * 128 * 2 * 100 * 1024  # keys and values in bfloat16
+    assert full == 12.5 * 2**30
+    assert plan["totals"]["bytes"] / full == pytest.approx(0.40, abs=0.005)
 
 
 def test_the_sessions_were_found():
-    assert sum(len(steps) for steps in sessions()) >= 3
+    assert len(list(sessions())) >= 6
+    assert len(list(commands())) >= 2
+    assert len(evaluations()) >= 5
     assert launches()
 
 
-def test_the_two_commands_are_there():
-    lines = README.splitlines()
+def test_the_first_page_is_short_and_begins_with_a_picture_and_the_two_commands():
+    lines = TEXT[FIRST].splitlines()
+    assert len(lines) <= 200
     for command in (
         "pip install -c constraints.txt -e . && kvtool generate --policy h2o+caote",
         "pip install -c constraints.txt -e '.[test]' && pytest",
     ):
         assert lines.count(command) == 1
+        assert lines.index(command) < 30
+    picture = lines.index("<picture>")
+    assert picture < 10
+    for name in re.findall(r'src(?:set)?="([^"]+)"', "\n".join(lines[picture : picture + 4])):
+        assert (ROOT / name).is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    prose = re.sub(r"^```.*?^```", "", TEXT[page], flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", prose):
+        file, _, anchor = target.partition("#")
+        to = (page.parent / file).resolve() if file else page
+        assert to.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", to.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
+            assert anchor in anchors, target
 
 
 @pytest.mark.parametrize("name", [*BASES, *MODIFIERS])
 def test_every_policy_has_a_row(name):
     mark = f"`{name}`" if name in BASES else f"`+{name}`"
-    rows = [line.split(" | ")[0] for line in README.splitlines() if line.startswith("| `")]
+    summary = next(entry.summary for entry in describe() if entry.name == name)
+    assert f"\n| {mark} | {summary} |" in TEXT[FIRST]
+    table = TEXT[ROOT / "kvtool" / "policies" / "README.md"]
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
     assert any(mark in row for row in rows)
+
+
+def test_the_first_page_counts_the_policies():
+    assert f"{len(BASES)} policies" in TEXT[FIRST]
+    assert f"{len(MODIFIERS)} modifiers" in TEXT[FIRST]
+
+
+def test_the_families_have_their_place():
+    assert "<!-- families -->" in TEXT[ROOT / "kvtool" / "models" / "README.md"]

@@ -15,7 +15,7 @@ import kvtool as library
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models.load import load
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+README = (Path(__file__).parents[2] / "kvtool" / "README.md").read_text()
 SCORE = '''
 """Accumulated attention, as h2o has it."""
 print("said while imported")

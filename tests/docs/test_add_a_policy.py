@@ -16,7 +16,7 @@ from kvtool.generation import decode_step, prefill
 from kvtool.policies import table
 from tests.models_for_tests import peaky_model, random_ids
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "kvtool" / "README.md"
 
 
 @pytest.fixture

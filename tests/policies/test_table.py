@@ -14,7 +14,8 @@ from kvtool.generation import decode_step, prefill
 from kvtool.policies.table import BASES, MODIFIERS, describe, policy_class
 from tests.models_for_tests import peaky_model, random_ids
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).parents[2] / "kvtool" / "policies" / "README.md"
+README = PAGE.read_text(encoding="utf-8")
 ENTRIES = {entry.name: entry for entry in describe()}
 PROMPT, BUDGET = 90, 49
 MEANS = {  # what a computed default is, for this prompt and budget; heads have 16 channels

@@ -1,6 +1,6 @@
 """What has been run on which device, from the files in `tests/benchmarks/results`.
 
-python -m tests.benchmarks.gpu.ran                # prints the table that the README shows
+python -m tests.benchmarks.gpu.ran                # prints the table of tests/benchmarks/README.md
 """
 
 from __future__ import annotations
