@@ -139,7 +139,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     scripts = Path(sys.executable).parent
     path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", f"{command} 2>&1"],
+        ["bash", "-o", "pipefail", "-c", f"{{ {command}\n}} 2>&1"],
         cwd=folder,
         env=os.environ | {"PATH": path, "COLUMNS": "100"},
         capture_output=True,
@@ -192,15 +192,15 @@ def test_evaluations_are_understood(command, folder, monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
 def test_python_blocks_run(page, folder, monkeypatch):
-    code = "\n".join(blocks(page, "python"))
-    missing = {
-        name for name in re.findall(r"\bkvtool\.([a-z]\w*)\(", code) if not hasattr(kvtool, name)
-    }
-    if missing:
-        pytest.skip(f"kvtool has no {', '.join(sorted(missing))} yet")
-    code = re.sub(r'"(Qwen/[^"]+|path/to/model)"', repr(str(reference_path())), code)
     monkeypatch.chdir(folder)
-    exec(compile(code, name_of(page), "exec"), {})
+    names = {}
+    for block in blocks(page, "python"):
+        used = re.findall(r"\bkvtool\.([a-z]\w*)\(", block)
+        missing = sorted({name for name in used if not hasattr(kvtool, name)})
+        if missing:
+            pytest.skip(f"kvtool has no {', '.join(missing)} yet")
+        code = re.sub(r'"(Qwen/[^"]+|path/to/model)"', repr(str(reference_path())), block)
+        exec(compile(code, name_of(page), "exec"), names)
 
 
 @pytest.mark.exhaustive

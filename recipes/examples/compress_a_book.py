@@ -86,7 +86,6 @@ def main() -> None:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(reference.path(), dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(reference.path())
-    kvtool.attach(model)
     for policy in ("roco", "h2o+calidrop"):
         read_and_ask(policy, model, tokenizer)
 
