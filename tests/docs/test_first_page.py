@@ -70,3 +70,25 @@ def test_a_point_stands_where_its_score_and_bytes_are(drawing):
     assert any(
         spot == pytest.approx((x, 276 - 232 * points[0].score), abs=0.06) for spot in circles
     )
+
+
+def test_the_first_page_tells_these_results():
+    page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    told = re.search(
+        r"budget of (\d+) tokens, about (\d+) % of the memory, `h2o` answers (\d+) % and `roco` "
+        r"(\d+) %\. `h2o\+calidrop` answers all: .* decodes at ([\d.]+) times the speed",
+        page,
+    )
+    tokens, share, h2o, roco, speed = (float(number) for number in told.groups())
+    found = {result["arm"]: result for result in RESULTS["results"]}
+    at = {name: found[f"{name}@{tokens:.0f}"] for name in ("h2o", "roco", "h2o+calidrop")}
+    assert [round(100 * at[name]["value"]) for name in at] == [h2o, roco, 100]
+    for result in at.values():
+        cost = result["cost"]
+        held = (cost["kv_bytes"] + cost["state_bytes"]) / cost["full_bytes"]
+        assert 100 * held == pytest.approx(share, abs=1.5)
+    rates = [
+        found[arm]["cost"]["decode_tokens_per_s"] for arm in (f"h2o+calidrop@{tokens:.0f}", "full")
+    ]
+    assert rates[0] / rates[1] == pytest.approx(speed, abs=0.05)
+    assert f"{found['full']['n']} hidden codes a point" in page
