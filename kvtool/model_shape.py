@@ -14,8 +14,8 @@ from kvtool.transformers_versions import layer_types
 FREE = ("full_attention", "hybrid")
 """Kinds of layers whose budget is free, by transformers' names."""
 
-SLIDING = ("sliding_attention", "hybrid_sliding")
-"""Kinds of layers that keep their own window, whatever the budget."""
+SLIDING = ("sliding_attention", "hybrid_sliding", "chunked_attention")
+"""Kinds of layers that keep their own window or chunk, whatever the budget."""
 
 RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding")
 """Kinds of layers that carry the state of a recurrence, beside slots or in place of them."""

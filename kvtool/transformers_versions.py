@@ -71,12 +71,31 @@ def _options_of(kind: str, config: Any, options: dict[str, Any]) -> dict[str, An
     return own
 
 
-def shares_caches(config: Any) -> bool:
-    """Say whether some layers use the cache of another, whose modes 5.23 names."""
-    modes = getattr(config, "kv_sharing_modes", None) or ()
-    return any(mode == "reuse" for mode in modes) or bool(
-        getattr(config, "num_kv_shared_layers", None)
-    )
+def stock_layers(kind: str, options: dict[str, Any]) -> list[Any]:
+    """Make transformers' own cache layer of a kind.
+
+    Returns:
+        The layer; nothing for one that shares the cache of another, before 5.23.
+    """
+    from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+
+    if kind == "dummy" and kind not in DYNAMIC_LAYER_TYPE_MAPPING:
+        return []
+    return [DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)]
+
+
+def lending_layers(config: Any) -> frozenset[int]:
+    """Return the layers whose keys and values later ones read, whose modes 5.23 names.
+
+    Before it, the last layers read those of the last one before them of their own kind.
+    """
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None:
+        return frozenset(i for i, mode in enumerate(modes) if mode == "store")
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    own = config.num_hidden_layers - shared
+    kinds = [kind for kind, _ in layer_types(config)][:own] if shared else []
+    return frozenset({kind: i for i, kind in enumerate(kinds)}.values())
 
 
 def tensor_parallel_group(model: Any) -> Any | None:

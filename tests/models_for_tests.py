@@ -54,6 +54,8 @@ MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_gr
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 48, "full_attention_interval": 2}
 GEMMA = {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
+PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
+SHARING = {"layer_types": HYBRID, "num_kv_shared_layers": 2}
 
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
@@ -92,6 +94,12 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         MAMBA | {"head_dim": 16, "mamba_d_ssm": 64, "mamba_expand": 1, "mamba_chunk_size": 8},
     ),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "gemma3n": ("gemma3n_text", GEMMA | PER_LAYER | SHARING),
+    "gemma4": ("gemma4_text", GEMMA | PER_LAYER | SHARING | {"global_head_dim": 32}),
+    "llama4": (
+        "llama4_text",
+        EXPERTS | {"head_dim": 16, "attention_chunk_size": 24, "no_rope_layer_interval": 2},
+    ),
 }
 RECURRENT = ("qwen3_next", "falcon_h1", "lfm2")
 HOOKED = ("falcon", "gptj")

@@ -17,10 +17,9 @@ OTHERS = {
     "deepseek_v2": ("deepseek_v2", DEEPSEEK | {"topk_method": "greedy"}),
     "gpt_bigcode": ("gpt_bigcode", {"multi_query": True}),
     "gpt_bigcode-heads": ("gpt_bigcode", {"multi_query": False}),
-    "gemma4": ("gemma4_text", GEMMA | GEMMA4 | {"attention_k_eq_v": False}),
+    "gemma4-alone": ("gemma4_text", GEMMA | GEMMA4 | {"attention_k_eq_v": False}),
     "gemma4-global": ("gemma4_text", GEMMA | GEMMA4 | {"num_global_key_value_heads": 1}),
     "mimo": ("mimo_v2_flash", EXPERTS | GEMMA | {"v_head_dim": 24, "layer_types": HYBRID}),
-    "gemma3-shared": ("gemma3n_text", GEMMA | {"layer_types": HYBRID, "num_kv_shared_layers": 2}),
 }
 
 
@@ -58,7 +57,9 @@ def test_shapes_are_those_that_the_cache_receives(name):
     assert {shape.heads for shape in shapes if shape} == {4}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window", "falcon", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "mistral-window", "falcon", "deepseek_v3", "llama4"]
+)
 def test_windows_are_what_a_cache_keeps(name):
     model = kvtool.attach(family_model(name))
     cache = kvtool.build_cache(model, "full")
@@ -86,7 +87,9 @@ def test_real_models_store_what_their_papers_say():
     assert layer_shapes(falcon_40b, "bfloat16")[0] == LayerShape(128, 128, 64, 64, 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3", "falcon", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "deepseek_v3", "falcon", "lfm2", "gemma3n", "llama4"]
+)
 def test_a_document_tells_the_same_layers(name):
     config = family_model(name).config
     shapes = layer_shapes(config, "bfloat16")
@@ -102,7 +105,9 @@ def test_head_scores_are_of_the_heads_that_store(tmp_path):
     assert cache.link.head_ranks.tolist() == [[1], [3], [0], [2]]
 
 
-@pytest.mark.parametrize("name", ["falcon", "deepseek_v3", "gemma3", "lfm2", "gptj"])
+@pytest.mark.parametrize(
+    "name", ["falcon", "deepseek_v3", "gemma3", "lfm2", "gptj", "gemma4", "llama4"]
+)
 def test_a_saved_cache_is_checked_against_the_configuration(tmp_path, monkeypatch, name):
     """The model runs for the states of a recurrence alone."""
     model, path = kvtool.attach(family_model(name)), tmp_path / "c.safetensors"
@@ -118,7 +123,9 @@ def test_a_saved_cache_is_checked_against_the_configuration(tmp_path, monkeypatc
     assert len(forwards) == (name == "lfm2")
 
 
-@pytest.mark.parametrize("name", ["gemma4", "mimo", "deepseek_v3", "falcon-new"])
+@pytest.mark.parametrize(
+    "name", ["gemma4", "gemma4-alone", "mimo", "deepseek_v3", "falcon-new", "llama4"]
+)
 def test_bytes_hold_where_layers_are_unlike_each_other(name):
     """The next budget, one token more in every layer that is free, would be too large."""
     model, size = kvtool.attach(tiny_model(name)), 80_000

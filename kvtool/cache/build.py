@@ -14,7 +14,7 @@ from kvtool.cache.hooks.attach import attach
 from kvtool.cache.hooks.attachment import attachment
 from kvtool.cache.hooks.head_ranks import rank_model
 from kvtool.cache.hooks.rope_probe import find_rotations
-from kvtool.cache.layers import attention_layers, check_layers
+from kvtool.cache.layers import attention_layers, check_layers, check_shared
 from kvtool.cache.storage.tensor_parallel import shards_of
 from kvtool.cache.text import ModelLink
 from kvtool.documents.plan import PlanDocument
@@ -66,6 +66,7 @@ def build_cache(
     policy = parse_policy(policy)
     config = model.config.get_text_config(decoder=True)
     check_layers(config)
+    check_shared(config, policy)
     plan = None if plan is None else read_plan(plan)
     if plan is not None:
         if budget is not None:

@@ -72,7 +72,8 @@ class KVCache(CacheState):
             block, last, group = None, True, self.groups.by_layer.get(layer.index)
         placement = running.placement
         told = not decoding or placement is not None or self._watcher is not None
-        context = StepContext(self.settings.kernel, block, last, placement, group, told)
+        lent = layer.index in self.lending
+        context = StepContext(self.settings.kernel, block, last, placement, group, told, lent)
         taken = raw_key, raw_value, key_states, value_states
         set_pending(PendingStep(self, layer, *taken, decoding, context))
         return raw_key, raw_value

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.storage.chunked import ChunkedSlotLayer
 from kvtool.cache.storage.deferred import Deferred
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.hybrid import HybridSlotLayer
@@ -21,32 +21,27 @@ from kvtool.cache.storage.rope_shift import RopeShift
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.errors import KvtoolError
 from kvtool.maths.rope import Rotation
+from kvtool.model_shape import FREE, SLIDING
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
-from kvtool.transformers_versions import layer_types, shares_caches
-
-_ATTENTION = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
+from kvtool.transformers_versions import layer_types, lending_layers, stock_layers
 
 
 def attention_layers(config: PreTrainedConfig) -> list[int]:
     """Indices of the layers that get slots."""
-    return [i for i, (kind, _) in enumerate(layer_types(config)) if kind in _ATTENTION]
+    return [i for i, (kind, _) in enumerate(layer_types(config)) if kind in FREE + SLIDING]
 
 
 def check_layers(config: PreTrainedConfig) -> None:
     """Refuse layers that this cache cannot hold.
 
     Raises:
-        KvtoolError: shared, chunked or indexed attention; no attention at all.
+        KvtoolError: indexed attention, or another that is not known here; no attention at all.
     """
     kinds = [kind for kind, _ in layer_types(config)]
-    if shares_caches(config):
-        raise KvtoolError(
-            f"`{config.model_type}` lets layers share a cache, which eviction here does not support"
-        )
-    known = set(_ATTENTION)
+    known = set(FREE + SLIDING)
     stock = {"linear_attention", "conv", "mamba", "dummy", "recurrent", "moe", "mlp"}
     for kind in kinds:
         if kind not in known | stock:
@@ -57,6 +52,30 @@ def check_layers(config: PreTrainedConfig) -> None:
         raise KvtoolError(
             f"`{config.model_type}` has no attention layers, so there is no cache to compress"
         )
+
+
+def check_shared(config: PreTrainedConfig, policy: Policy) -> None:
+    """Refuse a policy that does more than evict, where layers read the keys of another.
+
+    Raises:
+        KvtoolError: one that reads a part of the keys, changes what is kept, or keeps different
+            counts in the heads of a layer.
+    """
+    if not lending_layers(config):
+        return
+    asked = {
+        "reads a part of the keys": policy.reader,
+        "changes or sets aside what is evicted": policy.on_evict,
+        "keeps different counts in the heads of a layer": policy.head_split,
+        "places tokens anew": policy.score.positions == "cache" or None,
+    }
+    for what, part in asked.items():
+        if part is not None:
+            raise KvtoolError(
+                f"policy `{policy}` {what}, which layers of `{config.model_type}` that read "
+                "the keys of another layer cannot follow",
+                hint="take a policy that evicts only, such as h2o or snapkv",
+            )
 
 
 def make_layers(
@@ -81,8 +100,8 @@ def make_layers(
     for i, (kind, options) in enumerate(layer_types(config)):
         window = options.get("sliding_window")
         own = policy if window is None else sliding
-        if kind not in _ATTENTION:
-            layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**options))
+        if kind not in FREE + SLIDING:
+            layers += stock_layers(kind, options)
             continue
         parts = _parts(own, i, exact=exact)
         if rotations:
@@ -93,7 +112,8 @@ def make_layers(
             states = options.get("number_of_states", 1)
             layer: SlotLayer = HybridSlotLayer(i, own, window, parts, meter, states)
         else:
-            layer = SlotLayer(i, own, window, parts, meter)
+            made = ChunkedSlotLayer if kind == "chunked_attention" else SlotLayer
+            layer = made(i, own, window, parts, meter)
         layers.append(layer)
         slot_layers.append(layer)
         if window is None:

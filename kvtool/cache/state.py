@@ -30,6 +30,7 @@ from kvtool.errors import KvtoolError
 from kvtool.maths.rope import Rotation
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget
+from kvtool.transformers_versions import lending_layers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,6 +43,7 @@ class CacheState(Cache):
         settings: what it was made with.
         link: the model that it was built for.
         slot_layers: the attention layers.
+        lending: the layers whose keys and values later ones read.
         recurrent: whether any layer has a recurrence.
         linear: which layers have nothing else.
         meter: bytes of keys and values of all layers.
@@ -73,6 +75,7 @@ class CacheState(Cache):
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]
         self.recurrent = any(recurrent)
+        self.lending = lending_layers(config)
         slots = [isinstance(layer, SlotLayer) for layer in layers]
         self.linear = [a and not b for a, b in zip(recurrent, slots, strict=True)]
         self.link = link or ModelLink()

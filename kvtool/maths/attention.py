@@ -128,7 +128,12 @@ def weighted_values(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def visible_keys(
-    query_positions: Tensor, key_positions: Tensor, window: int | None = None
+    query_positions: Tensor,
+    key_positions: Tensor,
+    window: int | None = None,
+    *,
+    chunked: bool = False,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """Mark the keys that each query may see: stored, not later, inside the sliding window.
 
@@ -143,6 +148,10 @@ def visible_keys(
             softmax stays finite.
         key_positions: (batch, kv_heads, kv_len); -1 marks an empty slot.
         window: width of a sliding window, in tokens, the query itself included.
+        chunked: whether windows stand side by side in place of sliding: a query at position p sees
+            keys from p - p % window on.
+        spans: (batch, q_len, 2) positions of a first and a last key that a query sees as well,
+            whatever the rest says.
 
     Returns:
         bool (batch, kv_heads, 1, q_len, kv_len).
@@ -151,5 +160,9 @@ def visible_keys(
     key = key_positions[:, :, None, :]
     visible = (key >= 0) & (key <= query)
     if window is not None:
-        visible = visible & (key > query - window)
+        first = query - query % window if chunked else query - window + 1
+        visible = visible & (key >= first)
+    if spans is not None:
+        low, high = spans[:, None, :, :1], spans[:, None, :, 1:]
+        visible = visible | ((key >= low) & (key <= high) & (key >= 0))
     return (visible | (query < 0))[:, :, None]

@@ -49,12 +49,10 @@ def test_a_small_budget_holds(family):
         for mode in ("full", "block:16"):
             cache = kvtool.build_cache(model, policy, 20, prefill=mode)
             assert run(model, cache).isfinite().all()
-            for layer in cache.layers:
-                if not hasattr(layer, "positions"):
-                    continue
+            for layer in cache.slot_layers:
                 limit = 20 if layer.window is None else layer.window - 1
                 generated = NEW if policy.startswith("snapkv") and layer.window is None else 0
-                assert layer.kept == limit + generated
+                assert layer.slots.kept == limit + generated
                 if not generated:
                     assert layer.keys.shape[2] == layer.values.shape[2] == limit + 1
 
@@ -90,8 +88,11 @@ def test_padded_rows_are_the_rows_alone(family, mode):
         ("deepseek_v32", {}, "selects keys by their index"),
         ("mamba2", {}, "no attention layers"),
         ("t5", {}, "encoder-decoder"),
-        ("gemma3n_text", {}, "share a cache"),
-        ("llama4_text", {}, "`chunked_attention` layers"),
+        ("jetmoe", {}, "deals its KV heads out"),
+        ("minimax", {}, "a cache class of its own"),
+        ("mllama_text_model", {}, "keys of images beside its text"),
+        ("qwen4_exp_text", {}, "selects keys by their index"),
+        ("inkling_text", {}, "bias by a key's distance"),
     ],
 )
 def test_what_cannot_work_is_refused(kind, changes, reason):

@@ -8,6 +8,7 @@ from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.documents.model_shape import ModelShape
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
+from kvtool.model_shape import layer_shapes
 from kvtool.planning.forecast import Text, forecast
 from kvtool.planning.growth import grown
 from kvtool.planning.held import even_budgets
@@ -66,7 +67,7 @@ def bytes_of(cache) -> int:
 def forecast_of(model, policy, budget, n, new, batch=2):
     shape = ModelShape.of(model.config, name="m", dtype=str(model.dtype).removeprefix("torch."))
     text = Text(n, new, batch, shape.vocabulary)
-    layers = shape.layer_shapes()
+    layers = layer_shapes(model.config, shape.dtype)
     budgets = even_budgets(policy, budget or n, layers, text)
     return forecast(policy, layers, budgets, text)
 
@@ -97,7 +98,7 @@ def test_every_modifier_is_tried():
 @pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["h2o", "snapkv(window=4)", "rocketkv(window=4)", "quest"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "falcon_h1", "lfm2", "llama4"])
 def test_families_and_dtypes(family, dtype, policy):
     model = kvtool.attach(family_model(family).to(dtype))
     held, _ = most_held(model, policy, 24, 60, 6)
@@ -105,7 +106,7 @@ def test_families_and_dtypes(family, dtype, policy):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv(window=4)"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "falcon"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "falcon", "gemma3n", "gemma4"])
 def test_latents_and_one_head_for_all(family, policy):
     model = kvtool.attach(family_model(family))
     held, _ = most_held(model, policy, 24, 60, 6)

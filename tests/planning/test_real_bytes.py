@@ -25,7 +25,8 @@ def profiled(shape):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "falcon", "deepseek_v3", "qwen3_next", "falcon_h1"]
+    "family",
+    ["llama", "gemma3", "falcon", "deepseek_v3", "qwen3_next", "falcon_h1", "gemma3n", "llama4"],
 )
 def test_planned_bytes_are_held(family):
     model = attach(family_model(family))

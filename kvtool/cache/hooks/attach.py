@@ -57,7 +57,7 @@ def _exchange(model: PreTrainedModel) -> None:
     if not model._can_set_attn_implementation():
         raise KvtoolError(
             f"the attention of `{model.config.model_type}` cannot be replaced: "
-            "it predates transformers' interface"
+            "its code does not go through transformers' interface"
         )
     model.set_attn_implementation(IMPLEMENTATION)
     if model.config._attn_implementation != IMPLEMENTATION:

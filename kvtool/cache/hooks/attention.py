@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kvtool.cache.steps.call import Call
+from kvtool.cache.hooks.spans import later_columns
+from kvtool.cache.steps.borrow import attend_borrowed
+from kvtool.cache.steps.call import Call, StepContext
+from kvtool.cache.steps.lent import any_lent, find_lent
 from kvtool.cache.steps.pending import take_mask_target, take_pending
 from kvtool.cache.steps.step import run_step
+from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.errors import KvtoolError
 
@@ -26,11 +31,12 @@ def kvtool_mask(
     attention_mask: Tensor | None = None,
     **kwargs,
 ) -> Tensor | None:
-    """The mask that a model passes on for a kvtool cache: the positions of the new tokens.
+    """Make the mask that a model passes on for a kvtool cache: the positions of the new tokens.
 
     Returns:
-        (batch, 1, q_len, 1) int64 true positions, -1 = padding; None where no row has padding.
-        Without a kvtool cache, the mask of scaled dot product attention.
+        (batch, 1, q_len, n) int64: true positions, -1 = padding, where a row has padding; then the
+        first and the last new token that each sees (`Call.spans`), where some see later ones. None
+        where neither is. Without a kvtool cache, the mask of scaled dot product attention.
     """
     target = take_mask_target()
     if target is None:
@@ -44,12 +50,25 @@ def kvtool_mask(
             attention_mask=attention_mask,
             **kwargs,
         )
-    if kwargs.get("use_vmap", False):
-        raise KvtoolError("only causal and sliding-window masks are supported with a kvtool cache")
-    if attention_mask is None:
-        return None
     layer, decoding = target
-    if decoding and not layer.padded:
+    plain = kwargs.get("allow_is_causal_skip", True) and not kwargs.get("use_vmap", False)
+    spans = None
+    if not (plain or decoding):
+        spans = later_columns(mask_function, attention_mask, q_length, q_offset, batch_size, kwargs)
+    positions = _padded_positions(layer, decoding, attention_mask, q_length, q_offset)
+    if spans is None:
+        return None if positions is None else positions[:, None, :, None]
+    if positions is None:
+        return (layer.seen + spans)[:, None]
+    both = torch.stack([positions.gather(1, columns) for columns in spans.unbind(-1)], -1)
+    return torch.cat([positions[..., None], both], -1)[:, None]
+
+
+def _padded_positions(
+    layer: SlotLayer, decoding: bool, attention_mask: Tensor | None, q_length: int, q_offset: int
+) -> Tensor | None:
+    """True positions of new tokens, (batch, q_len), -1 = padding; None where no row has any."""
+    if attention_mask is None or (decoding and not layer.padded):
         return None
     new = attention_mask[:, q_offset : q_offset + q_length].bool()
     if decoding and SparseIndex.of(layer) is not None and not bool(new.all()):
@@ -61,7 +80,7 @@ def kvtool_mask(
         return None
     start = q_offset if layer.lengths is None else layer.lengths[:, None].to(new.device)
     positions = start + new.long().cumsum(-1) - 1
-    return torch.where(new, positions, -1)[:, None, :, None]
+    return torch.where(new, positions, -1)
 
 
 def kvtool_attention(
@@ -90,28 +109,43 @@ def kvtool_attention(
             raise KvtoolError(
                 f"this model passes `{name}` to its attention, which a kvtool cache cannot honour"
             )
+
+    def make_call(context: StepContext, raw_key: Tensor, raw_value: Tensor) -> Call:
+        mask = attention_mask
+        told = 0 if mask is None else mask.shape[-1]  # see `kvtool_mask`
+        return Call(
+            query=query,
+            key=key,
+            value=value,
+            raw_key=raw_key,
+            raw_value=raw_value,
+            positions=None if mask is None or told == 2 else mask[:, 0, :, 0].to(query.device),
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=softcap,
+            sinks=s_aux,
+            spans=None if mask is None or told == 1 else mask[:, 0, :, -2:].to(query.device),
+            context=context,
+        )
+
     step = take_pending(key.shape[2])
     if step is None:
+        lent = find_lent(key)
+        if lent is not None:
+            call = make_call(replace(lent.context, lent=False), key, value)
+            return attend_borrowed(lent, call).transpose(1, 2).contiguous(), None
+        if getattr(module, "is_kv_shared_layer", False) and any_lent():
+            raise KvtoolError(
+                "a layer that reads the keys of another has to be on its device",
+                hint="load the model with another device_map",
+            )
         return _stock(
             module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs
         )
     if kwargs.get("output_attentions"):
         raise KvtoolError("output_attentions is not available with a kvtool cache")
-    positions = None if attention_mask is None else attention_mask[:, 0, :, 0].to(query.device)
+    call = make_call(step.context, step.raw_key, step.raw_value)
     if not step.decoding:
-        step.owner.begin_block(step.layer, query.shape[1], positions, query.shape[2])
-    call = Call(
-        query=query,
-        key=key,
-        value=value,
-        raw_key=step.raw_key,
-        raw_value=step.raw_value,
-        positions=positions,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        context=step.context,
-    )
+        step.owner.begin_block(step.layer, query.shape[1], call.positions, query.shape[2])
     out = run_step(step.layer, call, step.decoding)
     if step.context.told:
         step.owner.end_step(step, call, out)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.logits import answer_logits, ask_logits
 from kvtool.cache.hooks.position_ids import place
+from kvtool.cache.steps.lent import forget_lent
 from kvtool.cache.steps.pending import forget_pending
 from kvtool.errors import UsageError
 
@@ -61,6 +62,7 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
 def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any], KVCache | None]:
     """Return the arguments of a forward that begins, and its kvtool cache if it has one."""
     forget_pending()
+    forget_lent()
     given = _named(module, args, kwargs) if args else kwargs
     cache = given.get("past_key_values")
     if not isinstance(cache, KVCache):
@@ -71,6 +73,7 @@ def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any]
 
 
 def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+    forget_lent()
     given = _named(module, args, kwargs) if args else kwargs
     cache = given.get("past_key_values")
     if isinstance(cache, KVCache) and cache.surprisals is None:

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from kvtool.cache.steps.attend_triton import can_count, count_slots
 from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.lent import Lent, lend
 from kvtool.cache.steps.rope_shift import shift_decoded
 from kvtool.cache.steps.view import decode_needs_rows, decode_rows
 from kvtool.cache.storage.layer import SlotLayer
@@ -45,13 +46,12 @@ def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken
     """Attend the slots in use by a token that stands among them."""
     if layer.parts:
         call = shift_decoded(layer, call)
-    slots, visible = layer.slots, None
-    if layer.lengths is not None or slots.write_pos is not None:
-        visible = (slots.positions[:, :, : slots.used] >= 0)[:, :, None, None]
+    visible = visible_slots(layer)
+    if call.context.lent:
+        lend(Lent(layer, call.key, call.context, visible=visible))
     observed = layer.policy.needs_all_rows or decode_needs_rows(layer)
     if not (observed or needs_lse or call.needs_weights):
-        mask = None if visible is None else visible[:, :, 0]
-        return AttendedToken(packed_attention(call.query, call.key, call.value, mask, call.scale))
+        return AttendedToken(attend_unseen(call, visible))
     on_device = call.query.device.type in TRITON_DEVICES
     if on_device and not needs_lse and can_count(layer, call, Family.SLOTS):
         out, rows = count_slots(layer, call)
@@ -70,6 +70,32 @@ def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken
         )
     counted = decode_rows(layer, weights, call.positions) if observed else None
     return AttendedToken(weighted_values(weights, call.value), lse, counted)
+
+
+def visible_slots(layer: SlotLayer) -> Tensor | None:
+    """Mark the slots that a decoded token may see: bool (batch, kv_heads, 1, 1, slots).
+
+    Returns:
+        None where it may see all.
+    """
+    positions = layer.slots.positions[:, :, : layer.slots.used]
+    if layer.chunked and layer.window is not None:
+        newest = layer.tokens_seen - 1
+        visible = positions >= newest - newest % layer.window
+    elif layer.lengths is not None or layer.slots.write_pos is not None:
+        visible = positions >= 0
+    else:
+        return None
+    return visible[:, :, None, None]
+
+
+def attend_unseen(call: Call, visible: Tensor | None) -> Tensor:
+    """Attend by a decoded token whose weights nobody wants: (batch, heads, 1, value_dim)."""
+    if call.needs_weights:
+        weights = call_weights(call, call.query, call.key, visible)
+        return weighted_values(weights, call.value)
+    mask = None if visible is None else visible[:, :, 0]
+    return packed_attention(call.query, call.key, call.value, mask, call.scale)
 
 
 def call_weights(call: Call, query: Tensor, key: Tensor, visible: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ Queries go in chunks, so that nothing of size prompt x prompt is ever held.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from kvtool.cache.steps.attend import call_weights, call_weights_lse
 from kvtool.cache.steps.attend_triton import can_count, can_run, count_block
 from kvtool.cache.steps.block import Block, RowWatcher, store_block, vote_weights
 from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.lent import Lent, lend
 from kvtool.cache.steps.rope_shift import shift_block
 from kvtool.cache.steps.view import last_query_columns, make_rows
 from kvtool.cache.storage.calibration import Calibration
@@ -58,16 +59,18 @@ class OwnBlock:
     def attend(self, layer: SlotLayer, block: Block, observed: bool) -> Tensor:
         """Attend, and show all rows to whoever observes: (batch, heads, q_len, value_dim)."""
         call, calibration = self.call, Calibration.of(layer)
+        if call.context.lent:
+            lend(Lent(layer, call.key, call.context, block))
         if calibration is not None:
             calibration.set_scale(call.scale, call.softcap)
             calibration.begin_block(call.query, call.value.shape[-1], block.new)
         corrected = calibration is not None and calibration.active
         if not (observed or call.needs_weights or corrected):
             masked = needs_mask(layer, call, block) and can_run(call, Family.ROWS, layer.window)
-            if masked:
+            if masked and not _odd(layer, call):
                 return count_block(layer, call, block, False)
             return fused_block(layer, call, block)
-        if not corrected and can_count(layer, call, Family.ROWS):
+        if not (corrected or _odd(layer, call)) and can_count(layer, call, Family.ROWS):
             return count_block(layer, call, block, observed)
         return explicit_block(layer, call, block, observed)
 
@@ -98,16 +101,26 @@ class OwnBlock:
 
 def needs_mask(layer: SlotLayer, call: Call, block: Block) -> bool:
     """Whether `fused_block` has to make masks, with which sdpa may write all weights on a GPU."""
-    if call.context.kernel == "flash_attention_2" and not layer.padded:
+    if _runs_flash(layer, call):
         return False
-    return layer.padded or layer.window is not None or block.kept > 0
+    return layer.padded or layer.window is not None or block.kept > 0 or call.spans is not None
+
+
+def _odd(layer: SlotLayer, call: Call) -> bool:
+    """Whether queries see another part of the keys than all before them, or a sliding window."""
+    return layer.chunked or call.spans is not None
+
+
+def _runs_flash(layer: SlotLayer, call: Call) -> bool:
+    flash = call.context.kernel == "flash_attention_2"
+    return flash and not layer.padded and not _odd(layer, call)
 
 
 def fused_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:
     """Attend a block by a kernel that writes no weights: (batch, heads, q_len, value_dim)."""
     q_len, heads = call.q_len, call.query.shape[1]
     grouped = heads != call.key.shape[1]
-    if call.context.kernel == "flash_attention_2" and not layer.padded:
+    if _runs_flash(layer, call):
         return _flash_block(layer, call)
     if not needs_mask(layer, call, block):
         return functional.scaled_dot_product_attention(
@@ -115,8 +128,8 @@ def fused_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:
         )
     parts = []
     for start, stop in _chunks(layer, q_len, _MASKED_ROWS):
-        low, high = _reach(layer, block, start, stop)
-        mask = _visible(layer, block, start, stop, low, high)
+        low, high = _reach(layer, call, block, start, stop)
+        mask = _visible(layer, call, block, start, stop, low, high)
         if mask.shape[1] > 1:
             mask = mask.expand(-1, -1, heads // mask.shape[1], -1, -1)
         parts.append(
@@ -152,14 +165,15 @@ def explicit_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -
     """Attend a block by weights in full, chunk by chunk, which are shown to whoever observes."""
     parts = []
     valid = block.new >= 0 if layer.padded else None
-    causal = not layer.padded and layer.window is None  # all but the chunk's own keys are visible
+    plain = not (layer.padded or _odd(layer, call))
+    causal = plain and layer.window is None  # all but the chunk's own keys are visible
     watch = RowWatcher(layer, block) if observed else None
     calibration = Calibration.of(layer)
     if calibration is not None and not calibration.active:
         calibration = None
     for start, stop in _chunks(layer, call.q_len, _EXPLICIT_ROWS):
-        low, high = _reach(layer, block, start, stop)
-        visible = _visible(layer, block, start, stop, low, high)
+        low, high = _reach(layer, call, block, start, stop)
+        visible = _visible(layer, call, block, start, stop, low, high)
         query, key = call.query[:, :, start:stop], call.key[:, :, low:high]
         unsure = visible[..., block.kept + start :] if causal else visible
         if calibration is None:
@@ -196,21 +210,32 @@ def _last_of_prompt(layer: SlotLayer, call: Call, block: Block) -> tuple[Tensor,
 def last_rows(layer: SlotLayer, call: Call, block: Block) -> AttentionRows:
     """Weights of the last queries of a prompt, or the sum of their votes."""
     query, new = _last_of_prompt(layer, call, block)
+    visible = partial(visible_keys, key_positions=block.view.positions)
+    spans = None if call.spans is None else _last_spans(layer, call.spans, block, new)
     weights = vote_weights(layer, block, new.shape[1])
     if weights is None:
-        return _rows_of(layer, call, block, query, new)
+        return _rows_of(layer, call, query, new, visible(new, spans=spans))
     votes = []
     for start in range(0, new.shape[1], _EXPLICIT_ROWS):
         part = slice(start, start + _EXPLICIT_ROWS)
-        rows = _rows_of(layer, call, block, query[:, :, part], new[:, part])
+        own = None if spans is None else spans[:, part]
+        seen = visible(new[:, part], spans=own)
+        rows = _rows_of(layer, call, query[:, :, part], new[:, part], seen)
         votes.append(rows.summed(weights[:, part]).weights)
     return AttentionRows(reduce(Tensor.add_, votes))
 
 
+def _last_spans(layer: SlotLayer, spans: Tensor, block: Block, new: Tensor) -> Tensor:
+    """Spans of the last queries; those of an earlier block see nothing later."""
+    columns = last_query_columns(layer, block.new)[..., None]
+    own = spans.gather(1, columns.expand(len(spans), -1, 2))
+    earlier = new[:, : new.shape[1] - own.shape[1], None].expand(len(own), -1, 2)
+    return torch.cat([earlier, own], 1)
+
+
 def _rows_of(
-    layer: SlotLayer, call: Call, block: Block, query: Tensor, new: Tensor
+    layer: SlotLayer, call: Call, query: Tensor, new: Tensor, visible: Tensor
 ) -> AttentionRows:
-    visible = visible_keys(new, block.view.positions)
     weights = call_weights(call, query, call.key, visible)
     return make_rows(layer, weights, visible[:, :, 0], new >= 0 if layer.padded else None)
 
@@ -221,21 +246,28 @@ def _chunks(layer: SlotLayer, q_len: int, rows: int) -> list[tuple[int, int]]:
     return [(start, min(start + rows, q_len)) for start in range(0, q_len, rows)]
 
 
-def _reach(layer: SlotLayer, block: Block, start: int, stop: int) -> tuple[int, int]:
+def _reach(layer: SlotLayer, call: Call, block: Block, start: int, stop: int) -> tuple[int, int]:
     """First and last key that a chunk of queries can see."""
+    if call.spans is not None:
+        return 0, call.key.shape[2]
     low = 0
     if layer.window is not None and not layer.padded:
         low = max(0, block.kept + start - layer.window + 1)
     return low, block.kept + stop
 
 
-def _visible(layer: SlotLayer, block: Block, start: int, stop: int, low: int, high: int) -> Tensor:
+def _visible(
+    layer: SlotLayer, call: Call, block: Block, start: int, stop: int, low: int, high: int
+) -> Tensor:
     """Mask of a chunk: bool (batch or 1, kv_heads or 1, 1, rows, keys)."""
-    if layer.padded:
+    if layer.padded or _odd(layer, call):
         positions = block.view.positions[:, :, low:high]
         if block.kept == 0:
             positions = positions[:, :1]  # no head has lost anything yet
-        return visible_keys(block.new[:, start:stop], positions, layer.window)
+        spans = None if call.spans is None else call.spans[:, start:stop]
+        query = block.new[:, start:stop]
+        chunked = layer.chunked
+        return visible_keys(query, positions, layer.window, chunked=chunked, spans=spans)
     device = block.new.device
     query = torch.arange(block.kept + start, block.kept + stop, device=device)[:, None]
     key = torch.arange(low, high, device=device)

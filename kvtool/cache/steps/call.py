@@ -52,6 +52,7 @@ class StepContext:
         placement: where the model has placed the new tokens, where a layer places them anew.
         group: the layers that this one decides with; None: it decides alone.
         told: whether the cache wants to know when the step has run.
+        lent: whether later layers read the keys and values of this one.
     """
 
     kernel: str = "sdpa"
@@ -60,6 +61,7 @@ class StepContext:
     placement: Placement | None = None
     group: LayerGroup | None = None
     told: bool = True
+    lent: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Call:
         raw_key, raw_value: what `update` returned, as it is stored.
         positions: (batch, q_len) int64 true position of each new token, -1 = padding; None where
             nothing is padded.
+        spans: (batch, q_len, 2) int64 positions of the first and the last new token that a query
+            sees, beside those before it: images are seen from both sides; None: none.
         scale, softcap, sinks: as for `attention_weights`; the sinks of a whole layer as (heads,).
         context: what the forward is like.
     """
@@ -86,6 +90,7 @@ class Call:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    spans: Tensor | None = None
     context: StepContext = StepContext()
 
     @property

@@ -86,6 +86,7 @@ def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
         block = call.context.block
         if block is None or call.q_len <= block:
             return run_block(layer, OwnBlock(call), call.q_len).out
+        _check_split(call)
         return _run_blocks(layer, call, block)
     if layer.parts:
         return _decode_with_parts(layer, call)
@@ -139,6 +140,21 @@ def _check_latent(layer: SlotLayer) -> None:
             )
     if shift is not None and shift.rotation is not None:
         raise KvtoolError("positions=cache needs keys that are stored as they are attended")
+
+
+def _check_split(call: Call) -> None:
+    """Refuse to split a block inside a layer, where somebody needs it whole."""
+    why = None
+    if call.context.lent:
+        why = "a layer whose keys other layers read"
+    elif call.spans is not None:
+        why = "a layer that sees images from both sides"
+    if why is not None:
+        raise KvtoolError(
+            f"a prompt of {call.q_len} tokens cannot be split inside {why}",
+            hint="build the cache with prefill full, or feed the prompt in blocks of "
+            f"{call.context.block} tokens",
+        )
 
 
 def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:

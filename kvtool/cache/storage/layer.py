@@ -52,6 +52,7 @@ class SlotLayer(TokenCounts, BatchLayer):
     """
 
     slots: SlotBuffers
+    chunked = False  # whether windows stand side by side in place of sliding
 
     def __init__(
         self,
