@@ -66,9 +66,15 @@ class Seen:
             self.key[heads, : kept + stop],
             scale=call.scale,
             window=self.step.layer.window,
+            chunks_from=self._first_position if self.step.layer.chunked else None,
             softcap=call.softcap,
             sinks=sinks,
         )
+
+    @property
+    def _first_position(self) -> int:
+        """Position of the first key, in a layer that keeps what came last."""
+        return self.step.layer.seen - self.key.shape[1]
 
     def group_rows(self) -> Iterator[tuple[int, Tensor]]:
         """Average the weights of the query heads that share a KV head, a few rows at a time.
@@ -99,6 +105,7 @@ def row_weights(
     *,
     scale: float,
     window: int | None = None,
+    chunks_from: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, int]:
@@ -111,6 +118,8 @@ def row_weights(
         query: (kv_heads, group, rows, head_dim), those of the last `rows` keys.
         key: (kv_heads, kv_len, head_dim).
         window: width of a sliding window, the query itself included.
+        chunks_from: position of the first key, where windows stand side by side in place of
+            sliding.
         softcap, sinks: as for `attention_weights`, the sinks as (kv_heads, group).
 
     Returns:
@@ -130,6 +139,10 @@ def row_weights(
     if window is not None:
         beyond = torch.ones(rows, logits.shape[-1], dtype=torch.bool, device=key.device)
         logits.masked_fill_(beyond.tril(first - window - low), float("-inf"))
+    if window is not None and chunks_from is not None:
+        place = chunks_from + torch.arange(low, key.shape[1], device=key.device)
+        own = place[first - low :, None]
+        logits.masked_fill_(place < own - own % window, float("-inf"))
     if sinks is None:
         return logits.softmax(-1), low
     column = sinks.float()[:, :, None, None].expand(-1, -1, rows, 1)

@@ -6,7 +6,9 @@ import torch
 import kvtool
 from kvtool.cache.layers import check_shared
 from kvtool.generation import decode_step, prefill
+from kvtool.maths.attention import attention_weights
 from kvtool.policies.grammar import parse_policy
+from kvtool.profiling.seen import row_weights
 from tests.models_for_tests import family_model, random_ids
 
 LENGTH, NEW, BUDGET = 60, 6, 20
@@ -95,6 +97,20 @@ def test_a_step_of_fixed_shapes_is_the_step(family, policy):
         expected = decode_step(model, caches[1], token[None])
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
     assert fixed[-1]
+
+
+def test_profiles_weigh_the_keys_of_a_chunk():
+    source = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 3, 5, 8, generator=source), torch.randn(2, 9, 8, generator=source)
+    weights, low = row_weights(query, key, scale=0.5, window=6, chunks_from=4)
+    visible = torch.zeros(5, 9, dtype=torch.bool)
+    for row in range(5):  # positions 8 to 12, over keys at 4 to 12
+        for column in range(9):
+            mine, theirs = row + 8, column + 4
+            visible[row, column] = theirs <= mine and theirs // 6 == mine // 6
+    expected = attention_weights(query[None], key[None], scale=0.5, visible=visible)[0]
+    torch.testing.assert_close(weights, expected[..., low:])
+    assert not expected[..., :low].any()
 
 
 def test_a_chunked_layer_forgets_at_a_chunks_end():

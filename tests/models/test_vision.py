@@ -106,6 +106,18 @@ def test_a_small_budget_is_the_model_that_sees_what_was_kept(family, policy):
     assert (whole - ours).abs().max() > 1e-2  # something that was evicted is missed
 
 
+def test_places_in_the_cache_are_refused_where_images_have_rows_and_columns():
+    with pytest.raises(kvtool.KvtoolError, match="by rows and columns"):
+        kvtool.build_cache(model_of("qwen2_5_vl"), "streaming(positions=cache)", BUDGET)
+
+
+def test_a_prompt_with_images_seen_from_both_sides_is_not_split_inside_a_layer():
+    model = kvtool.attach(model_of("gemma3"))
+    cache = kvtool.build_cache(model, "h2o", BUDGET, prefill="block:16")
+    with pytest.raises(kvtool.KvtoolError, match="images from both sides"):
+        generated(model, "gemma3", cache)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
 def test_a_padded_prompt_with_an_image_is_the_prompt_alone(family):

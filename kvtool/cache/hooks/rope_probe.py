@@ -59,6 +59,8 @@ def _check(model: PreTrainedModel) -> None:
         reason = "runs its own eager attention"
     elif stores_latents(text):
         reason = "stores latents in place of keys"
+    elif hasattr(model.config, "vision_config") and "mrope_section" in (text.rope_parameters or {}):
+        reason = "places the tokens of images by rows and columns (M-RoPE)"
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         reason = "takes no position ids"
     for module in model.modules():
