@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kvtool.cache.files.load import load_cache
     from kvtool.cache.files.save import save_cache
     from kvtool.cache.hooks.attach import detach
+    from kvtool.calls.compress import compress
+    from kvtool.calls.generate import generate
     from kvtool.errors import KvtoolError, UsageError
     from kvtool.evaluation.evaluate import evaluate
     from kvtool.evaluation.profile import profile
@@ -28,6 +30,8 @@ _HOMES = {
     "detach": "kvtool.cache.hooks.attach",
     "save_cache": "kvtool.cache.files.save",
     "load_cache": "kvtool.cache.files.load",
+    "compress": "kvtool.calls.compress",
+    "generate": "kvtool.calls.generate",
     "evaluate": "kvtool.evaluation.evaluate",
     "profile": "kvtool.evaluation.profile",
     "KvtoolError": "kvtool.errors",
@@ -41,9 +45,11 @@ __all__ = [
     "UsageError",
     "attach",
     "build_cache",
+    "compress",
     "compressed",
     "detach",
     "evaluate",
+    "generate",
     "load_cache",
     "parse_policy",
     "profile",

@@ -99,6 +99,20 @@ def started() -> Processes:
     return Processes(rank, count, local)
 
 
+def check_alone(command: str) -> None:
+    """Refuse to do the same work in each of several processes.
+
+    Raises:
+        UsageError: this is one of several.
+    """
+    count = started().count
+    if count > 1:
+        raise UsageError(
+            f"{count} processes were started, and kvtool {command} runs in one",
+            hint="generate --tensor-parallel splits the model over them, eval shares its samples",
+        )
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[Processes]:
     """Connect this process with the others that were started with it.

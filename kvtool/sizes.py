@@ -165,6 +165,11 @@ class Budget:
             return value
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise UsageError(f"budget {quote(value)} is not a size", hint=_EXAMPLES)
+        if isinstance(value, float) and value > 1:
+            raise UsageError(
+                f"budget ratio {value} is above 1 (100%)",
+                hint="a decimal number is a share of the prompt; tokens are whole, such as 512",
+            )
         text = _typed(value)
         number, unit = _split(text)
         if unit == "k":

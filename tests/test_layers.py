@@ -31,6 +31,7 @@ ROOMS = (  # a room imports itself and what stands before it
     "profiling",
     "evaluation",
     "report",
+    "calls",
     "cli",
     "__main__",
 )

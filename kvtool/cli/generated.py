@@ -1,27 +1,14 @@
-"""What `generate` has generated: as it comes, as a document, in words."""
+"""What `generate` has generated: as it comes, and at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from kvtool.calls.listener import Listener
+from kvtool.cli.interruption import Interruption
 from kvtool.cli.options import OutputOptions
-from kvtool.cli.request import Request, spell_budget
 from kvtool.cli.terminal import Terminal, tell
-from kvtool.models.load import Loaded
-
-if TYPE_CHECKING:
-    from kvtool.cache.report import CacheReport
-    from kvtool.documents.generation import (
-        CompileSection,
-        GenerationDocument,
-        GenerationTiming,
-        PlanSection,
-        TurnSection,
-    )
-    from kvtool.documents.turns import UserTurn
-    from kvtool.generation import Compressed, Generation
 
 
 def text_on_stdout(options: OutputOptions) -> bool:
@@ -29,136 +16,32 @@ def text_on_stdout(options: OutputOptions) -> bool:
     return options.choose_format("text") == "text" and options.output_path is None
 
 
-def choose_stream(
-    options: OutputOptions, wanted: bool | None, terminal: Terminal
-) -> Callable[[str], Any] | None:
-    """Return what takes the text as it comes: stdout if text is the data there, else stderr.
+def listen(
+    options: OutputOptions, stream: bool | None, terminal: Terminal, interrupted: Interruption
+) -> Listener:
+    """Return what prints answers.
 
     Args:
-        wanted: None streams to a person who reads stdout.
+        stream: whether as they come; None: to a person who reads stdout.
+        interrupted: ends them.
     """
+    piece = _choose_stream(options, stream, terminal)
+
+    def print_rest(answer: str) -> None:
+        if piece is not None:
+            piece("\n")
+        elif text_on_stdout(options):
+            terminal.write(f"{answer}\n")
+
+    return Listener(piece, print_rest, interrupted)
+
+
+def _choose_stream(
+    options: OutputOptions, wanted: bool | None, terminal: Terminal
+) -> Callable[[str], Any] | None:
+    """Return what takes the text as it comes: stdout if text is the data there, else stderr."""
     if text_on_stdout(options) and (terminal.interactive if wanted is None else wanted):
         return terminal.write
     if wanted and not options.quiet:
         return tell
     return None
-
-
-def document_of(
-    request: Request, loaded: Loaded, result: Generation, plan: PlanSection | None = None
-) -> GenerationDocument:
-    """Put an answer into a document.
-
-    Args:
-        plan: what was taken from one.
-    """
-    from kvtool.documents.generation import CacheSection, Fidelity, GenerationDocument
-
-    return GenerationDocument(
-        model=loaded.name,
-        policy=str(request.policy),
-        budget=spell_budget(request.budget),
-        prompt_tokens=result.prompt_tokens,
-        new_tokens=result.new_tokens,
-        text=result.text[0],
-        token_ids=result.token_ids[0],
-        cache=CacheSection.of(result.report),
-        plan=plan,
-        timing=_timing([result]),
-        fidelity=None if result.fidelity is None else Fidelity.of(result.fidelity),
-        compiled=_compiled([result]),
-    )
-
-
-def document_of_turns(
-    request: Request,
-    loaded: Loaded,
-    turns: Sequence[tuple[UserTurn, Generation]],
-    read: Sequence[Compressed],
-    held: CacheReport,
-    plan: PlanSection | None = None,
-) -> GenerationDocument:
-    """Put a conversation into a document.
-
-    Args:
-        turns: what was answered, and the answers.
-        read: what was read beside them: the prompt, and turns whose answers were given.
-        held: what the cache holds at the end.
-        plan: what was taken from one for the last turn.
-    """
-    from kvtool.documents.generation import CacheSection, Fidelity, GenerationDocument
-    from kvtool.generation.fidelity import join_fidelities
-
-    answers = [answer for _, answer in turns]
-    fidelity = join_fidelities([(each.fidelity, each.new_tokens) for each in answers])
-    return GenerationDocument(
-        model=loaded.name,
-        policy=str(request.policy),
-        budget=spell_budget(request.budget),
-        prompt_tokens=sum(answer.prompt_tokens for answer in answers)
-        + sum(each.prompt_tokens for each in read),
-        new_tokens=sum(each.new_tokens for each in answers),
-        text="\n".join(each.text[0] for each in answers),
-        token_ids=[token for each in answers for token in each.token_ids[0]],
-        cache=CacheSection.of(held),
-        plan=plan,
-        timing=_timing(answers, sum(each.prefill_s for each in read)),
-        fidelity=None if fidelity is None else Fidelity.of(fidelity),
-        compiled=_compiled(answers),
-        turns=[_turn(*pair) for pair in turns],
-    )
-
-
-def _compiled(answers: Sequence[Generation]) -> CompileSection | None:
-    from kvtool.documents.generation import CompileSection
-    from kvtool.generation.compiled import CompileReport
-
-    reports = [answer.compiled for answer in answers if answer.compiled is not None]
-    return CompileSection(**asdict(CompileReport.join(reports))) if reports else None
-
-
-def _turn(turn: UserTurn, answer: Generation) -> TurnSection:
-    from kvtool.documents.generation import CacheSection, Fidelity, TurnSection
-
-    return TurnSection(
-        user=turn.text,
-        prompt_tokens=answer.prompt_tokens,
-        new_tokens=answer.new_tokens,
-        text=answer.text[0],
-        token_ids=answer.token_ids[0],
-        cache=CacheSection.of(answer.report),
-        timing=_timing([answer]),
-        fidelity=None if answer.fidelity is None else Fidelity.of(answer.fidelity),
-    )
-
-
-def _timing(answers: Sequence[Generation], before: float = 0.0) -> GenerationTiming:
-    from kvtool.documents.generation import GenerationTiming
-
-    # the first new token of an answer comes from its prompt's own forward
-    steps = sum(answer.new_tokens - 1 for answer in answers)
-    decode_s = sum(answer.decode_s for answer in answers)
-    return GenerationTiming(
-        prefill_s=before + sum(answer.prefill_s for answer in answers),
-        decode_s=decode_s,
-        decode_tokens_per_s=steps / decode_s if steps > 0 and decode_s > 0 else None,
-    )
-
-
-def summary(document: GenerationDocument) -> str:
-    """Say in words what was held and how fast it went."""
-    timing = document.timing
-    rate = timing.decode_tokens_per_s
-    parts = [
-        f"{document.new_tokens} tokens"
-        + (f" at {rate:.1f} tokens/s" if rate is not None else "")
-        + f" after {timing.prefill_s:.2f} s of prefill",
-        document.cache.in_words(),
-    ]
-    if document.plan is not None:
-        parts.append(document.plan.in_words(document.cache))
-    if document.fidelity is not None:
-        parts.append(document.fidelity.in_words())
-    if document.compiled is not None:
-        parts.append(document.compiled.in_words())
-    return "; ".join(parts)

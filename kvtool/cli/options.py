@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 from typer import Argument, Option
 from typer.core import TyperCommand, TyperOption
@@ -26,7 +26,11 @@ from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.sizes import LARGEST_SEED
 from kvtool.transformers_versions import check_transformers
 
+if TYPE_CHECKING:
+    from kvtool.calls.settings import PromptSettings
+
 Format = Literal["text", "json", "yaml"]
+Settings = TypeVar("Settings", bound="PromptSettings")
 _SUFFIXES: dict[str, Format] = {
     ".json": "json",
     ".yaml": "yaml",
@@ -158,6 +162,11 @@ class RecipeOptions(ModelOptions):
     unset: Annotated[
         list[str], Option("--unset", metavar="KEY", help="Remove a key of the recipe.")
     ] = field(default_factory=list)
+
+    def settings(self, kind: type[Settings]) -> Settings:
+        """Return what the library calls are asked to do: the options of the same names."""
+        names = (each.name for each in fields(kind) if hasattr(self, each.name))
+        return kind(**{name: getattr(self, name) for name in names})
 
 
 class OneOfEach(TyperCommand):

@@ -6,7 +6,6 @@ import io
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.loading import check_alone
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.profile_options import ProfileOptions
 from kvtool.cli.terminal import Terminal
@@ -16,6 +15,7 @@ from kvtool.documents.flags import MODEL_SETTINGS
 from kvtool.errors import UsageError
 from kvtool.evaluation.profile_request import ProfileRequest, read_request
 from kvtool.models.folder import REFERENCE, check_folder
+from kvtool.processes import check_alone
 from kvtool.profiling.names import parse_metrics
 
 if TYPE_CHECKING:

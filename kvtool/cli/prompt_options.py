@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Option
 
 from kvtool.cli.options import RecipeOptions
-from kvtool.documents.files import check_writable
-from kvtool.documents.prompts import check_prompt
 from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
-from kvtool.models.folder import check_folder
 from kvtool.sizes import DEFAULT_BLOCK, DEFAULT_TOKENS
 
 
@@ -72,27 +68,8 @@ class PromptOptions(RecipeOptions):
         Option("--save", metavar="CACHE.safetensors", help="Save the compressed cache here."),
     ] = None
 
-    def check_system(self) -> None:
-        """Refuse a system message that has no place, without importing torch."""
-        if self.system is None:
-            return
-        check_prompt(self.system, "--system")
-        if self.chat_template == "off":
-            raise UsageError("--system goes into the chat template, and --chat-template is off")
-        if getattr(self, "cache", None) is not None:
-            raise UsageError("--system goes before everything, and --cache holds a text already")
-
-    @property
-    def save_path(self) -> Path | None:
-        """The cache file to write."""
-        return None if self.save is None else expand(self.save)
-
-
-def check_paths(options: PromptOptions) -> None:
-    """Refuse files and folders that are not there, without importing torch."""
-    options.check_output()
-    if options.save_path is not None:
-        check_writable(options.save_path, "--save")
-        if options.output_path is not None and options.save_path == options.output_path:
-            raise UsageError(f"--save and --output both write `{options.save_path}`")
-    check_folder(options.model)
+    def check_output(self) -> None:
+        """Refuse an output file that could not be written at the end, or that is the cache's."""
+        super().check_output()
+        if self.save is not None and expand(self.save) == self.output_path:
+            raise UsageError(f"--save and --output both write `{self.output_path}`")

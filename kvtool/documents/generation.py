@@ -219,6 +219,23 @@ class GenerationDocument(Document):
     compiled: CompileSection | None = None
     turns: list[TurnSection] | None = None
 
+    def in_words(self) -> str:
+        """Say what was held and how fast it went."""
+        rate = self.timing.decode_tokens_per_s
+        parts = [
+            f"{self.new_tokens} tokens"
+            + (f" at {rate:.1f} tokens/s" if rate is not None else "")
+            + f" after {self.timing.prefill_s:.2f} s of prefill",
+            self.cache.in_words(),
+        ]
+        if self.plan is not None:
+            parts.append(self.plan.in_words(self.cache))
+        if self.fidelity is not None:
+            parts.append(self.fidelity.in_words())
+        if self.compiled is not None:
+            parts.append(self.compiled.in_words())
+        return "; ".join(parts)
+
 
 class CompressionTiming(Section):
     """Wall-clock times."""
@@ -238,3 +255,9 @@ class CompressionDocument(Document):
     cache: CacheSection
     plan: PlanSection | None = None
     timing: CompressionTiming
+
+    def in_words(self) -> str:
+        """Say what was read and what is held."""
+        planned = "" if self.plan is None else f"; {self.plan.in_words(self.cache)}"
+        read = f"{self.prompt_tokens} tokens read in {self.timing.prefill_s:.2f} s"
+        return f"{read}; {self.cache.in_words()}{planned}"

@@ -11,7 +11,7 @@ Lines of plain text, JSON Lines, or one JSON array, which hold
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,26 @@ def read_turns(path: str) -> Turns:
         items = _read_lines(text, shown, lines)
     else:
         return Turns([UserTurn(line) for _, line in lines])
-    turns = _join(items)
+    return _answered(_join(items), name)
+
+
+def make_turns(items: Sequence[Any]) -> Turns:
+    """Return the turns that a list holds, each of them as a file has it.
+
+    Raises:
+        UsageError: none, or none that is answered.
+        DocumentError: everything that is no turn.
+    """
+    mark = Mark("turns")
+    found: list[tuple[Mark, _Item]] = []
+    problems: list[Problem] = []
+    for item in items:
+        _collect(Node.of(item, mark), found, problems)
+    return _answered(_join(_checked(found, problems)), "turns")
+
+
+def _answered(turns: Turns, name: str) -> Turns:
+    """Refuse turns without a message to answer."""
     if all(turn.answer is not None for turn in turns.turns):
         raise UsageError(
             f"{name} holds no message to answer", hint="its last message must be one of the user"

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.documents.flags import MODEL_SETTINGS, Flags
+from kvtool.documents.given import document_of, is_document
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.problems import Mark
-from kvtool.documents.reading import expand
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.results import ResultsDocument
-from kvtool.documents.source import Source, read_source
-from kvtool.documents.tree import Node
+from kvtool.documents.source import Source
 from kvtool.evaluation.comparison import read_comparison
 from kvtool.evaluation.measure import run_prepared
 from kvtool.evaluation.prepare import prepare
@@ -21,8 +19,6 @@ from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.tasks.selection import TaskFlags
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.attached import ModelSource
-
-_RECIPES = (".yaml", ".yml", ".json")
 
 
 def evaluate(
@@ -134,18 +130,12 @@ def take_eval(flags: Flags, *, query_agnostic: bool, prefill: str | None, **sett
 
 def _read(given: Any) -> tuple[Source | PlanDocument | None, Any]:
     """Return a recipe or plan, or a model: whichever is given."""
-    if given is None or isinstance(given, PlanDocument):
-        return given, None
-    if isinstance(given, Recipe):
-        given = given.to_data()
-    if isinstance(given, Mapping):
-        name = f"the {given.get('kind', 'recipe')}"
-        return Source(name, Node.of(dict(given), Mark(name))), None
-    if isinstance(given, (str, Path)):
-        path = expand(given)
-        if path.suffix.lower() in _RECIPES or path.is_file():
-            return read_source(str(given), option="recipe or plan"), None
-    return None, given
+    if given is None:
+        return None, None
+    named = isinstance(given, (str, Path)) and not is_document(given)
+    if named or not isinstance(given, (str, Path, Mapping, Recipe, PlanDocument)):
+        return None, given
+    return document_of(given, "a recipe or plan"), None
 
 
 def _listed(given: Any) -> list[Any]:

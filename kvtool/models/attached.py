@@ -115,6 +115,11 @@ class ModelSource:
 
 
 def _name_loaded(model: Any, tokenizer: Any) -> Loaded:
+    if not hasattr(model, "config") or not callable(getattr(model, "generate", None)):
+        raise UsageError(
+            "a model is a folder, a hub ID or a loaded model of transformers, "
+            f"got {type(model).__name__}"
+        )
     if tokenizer is None:
         raise UsageError("a loaded model needs its tokenizer", hint="tokenizer=tokenizer")
     name = model.name_or_path or type(model).__name__

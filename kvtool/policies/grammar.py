@@ -31,6 +31,11 @@ def parse_policy(text: str | Policy, *, imports: bool = True) -> Policy:
     """
     if isinstance(text, Policy):
         return text
+    if not isinstance(text, str):
+        raise UsageError(
+            f"a policy is a string or a kvtool policy, got {quote(repr(text))}",
+            hint="h2o+caote; full keeps everything",
+        )
     if not text.strip():
         raise UsageError(f"the policy is empty; choose one of: {', '.join(BASES)}")
     base, *rest = split_outside(text, "+")

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtool.cli.terminal import Terminal
+from kvtool.calls.settings import PromptSettings
 from kvtool.documents.prompts import check_prompt, read_prompt
 from kvtool.errors import UsageError
+from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
-from kvtool.models.notes import handful_note, length_note
+from kvtool.models.notes import length_note
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
     from kvtool.cache.cache import KVCache
-    from kvtool.cli.prompt_options import PromptOptions
 
 
-def check_stdin(options: PromptOptions) -> None:
+def check_stdin(settings: PromptSettings) -> None:
     """Refuse to read stdin for two things."""
-    files = {"the recipe": options.recipe, "--prompt-file": options.prompt_file}
-    files["--turns"] = getattr(options, "turns", None)
+    files = {"the recipe": settings.recipe, "--prompt-file": settings.prompt_file}
+    files["--turns"] = getattr(settings, "turns", None)
     readers = [name for name, path in files.items() if path == "-"]
     if len(readers) > 1:
         raise UsageError(f"{' and '.join(readers)} both read stdin; name a file for one of them")
 
 
-def typed_prompt(options: PromptOptions) -> tuple[str | None, str]:
+def typed_prompt(settings: PromptSettings) -> tuple[str | None, str]:
     """Return the prompt given, if one is, and where it came from."""
-    if options.prompt is not None and options.prompt_file is not None:
+    if settings.prompt is not None and settings.prompt_file is not None:
         raise UsageError("--prompt and --prompt-file exclude each other; keep one")
-    if options.prompt_file is not None:
-        name = "stdin" if options.prompt_file == "-" else options.prompt_file
-        return read_prompt(options.prompt_file), name
-    if options.prompt is not None:
-        return check_prompt(options.prompt, "--prompt"), "--prompt"
+    if settings.prompt_file is not None:
+        name = "stdin" if settings.prompt_file == "-" else settings.prompt_file
+        return read_prompt(settings.prompt_file), name
+    if settings.prompt is not None:
+        return check_prompt(settings.prompt, "--prompt"), "--prompt"
     return None, "none"
 
 
@@ -52,13 +52,8 @@ def encode(loaded: Loaded, text: str, *, first: bool, source: str) -> Tensor:
     return torch.tensor([ids], device=loaded.model.device)
 
 
-def note_handful(tokens: int, terminal: Terminal) -> None:
-    """Say of a budget of a handful of tokens that little can come of it."""
-    terminal.note_any(handful_note(tokens))
-
-
 def note_text(
-    cache: KVCache, config: PreTrainedConfig, tokens: int, new_tokens: int, terminal: Terminal
+    cache: KVCache, config: PreTrainedConfig, tokens: int, new_tokens: int, watcher: Watcher
 ) -> bool:
     """Say where a further text is going to leave the positions that the model was trained for.
 
@@ -77,5 +72,5 @@ def note_text(
         block, first = min(tokens, cache.block or tokens), cache.first_layer
         kept = first.slots.kept if first.is_initialized else 0
         told = length_note(config, kept + block, 0)
-    terminal.note_any(told)
+    watcher.note_any(told)
     return told is not None

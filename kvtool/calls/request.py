@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.prompt import note_handful
-from kvtool.cli.prompt_options import PromptOptions
-from kvtool.cli.terminal import Terminal
+from kvtool.calls.settings import PromptSettings
+from kvtool.evaluation.watcher import Watcher
 from kvtool.models.folder import REFERENCE
 from kvtool.models.load import Loaded
+from kvtool.models.notes import handful_note
 from kvtool.sizes import Budget, spell_prefill
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Request:
         return build_cache(model, self.policy, budget, prefill=self.prefill, plan=self.plan)
 
     def plan_in_use(
-        self, loaded: Loaded, tokens: int, new: int, terminal: Terminal
+        self, loaded: Loaded, tokens: int, new: int, watcher: Watcher
     ) -> PlanSection | None:
         """Return what is taken from the plan for a prompt; say where more is held than it says.
 
@@ -63,22 +63,22 @@ class Request:
         used = use_plan(self.plan, self.policy, prompt=tokens, new=new, dtype=dtype)
         told = beyond_plan(self.plan, used, tokens, new)
         if told is not None:
-            terminal.note(f"note: after this {told}")
+            watcher.note(f"note: after this {told}")
         return PlanSection.of(self.plan, used.tokens, used.stages, used.held)
 
-    def check_length(self, tokens: int, terminal: Terminal) -> None:
+    def check_length(self, tokens: int, watcher: Watcher) -> None:
         """Refuse a ratio of this prompt that its protected tokens alone would fill."""
         if self.budget is not None and self.budget.ratio is not None:
             kept = self.budget.for_prompt(tokens)
             if kept < tokens:
                 self.policy.check_budget(kept)
-                note_handful(kept, terminal)
+                watcher.note_any(handful_note(kept))
 
-    def note_bytes(self, held: CacheSection, terminal: Terminal) -> None:
+    def note_bytes(self, held: CacheSection, watcher: Watcher) -> None:
         """Say what a budget in bytes has come to, if it is a handful of tokens."""
         kept = max(held.kept_per_layer)
         if self.budget is not None and self.budget.bytes is not None and kept < held.tokens_seen:
-            note_handful(kept, terminal)
+            watcher.note_any(handful_note(kept))
 
 
 def read_prefill(text: str | None) -> str:
@@ -90,28 +90,28 @@ def read_prefill(text: str | None) -> str:
     return spell_prefill(text or "full", name="--prefill")
 
 
-def configuration(options: PromptOptions, request: Request) -> dict[str, Any]:
+def configuration(settings: PromptSettings, request: Request) -> dict[str, Any]:
     """Return what a dry run prints."""
     from kvtool.models.placement import resolve_device, resolve_dtype
 
-    device = resolve_device(options.device or "auto", options.device_map)
-    spread = {} if options.device_map is None else {"device_map": options.device_map}
+    device = resolve_device(settings.device or "auto", settings.device_map)
+    spread = {} if settings.device_map is None else {"device_map": settings.device_map}
     return {
-        "model": options.model or REFERENCE,
-        "revision": options.revision,
-        "dtype": resolve_dtype(options.dtype or "auto", device),
+        "model": settings.model or REFERENCE,
+        "revision": settings.revision,
+        "dtype": resolve_dtype(settings.dtype or "auto", device),
         "device": device,
         **spread,
-        "attn_implementation": options.attn_implementation,
+        "attn_implementation": settings.attn_implementation,
         "policy": str(request.policy),
         "budget": spell_budget(request.budget),
         "prefill": request.prefill,
         "prompt": request.source,
         "prompt_characters": None if request.prompt is None else len(request.prompt),
-        "system": options.system,
-        "chat_template": options.chat_template,
-        "seed": options.seed,
-        "save": options.save,
+        "system": settings.system,
+        "chat_template": settings.chat_template,
+        "seed": settings.seed,
+        "save": settings.save,
     }
 
 

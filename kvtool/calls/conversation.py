@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.generated import choose_stream, document_of_turns, text_on_stdout
-from kvtool.cli.interruption import Interruption
-from kvtool.cli.prompt import note_text
-from kvtool.cli.prompt_options import PromptOptions
-from kvtool.cli.request import Request
-from kvtool.cli.terminal import Terminal
+from kvtool.calls.answers import document_of_turns
+from kvtool.calls.listener import Listener
+from kvtool.calls.prompt import note_text
+from kvtool.calls.request import Request
+from kvtool.calls.settings import GenerationSettings, PromptSettings
 from kvtool.errors import UsageError
+from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
-    from kvtool.cli.generate_options import GenerateOptions
     from kvtool.documents.generation import GenerationDocument
     from kvtool.documents.turns import Turns, UserTurn
     from kvtool.generation import Conversation
@@ -24,11 +23,11 @@ _SHOWN = 80  # characters of a turn on stderr
 
 
 def begin(
-    options: PromptOptions,
+    settings: PromptSettings,
     loaded: Loaded,
     cache: KVCache,
     system: str | None,
-    terminal: Terminal,
+    watcher: Watcher,
 ) -> Conversation | None:
     """Return what puts the prompt into the chat template, None where it goes in as it stands.
 
@@ -38,36 +37,36 @@ def begin(
     from kvtool.generation import Conversation
 
     template = getattr(loaded.tokenizer, "chat_template", None)
-    wanted = options.chat_template
+    wanted = settings.chat_template
     if wanted == "auto" and template and cache.chat is None and cache.get_seq_length() > 0:
-        if options.prompt is not None or options.prompt_file is not None:
-            terminal.note(
+        if settings.prompt is not None or settings.prompt_file is not None:
+            watcher.note(
                 "chat template: none, as in the cached text (--chat-template on: a message)"
             )
         return None
     if system is None and (wanted == "off" or (wanted == "auto" and not template)):
         return None
     talk = Conversation(loaded.model, loaded.tokenizer, cache, wanted, system)
-    _note_template(terminal)
+    _note_template(watcher)
     return talk
 
 
-def _note_template(terminal: Terminal) -> None:
-    terminal.note("chat template: the model's, around what the user says (--chat-template off)")
+def _note_template(watcher: Watcher) -> None:
+    watcher.note("chat template: the model's, around what the user says (--chat-template off)")
 
 
-def read_said(options: GenerateOptions, path: str) -> Turns:
-    """Read the turns that `--turns` names, and check them with the other options."""
+def read_said(settings: GenerationSettings, given: str | Turns) -> Turns:
+    """Return the turns that are given or that `--turns` names, fit for the other settings."""
     from kvtool.documents.turns import read_turns
 
-    turns = read_turns(path)
-    if turns.system is not None and options.system is not None:
+    turns = read_turns(given) if isinstance(given, str) else given
+    if turns.system is not None and settings.system is not None:
         raise UsageError("--system and --turns both give a system message; keep one")
-    if turns.system is not None and (options.cache is not None or options.chat_template == "off"):
-        why = "--cache holds a text" if options.cache is not None else "--chat-template is off"
+    if turns.system is not None and (settings.cache is not None or settings.chat_template == "off"):
+        why = "--cache holds a text" if settings.cache is not None else "--chat-template is off"
         raise UsageError(f"--turns gives a system message, and {why}")
-    begun = options.cache or options.prompt or options.prompt_file
-    if not turns.turns[0].text and begun is None:
+    before = (settings.cache, settings.prompt, settings.prompt_file)
+    if not turns.turns[0].text and all(each is None for each in before):
         raise UsageError("--turns begins with an answer, and there is no prompt that it answers")
     return turns
 
@@ -78,44 +77,39 @@ def spell_turn(turn: UserTurn) -> Any:
 
 
 def converse(
-    options: GenerateOptions,
+    settings: GenerationSettings,
     request: Request,
     turns: Turns,
     loaded: Loaded,
     cache: KVCache,
-    terminal: Terminal,
-    interrupted: Interruption,
+    watcher: Watcher,
+    listener: Listener,
 ) -> GenerationDocument:
-    """Read the prompt, if there is one, and answer every turn; text is printed as it is said."""
+    """Read the prompt, if there is one, and answer every turn; text is heard as it is said."""
     from kvtool.generation import Conversation
 
-    system = turns.system or options.system
-    talk = Conversation(loaded.model, loaded.tokenizer, cache, options.chat_template, system)
+    system = turns.system or settings.system
+    talk = Conversation(loaded.model, loaded.tokenizer, cache, settings.chat_template, system)
     if talk.in_template:
-        _note_template(terminal)
+        _note_template(watcher)
     read = [] if request.prompt is None else [talk.read(request.prompt)]
-    stream = choose_stream(options, options.stream, terminal)
     answers, told = [], False
     for i, turn in enumerate(turns.turns):
-        terminal.note(f"turn {i + 1}: {_shorten(turn.text or turn.answer or '')}")
+        watcher.note(f"turn {i + 1}: {_shorten(turn.text or turn.answer or '')}")
         tokens, config = talk.turn_ids(turn).shape[1], loaded.model.config
-        told = told or note_text(cache, config, tokens, options.new_tokens, terminal)
+        told = told or note_text(cache, config, tokens, settings.new_tokens, watcher)
         if turn.answer is not None:
             read.append(talk.hear(turn))
             continue
-        answer = talk.say(turn, **options.drawing(i), on_text=stream, stop_when=interrupted)
+        answer = talk.say(turn, **settings.drawing(i), **listener.hears())
         answers.append((turn, answer))
-        if stream is not None:
-            stream("\n")
-        elif text_on_stdout(options):
-            terminal.write(f"{answer.text[0]}\n")
-        if interrupted.pressed:
+        listener.on_answer(answer.text[0])
+        if listener.has_enough:
             break
     held = cache.report(of_all_processes=True)
     generated = max(answers[-1][1].new_tokens - 1, 0) if answers and turn.answer is None else 0
-    planned = request.plan_in_use(
-        loaded, held.tokens_seen - generated, options.new_tokens, terminal
-    )
+    tokens = held.tokens_seen - generated
+    planned = request.plan_in_use(loaded, tokens, settings.new_tokens, watcher)
     return document_of_turns(request, loaded, answers, read, held, planned)
 
 

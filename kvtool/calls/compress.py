@@ -1,0 +1,193 @@
+"""A prompt read once into a compressed cache, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvtool.calls.chosen import choose_policy
+from kvtool.calls.conversation import begin
+from kvtool.calls.given import UNSAID, Unsaid, given_settings
+from kvtool.calls.prompt import encode, note_text, typed_prompt
+from kvtool.calls.request import Request, configuration, read_prefill, spell_budget
+from kvtool.calls.settings import PromptSettings
+from kvtool.calls.settle import settle
+from kvtool.errors import UsageError
+from kvtool.evaluation.watcher import Watcher
+from kvtool.models.load import Loaded
+from kvtool.processes import check_alone
+
+if TYPE_CHECKING:
+    from kvtool.cache.cache import KVCache
+    from kvtool.documents.generation import CompressionDocument
+    from kvtool.documents.plan import PlanDocument
+    from kvtool.generation import Compressed
+    from kvtool.policies.policy import Policy
+    from kvtool.sizes import Budget
+
+
+def compress(
+    model: Any = None,
+    prompt: str | None = None,
+    policy: Policy | str | Unsaid = UNSAID,
+    budget: Budget | str | int | float | None = None,
+    *,
+    save: str | Path | None = None,
+    tokenizer: Any = None,
+    plan: PlanDocument | Mapping[str, Any] | str | Path | None = None,
+    system: str | None = None,
+    chat_template: Literal["auto", "on", "off"] = "auto",
+    prompt_file: str | Path | None = None,
+    allocator: str | None = None,
+    prefill: str | None = None,
+    seed: int | None = None,
+    trust_remote_code: bool = False,
+    watcher: Watcher | None = None,
+    **model_settings: Any,
+) -> KVCache:
+    """Read a prompt once and keep its compressed cache.
+
+    The cache knows its text: `kvtool.generate(model, question, cache=cache)` goes on from it, and
+    inside `with cache.rollback():` leaves it as it was. A loaded model goes on to run kvtool's
+    attention, which its cache needs; `kvtool.detach` gives it its own back.
+
+    Args:
+        model: a folder, a hub ID or a loaded model (then with its `tokenizer`); None is the
+            bundled reference model.
+        policy, budget: as for `kvtool.build_cache`.
+        save: the file that the cache is written to as well.
+        plan: a plan or a recipe as a document, its data or its file.
+        watcher: is told how it goes; by default nobody is.
+        model_settings: `revision`, `dtype`, `device`, `device_map`, `attn_implementation`.
+
+    Every other argument is what the option of `kvtool compress` with its name is.
+
+    Raises:
+        UsageError: settings that are wrong or do not go together.
+        KvtoolError: a model that cannot be read or used, a file that cannot be written.
+    """
+    settings = given_settings(
+        PromptSettings,
+        model,
+        tokenizer,
+        model_settings,
+        plan=plan,
+        prompt=prompt,
+        prompt_file=prompt_file,
+        policy=policy,
+        budget=budget,
+        system=system,
+        chat_template=chat_template,
+        allocator=allocator,
+        prefill=prefill,
+        seed=seed,
+        save=save,
+        trust_remote_code=trust_remote_code,
+    )
+    watcher = Watcher() if watcher is None else watcher
+    run = prepare_compression(settings, watcher)
+    cache, _, loaded = run.read(watcher)
+    if settings.loaded is not None:
+        from kvtool.cache.hooks.attach import attach
+
+        attach(loaded.model)
+    return cache
+
+
+@dataclass(frozen=True)
+class CompressionRun:
+    """A compression that is all checked, as far as that goes without the model."""
+
+    settings: PromptSettings
+    request: Request
+    prompt: str
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a dry run prints."""
+        return configuration(self.settings, self.request)
+
+    def read(self, watcher: Watcher) -> tuple[KVCache, Compressed, Loaded]:
+        """Load the model, read the prompt, and save the cache if that is asked for."""
+        settings, source = self.settings, self.settings.source()
+        watcher.note_any(source.note())
+        with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
+            cache = self.request.new_cache(loaded.model)
+            result = self._feed(loaded, cache, watcher)
+        if settings.save_path is not None:
+            from kvtool.cache.files.save import save_cache
+
+            ids, logits = result.input_ids, result.next_logits
+            save_cache(
+                cache,
+                settings.save_path,
+                model=loaded.model,
+                input_ids=ids,
+                next_logits=logits,
+                model_name=loaded.name,
+            )
+        return cache, result, loaded
+
+    def _feed(self, loaded: Loaded, cache: KVCache, watcher: Watcher) -> Compressed:
+        from kvtool.generation import compress as compress_prompt
+
+        model, request = loaded.model, self.request
+        talk = begin(self.settings, loaded, cache, self.settings.system, watcher)
+        if talk is None:
+            prompt_ids = encode(loaded, self.prompt, first=True, source=request.source)
+        else:
+            prompt_ids = talk.context_ids(self.prompt)
+        request.check_length(prompt_ids.shape[1], watcher)
+        note_text(cache, model.config, prompt_ids.shape[1], 0, watcher)
+        if talk is None:
+            return compress_prompt(model, cache, prompt_ids)
+        return talk.read(self.prompt)
+
+    def run(self, watcher: Watcher) -> CompressionDocument:
+        """Read the prompt, and return what there is to say of it."""
+        from kvtool.documents.generation import CacheSection, CompressionDocument, CompressionTiming
+
+        cache, result, loaded = self.read(watcher)
+        request, tokens = self.request, result.prompt_tokens
+        held = CacheSection.of(cache.report())
+        planned = request.plan_in_use(loaded, tokens, 0, watcher)
+        request.note_bytes(held, watcher)
+        return CompressionDocument(
+            model=loaded.name,
+            policy=str(request.policy),
+            budget=spell_budget(request.budget),
+            prompt_tokens=tokens,
+            saved=str(self.settings.save_path),
+            cache=held,
+            plan=planned,
+            timing=CompressionTiming(prefill_s=result.prefill_s),
+        )
+
+
+def prepare_compression(settings: PromptSettings, watcher: Watcher) -> CompressionRun:
+    """Check everything that can be checked before the model is loaded.
+
+    Raises:
+        UsageError, KvtoolError: as `compress`.
+    """
+    settings.check()
+    settings, plan = settle(settings, "kvtool compress")
+    if settings.loaded is None:
+        check_alone("compress")
+    settings.check_paths()
+    return _resolve(settings, plan, watcher)
+
+
+def _resolve(
+    settings: PromptSettings, plan: PlanDocument | None, watcher: Watcher
+) -> CompressionRun:
+    if settings.policy is None:
+        raise UsageError("no policy", hint="--policy h2o+caote; `kvtool policies` lists them")
+    prompt, source = typed_prompt(settings)
+    if prompt is None:
+        raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
+    prefill = read_prefill(settings.prefill)
+    policy, budget = choose_policy(settings, plan, watcher)
+    request = Request(prompt, source, policy, budget, prefill, plan)
+    return CompressionRun(settings, request, prompt)

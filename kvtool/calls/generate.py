@@ -1,0 +1,279 @@
+"""Text generated under a KV budget in one call: settings checked, model loaded, prompt answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvtool.calls.answers import document_of
+from kvtool.calls.chosen import choose_policy
+from kvtool.calls.conversation import begin, converse, read_said, spell_turn
+from kvtool.calls.given import UNSAID, Unsaid, given_settings, read_stops
+from kvtool.calls.listener import Listener
+from kvtool.calls.prompt import encode, note_text, typed_prompt
+from kvtool.calls.request import Request, configuration, read_prefill
+from kvtool.calls.resumed import open_cache, resumed_policy
+from kvtool.calls.settings import GenerationSettings
+from kvtool.calls.settle import settle
+from kvtool.errors import UsageError
+from kvtool.evaluation.watcher import Watcher
+from kvtool.models.load import Loaded
+from kvtool.processes import check_alone, joined
+
+if TYPE_CHECKING:
+    from kvtool.cache.cache import KVCache
+    from kvtool.documents.generation import GenerationDocument
+    from kvtool.documents.plan import PlanDocument
+    from kvtool.documents.turns import Turns
+    from kvtool.policies.policy import Policy
+    from kvtool.sizes import Budget
+
+_NEEDLE_TOKENS, _NEEDLE_SEED = 1024, 0
+
+
+def generate(
+    model: Any = None,
+    prompt: str | None = None,
+    policy: Policy | str | Unsaid = UNSAID,
+    budget: Budget | str | int | float | None = None,
+    *,
+    tokenizer: Any = None,
+    max_new_tokens: int | str | None = None,
+    plan: PlanDocument | Mapping[str, Any] | str | Path | None = None,
+    cache: KVCache | str | Path | None = None,
+    turns: Sequence[Any] | str | Path | None = None,
+    system: str | None = None,
+    chat_template: Literal["auto", "on", "off"] = "auto",
+    prompt_file: str | Path | None = None,
+    allocator: str | None = None,
+    prefill: str | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    compare_full: bool = False,
+    compile: bool | None = None,
+    save: str | Path | None = None,
+    on_text: Callable[[str], object] | None = None,
+    trust_remote_code: bool = False,
+    watcher: Watcher | None = None,
+    **model_settings: Any,
+) -> GenerationDocument:
+    """Generate text under a KV-cache budget.
+
+    A loaded model runs afterwards the attention that it ran before.
+
+    Args:
+        model: a folder, a hub ID or a loaded model (then with its `tokenizer`); None is the
+            bundled reference model.
+        prompt: None for none, where there are `turns` or a `cache`, else for a built-in one.
+        policy, budget: as for `kvtool.build_cache`; without a policy everything is kept.
+        plan: a plan or a recipe as a document, its data or its file.
+        cache: to go on from, a file or what `kvtool.compress` has returned; inside
+            `with cache.rollback():` it stays as it is, for further questions.
+        turns: of a conversation, their file or a list of what such a file holds.
+        on_text: called with pieces of text as they come; every answer of `turns` ends in a line
+            end.
+        watcher: is told how it goes; by default nobody is.
+        model_settings: `revision`, `dtype`, `device`, `device_map`, `tensor_parallel`,
+            `attn_implementation`.
+
+    Every other argument is what the option of `kvtool generate` with its name is.
+
+    Returns:
+        What `kvtool generate -f json` prints.
+
+    Raises:
+        UsageError: settings that are wrong or do not go together.
+        KvtoolError: a model or a cache that cannot be read or used.
+    """
+    settings = given_settings(
+        GenerationSettings,
+        model,
+        tokenizer,
+        model_settings,
+        plan=plan,
+        prompt=prompt,
+        prompt_file=prompt_file,
+        policy=policy,
+        budget=budget,
+        cache=cache,
+        turns=turns,
+        system=system,
+        chat_template=chat_template,
+        allocator=allocator,
+        prefill=prefill,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=read_stops(stop),
+        compare_full=compare_full,
+        compile=compile,
+        save=save,
+        trust_remote_code=trust_remote_code,
+    )
+    watcher = Watcher() if watcher is None else watcher
+    listener = Listener(on_text)
+    if on_text is not None and settings.turns is not None:
+        listener = Listener(on_text, lambda answer: on_text("\n"))
+    generated = prepare_generation(settings, watcher).run(watcher, listener)
+    generated.finish(watcher)
+    return generated.document
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What was generated, and the cache at its end.
+
+    Attributes:
+        save: where the cache goes; None: nowhere.
+    """
+
+    document: GenerationDocument
+    request: Request
+    cache: KVCache
+    loaded: Loaded
+    save: Path | None
+
+    def finish(self, watcher: Watcher) -> None:
+        """Say what a budget in bytes has come to, and save the cache if that is asked for."""
+        self.request.note_bytes(self.document.cache, watcher)
+        if self.save is None:
+            return
+        from kvtool.cache.files.save import save_cache
+
+        save_cache(self.cache, self.save, model=self.loaded.model, model_name=self.loaded.name)
+        watcher.note(f"saved {self.save}")
+
+
+@dataclass(frozen=True)
+class GenerationRun:
+    """A generation that is all checked, as far as that goes without the model.
+
+    Attributes:
+        turns: of a conversation; None: one prompt is answered.
+    """
+
+    settings: GenerationSettings
+    request: Request
+    turns: Turns | None
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a dry run prints."""
+        settings, turns = self.settings, self.turns
+        more: dict[str, Any] = {
+            "max_new_tokens": settings.new_tokens,
+            "temperature": settings.temperature,
+        }
+        if turns is not None:
+            more["turns"] = [spell_turn(turn) for turn in turns.turns]
+            more["system"] = turns.system or settings.system
+        return configuration(settings, self.request) | more | {"cache": settings.cache}
+
+    def run(self, watcher: Watcher, listener: Listener) -> Generated:
+        """Load the model and generate."""
+        settings, source = self.settings, self.settings.source()
+        with joined():
+            watcher.note_any(source.note())
+            with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
+                cache = open_cache(settings, self.request, loaded)
+                if self.turns is None:
+                    document = _answer(settings, self.request, loaded, cache, watcher, listener)
+                else:
+                    document = converse(
+                        settings, self.request, self.turns, loaded, cache, watcher, listener
+                    )
+        return Generated(document, self.request, cache, loaded, settings.save_path)
+
+
+def prepare_generation(settings: GenerationSettings, watcher: Watcher) -> GenerationRun:
+    """Check everything that can be checked before the model is loaded.
+
+    Raises:
+        UsageError, KvtoolError: as `generate`.
+    """
+    settings.check()
+    settings, plan = settle(settings, "kvtool generate")
+    _check_processes(settings)
+    settings.check_paths()
+    turns = None if settings.turns is None else read_said(settings, settings.turns)
+    return GenerationRun(settings, _resolve(settings, plan, watcher), turns)
+
+
+def _check_processes(settings: GenerationSettings) -> None:
+    """Refuse several processes that would do the same, or would share a file."""
+    if not settings.tensor_parallel:
+        if settings.loaded is None:
+            check_alone("generate")
+    elif settings.save is not None or settings.cache is not None:
+        flag = "--save" if settings.save is not None else "--cache"
+        raise UsageError(
+            f"--tensor-parallel excludes {flag}: a cache file holds all KV heads, and each process "
+            "has its own"
+        )
+
+
+def _resolve(settings: GenerationSettings, plan: PlanDocument | None, watcher: Watcher) -> Request:
+    prompt, source = typed_prompt(settings)
+    prefill = read_prefill(settings.prefill)
+    if settings.cache is not None:
+        if plan is not None:
+            raise UsageError(
+                "a plan and --cache exclude each other: a saved cache goes on by what it was made "
+                "with",
+                hint="leave out one of them",
+            )
+        policy, budget = resumed_policy(settings, settings.cache)
+        return Request(prompt, source, policy, budget, prefill)
+    policy, budget = choose_policy(settings, plan, watcher)
+    if settings.wants_needle:
+        prompt, source = _needle_prompt(watcher)
+    return Request(prompt, source, policy, budget, prefill, plan)
+
+
+def _needle_prompt(watcher: Watcher) -> tuple[str, str]:
+    from kvtool.models.reference.prompt import needle_prompt
+
+    prompt, answer = needle_prompt(tokens=_NEEDLE_TOKENS, seed=_NEEDLE_SEED)
+    watcher.note(
+        f"prompt: a built-in text of about {_NEEDLE_TOKENS} tokens that hides a code, "
+        f"and a question about it; the answer is {answer.strip()}"
+    )
+    return prompt, "built-in needle"
+
+
+def _answer(
+    settings: GenerationSettings,
+    request: Request,
+    loaded: Loaded,
+    cache: KVCache,
+    watcher: Watcher,
+    listener: Listener,
+) -> GenerationDocument:
+    """Answer the prompt, or go on from the cache without one."""
+    from kvtool.documents.turns import UserTurn
+    from kvtool.generation import generate as generate_text
+
+    talk = begin(settings, loaded, cache, settings.system, watcher)
+    prompt_ids, tokens = None, 0
+    if request.prompt is not None:
+        if talk is None:
+            first = cache.get_seq_length() == 0
+            prompt_ids = encode(loaded, request.prompt, first=first, source=request.source)
+        else:
+            prompt_ids = talk.turn_ids(UserTurn(request.prompt))
+        tokens = prompt_ids.shape[1]
+    if settings.cache is None:
+        request.check_length(tokens, watcher)
+    note_text(cache, loaded.model.config, tokens, settings.new_tokens, watcher)
+    planned = request.plan_in_use(loaded, tokens, settings.new_tokens, watcher)
+    drawing = settings.drawing() | listener.hears()
+    if talk is None:
+        result = generate_text(loaded.model, loaded.tokenizer, cache, prompt_ids, **drawing)
+    elif request.prompt is None:
+        result = talk.answer(**drawing)
+    else:
+        result = talk.say(UserTurn(request.prompt), **drawing)
+    listener.on_answer(result.text[0])
+    return document_of(request, loaded, result, planned)
