@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvtool.documents.shown import show_with
 from kvtool.version import VERSION
 
 if TYPE_CHECKING:
@@ -15,12 +16,15 @@ if TYPE_CHECKING:
     from kvtool.cache.hooks.attach import detach
     from kvtool.calls.compress import compress
     from kvtool.calls.generate import generate
+    from kvtool.calls.plan import plan
     from kvtool.errors import KvtoolError, UsageError
     from kvtool.evaluation.evaluate import evaluate
     from kvtool.evaluation.profile import profile
     from kvtool.policies.grammar import parse_policy
 
 __version__ = VERSION
+
+show_with(lambda: import_module("kvtool.report.view"))
 
 _HOMES = {
     "parse_policy": "kvtool.policies.grammar",
@@ -32,6 +36,7 @@ _HOMES = {
     "load_cache": "kvtool.cache.files.load",
     "compress": "kvtool.calls.compress",
     "generate": "kvtool.calls.generate",
+    "plan": "kvtool.calls.plan",
     "evaluate": "kvtool.evaluation.evaluate",
     "profile": "kvtool.evaluation.profile",
     "KvtoolError": "kvtool.errors",
@@ -52,6 +57,7 @@ __all__ = [
     "generate",
     "load_cache",
     "parse_policy",
+    "plan",
     "profile",
     "save_cache",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.calls.settings import PromptSettings
 from kvtool.documents.flags import MODEL_SETTINGS
-from kvtool.errors import UsageError, quote
+from kvtool.errors import UsageError, did_you_mean, quote
 from kvtool.sizes import LARGEST_SEED, Budget
 
 if TYPE_CHECKING:
@@ -30,6 +30,11 @@ UNSAID = Unsaid.UNSAID
 Settings = TypeVar("Settings", bound=PromptSettings)
 
 _FILES = ("prompt_file", "save")
+_CHOICES = {
+    "chat_template": ("auto", "on", "off"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "attn_implementation": ("auto", "eager", "sdpa", "flash_attention_2"),
+}
 
 
 def given_settings(
@@ -57,6 +62,10 @@ def given_settings(
     from kvtool.models.attached import ModelSource
 
     source = ModelSource.of(model, tokenizer)
+    named = dict(model_settings)
+    named["dtype"] = spell_dtype(named.get("dtype"))
+    check_choice("dtype", named["dtype"])
+    check_choice("attn_implementation", named.get("attn_implementation"))
     _check_words(given)
     given["policy"] = read_policy(given["policy"])
     given["budget"] = read_budget(given["budget"])
@@ -70,7 +79,7 @@ def given_settings(
         from kvtool.documents.given import document_of
 
         given["recipe"] = document_of(plan, "a plan or recipe")
-    return kind(model=source.name, loaded=source.loaded, **model_settings, **given)
+    return kind(model=source.name, loaded=source.loaded, **named, **given)
 
 
 def check_model_settings(given: Mapping[str, Any], call: str) -> None:
@@ -106,18 +115,32 @@ def read_stops(stop: Any) -> list[str]:
     return list(texts)
 
 
+def spell_dtype(dtype: Any) -> Any:
+    """Return a dtype by name, also where it is torch's own."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def check_text(name: str, value: Any) -> None:
+    """Refuse what is no text where that is meant."""
+    if value is not None and not isinstance(value, str):
+        raise UsageError(f"{name} must be text, got {quote(repr(value))}")
+
+
+def check_choice(name: str, value: Any) -> None:
+    """Refuse a word that a setting does not take."""
+    choices = _CHOICES[name]
+    if value is not None and value not in choices:
+        raise UsageError(
+            f"{name} must be one of {', '.join(choices)}, got {quote(repr(value))}",
+            hint=did_you_mean(str(value), choices),
+        )
+
+
 def _check_words(given: Mapping[str, Any]) -> None:
     """Refuse what is neither text nor a number where that is meant."""
     for name in ("prompt", "system", "prefill", "allocator"):
-        value = given[name]
-        if value is not None and not isinstance(value, str):
-            raise UsageError(f"{name} must be text, got {quote(repr(value))}")
-    templates = ("auto", "on", "off")
-    if given["chat_template"] not in templates:
-        choices = ", ".join(templates)
-        raise UsageError(
-            f"chat_template must be one of {choices}, got {quote(repr(given['chat_template']))}"
-        )
+        check_text(name, given[name])
+    check_choice("chat_template", given["chat_template"])
     seed = given["seed"]
     if seed is not None and not (_is_whole(seed) and 0 <= seed <= LARGEST_SEED):
         raise UsageError(f"seed must be a whole number from 0, got {quote(repr(seed))}")

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvtool.evaluation.run.gates import Gate
 
 _GATE_FAILED, _SAMPLES_FAILED = 3, 4
-_FEW_VARIANTS = 6  # whose heat maps a terminal shows; the pictures show all
 _FOR_RESCORE = frozenset(
     {"rescore", "policy", "fail_under", "max_drop", "plots", "format", "quiet", "progress", "debug"}
 )
@@ -56,7 +55,9 @@ class EvalWatcher(TerminalWatcher):
         write_page(results, folder / "report.html")
         form = options.choose_format("text" if terminal.interactive else "json")
         if form == "text":
-            _print_tables(results, terminal)
+            from kvtool.report.tables import results_tables
+
+            terminal.print(results_tables(results))
         else:
             terminal.write(results.to_json() if form == "json" else results.to_yaml())
         terminal.note(f"wrote {folder}/results.json and {folder}/report.html")
@@ -144,14 +145,6 @@ def _refuse_others(options: EvalOptions) -> None:
     ]
     if given:
         raise UsageError(f"--rescore takes a run as it is; leave out {', '.join(given)}")
-
-
-def _print_tables(results: ResultsDocument, terminal: Terminal) -> None:
-    from kvtool.report.tables import needle_tables, summary_table
-
-    if len(results.arms) <= _FEW_VARIANTS:
-        terminal.print(needle_tables(results))
-    terminal.print(summary_table(results))
 
 
 def _tell_failures(results: ResultsDocument, folder: Path, terminal: Terminal) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from kvtool.calls.plan_settings import PlanModel, PlanSettings, read_target
 from kvtool.cli.options import ModelOptions
 from kvtool.documents.files import check_writable
 from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
-from kvtool.sizes import Budget, parse_count
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -91,30 +90,26 @@ class PlanOptions(ModelOptions):
         """The picture to draw."""
         return None if self.plot is None else expand(self.plot)
 
-
-def read_target(options: PlanOptions) -> Budget:
-    """Return the one target that is given."""
-    targets = {
-        "--budget": options.budget,
-        "--ratio": options.ratio,
-        "--bytes": options.bytes,
-    }
-    given = {flag: text for flag, text in targets.items() if text is not None}
-    if not given:
-        raise UsageError("no target", hint="-b 512, --ratio 20% or --bytes 64MiB")
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} exclude each other; keep one")
-    ((flag, text),) = given.items()
-    if flag == "--ratio" and text.strip() == "1":
-        return Budget(ratio=Fraction(1))
-    if flag == "--bytes" and text.strip().isdecimal():
-        return Budget.parse(f"{text.strip()}B")
-    budget = Budget.parse(text)
-    if flag == "--ratio" and budget.ratio is None:
-        raise UsageError(f"--ratio must be a share of the prompt, got `{text}`", hint="--ratio 20%")
-    if flag == "--bytes" and budget.bytes is None:
-        raise UsageError(f"--bytes must be a number of bytes, got `{text}`", hint="--bytes 64MiB")
-    return budget
+    def settings(self) -> PlanSettings:
+        """Return what is asked for."""
+        return PlanSettings(
+            budget=read_target(self.budget, self.ratio, self.bytes),
+            model=PlanModel(
+                name=self.model,
+                revision=self.revision,
+                dtype=self.dtype,
+                device=self.device,
+                device_map=self.device_map,
+                trust_remote_code=self.trust_remote_code,
+            ),
+            profile=self.profile,
+            context=self.context,
+            max_new_tokens=self.max_new_tokens,
+            batch=self.batch,
+            policy=self.policy,
+            allocator=self.allocator,
+            min_tokens=self.min_tokens,
+        )
 
 
 def check_paths(options: PlanOptions) -> None:
@@ -129,11 +124,3 @@ def check_paths(options: PlanOptions) -> None:
         raise UsageError(f"--plot must end in {', '.join(_PICTURES)}, got `{options.plot}`")
     check_writable(path, "--plot")
     require("plots", needed_by="--plot")
-
-
-def positive(text: str, flag: str) -> int:
-    """Read a number of tokens, 1 or more."""
-    count = parse_count(text)
-    if count < 1:
-        raise UsageError(f"{flag} must be 1 or more, got {text}")
-    return count

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.profile_options import ProfileOptions
@@ -17,9 +16,6 @@ from kvtool.evaluation.profile_request import ProfileRequest, read_request
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.processes import check_alone
 from kvtool.profiling.names import parse_metrics
-
-if TYPE_CHECKING:
-    from kvtool.documents.profile import ProfileDocument
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -64,7 +60,7 @@ def profile(options: ProfileOptions, terminal: Terminal) -> None:
 
         terminal.print(profile_table(document))
         return
-    text = _as_text(document) if form == "text" else ""
+    text = document.table() if form == "text" else ""
     write_data(render(document, form, text), options, terminal)
 
 
@@ -121,13 +117,3 @@ def _configuration(options: ProfileOptions, request: ProfileRequest) -> dict[str
     if plan.budgets:
         settings["output_error"] = {"policy": str(plan.policy), "budgets": list(plan.budgets)}
     return settings
-
-
-def _as_text(document: ProfileDocument) -> str:
-    from rich.console import Console
-
-    from kvtool.report.profile_table import profile_table
-
-    text = io.StringIO()
-    Console(file=text, width=100).print(profile_table(document))
-    return text.getvalue()

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
+from kvtool.documents.shown import Shown
 from kvtool.documents.yaml_writer import dump_yaml
 from kvtool.sizes import MOST_BYTES, MOST_TOKENS
 
@@ -45,3 +46,7 @@ class Document(Section):
     def to_yaml(self) -> str:
         """Return the document as YAML, in the same order."""
         return dump_yaml(self.to_data())
+
+
+class ShownDocument(Document, Shown):
+    """A document that is shown as a table, too."""

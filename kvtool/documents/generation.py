@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from kvtool.documents.document import Document, Section
+from kvtool.documents.document import Document, Section, ShownDocument
 from kvtool.documents.plan import PlanDocument
 from kvtool.sizes import bytes_in_words
 
@@ -197,7 +197,7 @@ class TurnSection(Section):
     fidelity: Fidelity | None
 
 
-class GenerationDocument(Document):
+class GenerationDocument(ShownDocument):
     """`kvtool generate`: `text` and `token_ids` hold generated tokens only.
 
     With `turns` the tokens and times are those of all turns and of what was read before them, the

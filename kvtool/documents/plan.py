@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from kvtool.documents.disagreement import disagreement
-from kvtool.documents.document import Document, Section, TokenCount
+from kvtool.documents.document import Section, ShownDocument, TokenCount
 from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.stages import compression_ratio, stage1_tokens
 from kvtool.errors import UsageError
@@ -186,7 +186,7 @@ class Totals(Section):
         return {name: value for name, value in serialize(self).items() if value is not None}
 
 
-class PlanDocument(Document):
+class PlanDocument(ShownDocument):
     """`plan.yaml`; `rocketkv` is left out where RocketKV cannot work, `totals` where edited."""
 
     kind: Literal["plan"] = "plan"

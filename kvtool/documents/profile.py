@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvtool.documents.document import ByteCount, Document, Section, TokenCount
+from kvtool.documents.document import ByteCount, Section, ShownDocument, TokenCount
 from kvtool.documents.model_shape import ModelShape
 from kvtool.sizes import MOST_TOKENS
 
@@ -176,7 +176,7 @@ class HeadsFile(Section):
     sha256: str
 
 
-class ProfileDocument(Document):
+class ProfileDocument(ShownDocument):
     """`profile.yaml`; `data` is left out where no text was read."""
 
     kind: Literal["profile"] = "profile"

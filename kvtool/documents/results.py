@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from kvtool.documents.document import Document, Section
+from kvtool.documents.document import Section, ShownDocument
 
 
 class ModelUsed(Section):
@@ -158,7 +158,7 @@ class Environment(Section):
     packages: dict[str, str]
 
 
-class ResultsDocument(Document):
+class ResultsDocument(ShownDocument):
     """`results.json` of a run; `complete` is false while samples are missing."""
 
     kind: Literal["results"] = "results"

@@ -83,6 +83,8 @@ def make_turns(items: Sequence[Any]) -> Turns:
         UsageError: none, or none that is answered.
         DocumentError: everything that is no turn.
     """
+    if not items:
+        raise UsageError("turns hold no turn")
     mark = Mark("turns")
     found: list[tuple[Mark, _Item]] = []
     problems: list[Problem] = []

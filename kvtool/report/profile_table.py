@@ -33,7 +33,7 @@ def profile_table(document: ProfileDocument) -> RenderableType:
         parts.append(_measurements(lines))
     if document.metrics.memory is not None:
         parts += [_sizes(document.metrics.memory), _fits(document.metrics.memory)]
-    parts.append(Text(_note(document), style="dim"))
+    parts.append(Text(note(document), style="dim"))
     return Group(*parts)
 
 
@@ -112,7 +112,8 @@ def _grid(title: str, first: str, batches: Sequence[int]) -> Table:
     return table
 
 
-def _note(document: ProfileDocument) -> str:
+def note(document: ProfileDocument) -> str:
+    """Say what was measured, and on what."""
     model, data = document.model, document.data
     told = f"{model.id}: {digits.size(model.kv_bytes_per_token)} of keys and values per token"
     if data is None:

@@ -30,6 +30,7 @@ from kvtool.report.variants import (
     wrap,
 )
 
+_FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
 _STYLES = {"better": "green", "worse": "red", "": ""}
 
 
@@ -45,6 +46,13 @@ def summary_table(document: ResultsDocument) -> RenderableType:
     if document.gates:
         parts.append(_gates(document.gates))
     return Group(*parts, Text("\n".join(notes(document)), style="dim"))
+
+
+def results_tables(document: ResultsDocument) -> RenderableType:
+    """Return the summary, below the heat maps of needle tasks if the arms are few."""
+    summary = summary_table(document)
+    few = len(document.arms) <= _FEW_ARMS
+    return Group(needle_tables(document), summary) if few else summary
 
 
 def needle_tables(document: ResultsDocument) -> RenderableType:

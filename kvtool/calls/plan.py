@@ -1,0 +1,251 @@
+"""Budgets of all layers planned in one call, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.calls.given import check_choice, check_text, read_policy, spell_dtype
+from kvtool.calls.plan_settings import PlanModel, PlanSettings, positive, read_target
+from kvtool.calls.planned_model import PlannedModel, find_model, usual_context
+from kvtool.errors import UsageError, quote
+from kvtool.evaluation.watcher import Watcher
+from kvtool.models.folder import check_folder
+from kvtool.sizes import parse_count
+
+if TYPE_CHECKING:
+    from kvtool.documents.plan import PlanDocument, Target
+    from kvtool.documents.profile import ProfileDocument
+    from kvtool.policies.parts import Allocator
+    from kvtool.policies.policy import Policy
+
+
+def plan(
+    source: Any = None,
+    *,
+    tokens: int | str | None = None,
+    ratio: float | str | None = None,
+    bytes: int | str | None = None,
+    context: int | str | None = None,
+    max_new_tokens: int | str | None = None,
+    batch: int = 1,
+    policy: Policy | str | None = None,
+    allocator: str | None = None,
+    min_tokens: int | str | None = None,
+    model: Any = None,
+    revision: str | None = None,
+    dtype: Any = None,
+    trust_remote_code: bool = False,
+    watcher: Watcher | None = None,
+) -> PlanDocument:
+    """Plan budgets of all layers for a target: tokens, a share of the prompt, or bytes.
+
+    Weights are never loaded.
+
+    Args:
+        source: a profile as a document, its data or its file; a model as a configuration, loaded,
+            a folder or a hub ID; None is the bundled reference model.
+        tokens: mean per layer and KV head.
+        ratio: share of the prompt, such as 0.2 or `20%`.
+        bytes: memory held in all layers and rows, such as `64MiB`.
+        model: of the profile, where its configuration is to be read.
+        dtype: of keys and values; None: of a loaded model its own, else the checkpoint's.
+        watcher: is told how it goes; by default nobody is.
+
+    Every other argument is what the option of `kvtool plan-budget` with its name is.
+
+    Returns:
+        What `kvtool plan-budget` writes.
+
+    Raises:
+        UsageError: no target or several, settings that are wrong or do not go together.
+        KvtoolError: a model that cannot be compressed.
+    """
+    if isinstance(tokens, float):
+        raise UsageError(
+            f"tokens must be a whole number, got {tokens}",
+            hint="ratio takes a share of the prompt",
+        )
+    mean = None if tokens is None else parse_count(tokens)
+    targets = (None if each is None else str(each) for each in (mean, ratio, bytes))
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise UsageError(f"batch must be 1 or more, got {quote(repr(batch))}")
+    check_choice("dtype", spell_dtype(dtype))
+    check_text("allocator", allocator)
+    profile, named = _read_source(source)
+    settings = PlanSettings(
+        budget=read_target(*targets),
+        model=_read_model(
+            named if model is None else model,
+            revision=revision,
+            dtype=spell_dtype(dtype),
+            trust_remote_code=trust_remote_code,
+        ),
+        profile=profile,
+        context=context,
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+        policy=None if policy is None else read_policy(policy),
+        allocator=allocator,
+        min_tokens=min_tokens,
+    )
+    watcher = Watcher() if watcher is None else watcher
+    return prepare_plan(settings, watcher).make(watcher)
+
+
+def _read_source(source: Any) -> tuple[ProfileDocument | None, Any]:
+    """Return a profile, or a model: whichever is given."""
+    from kvtool.documents.given import document_of, is_document
+    from kvtool.documents.plan import PlanDocument
+    from kvtool.documents.profile import ProfileDocument
+
+    if isinstance(source, ProfileDocument):
+        return source, None
+    if isinstance(source, Mapping) or (isinstance(source, (str, Path)) and is_document(source)):
+        from kvtool.documents.source import check_kind
+
+        read = document_of(source, "a profile")
+        assert not isinstance(read, PlanDocument), "no document was given"
+        check_kind(read, takes=("profile",), command="kvtool.plan")
+        return read.validate(ProfileDocument), None
+    return None, source
+
+
+def _read_model(model: Any, *, dtype: str | None, **settings: Any) -> PlanModel:
+    """Return the model that is given by name, as a configuration, or loaded."""
+    if model is None or isinstance(model, (str, Path)):
+        name = None if model is None else str(model)
+        if name is not None:
+            check_folder(name, config_only=True)
+        return PlanModel(name=name, dtype=dtype, **settings)
+    from kvtool.cache.hooks.families import check_supported
+
+    model = getattr(model, "model", model) if hasattr(model, "config_hash") else model
+    config = getattr(model, "config", model)
+    if not hasattr(config, "get_text_config"):
+        raise UsageError(
+            "a plan is made from a profile, a configuration, a folder, a hub ID or a loaded model, "
+            f"got {type(model).__name__}"
+        )
+    check_supported(config)
+    if config is not model and dtype in (None, "auto"):
+        dtype = str(model.dtype).removeprefix("torch.")
+    name = config._name_or_path or config.model_type
+    return PlanModel(name=name, dtype=dtype, config=config, **settings)
+
+
+@dataclass(frozen=True)
+class PlanRun:
+    """A plan that is all checked, and not made yet.
+
+    Attributes:
+        least: tokens of a layer.
+    """
+
+    settings: PlanSettings
+    model: PlannedModel
+    allocator: Allocator
+    target: Target
+    profile: ProfileDocument | None
+    policy: Policy | None
+    least: int | None
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a dry run prints."""
+        from kvtool.policies.allocate.table import spell_allocator
+
+        return {
+            "model": self.model.shape.id,
+            "revision": self.model.shape.revision,
+            "dtype": self.model.shape.dtype,
+            "profile": self.settings.profile,
+            "target": self.target.model_dump(),
+            "allocator": spell_allocator(self.allocator),
+            "policy": None if self.policy is None else str(self.policy),
+            "min_tokens": self.least,
+        }
+
+    def make(self, watcher: Watcher) -> PlanDocument:
+        """Make the plan."""
+        from kvtool.planning.plan import make_plan
+
+        planned = make_plan(
+            self.model.shape,
+            self.allocator,
+            self.target,
+            profile=self.profile,
+            policy=self.policy,
+            min_tokens=self.least,
+            layers=self.model.layers,
+        )
+        for line in planned.notes:
+            watcher.note(line)
+        return planned.document
+
+
+def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
+    """Check what is asked for.
+
+    Raises:
+        UsageError, KvtoolError: as `plan`.
+    """
+    profile = _read_profile(settings.profile)
+    from kvtool.policies.allocate.table import parse_allocator
+
+    allocator = parse_allocator(settings.allocator or ("uniform" if profile is None else "d2o"))
+    least = settings.min_tokens
+    least = None if least is None else positive(least, "--min-tokens")
+    policy = _read_policy(settings.policy)
+    model = find_model(settings.model, profile, watcher)
+    target = _target(settings, model, profile, watcher)
+    return PlanRun(settings, model, allocator, target, profile, policy, least)
+
+
+def _read_profile(profile: str | ProfileDocument | None) -> ProfileDocument | None:
+    if not isinstance(profile, str):
+        return profile
+    from kvtool.documents.profile import ProfileDocument
+    from kvtool.documents.source import check_kind, read_source
+
+    source = read_source(profile, option="profile")
+    check_kind(source, takes=("profile",), command="kvtool plan-budget")
+    return source.validate(ProfileDocument)
+
+
+def _read_policy(policy: str | Policy | None) -> Policy | None:
+    """Return the policy to plan for."""
+    if policy is None:
+        return None
+    from kvtool.policies.grammar import parse_policy
+
+    policy = parse_policy(policy)
+    if not policy.takes_budget:
+        raise UsageError(f"policy `{policy}` keeps everything, so there is no budget to plan")
+    return policy
+
+
+def _target(
+    settings: PlanSettings, model: PlannedModel, profile: ProfileDocument | None, watcher: Watcher
+) -> Target:
+    """Put target and lengths together."""
+    from kvtool.documents.plan import Target
+
+    budget, new = settings.budget, 0
+    if settings.context is not None:
+        context = positive(settings.context, "--context")
+    else:
+        context = usual_context(model.shape, profile, watcher)
+    if settings.max_new_tokens is not None:
+        new = parse_count(settings.max_new_tokens)
+    if not 0 <= new < context:
+        raise UsageError(f"--max-new-tokens {new} leaves no prompt in a context of {context}")
+    return Target(
+        ratio=None if budget.ratio is None else str(budget),
+        tokens=budget.tokens,
+        bytes=budget.bytes,
+        context=context,
+        max_new_tokens=new,
+        batch=settings.batch,
+    )
