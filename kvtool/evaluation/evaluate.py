@@ -19,6 +19,8 @@ from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.tasks.selection import TaskFlags
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.attached import ModelSource
+from kvtool.policies.grammar import parse_policy
+from kvtool.sizes import Budget
 
 
 def evaluate(
@@ -85,7 +87,7 @@ def evaluate(
     flags.take("seed", seed)
     flags.take("allocator", allocator)
     flags.set("--tasks", [{"task": name} for name in _listed(tasks)], "eval", "tasks")
-    flags.set("--policy", [str(policy) for policy in _listed(policies)], "policy")
+    flags.set("--policy", [_policy(policy) for policy in _listed(policies)], "policy")
     flags.set("--budget", [_budget(budget) for budget in _listed(budgets)], "budget")
     take_eval(
         flags,
@@ -142,5 +144,10 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
+def _policy(policy: Any) -> str:
+    return policy if isinstance(policy, str) else str(parse_policy(policy))
+
+
 def _budget(budget: Any) -> str | int:
-    return budget if isinstance(budget, int) else str(budget)
+    typed = isinstance(budget, (str, int)) and not isinstance(budget, bool)
+    return budget if typed else str(Budget.parse(budget))

@@ -26,6 +26,7 @@ from kvtool.profiling.measure import measure
 from kvtool.profiling.memory import memory_table
 from kvtool.profiling.names import DEFAULT
 from kvtool.profiling.summary import summarise
+from kvtool.sizes import Budget
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def profile(
         tokens=tokens,
         decode=decode,
         policy=policy,
-        budgets=None if budgets is None else [str(budget) for budget in budgets],
+        budgets=None if budgets is None else [str(Budget.parse(budget)) for budget in budgets],
         seed=seed,
     )
     if texts is not None:

@@ -1,0 +1,135 @@
+"""What Python calls are given by mistake: one clear line, before any weights are loaded."""
+
+import pytest
+
+import kvtool
+from kvtool.evaluation.run.store import Store
+
+POLICY = "a policy is a string or a kvtool policy, got `None`; h2o"
+FLOAT = "budget ratio 512.0 is above 1 .100%.; .* tokens are whole, such as 512"
+BOTH = [
+    ({"policy": None}, POLICY),
+    ({"policy": 5}, "got `5`"),
+    ({"policy": "h2oo"}, "no policy named `h2oo`"),
+    ({"policy": "h2o", "budget": 512.0}, FLOAT),
+    ({"policy": "h2o", "budget": [3]}, r"budget `\[3\]` is not a size"),
+    ({"policy": "h2o", "budget": True}, "budget `True` is not a size"),
+    ({"model": 5}, "a model is a folder, a hub ID or a loaded model of transformers, got int"),
+    ({"model": "./none"}, "model folder `./none` does not exist"),
+    ({"prompt": 5}, "prompt must be text, got `5`"),
+    ({"prompt": " "}, "--prompt is empty"),
+    ({"prompt": "a", "prompt_file": "b"}, "exclude each other"),
+    ({"plan": 5}, "a plan or recipe is a document, its data or its file, got int"),
+    ({"chat_template": "maybe"}, "chat_template must be one of auto, on, off, got `'maybe'`"),
+    ({"seed": -1}, "seed must be a whole number from 0, got `-1`"),
+    ({"dtype": "float9"}, "dtype must be one of auto, float32"),
+    ({"attn_implementation": "fast"}, "attn_implementation must be one of auto, eager"),
+    ({"save": 5}, "save must be a file, got `5`"),
+    ({"save": "no/such/x.safetensors"}, "folder `no/such` does not exist"),
+]
+GENERATE = [
+    ({"cache": 5}, "cache must be a kvtool cache or its file, got int"),
+    ({"cache": "none.safetensors"}, "cache file `none.safetensors` does not exist"),
+    ({"turns": 5}, "turns must be a file or a list, got `5`"),
+    ({"turns": []}, "turns hold no turn"),
+    ({"turns": [5]}, "turns: a turn is text, got `5`"),
+    ({"turns": [{"user": "a", "assistant": "b"}]}, "unknown key `assistant`"),
+    ({"temperature": "hot"}, "temperature must be a number, got `'hot'`"),
+    ({"temperature": -1}, "--temperature must be 0 or more, got -1"),
+    ({"stop": 5}, "stop must be a text or a list of texts, got `5`"),
+    ({"max_new_tokens": 2.5}, "`2.5` is not a whole number of tokens"),
+    ({"max_new_tokens": 0}, "--max-new-tokens must be 1 or more, got 0"),
+    ({"cache": "none", "system": "Be short."}, "--system goes before everything"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch):
+    monkeypatch.setattr("kvtool.models.attached.load", lambda *a, **k: pytest.fail("loaded"))
+
+
+@pytest.mark.parametrize(("settings", "message"), BOTH + GENERATE, ids=str)
+def test_generate(settings, message):
+    given = {"prompt": "The lamp"} | settings
+    if {"cache", "turns"} & settings.keys():
+        del given["prompt"]
+    with pytest.raises(kvtool.UsageError, match=message) as error:
+        kvtool.generate(**given)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [*BOTH, ({}, "no policy; --policy"), ({"policy": "h2o", "prompt": None}, "no prompt")],
+    ids=str,
+)
+def test_compress(settings, message):
+    given = {"prompt": "The lamp"} | ({} if not settings else {"policy": "h2o"}) | settings
+    with pytest.raises(kvtool.UsageError, match=message) as error:
+        kvtool.compress(**given)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("call", [kvtool.generate, kvtool.compress])
+def test_unknown_keywords_are_refused(call):
+    with pytest.raises(TypeError, match=f"{call.__name__}.. got an unexpected keyword .*'polcy'"):
+        call(None, "The lamp", polcy="h2o")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policies": [None]}, "a policy is a string or a kvtool policy, got `None`"),
+        ({"policies": None}, "a policy is a string or a kvtool policy, got `None`"),
+        ({"policies": [5]}, "a policy is a string or a kvtool policy, got `5`"),
+        ({"policies": "h2o", "budgets": 512.0}, FLOAT),
+        ({"policies": "h2o", "budgets": [[3]]}, r"budget `\[3\]` is not a size"),
+        ({"recipe": 5}, "a model is a folder, a hub ID or a loaded model of transformers, got int"),
+    ],
+    ids=str,
+)
+def test_evaluate(settings, message):
+    with pytest.raises(kvtool.UsageError, match=message) as error:
+        kvtool.evaluate(tasks="niah", **settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": 5, "metrics": "output_error"}, "a policy is a string or a kvtool policy"),
+        ({"budgets": [512.0], "metrics": "output_error"}, FLOAT),
+        ({"model": 5}, "a model is a folder, a hub ID or a loaded model of transformers, got int"),
+    ],
+    ids=str,
+)
+def test_profile(settings, message):
+    with pytest.raises(kvtool.UsageError, match=message) as error:
+        kvtool.profile(**settings)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "message"),
+    [
+        (None, 32, POLICY),
+        (5, 32, "got `5`"),
+        ("h2o", 512.0, FLOAT),
+        ("h2o", None, "needs a budget"),
+    ],
+)
+def test_build_cache(policy, budget, message):
+    from tests.models_for_tests import family_model
+
+    with pytest.raises(kvtool.UsageError, match=message):
+        kvtool.build_cache(family_model("llama"), policy, budget)
+
+
+def test_evaluate_into_a_folder_that_another_run_holds(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    folder = tmp_path / "run"
+    settings = {"policies": "streaming", "budgets": 16, "lengths": [128], "samples": 1}
+    busy = pytest.raises(kvtool.UsageError, match="another run is writing")
+    with Store(folder).locked(), busy:
+        kvtool.evaluate(None, folder, tasks="niah", **settings)
+    assert kvtool.evaluate(None, folder, tasks="niah", **settings).complete
