@@ -12,7 +12,7 @@ PACKAGE = Path(kvtool.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TABLES = {"models/reference/facts.py", "models/reference/rows.py"}  # of data, of any length
 ATTRIBUTES = 15
-ABOVE = ("evaluation", "cli", "report")
+ABOVE = ("evaluation", "calls", "cli", "report")
 TIDY = [file for file in FILES if file.relative_to(PACKAGE).parts[0] in ABOVE]
 
 
@@ -108,6 +108,24 @@ def test_classes_have_few_attributes():
         and len(own_attributes(node)) > ATTRIBUTES
     }
     assert large == {}
+
+
+def commands() -> Iterator[ast.FunctionDef]:
+    """The functions that `kvtool` runs, which take options and a terminal and return nothing."""
+    for file in sorted((PACKAGE / "cli").glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+            if public and [each.arg for each in node.args.args] == ["options", "terminal"]:
+                yield node
+
+
+def test_commands_parse_call_and_print():
+    found = {node.name: node for node in commands()}
+    names = {"generate", "compress", "profile", "plan_budget", "evaluate", "policies"}
+    assert names <= found.keys()
+    for name in names:
+        body = found[name].body[1:]  # below the docstring
+        assert body[-1].end_lineno - body[0].lineno < 15, f"{name} does more than print"
 
 
 OWN = {

@@ -16,8 +16,12 @@ from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
     from kvtool.documents.flags import Flags
+    from kvtool.documents.results import ResultsDocument
+    from kvtool.evaluation.comparison import Comparison
+    from kvtool.evaluation.prepare import Prepared
     from kvtool.evaluation.run.gates import Gate
     from kvtool.evaluation.tasks.selection import TaskFlags
+    from kvtool.evaluation.watcher import Watcher
 
 _TASK_SETTINGS = ("lengths", "depths", "samples", "prompts")
 
@@ -27,9 +31,21 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     if options.rescore is not None:
         rescore_run(options, split_policies(options.policy), gates_of(options), terminal)
         return
+    comparison = _read(options)
+    pictures = check_pictures(options, comparison.recipe.output.plots)
+    watcher = EvalWatcher(options, terminal, pictures)
+    prepared = _prepare(comparison, options, watcher)
+    if options.dry_run:
+        write_configuration(prepared.describe(), options, terminal)
+        return
+    exit_with(_run(prepared, options, watcher))
+
+
+def _read(options: EvalOptions) -> Comparison:
+    """Return what is compared, by the recipe and the flags over it."""
     from kvtool.evaluation.comparison import read_comparison
 
-    comparison = read_comparison(
+    return read_comparison(
         read_given(options),
         _flags(options),
         _task_flags(options),
@@ -38,28 +54,25 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
         unsets=options.unset,
         command="kvtool eval",
     )
-    pictures = check_pictures(options, comparison.recipe.output.plots)
-    from kvtool.evaluation.measure import run_prepared
+
+
+def _prepare(comparison: Comparison, options: EvalOptions, watcher: Watcher) -> Prepared:
     from kvtool.evaluation.prepare import prepare
 
-    watcher = EvalWatcher(options, terminal, pictures)
-    prepared = prepare(
-        comparison,
-        options.output,
-        watcher=watcher,
-        trust_remote_code=options.trust_remote_code,
-    )
-    if options.dry_run:
-        write_configuration(prepared.describe(), options, terminal)
-        return
-    results = run_prepared(
+    code = options.trust_remote_code
+    return prepare(comparison, options.output, watcher=watcher, trust_remote_code=code)
+
+
+def _run(prepared: Prepared, options: EvalOptions, watcher: Watcher) -> ResultsDocument:
+    from kvtool.evaluation.measure import run_prepared
+
+    return run_prepared(
         prepared,
         watcher,
         overwrite=options.overwrite,
         stop_on_error=not options.continue_on_error,
         argv=["kvtool", *sys.argv[1:]],
     )
-    exit_with(results)
 
 
 def gates_of(options: EvalOptions) -> list[Gate]:

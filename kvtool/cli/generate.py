@@ -7,9 +7,9 @@ from typer import Exit
 from kvtool.calls.generate import prepare_generation
 from kvtool.calls.settings import GenerationSettings
 from kvtool.cli.generate_options import GenerateOptions
-from kvtool.cli.generated import listen, text_on_stdout
+from kvtool.cli.generated import listen, show
 from kvtool.cli.interruption import Interruption
-from kvtool.cli.output import render, write_configuration, write_data
+from kvtool.cli.output import write_configuration
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
 
@@ -27,11 +27,7 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
         return
     with Interruption() as interrupted:
         generated = run.run(watcher, listen(options, options.stream, terminal, interrupted))
-    document = generated.document
-    if not text_on_stdout(options):
-        text = render(document, options.choose_format("text"), f"{document.text}\n")
-        write_data(text, options, terminal)
-    terminal.note(f"{'interrupted: ' if interrupted.pressed else ''}{document.in_words()}")
+    show(generated.document, options, terminal, interrupted)
     generated.finish(watcher)
     if interrupted.pressed:
         raise Exit(130)

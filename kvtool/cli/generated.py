@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.listener import Listener
 from kvtool.cli.interruption import Interruption
 from kvtool.cli.options import OutputOptions
+from kvtool.cli.output import render, write_data
 from kvtool.cli.terminal import Terminal, tell
+
+if TYPE_CHECKING:
+    from kvtool.documents.generation import GenerationDocument
 
 
 def text_on_stdout(options: OutputOptions) -> bool:
@@ -34,6 +38,19 @@ def listen(
             terminal.write(f"{answer}\n")
 
     return Listener(piece, print_rest, interrupted)
+
+
+def show(
+    document: GenerationDocument,
+    options: OutputOptions,
+    terminal: Terminal,
+    interrupted: Interruption,
+) -> None:
+    """Write the document, if the text is not the data, and say what was held."""
+    if not text_on_stdout(options):
+        text = render(document, options.choose_format("text"), f"{document.text}\n")
+        write_data(text, options, terminal)
+    terminal.note(f"{'interrupted: ' if interrupted.pressed else ''}{document.in_words()}")
 
 
 def _choose_stream(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.profile_options import ProfileOptions
@@ -15,6 +15,10 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.profile_request import ProfileRequest, read_request
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.processes import check_alone
+
+if TYPE_CHECKING:
+    from kvtool.evaluation.profile import Profiled
+    from kvtool.models.attached import ModelSource
 from kvtool.profiling.names import parse_metrics
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -22,32 +26,38 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 def profile(options: ProfileOptions, terminal: Terminal) -> None:
     """Measure how each layer uses its cache: what plan-budget makes budgets of."""
-    options = replace(
+    options = _with_defaults(options)
+    check_alone("profile")
+    _check_paths(options, terminal)
+    request = _read_request(options)
+    if options.dry_run:
+        write_configuration(_configuration(options, request), options, terminal)
+        return
+    from kvtool.evaluation.profile import run_profile
+
+    source, watcher = _source(options), TerminalWatcher(terminal)
+    profiled = run_profile(request, source, heads_path=options.heads_path, watcher=watcher)
+    _write(profiled, options, terminal)
+
+
+def _with_defaults(options: ProfileOptions) -> ProfileOptions:
+    return replace(
         options,
         dtype=options.dtype or "auto",
         device=options.device or "auto",
         attn_implementation=options.attn_implementation or "auto",
         seed=options.seed or 0,
     )
-    check_alone("profile")
-    metrics = parse_metrics(options.metrics)
-    _check_paths(options, metrics)
-    if "key_basis" in metrics and options.heads_path is None:
-        terminal.note("note: the key bases go to a file beside the profile; name it, -o FILE")
-    request = _read_request(options)
-    if options.dry_run:
-        write_configuration(_configuration(options, request), options, terminal)
-        return
-    from kvtool.evaluation.profile import run_profile
+
+
+def _source(options: ProfileOptions) -> ModelSource:
     from kvtool.models.attached import ModelSource
 
     settings = {name: getattr(options, name, None) for name in MODEL_SETTINGS}
-    profiled = run_profile(
-        request,
-        ModelSource(options.model, settings, options.trust_remote_code),
-        heads_path=options.heads_path,
-        watcher=TerminalWatcher(terminal),
-    )
+    return ModelSource(options.model, settings, options.trust_remote_code)
+
+
+def _write(profiled: Profiled, options: ProfileOptions, terminal: Terminal) -> None:
     document = profiled.document
     form = options.choose_format("text" if terminal.interactive else "yaml")
     if options.plot_path is not None:
@@ -64,8 +74,9 @@ def profile(options: ProfileOptions, terminal: Terminal) -> None:
     write_data(render(document, form, text), options, terminal)
 
 
-def _check_paths(options: ProfileOptions, metrics: tuple[str, ...]) -> None:
+def _check_paths(options: ProfileOptions, terminal: Terminal) -> None:
     """Refuse what could not be read or written, without importing torch."""
+    metrics = parse_metrics(options.metrics)
     options.check_output()
     if options.heads_path is not None:
         check_writable(options.heads_path, "--output")
@@ -81,6 +92,8 @@ def _check_paths(options: ProfileOptions, metrics: tuple[str, ...]) -> None:
 
         require("plots", needed_by="--plot")
     check_folder(options.model, config_only=metrics == ("memory",))
+    if "key_basis" in metrics and options.heads_path is None:
+        terminal.note("note: the key bases go to a file beside the profile; name it, -o FILE")
 
 
 def _read_request(options: ProfileOptions) -> ProfileRequest:
