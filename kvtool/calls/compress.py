@@ -17,7 +17,6 @@ from kvtool.calls.settle import settle
 from kvtool.errors import UsageError
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
-from kvtool.processes import check_alone
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
@@ -87,13 +86,7 @@ def compress(
         trust_remote_code=trust_remote_code,
     )
     watcher = Watcher() if watcher is None else watcher
-    run = prepare_compression(settings, watcher)
-    cache, _, loaded = run.read(watcher)
-    if settings.loaded is not None:
-        from kvtool.cache.hooks.attach import attach
-
-        attach(loaded.model)
-    return cache
+    return prepare_compression(settings, watcher).read(watcher)[0]
 
 
 @dataclass(frozen=True)
@@ -112,21 +105,12 @@ class CompressionRun:
         """Load the model, read the prompt, and save the cache if that is asked for."""
         settings, source = self.settings, self.settings.source()
         watcher.note_any(source.note())
-        with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
+        shows = watcher.shows_progress
+        with source.attached(note=watcher.note, progress=shows, keep=True) as loaded:
             cache = self.request.new_cache(loaded.model)
             result = self._feed(loaded, cache, watcher)
-        if settings.save_path is not None:
-            from kvtool.cache.files.save import save_cache
-
-            ids, logits = result.input_ids, result.next_logits
-            save_cache(
-                cache,
-                settings.save_path,
-                model=loaded.model,
-                input_ids=ids,
-                next_logits=logits,
-                model_name=loaded.name,
-            )
+            if settings.save_path is not None:
+                _save(cache, settings.save_path, result, loaded)
         return cache, result, loaded
 
     def _feed(self, loaded: Loaded, cache: KVCache, watcher: Watcher) -> Compressed:
@@ -165,6 +149,19 @@ class CompressionRun:
         )
 
 
+def _save(cache: KVCache, path: Path, result: Compressed, loaded: Loaded) -> None:
+    from kvtool.cache.files.save import save_cache
+
+    save_cache(
+        cache,
+        path,
+        model=loaded.model,
+        input_ids=result.input_ids,
+        next_logits=result.next_logits,
+        model_name=loaded.name,
+    )
+
+
 def prepare_compression(settings: PromptSettings, watcher: Watcher) -> CompressionRun:
     """Check everything that can be checked before the model is loaded.
 
@@ -173,8 +170,6 @@ def prepare_compression(settings: PromptSettings, watcher: Watcher) -> Compressi
     """
     settings.check()
     settings, plan = settle(settings, "kvtool compress")
-    if settings.loaded is None:
-        check_alone("compress")
     settings.check_paths()
     return _resolve(settings, plan, watcher)
 

@@ -11,6 +11,7 @@ from kvtool.cli.prompt_options import PromptOptions
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
 from kvtool.errors import UsageError
+from kvtool.processes import check_alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class CompressOptions(PromptOptions):
 
 def compress(options: CompressOptions, terminal: Terminal) -> None:
     """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
+    check_alone("compress")
     options.check_output()
     if options.save is None:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")

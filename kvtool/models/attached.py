@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvtool.cache.hooks.attach import attach, detach
 from kvtool.cache.hooks.attachment import attachment
@@ -85,15 +87,21 @@ class ModelSource:
 
     @contextmanager
     def attached(
-        self, *, note: Callable[[str], object] = lambda text: None, progress: bool = False
+        self,
+        *,
+        note: Callable[[str], object] = lambda text: None,
+        progress: bool = False,
+        keep: bool = False,
     ) -> Iterator[Loaded]:
         """Load the model and let it run kvtool's attention meanwhile.
 
-        A model that its caller has loaded runs afterwards what it ran before.
+        A model that its caller has loaded runs afterwards what it ran before, once no other thread
+        uses it here.
 
         Args:
             note: is told what the model's family limits.
             progress: show on stderr how far a download is.
+            keep: leave the model attached, unless what is done with it fails.
         """
         loaded = self.loaded
         if loaded is None:
@@ -104,14 +112,41 @@ class ModelSource:
                 progress=progress,
                 note=note,
             )
-        elif attachment(loaded.model) is not None:
+            return
+        _borrow(loaded.model)
+        done = False
+        try:
             yield loaded
-        else:
-            attach(loaded.model)
-            try:
-                yield loaded
-            finally:
-                detach(loaded.model)
+            done = True
+        finally:
+            _give_back(loaded.model, keep=keep and done)
+
+
+_LOCK = threading.Lock()
+_BORROWED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Models that are attached for a while only, and how many uses they are in."""
+
+
+def _borrow(model: Any) -> None:
+    """Attach a model until it is given back as often as it was borrowed."""
+    with _LOCK:
+        if attachment(model) is None:
+            attach(model)
+            _BORROWED[model] = 0
+        if model in _BORROWED:
+            _BORROWED[model] += 1
+
+
+def _give_back(model: Any, *, keep: bool) -> None:
+    with _LOCK:
+        if model not in _BORROWED:
+            return  # its caller has attached it, or it is kept
+        _BORROWED[model] -= 1
+        if keep:
+            del _BORROWED[model]
+        elif _BORROWED[model] == 0:
+            del _BORROWED[model]
+            detach(model)
 
 
 def _name_loaded(model: Any, tokenizer: Any) -> Loaded:

@@ -96,7 +96,43 @@ def test_a_loaded_model_runs_afterwards_what_it_ran_before(loaded, attached):
     assert model.config._attn_implementation == before
 
 
-def test_it_does_so_where_generation_fails(loaded, monkeypatch):
+def test_threads_share_a_model(loaded):
+    """One that ends early takes the attention away from nobody."""
+    from concurrent.futures import ThreadPoolExecutor
+    from threading import Event
+
+    model, before = loaded.model, loaded.model.config._attn_implementation
+    begun, ended = Event(), Event()
+
+    def wait(piece):
+        begun.set()
+        assert ended.wait(60)
+
+    def second():
+        assert begun.wait(60)
+        document = kvtool.generate(loaded, TEXT, "h2o", 32, **SHORT)
+        ended.set()
+        return document
+
+    with ThreadPoolExecutor() as pool:
+        later = pool.submit(second)
+        first = kvtool.generate(loaded, TEXT, "h2o", 32, on_text=wait, **SHORT)
+    assert timeless(first) == timeless(later.result())
+    assert model.config._attn_implementation == before
+
+
+def test_calls_go_on_inside_a_block_that_compresses_others(loaded):
+    alone = kvtool.generate(loaded, TEXT, "h2o", 32, **SHORT)
+    ids = loaded.tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    with kvtool.compressed(loaded.model, "streaming", budget=24):
+        plain = loaded.model.generate(ids, max_new_tokens=4, do_sample=False)
+        inside = kvtool.generate(loaded, TEXT, "h2o", 32, **SHORT)
+        again = loaded.model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert timeless(inside) == timeless(alone)
+    assert torch.equal(plain, again)
+
+
+def test_it_does_so_where_generation_fails(loaded):
     before = loaded.model.config._attn_implementation
     with pytest.raises(kvtool.UsageError, match="not above"):
         kvtool.generate(loaded, "The old lamp", "snapkv", 0.5)
