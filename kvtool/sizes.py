@@ -165,7 +165,7 @@ class Budget:
             return value
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise UsageError(f"budget {quote(value)} is not a size", hint=_EXAMPLES)
-        if isinstance(value, float) and value > 1:
+        if isinstance(value, float) and 1 < value < math.inf:
             raise UsageError(
                 f"budget ratio {value} is above 1 (100%)",
                 hint="a decimal number is a share of the prompt; tokens are whole, such as 512",
