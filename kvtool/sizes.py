@@ -10,6 +10,7 @@ from fractions import Fraction
 from kvtool.errors import UsageError, did_you_mean, quote
 
 DEFAULT_TOKENS = 512  # per layer and KV head: stored, or read by a step where all is stored
+DEFAULT_NEW_TOKENS = 128  # of an answer, at most
 DEFAULT_BLOCK = 128  # tokens of a prompt that are fed at a time, as in CAOTE section 2
 MOST_TOKENS = 2**31 - 1  # of a text: a cache stores positions in 32 bits
 MOST_BYTES = 2**63 - 1

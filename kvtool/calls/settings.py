@@ -12,7 +12,7 @@ from kvtool.documents.prompts import check_prompt
 from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 from kvtool.models.folder import check_folder
-from kvtool.sizes import check_temperature, parse_count
+from kvtool.sizes import DEFAULT_NEW_TOKENS, check_temperature, parse_count
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvtool.models.load import Loaded
     from kvtool.policies.policy import Policy
 
-NEW_TOKENS = 128
 _NEEDLE_ANSWER_TOKENS = 8  # at most seven digits and a full stop
 
 
@@ -145,7 +144,7 @@ class GenerationSettings(PromptSettings):
     def new_tokens(self) -> int:
         """How many tokens to generate at most."""
         if self.max_new_tokens is None:
-            return _NEEDLE_ANSWER_TOKENS if self.wants_needle else NEW_TOKENS
+            return _NEEDLE_ANSWER_TOKENS if self.wants_needle else DEFAULT_NEW_TOKENS
         return parse_count(self.max_new_tokens)
 
     def drawing(self, turn: int = 0) -> dict[str, Any]:

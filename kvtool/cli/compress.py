@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvtool.calls.compress import prepare_compression
-from kvtool.calls.settings import PromptSettings
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.prompt_options import PromptOptions
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
 from kvtool.errors import UsageError
 from kvtool.processes import check_alone
+
+if TYPE_CHECKING:
+    from kvtool.documents.generation import CompressionDocument
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +27,18 @@ def compress(options: CompressOptions, terminal: Terminal) -> None:
     options.check_output()
     if options.save is None:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")
+    from kvtool.calls.compress import prepare_compression
+    from kvtool.calls.settings import PromptSettings
+
     watcher = TerminalWatcher(terminal)
     run = prepare_compression(options.settings(PromptSettings), watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return
-    document = run.run(watcher)
+    _write(run.run(watcher), options, terminal)
+
+
+def _write(document: CompressionDocument, options: CompressOptions, terminal: Terminal) -> None:
     form = options.choose_format("text" if terminal.interactive else "json")
     write_data(render(document, form, f"{document.in_words()}\n"), options, terminal)
     terminal.note(f"saved {document.saved}")

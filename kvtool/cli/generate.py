@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typer import Exit
 
-from kvtool.calls.generate import prepare_generation
-from kvtool.calls.settings import GenerationSettings
 from kvtool.cli.generate_options import GenerateOptions
 from kvtool.cli.generated import listen, show
 from kvtool.cli.interruption import Interruption
@@ -20,6 +18,9 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     Without a prompt, a built-in one plants a code in a long text and asks for it.
     """
     options.check_output()
+    from kvtool.calls.generate import prepare_generation
+    from kvtool.calls.settings import GenerationSettings
+
     watcher = TerminalWatcher(terminal)
     run = prepare_generation(options.settings(GenerationSettings), watcher)
     if options.dry_run:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from typer import Option
 
-from kvtool.calls.settings import NEW_TOKENS
 from kvtool.cli.prompt_options import PromptOptions
+from kvtool.sizes import DEFAULT_NEW_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class GenerateOptions(PromptOptions):
             "--max-new-tokens",
             "-n",
             metavar="N",
-            help=f"Stop after N new tokens.  [default: {NEW_TOKENS}]",
+            help=f"Stop after N new tokens.  [default: {DEFAULT_NEW_TOKENS}]",
         ),
     ] = None
     temperature: Annotated[

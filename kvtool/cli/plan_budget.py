@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtool.calls.plan import prepare_plan
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.plan_options import PlanOptions, check_paths
 from kvtool.cli.terminal import Terminal
@@ -21,6 +20,8 @@ def plan_budget(options: PlanOptions, terminal: Terminal) -> None:
     """
     settings = options.settings()
     check_paths(options)
+    from kvtool.calls.plan import prepare_plan
+
     watcher = TerminalWatcher(terminal)
     run = prepare_plan(settings, watcher)
     if options.dry_run:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from kvtool.calls.plan_settings import PlanModel, PlanSettings, read_target
 from kvtool.cli.options import ModelOptions
 from kvtool.documents.files import check_writable
 from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
+
+if TYPE_CHECKING:
+    from kvtool.calls.plan_settings import PlanSettings
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -92,6 +94,8 @@ class PlanOptions(ModelOptions):
 
     def settings(self) -> PlanSettings:
         """Return what is asked for."""
+        from kvtool.calls.plan_settings import PlanModel, PlanSettings, read_target
+
         return PlanSettings(
             budget=read_target(self.budget, self.ratio, self.bytes),
             model=PlanModel(
