@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from kvtool.cache.in_words import InWords
 from kvtool.cache.state import CacheState
 from kvtool.cache.steps.block import cut_deferred
 from kvtool.cache.steps.call import Call, StepContext
@@ -28,7 +29,7 @@ from kvtool.sizes import DEFAULT_BLOCK
 Watcher = Callable[[PendingStep, Call, Tensor], None]
 
 
-class KVCache(CacheState):
+class KVCache(InWords, CacheState):
     """A transformers cache whose attention layers hold at most their budget.
 
     A user's first forward is taken as the prompt, and so is every later one of more than one token;

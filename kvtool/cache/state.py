@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from html import escape
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -26,7 +25,6 @@ from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.meter import ByteMeter
 from kvtool.cache.text import CacheSettings, ModelLink, Text
-from kvtool.documents.generation import CacheSection
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
 from kvtool.maths.rope import Rotation
@@ -199,17 +197,6 @@ class CacheState(Cache):
             extra=0 if self.surprisals is None else self.surprisals.bytes,
             shards=self.link.shards if of_all_processes else None,
         )
-
-    def __str__(self) -> str:
-        """Say what is held, as the commands do."""
-        return CacheSection.of(self.report()).in_words()
-
-    def __repr__(self) -> str:
-        budget = "" if self.budget is None else f", budget {self.budget}"
-        return f"<{type(self).__name__} {self.policy}{budget}: {self}>"
-
-    def _repr_html_(self) -> str:
-        return f"<p><code>{escape(str(self.policy))}</code>: {escape(str(self))}</p>"
 
     def slot_layer(self, index: int) -> SlotLayer:
         """Return an attention layer by its index in the model."""
