@@ -100,6 +100,10 @@ class KVCache(InWords, CacheState):
             set_mask_target(layer, self.decodes(layer, query_length))
         return layer.get_mask_sizes(query_length)
 
+    @property
+    def is_linear(self) -> list[bool]:
+        return self.linear
+
     def end_forward(self) -> None:
         """Note that a forward has run through all layers."""
         self.changing = False
@@ -224,10 +228,6 @@ class KVCache(InWords, CacheState):
                 layer.expect(new_tokens)
         if self.surprisals is not None:
             self.surprisals.fit()
-
-    def expect_tokens(self, count: int) -> None:
-        """Say how many tokens will be generated, as far as is known; RocketKV's plan needs it."""
-        self.budgets.expect(count)
 
     def expect_logits(self, tokens: Tensor, mask: Tensor | None) -> None:
         """Make room for the tokens of the coming forward, for a policy that goes by logits.

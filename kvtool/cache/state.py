@@ -220,9 +220,9 @@ class CacheState(Cache):
                 hint="start anew with cache.reset(), or feed it inside `with cache.rollback():`",
             )
 
-    @property
-    def is_linear(self) -> list[bool]:
-        return self.linear
+    def expect_tokens(self, count: int) -> None:
+        """Say how many tokens will be generated, as far as is known; RocketKV's plan needs it."""
+        self.budgets.expect(count)
 
     # ---- batch entries
 

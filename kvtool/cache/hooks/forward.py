@@ -62,21 +62,25 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
 def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any], KVCache | None]:
     """Return the arguments of a forward that begins, and its kvtool cache if it has one."""
     forget_pending()
-    forget_lent()
     given = _named(module, args, kwargs) if args else kwargs
     cache = given.get("past_key_values")
     if not isinstance(cache, KVCache):
         return given, None
     if given.get("use_cache") is False:
         raise _unused()
+    if cache.lending:
+        forget_lent()
     return given, cache
 
 
 def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-    forget_lent()
     given = _named(module, args, kwargs) if args else kwargs
     cache = given.get("past_key_values")
-    if isinstance(cache, KVCache) and cache.surprisals is None:
+    if not isinstance(cache, KVCache):
+        return
+    if cache.lending:
+        forget_lent()
+    if cache.surprisals is None:
         cache.end_forward()
 
 
