@@ -7,7 +7,13 @@ import weakref
 
 import pytest
 import torch
-from transformers import GenerationConfig, TextIteratorStreamer, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    TextIteratorStreamer,
+    pipeline,
+)
 
 import kvtool
 from kvtool.cache.cache import KVCache
@@ -226,6 +232,19 @@ def test_what_cannot_be_is_refused_before_anything_changes(model, arguments, tol
             ask(model, *arguments)
         assert told in str(refused.value)
         assert set(vars(model)) == before
+
+
+def test_a_family_that_cannot_be_compressed_is_refused_with_the_reason():
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("bloom", hidden_size=32, n_layer=2, n_head=2, vocab_size=97)
+    )
+    before = set(vars(model))
+    with (
+        pytest.raises(kvtool.KvtoolError, match="`bloom`"),
+        kvtool.compressed(model, "h2o", 12),
+    ):
+        pass
+    assert set(vars(model)) == before
 
 
 def test_a_budget_without_a_policy_is_refused(model):
