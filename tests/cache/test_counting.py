@@ -121,13 +121,13 @@ def test_blocks_that_need_a_mask_run_in_kernels(monkeypatch, family, padding, mo
 
 def test_flash_attention_keeps_its_blocks():
     class Layer:
-        padded, window = False, 11
+        padded, window, chunked = False, 11, False
 
     class OneBlock:
         kept = 5
 
     class Call:
-        context = StepContext("flash_attention_2")
+        context, spans = StepContext("flash_attention_2"), None
 
     assert not needs_mask(Layer, Call, OneBlock)
     Layer.padded = True  # which flash-attn cannot do

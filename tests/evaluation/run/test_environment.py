@@ -19,7 +19,8 @@ def test_heads_are_those_that_the_cache_stores(family):
     prefill(model, cache, random_ids(9))
     keys = {layer.keys.shape[1::2] for layer in cache.slot_layers}
     latent = 8 if family == "deepseek_v3" else 0  # the rotated key lies beside the latent vector
-    assert keys == {(used.kv_heads, used.head_dim - latent)}
+    assert (used.kv_heads, used.head_dim - latent) in keys  # of two sizes, that of the first layer
+    assert len(keys) == (2 if family == "gemma4" else 1)
     assert used.layers == len(cache.layers)
 
 
