@@ -33,6 +33,7 @@ def test_the_headline_sets_a_policy_beside_each_full_cache_and_a_prompt(tmp_path
     assert "prompt of 96 tokens in blocks of 8 at budget 16" in out
 
 
+@pytest.mark.exhaustive
 def test_the_headline_goes_on_after_a_comparison_that_fails_and_ends_with_an_error(capsys):
     cannot = ("--attentions", "flash_attention_2", "--steps", "3", "--tables", "decode")
     with pytest.raises(SystemExit, match="1 of 1 comparisons failed"):

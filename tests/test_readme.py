@@ -146,6 +146,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("session", list(sessions()))
 def test_sessions_run_as_printed(session, folder):
     for command, printed in session:

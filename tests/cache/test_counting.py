@@ -169,6 +169,7 @@ def test_query_heads_that_choose_for_themselves(monkeypatch):
     compare(monkeypatch, peaky_model("llama"), policy, "full", random_ids(LENGTH))
 
 
+@pytest.mark.exhaustive
 def test_heads_that_keep_different_counts(monkeypatch):
     compare(monkeypatch, peaky_model("llama"), "h2o+ada", "full", random_ids(LENGTH))
 

@@ -80,7 +80,7 @@ def compare(model, case, mode, budgets=None):
     return slow
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", MODES)

@@ -86,7 +86,7 @@ def follow(
     return trace
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("mode", ["full", "block:20"])  # the last block is one token

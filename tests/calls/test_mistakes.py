@@ -125,6 +125,7 @@ def test_build_cache(policy, budget, message):
         kvtool.build_cache(family_model("llama"), policy, budget)
 
 
+@pytest.mark.exhaustive
 def test_evaluate_into_a_folder_that_another_run_holds(monkeypatch, tmp_path):
     monkeypatch.undo()
     folder = tmp_path / "run"

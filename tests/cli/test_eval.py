@@ -173,6 +173,7 @@ def test_interrupting_keeps_what_is_done(kvtool, monkeypatch):
     assert [result.n for result in results.results] == [1, 1]
 
 
+@pytest.mark.exhaustive
 def test_rescoring_needs_no_model_and_sees_changed_answers(kvtool, monkeypatch):
     first = evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run")
     assert first.of("full", "niah").value == 1.0

@@ -172,6 +172,7 @@ def test_every_command_ends_alike_when_the_reader_of_stdout_leaves(arguments):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_line():
     with open("/dev/full", "w") as full:

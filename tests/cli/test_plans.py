@@ -264,6 +264,7 @@ def test_a_recipe_names_a_plan_beside_it(kvtool):
     assert len(set(told["cache"]["kept_per_layer"])) > 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("allocator", ["pyramid", "d2o(norm=minmax)"])
 def test_the_flag_is_the_modifier(kvtool, allocator):
     name = {"pyramid": "pyramid", "d2o(norm=minmax)": "d2o-alloc(norm=minmax)"}[allocator]

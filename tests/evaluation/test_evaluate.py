@@ -51,6 +51,7 @@ def test_a_call_is_the_command_with_the_same_settings(tmp_path):
     assert again.started == results.started  # all was there already
 
 
+@pytest.mark.exhaustive
 def test_a_loaded_model_is_measured_and_given_back_its_own_attention(tmp_path):
     loaded = load()
     before = loaded.model.config._attn_implementation

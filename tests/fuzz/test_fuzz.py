@@ -31,6 +31,7 @@ def end_with(text):
     raise Refused(text)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("case", "verdict", "told"),
     [

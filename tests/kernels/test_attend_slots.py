@@ -96,6 +96,7 @@ def test_a_part_of_the_cache_that_is_empty_changes_nothing():
         torch.testing.assert_close(sums[name], expected[name], atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=12, deadline=None)
 @given(decoded(), st.booleans(), st.integers(1, 90), st.booleans())
 def test_chosen_slots_are_read_where_they_lie(size, by_query_head, count, weights):

@@ -29,7 +29,7 @@ def close(found: dict[str, list], expected: dict[str, list]) -> None:
         assert found[name][2] == pytest.approx(size, rel=1e-3, abs=1e-2), name
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CACHES)
 def test_a_saved_cache_goes_on_as_it_did(name, tmp_path):
     found = go_on(DATA / f"{name}.safetensors", tmp_path)
