@@ -173,6 +173,24 @@ def test_two_threads_may_not_want_different_policies(model):
     assert "generate" not in vars(model)
 
 
+def test_a_copy_takes_what_holds_for_good_and_no_block(model):
+    kvtool.attach(model, "h2o", 15)
+    with kvtool.compressed(model, "h2o", 9):
+        twin = copy.deepcopy(model)
+    out = generated(twin, random_ids(50), return_dict_in_generate=True)
+    assert max(report_of(out).kept_per_layer) == 15
+
+
+def test_a_text_that_came_as_embeddings_is_not_known(model):
+    ids, cache = random_ids(40), kvtool.build_cache(model, "h2o", 12)
+    embeddings = model.get_input_embeddings()(ids)
+    new = model.generate(
+        inputs_embeds=embeddings, past_key_values=cache, max_new_tokens=NEW, do_sample=False
+    )
+    assert cache.input_ids is None
+    generated(model, torch.cat([ids, new, random_ids(4)], 1), past_key_values=cache)
+
+
 def test_a_copied_model_answers_for_itself(model):
     with kvtool.compressed(model, "h2o", 12):
         twin = copy.deepcopy(model)

@@ -67,7 +67,10 @@ class GenerateCalls:
         self._at_end: Callable[[PreTrainedModel], object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_model": self._model()}
+        """What a copy of the model takes along: no call that runs here, and no open block."""
+        for_good = [maker for maker in self._makers if maker.thread is None]
+        mine = {"_model": self._model(), "_makers": for_good, "_running": 0, "_at_end": None}
+        return vars(self) | mine
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _model=weakref.ref(state["_model"]))
@@ -150,14 +153,10 @@ class GenerateCalls:
     def _rows_are_texts(self, kwargs: dict[str, Any], cache: KVCache, texts: Tensor) -> bool:
         """Tell whether the rows that are returned are what the cache's batch entries have read."""
         beams = (self._setting(kwargs, "num_beams") or 1) > 1
-        return not beams and len(texts) == len(cache.tokens_seen())
+        whole = texts.shape[1] >= cache.get_seq_length()  # embeddings are no part of them
+        return whole and not beams and len(texts) == len(cache.tokens_seen())
 
     # ---- what calls without a cache get
-
-    @property
-    def maker(self) -> CacheMaker | None:
-        """What a call without a cache gets now."""
-        return self._makers[-1] if self._makers else None
 
     def set_maker(self, maker: CacheMaker) -> None:
         """Give every call a fresh cache from here on."""
