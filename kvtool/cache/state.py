@@ -24,6 +24,7 @@ from kvtool.cache.steps.surprisal import Surprisals
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.meter import ByteMeter
+from kvtool.cache.storage.trace import Trace
 from kvtool.cache.text import CacheSettings, ModelLink, Text
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
@@ -180,6 +181,15 @@ class CacheState(Cache):
         positions = positions.masked_fill(positions == last, -1)
         filled = int((positions >= 0).sum(-1).max()) if positions.numel() else 0
         return positions[..., :filled]
+
+    def record(self) -> None:
+        """Note from here on what `show` tells beside what is held: ranks, merges and reads.
+
+        It takes three bytes of host memory a token, layer and KV head.
+        """
+        for layer in self.slot_layers:
+            if Trace.of(layer) is None:
+                layer.add_part(Trace())
 
     def tokens_seen(self) -> list[int]:
         """Tokens of each batch entry so far, padding excluded."""

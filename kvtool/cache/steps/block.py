@@ -16,6 +16,7 @@ from kvtool.cache.storage.last_queries import LastQueries
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.ragged import to_ragged
 from kvtool.cache.storage.sparse_index import SparseIndex
+from kvtool.cache.storage.trace import Trace
 from kvtool.maths.selection import keep_top
 from kvtool.policies.allocate.problem import Heads
 from kvtool.policies.attention_rows import AttentionRows
@@ -154,6 +155,7 @@ def leave_block(
         return None
     evicted = at_least_zero(view.held - layer.budget.tokens)
     importance, protected = score(layer.policy, view, block.state, rows, evicted)
+    _trace(layer, view, importance, protected)
     if layer.policy.select_only:
         slots = min(layer.budget.max_budget, view.positions.shape[2])
         budget = layer.budget.tokens
@@ -183,9 +185,18 @@ def cut_deferred(layer: SlotLayer) -> None:
     view = replace(used_view(layer, used.values), block=scores.block)
     evicted = at_least_zero(view.held - layer.budget.tokens)
     protected = layer.policy.ranking.protected(used.state, view, evicted)
+    _trace(layer, view, scores.importance, protected)
     _cut(layer, view, used.state, used.keys, used.values, scores.importance, protected)
     if layer.ragged is None:
         layer.slots.shrink(layer.slots.used + (not layer.appends))
+
+
+def _trace(
+    layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
+) -> None:
+    trace = Trace.of(layer)
+    if trace is not None:
+        trace.judge(importance, view.positions, protected)
 
 
 def _cut(

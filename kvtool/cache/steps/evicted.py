@@ -10,6 +10,7 @@ from kvtool.cache.storage.calibration import Calibration
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.merge_memory import MergeMemory
+from kvtool.cache.storage.trace import Trace
 from kvtool.maths.selection import take
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.evicted.merging import Merging
@@ -119,11 +120,14 @@ def evict_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
 
 
 def _hand_over(layer: SlotLayer, eviction: Eviction) -> None:
-    calibration, merged = Calibration.of(layer), MergeMemory.of(layer)
+    calibration, memory = Calibration.of(layer), MergeMemory.of(layer)
     if calibration is not None:
         calibration.offload(eviction)
-    elif merged is not None:
-        merged.merging.absorb(merged.state, eviction)
+    elif memory is not None:
+        merged = memory.merging.absorb(memory.state, eviction)
+        trace = Trace.of(layer)
+        if trace is not None:
+            trace.merge(eviction.evicted_positions, merged)
 
 
 def _close_gaps(state: State, positions: Tensor, chosen: Tensor) -> None:

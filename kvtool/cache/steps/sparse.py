@@ -15,6 +15,7 @@ from kvtool.cache.steps.attend_triton import attend_chosen, can_run
 from kvtool.cache.steps.call import Call
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.sparse_index import IndexedEntries, SparseIndex, take_slots
+from kvtool.cache.storage.trace import Trace
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.read.view import Choice, ReadView
@@ -74,25 +75,40 @@ def sparse_decode(layer: SlotLayer, entries: list[IndexedEntries], call: Call) -
     Returns:
         (batch, heads, 1, value_dim).
     """
-    out, read, slots = [], 0, layer.slots
+    out, read, slots, chosen = [], 0, layer.slots, []
     for each in entries:
         keys, values = slots.keys[each.rows], slots.values[each.rows]
         each.append(keys, values)
-        part, numbers = _attend_rows(each, call, keys, values)
+        part, numbers, choice = _attend_rows(each, call, keys, values)
         out.append(part)
+        chosen.append(choice)
         read += numbers
     pair = slots.keys.shape[-1] + slots.values.shape[-1]
     layer.read(read / (slots.batch * slots.kv_heads * pair))
+    trace = Trace.of(layer)
+    if trace is not None:
+        trace.read([_positions(layer, *each) for each in zip(entries, chosen, strict=True)])
     if layer.padded and slots.written is not None:
         slots.fill_to(max(each.stored for each in entries) + 1)
         slots.mark_for_reuse(slots.written[..., 0] + 1, static=False)
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
+def _positions(layer: SlotLayer, entries: IndexedEntries, slots: Tensor | None) -> Tensor:
+    """Positions of the tokens that were attended to, (rows, kv_heads, read)."""
+    positions = layer.slots.positions[entries.rows]
+    if slots is None:
+        return entries.candidates(positions[..., None])[..., 0]
+    return positions.gather(2, slots.flatten(2))
+
+
 def _attend_rows(
     entries: IndexedEntries, call: Call, keys: Tensor, values: Tensor
-) -> tuple[Tensor, int]:
-    """The output of some rows, (rows, heads, 1, value_dim), and how many numbers were read."""
+) -> tuple[Tensor, int, Tensor | None]:
+    """The output of some rows, (rows, heads, 1, value_dim), and what was read.
+
+    That is how many numbers, and which slots, as `Choice` has them; None: all.
+    """
     query = call.query[entries.rows]
     grouped = group_queries(query, keys.shape[1])[:, :, :, 0]
     choice = Choice(None) if entries.dense else _choose(entries, call, grouped, keys)
@@ -113,7 +129,7 @@ def _attend_rows(
         out = mixed.to(out.dtype).view_as(out)
     rows_and_heads = keys.shape[0] * keys.shape[1]
     pair = keys.shape[-1] + values.shape[-1]
-    return out, choice.estimate * rows_and_heads + pairs * pair
+    return out, choice.estimate * rows_and_heads + pairs * pair, slots
 
 
 def _attend_pairs(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

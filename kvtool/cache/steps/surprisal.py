@@ -17,6 +17,7 @@ from kvtool.cache.steps.view import make_view, with_empty_slots
 from kvtool.cache.storage.buffers import Slots, ascending
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.part import tensor_bytes
+from kvtool.cache.storage.trace import Trace
 from kvtool.errors import KvtoolError
 from kvtool.maths.selection import keep_top, lowest, take
 from kvtool.policies.numbers import Count, minimum
@@ -197,7 +198,10 @@ class Surprisals:
             kept = self._let_decay(kept, view.held > target)
         self.table = _buffer(kept, slots)
         for layer in self._layers:
-            used = layer.slots.used_slots()
+            used, trace = layer.slots.used_slots(), Trace.of(layer)
+            if trace is not None:
+                whole = torch.ones_like(used.positions)
+                trace.judge(scores * whole, view.positions * whole, forced & (whole > 0))
             place, places = chosen.to(layer.slots.device), positions.to(layer.slots.device)
             layer.slots.replace(Slots(take(used.keys, place), take(used.values, place), places, {}))
 

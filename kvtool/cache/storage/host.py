@@ -227,6 +227,16 @@ class Store:
                 tensors = tuple(t[row, head] for t in self.staged_tokens())
                 yield Chunk(row, head, tensors, self._staged_whole)
 
+    def positions(self, row: int) -> Tensor:
+        """Positions of what is stored of a row of the batch, (kv_heads, tokens), -1 = nothing."""
+        parts = [
+            segment.tensors[-1][row if segment.rows is None else segment.rows[row]]
+            for segment in self.segments
+        ]
+        if self.staged:
+            parts.append(self.staged_tokens()[-1][row].cpu())
+        return torch.cat(parts, -1)
+
     # ---- rows of the batch, and files
 
     def map_rows(self, change: Callable[[Tensor], Tensor], batch: int) -> None:

@@ -217,6 +217,12 @@ class SlotLayer(TokenCounts, BatchLayer):
 
     # ---- how tokens enter and leave
 
+    def add_part(self, part: Part) -> None:
+        """Keep one more thing beside the slots."""
+        self.parts[part.name] = part
+        if self.is_initialized:
+            part.begin(self.batch_size, self.slots.kv_heads, self.slots.device)
+
     def set_heads(self, heads: KVHeads) -> None:
         """Say which part of the layer's heads is held here."""
         self.heads = heads

@@ -134,10 +134,9 @@ class CaM(Merging):
         if self.seed < 0:
             raise UsageError(f"cam: seed must be 0 or more, got {self.seed}")
 
-    def absorb(self, memory: State, eviction: Eviction) -> None:
+    def absorb(self, memory: State, eviction: Eviction) -> Tensor:
         if eviction.decoded:
-            self._absorb_one(eviction)
-            return
+            return self._absorb_one(eviction)
         own = eviction.state["attention_sum"].gather(2, eviction.evicted)
         first, last = spans(eviction.evicted_positions, eviction.kept_positions, self.m)
         sums = eviction.kept_state["attention_sum"]
@@ -145,8 +144,9 @@ class CaM(Merging):
         amount = self._amount(eviction, own, following, last - first)
         kept = eviction.kept_values
         kept.copy_(spread(kept, eviction.values, eviction.evicted, amount, first, last))
+        return amount > 0
 
-    def _absorb_one(self, eviction: Eviction) -> None:
+    def _absorb_one(self, eviction: Eviction) -> Tensor:
         """Absorb one token of each head, whose kept ones are in no order."""
         positions, kept = eviction.kept_positions, eviction.kept_values
         last = torch.iinfo(positions.dtype).max
@@ -158,11 +158,13 @@ class CaM(Merging):
         following = sums.masked_fill(~follows, 0).sum(-1, keepdim=True)
         count = follows.sum(-1, keepdim=True)
         amount = self._amount(eviction, own, following, count)
+        merged = amount > 0
         amount = torch.where(follows, amount, 0.0)[..., None]
         value = take(eviction.values, eviction.evicted)
         old = take(kept, nearest.indices)
         new = (old.float() + amount * value.float()).to(kept.dtype)
         kept.scatter_(2, nearest.indices[..., None].expand_as(new), new)
+        return merged
 
     def _amount(self, eviction: Eviction, own: Tensor, following: Tensor, count: Tensor) -> Tensor:
         """Compute how much of each evicted value every token of its span gets."""

@@ -147,7 +147,7 @@ class D2OMerge(Merging):
     def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
         return {"tau": torch.full((batch, kv_heads), float("nan"), device=device)}
 
-    def absorb(self, memory: State, eviction: Eviction) -> None:
+    def absorb(self, memory: State, eviction: Eviction) -> Tensor:
         keys, evicted = eviction.keys, eviction.evicted
         unit = functional.normalize(eviction.kept_keys.float(), dim=-1, eps=_EPSILON)
         parts = [
@@ -167,3 +167,4 @@ class D2OMerge(Merging):
                 merge_one(kept, take(source, evicted), target, weight)
             else:
                 merge_many(kept, source, evicted, target, weight)
+        return merged

@@ -1,6 +1,7 @@
 """The role of evicted tokens that go into those that stay."""
 
 import torch
+from torch import Tensor
 
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.heads import HeadSizes
@@ -19,6 +20,10 @@ class Merging(Evicted):
         """Make what a layer remembers beside its slots: tensors whose first axis is the batch."""
         return {}
 
-    def absorb(self, memory: State, eviction: Eviction) -> None:
-        """Change those that stay by those that leave, and the memory, in place."""
+    def absorb(self, memory: State, eviction: Eviction) -> Tensor:
+        """Change those that stay by those that leave, and the memory, in place.
+
+        Returns:
+            bool (batch, kv_heads, evicted), which of those that leave went into others.
+        """
         raise NotImplementedError
