@@ -19,7 +19,7 @@ from kvtool.cache.steps.pending import (
     set_pending,
 )
 from kvtool.cache.steps.sparse import build_index
-from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.steps.static import may_grow
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.cache.storage.tensor_parallel import heads_of_layer
@@ -276,11 +276,7 @@ class KVCache(InWords, CacheState):
         Returns:
             Whether shapes are fixed.
         """
-        if self.policy.reader is not None:
-            return False  # what is read grows, and the tables with it
-        if any(Calibration.of(layer) is not None for layer in self.slot_layers):
-            return False  # what is set aside grows, and the host decides when it is fetched
-        if any(store.grows for layer in self.slot_layers for store in layer.stores):
+        if any(map(may_grow, self.slot_layers)):
             return False
         self.ungroup()
         for layer in self.slot_layers:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.generation import CacheSection
+from kvtool.documents.shown import what_shows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class InWords:
@@ -20,3 +24,24 @@ class InWords:
 
     def _repr_html_(self: Any) -> str:
         return f"<p><code>{escape(str(self.policy))}</code>: {escape(str(self))}</p>"
+
+    def show(self, tokenizer: Any = None, *, input_ids: Tensor | None = None, row: int = 0) -> Any:
+        """Show the text token by token, each with the share of layers and heads that hold it.
+
+        Scores, merged tokens and those that a reader has read are told of where `record` was called
+        before the text was read.
+
+        Args:
+            tokenizer: None takes that of the folder or hub ID that the model came from.
+            input_ids: (batch, n) the text, padding on its left; None takes what the cache knows.
+            row: the batch entry.
+
+        Returns:
+            A `kvtool.report.kept.text.KeptText`: `print` it, `save("kept.html")` it, or let a
+            notebook show it.
+
+        Raises:
+            UsageError: nothing has been read, or nobody knows the text.
+            KvtoolError: the tokenizer cannot be loaded.
+        """
+        return what_shows().kept_text(self, tokenizer, input_ids=input_ids, row=row)

@@ -1,4 +1,4 @@
-"""Which tokens of a text a cache holds, layer by layer and head by head, and what became of others."""
+"""Which tokens of a text each layer and KV head of a cache holds, and what became of the others."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ class KeptTokens:
     def share(self) -> Tensor:
         """Share of layers and heads that hold each token, (tokens,) float32."""
         return _share([layer.kept for layer in self.layers])
+
+    @property
+    def shade(self) -> Tensor:
+        """The share that a token is shaded by: of a reader, those that have read it lately."""
+        return self.marked_share if self.mark == "read" else self.share
 
     @property
     def marked_share(self) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvtool.calls.chosen import choose_policy
 from kvtool.calls.conversation import begin
 from kvtool.calls.given import UNSAID, Unsaid, given_settings
+from kvtool.calls.kept import show_kept
 from kvtool.calls.prompt import encode, note_text, typed_prompt
 from kvtool.calls.request import Request, configuration, read_prefill, spell_budget
 from kvtool.calls.settings import PromptSettings
@@ -34,6 +35,7 @@ def compress(
     budget: Budget | str | int | float | None = None,
     *,
     save: str | Path | None = None,
+    show: str | Path | None = None,
     tokenizer: Any = None,
     plan: PlanDocument | Mapping[str, Any] | str | Path | None = None,
     system: str | None = None,
@@ -57,6 +59,7 @@ def compress(
             bundled reference model.
         policy, budget: as for `kvtool.build_cache`.
         save: the file that the cache is written to as well.
+        show: the page that says which tokens are kept; `cache.show()` returns it.
         plan: a plan or a recipe as a document, its data or its file.
         watcher: is told how it goes; by default nobody is.
         model_settings: `revision`, `dtype`, `device`, `device_map`, `attn_implementation`.
@@ -83,6 +86,7 @@ def compress(
         prefill=prefill,
         seed=seed,
         save=save,
+        show=show,
         trust_remote_code=trust_remote_code,
     )
     watcher = Watcher() if watcher is None else watcher
@@ -107,10 +111,11 @@ class CompressionRun:
         watcher.note_any(source.note())
         shows = watcher.shows_progress
         with source.attached(note=watcher.note, progress=shows, keep=True) as loaded:
-            cache = self.request.new_cache(loaded.model)
+            cache = self.request.new_cache(loaded.model, record=settings.show is not None)
             result = self._feed(loaded, cache, watcher)
             if settings.save_path is not None:
                 _save(cache, settings.save_path, result, loaded)
+        show_kept(settings, loaded, cache, watcher)
         return cache, result, loaded
 
     def _feed(self, loaded: Loaded, cache: KVCache, watcher: Watcher) -> Compressed:

@@ -11,6 +11,7 @@ from kvtool.calls.answers import document_of
 from kvtool.calls.chosen import choose_policy
 from kvtool.calls.conversation import begin, converse, read_said, spell_turn
 from kvtool.calls.given import UNSAID, Unsaid, given_settings, read_stops
+from kvtool.calls.kept import show_kept
 from kvtool.calls.listener import Listener
 from kvtool.calls.prompt import encode, note_text, typed_prompt
 from kvtool.calls.request import Request, configuration, read_prefill
@@ -55,6 +56,7 @@ def generate(
     compare_full: bool = False,
     compile: bool | None = None,
     save: str | Path | None = None,
+    show: str | Path | None = None,
     on_text: Callable[[str], object] | None = None,
     trust_remote_code: bool = False,
     watcher: Watcher | None = None,
@@ -111,6 +113,7 @@ def generate(
         compare_full=compare_full,
         compile=compile,
         save=save,
+        show=show,
         trust_remote_code=trust_remote_code,
     )
     watcher = Watcher() if watcher is None else watcher
@@ -124,27 +127,26 @@ def generate(
 
 @dataclass(frozen=True)
 class Generated:
-    """What was generated, and the cache at its end.
-
-    Attributes:
-        save: where the cache goes; None: nowhere.
-    """
+    """What was generated, and the cache at its end."""
 
     document: GenerationDocument
+    settings: GenerationSettings
     request: Request
     cache: KVCache
     loaded: Loaded
-    save: Path | None
 
     def finish(self, watcher: Watcher) -> None:
-        """Say what a budget in bytes has come to, and save the cache if that is asked for."""
+        """Say what a budget in bytes has come to; save and show the cache as asked for."""
         self.request.note_bytes(self.document.cache, watcher)
-        if self.save is None:
-            return
-        from kvtool.cache.files.save import save_cache
+        path = self.settings.save_path
+        if path is not None:
+            from kvtool.cache.files.save import save_cache
 
-        save_cache(self.cache, self.save, model=self.loaded.model, model_name=self.loaded.name)
-        watcher.note(f"saved {self.save}")
+            save_cache(self.cache, path, model=self.loaded.model, model_name=self.loaded.name)
+            watcher.note(f"saved {path}")
+        last = self.document.turns[-1] if self.document.turns else self.document
+        new, said = last.new_tokens, last.text.strip()
+        show_kept(self.settings, self.loaded, self.cache, watcher, new_tokens=new, answer=said)
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class GenerationRun:
                     document = converse(
                         settings, self.request, self.turns, loaded, cache, watcher, listener
                     )
-        return Generated(document, self.request, cache, loaded, settings.save_path)
+        return Generated(document, settings, self.request, cache, loaded)
 
 
 def prepare_generation(settings: GenerationSettings, watcher: Watcher) -> GenerationRun:

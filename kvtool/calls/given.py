@@ -29,7 +29,7 @@ class Unsaid(Enum):
 UNSAID = Unsaid.UNSAID
 Settings = TypeVar("Settings", bound=PromptSettings)
 
-_FILES = ("prompt_file", "save")
+_FILES = ("prompt_file", "save", "show")
 _CHOICES = {
     "chat_template": ("auto", "on", "off"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),

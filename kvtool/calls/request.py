@@ -38,12 +38,19 @@ class Request:
     prefill: str
     plan: PlanDocument | None = None
 
-    def new_cache(self, model: Any) -> KVCache:
-        """Return an empty cache as it is asked for."""
+    def new_cache(self, model: Any, *, record: bool = False) -> KVCache:
+        """Return an empty cache as it is asked for.
+
+        Args:
+            record: whether it will be shown.
+        """
         from kvtool.cache.build import build_cache
 
         budget = self.budget if self.plan is None else None
-        return build_cache(model, self.policy, budget, prefill=self.prefill, plan=self.plan)
+        cache = build_cache(model, self.policy, budget, prefill=self.prefill, plan=self.plan)
+        if record:
+            cache.record()
+        return cache
 
     def plan_in_use(
         self, loaded: Loaded, tokens: int, new: int, watcher: Watcher
@@ -112,6 +119,7 @@ def configuration(settings: PromptSettings, request: Request) -> dict[str, Any]:
         "chat_template": settings.chat_template,
         "seed": settings.seed,
         "save": settings.save,
+        "show": settings.show,
     }
 
 

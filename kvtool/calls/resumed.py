@@ -46,12 +46,14 @@ def open_cache(settings: GenerationSettings, request: Request, loaded: Loaded) -
 
     cache = settings.cache
     if cache is None:
-        return request.new_cache(loaded.model)
+        return request.new_cache(loaded.model, record=settings.show is not None)
     if settings.cache_path is not None:
         cache = load_cache(settings.cache_path, loaded.model)
     assert not isinstance(cache, str), "which has a path"
     if settings.cache_path is None:
         _check_fits(cache, loaded)
+    if settings.show is not None:
+        cache.record()
     if settings.prefill is not None:
         cache.read_in_blocks(parse_prefill(request.prefill))
     return cache

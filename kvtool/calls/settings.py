@@ -10,7 +10,7 @@ from kvtool.documents.files import check_name, check_writable
 from kvtool.documents.flags import MODEL_SETTINGS
 from kvtool.documents.prompts import check_prompt
 from kvtool.documents.reading import expand
-from kvtool.errors import UsageError
+from kvtool.errors import UsageError, quote
 from kvtool.models.folder import check_folder
 from kvtool.sizes import DEFAULT_NEW_TOKENS, check_temperature, parse_count
 
@@ -80,11 +80,17 @@ class PromptSettings(ModelSettings):
     prefill: str | None = None
     seed: int | None = None
     save: str | None = None
+    show: str | None = None
 
     @property
     def save_path(self) -> Path | None:
         """The cache file to write."""
         return None if self.save is None else expand(self.save)
+
+    @property
+    def show_path(self) -> Path | None:
+        """The page of the kept text to write."""
+        return None if self.show is None or self.show == "-" else expand(self.show)
 
     @property
     def continues(self) -> bool:
@@ -93,6 +99,7 @@ class PromptSettings(ModelSettings):
 
     def check(self) -> None:
         """Refuse settings that are wrong by themselves, without importing torch."""
+        self._check_show()
         if self.system is None:
             return
         check_prompt(self.system, "--system")
@@ -101,10 +108,24 @@ class PromptSettings(ModelSettings):
         if self.continues:
             raise UsageError("--system goes before everything, and --cache holds a text already")
 
+    def _check_show(self) -> None:
+        if self.show_path is None:
+            return
+        if self.show_path.suffix.lower() not in (".html", ".htm"):
+            raise UsageError(
+                f"--show writes a page or, with -, to the terminal, got {quote(self.show)}",
+                hint="--show kept.html",
+            )
+        if self.tensor_parallel:
+            raise UsageError("--tensor-parallel excludes --show: each process has its own heads")
+        if self.show_path == self.save_path:
+            raise UsageError(f"--save and --show both write `{self.show_path}`")
+
     def check_paths(self) -> None:
         """Refuse files and folders that are not there, without importing torch."""
-        if self.save_path is not None:
-            check_writable(self.save_path, "--save")
+        for path, option in ((self.save_path, "--save"), (self.show_path, "--show")):
+            if path is not None:
+                check_writable(path, option)
         self.check_model()
 
 

@@ -8,6 +8,7 @@ from kvtool.cli.generate_options import GenerateOptions
 from kvtool.cli.generated import listen, show
 from kvtool.cli.interruption import Interruption
 from kvtool.cli.output import write_configuration
+from kvtool.cli.side_by_side import set_side_by_side
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
 
@@ -18,6 +19,16 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     Without a prompt, a built-in one plants a code in a long text and asks for it.
     """
     options.check_output()
+    from kvtool.calls.side_by_side import listed_policies
+
+    policies = listed_policies(options.policy)
+    if policies:
+        set_side_by_side(policies, options, terminal)
+    else:
+        _answer(options, terminal)
+
+
+def _answer(options: GenerateOptions, terminal: Terminal) -> None:
     from kvtool.calls.generate import prepare_generation
     from kvtool.calls.settings import GenerationSettings
 

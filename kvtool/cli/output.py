@@ -27,7 +27,7 @@ def render(document: Document, form: Format, text: str) -> str:
 
 
 def write_configuration(
-    configuration: dict[str, Any], options: OutputOptions, terminal: Terminal
+    configuration: dict[str, Any] | list[dict[str, Any]], options: OutputOptions, terminal: Terminal
 ) -> None:
     """Print what a command would do: JSON if asked for, YAML else."""
     import json

@@ -67,9 +67,18 @@ class PromptOptions(RecipeOptions):
         str | None,
         Option("--save", metavar="CACHE.safetensors", help="Save the compressed cache here."),
     ] = None
+    show: Annotated[
+        str | None,
+        Option(
+            "--show",
+            metavar="FILE.html|-",
+            help="Show which tokens each layer and head kept: a page, or - on this terminal.",
+        ),
+    ] = None
 
     def check_output(self) -> None:
         """Refuse an output file that could not be written at the end, or that is the cache's."""
         super().check_output()
-        if self.save is not None and expand(self.save) == self.output_path:
-            raise UsageError(f"--save and --output both write `{self.output_path}`")
+        for flag, path in (("--save", self.save), ("--show", self.show)):
+            if path not in (None, "-") and expand(path) == self.output_path:
+                raise UsageError(f"{flag} and --output both write `{self.output_path}`")

@@ -1,4 +1,4 @@
-"""Documents that show themselves: as text, as a data frame, as tables in a notebook.
+"""Documents and caches that show themselves: as text, as a data frame, as pages.
 
 What they look like is decided further up, and told here by `kvtool` itself.
 """
@@ -18,10 +18,15 @@ def show_with(find: Callable[[], Any]) -> None:
     """Say what shows documents.
 
     Args:
-        find: returns what has `text(document, width)`, `frame(document)` and `html(document)`;
-            called when a document is shown.
+        find: returns what has `text(document, width)`, `frame(document)`, `html(document)` and
+            `kept_text(cache, ..)`; called when something is shown.
     """
     _FINDERS[:] = [find]
+
+
+def what_shows() -> Any:
+    """Return what `show_with` was told of."""
+    return _FINDERS[0]()
 
 
 class Shown:
@@ -33,7 +38,7 @@ class Shown:
         Args:
             width: letters of a line.
         """
-        return _FINDERS[0]().text(self, width)
+        return what_shows().text(self, width)
 
     def to_pandas(self) -> Any:
         """Return its numbers as a pandas data frame.
@@ -41,8 +46,8 @@ class Shown:
         Raises:
             UsageError: pandas is not installed.
         """
-        return _FINDERS[0]().frame(self)
+        return what_shows().frame(self)
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows of it."""
-        return _FINDERS[0]().html(self)
+        return what_shows().html(self)

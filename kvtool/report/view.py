@@ -17,6 +17,7 @@ from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.results import ResultsDocument
 from kvtool.errors import UsageError
 from kvtool.report import digits, page_tables
+from kvtool.report.kept.text import kept_text as kept_text
 from kvtool.report.page_tables import Cell, Header, Row, Table
 from kvtool.report.plans import heading, plan_table, stored_tokens
 from kvtool.report.profile_table import measured, note, profile_table, sparkline

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from kvtool.cache.storage.host import Store, pack, unpack
+from kvtool.cache.storage.host import Store
+from kvtool.cache.storage.packed import pack, unpack
 
 
 def tokens(first, count, batch=2):

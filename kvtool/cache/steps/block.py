@@ -191,9 +191,7 @@ def cut_deferred(layer: SlotLayer) -> None:
         layer.slots.shrink(layer.slots.used + (not layer.appends))
 
 
-def _trace(
-    layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
-) -> None:
+def _trace(layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None) -> None:
     trace = Trace.of(layer)
     if trace is not None:
         trace.judge(importance, view.positions, protected)

@@ -14,8 +14,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from kvtool.cache.storage.calibration import Calibration
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.merge_memory import MergeMemory
+from kvtool.cache.storage.trace import Trace
+
+
+def may_grow(layer: SlotLayer) -> bool:
+    """Whether the shapes of a layer still change, or the host has a hand in its steps."""
+    noted = Trace.of(layer) is not None and layer.policy.on_evict is not None
+    if noted or Calibration.of(layer) is not None:
+        return True  # what is evicted is noted on the host, or fetched when it decides
+    if layer.policy.reader is not None:
+        return True  # what is read grows, and the tables with it
+    return any(store.grows for store in layer.stores)
 
 
 class StaticSteps:

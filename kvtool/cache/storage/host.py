@@ -16,6 +16,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from kvtool.cache.storage.packed import pack, unpack
 from kvtool.cache.storage.part import tensor_bytes
 from kvtool.policies.evicted.calidrop import GATHERED
 
@@ -268,28 +269,6 @@ class Store:
         if gathered:
             whole = bool((gathered[-1] >= 0).all())
             self.stage(tuple(t.to(device) for t in gathered), whole)
-
-
-def pack(tensor: Tensor, form: str) -> tuple[Tensor, ...]:
-    """Bring keys or values into the form in which they are stored.
-
-    Returns:
-        One tensor; for int8 numbers and their scales, (.., 1) float32, one per token and head.
-    """
-    if form == "bf16":
-        return (tensor.bfloat16(),)
-    if form == "int8":
-        scale = tensor.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-        return (tensor.float() / scale).round().to(torch.int8), scale
-    return (tensor,)
-
-
-def unpack(packed: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Bring them back."""
-    if len(packed) == 1:
-        return packed[0].to(dtype)
-    numbers, scale = packed
-    return (numbers * scale).to(dtype)
 
 
 def _one_ahead(chunks: Iterator[Chunk], device: torch.device) -> Iterator[Chunk]:
