@@ -71,6 +71,10 @@ def given_settings(
     given["budget"] = read_budget(given["budget"])
     for name in _FILES:
         given[name] = _path(given[name], name)
+    if given["show"] == "-":
+        raise UsageError(
+            "show='-' is for the command line", hint="print(cache.show()) of kvtool.compress"
+        )
     if "cache" in given:
         given["cache"] = _read_cache(given["cache"])
     if "turns" in given:

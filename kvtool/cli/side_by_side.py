@@ -35,7 +35,10 @@ def set_side_by_side(policies: Sequence[str], options: GenerateOptions, terminal
     with Interruption() as interrupted:
         for each in runs.run(watcher, Listener(stop_when=interrupted)):
             answers.append(f"{each.policy}: {each.text.strip()}\n")
+            if options.output_path is None:
+                terminal.write(answers[-1])
             terminal.note(f"{each.policy}: {each.in_words()}")
-    write_data("".join(answers), options, terminal)
+    if options.output_path is not None:
+        write_data("".join(answers), options, terminal)
     if interrupted.pressed:
         raise Exit(130)

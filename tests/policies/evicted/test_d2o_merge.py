@@ -22,15 +22,22 @@ def one_head(rows):
     return torch.tensor([[rows]])
 
 
-def leave(keys, values, kept=KEPT, kept_values=KEPT_VALUES, decoded=False, memory=None, **settings):
+def leave(*args, **settings):
     """Tokens that leave beside those that stay -> memory, keys and values of those that stay."""
+    return absorb(*args, **settings)[1:]
+
+
+def absorb(
+    keys, values, kept=KEPT, kept_values=KEPT_VALUES, decoded=False, memory=None, **settings
+):
+    """The same behind which of those that leave were merged."""
     stay, leaves = len(kept), len(keys)
     all_keys, all_values = one_head(kept + keys), one_head(kept_values + values)
     positions = torch.arange(stay + leaves, dtype=torch.int32)[None, None]
     kept_keys, kept_values = all_keys[:, :, :stay].clone(), all_values[:, :, :stay].clone()
     part = D2OMerge(**settings)
     memory = part.start(1, 1, torch.device("cpu")) if memory is None else memory
-    part.absorb(
+    merged = part.absorb(
         memory,
         Eviction(
             keys=all_keys,
@@ -47,7 +54,16 @@ def leave(keys, values, kept=KEPT, kept_values=KEPT_VALUES, decoded=False, memor
             importance=None if decoded else torch.zeros(1, 1, stay + leaves),
         ),
     )
-    return memory, kept_keys[0, 0], kept_values[0, 0]
+    return merged, memory, kept_keys[0, 0], kept_values[0, 0]
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_what_is_not_similar_enough_is_not_told_as_merged(decoded):
+    evicted = [[0.8, 0.6], [0.6, 0.8], [-1.0, 0.0]]
+    merged, memory, *_ = absorb(evicted, [[3.0, 1.0], [0.0, 2.0], [5.0, 5.0]])
+    assert merged.tolist() == [[[True, True, False]]]
+    if decoded:  # similarity 0 is below the threshold that there is since
+        assert not absorb([[-1.0, 0.0]], [[5.0, 5.0]], decoded=True, memory=memory)[0].any()
 
 
 def test_worked_prompt():
