@@ -43,4 +43,4 @@ def test_all_files_but_code_and_pages_are_package_data():
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and "checkpoint" not in path.parts
     }
-    assert odd == {".py", ".md", ".yaml", ".css", ".html", ".typed"} | ({""} & odd)
+    assert odd == {".py", ".md", ".yaml", ".css", ".html", ".js", ".typed"} | ({""} & odd)
