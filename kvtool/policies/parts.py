@@ -74,6 +74,8 @@ class SlotView:
         kept_in_parent: which slots hold tokens that the layer above keeps, bool (batch, 1, slots),
             for a score whose layers are nested; None: no layer is above.
         first_layer_budget: what the first layer may keep, for such a score.
+        keys: (batch, kv_heads, slots, key_dim) of each layer, as they are stored, for a score that
+            needs keys; else none.
     """
 
     values: tuple[Tensor, ...]
@@ -86,6 +88,7 @@ class SlotView:
     heads: KVHeads = field(default_factory=all_here)
     kept_in_parent: Tensor | None = None
     first_layer_budget: Count | None = None
+    keys: tuple[Tensor, ...] = ()
 
     @property
     def stored(self) -> Tensor | None:
@@ -113,6 +116,9 @@ class Score:
             with the slots. With COLUMNS those named in `kvtool.maths.columns.COLUMNS` are summed up
             for the score, in whatever way is fast.
         attention: whether the scores are attention that each slot received, as CAOTE needs it.
+        comparable: whether scores of different KV heads may be compared, as AdaKV needs it;
+            attention may.
+        needs_keys: whether it looks at the keys.
         distinct: whether no two tokens of a head ever have the same number.
         layers: whose tokens a layer may keep: `own`, whichever it chooses; `nested`, only such that
             the layer above keeps, of which the view tells, and budgets must not grow with depth;
@@ -128,6 +134,8 @@ class Score:
     when: ClassVar[Literal["always", "prompt", "never"]] = "always"
     statistics: ClassVar[tuple[str, ...]] = ()
     attention: ClassVar[bool] = False
+    comparable: ClassVar[bool] = False
+    needs_keys: ClassVar[bool] = False
     distinct: ClassVar[bool] = False
     layers: ClassVar[Literal["own", "nested", "same"]] = "own"
     positions: Positions = "text"

@@ -73,11 +73,12 @@ class Policy:
                     f"`{split.modifier}` lets {over} keep different tokens, "
                     f"and `{self.score.name}` keeps the same in all of them"
                 )
-        if self.heads is not None and self.heads.by_score and not self.score.attention:
+        compared = self.score.attention or self.score.comparable
+        if self.heads is not None and self.heads.by_score and not compared:
             raise UsageError(
-                f"`{self.heads.modifier}` lets heads compete by attention scores, "
-                f"and `{self.score.name}` has none",
-                hint=_SCORED,
+                f"`{self.heads.modifier}` lets heads compete by their scores, "
+                f"and those of `{self.score.name}` cannot be compared",
+                hint=f"{_SCORED}, or on keydiff",
             )
         if self.rescore is not None and not self.score.attention:
             raise UsageError(

@@ -27,6 +27,7 @@ BASES: dict[str, str] = {
     "adakv": "scores.adakv:AdaKV",
     "duoattention": "scores.duoattention:DuoAttention",
     "d2o": "scores.d2o:D2O",
+    "keydiff": "scores.keydiff:KeyDiff",
     "sirllm": "scores.sirllm:SirLLM",
     "pyramidinfer": "scores.pyramidinfer:PyramidInfer",
     "exact-topk": "read.exact_topk:ExactTopK",

@@ -243,7 +243,7 @@ def test_families_with_attention_of_their_own_refuse_it_in_one_line():
 
 def test_what_has_no_scores_cannot_compete():
     for policy in ("streaming+ada", "recency+ada", "random+ada"):
-        with pytest.raises(UsageError, match="compete by attention scores"):
+        with pytest.raises(UsageError, match="compete by their scores"):
             kvtool.parse_policy(policy)
     with pytest.raises(UsageError, match="keeps everything"):
         kvtool.parse_policy("full+ada")

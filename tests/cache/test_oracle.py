@@ -23,6 +23,8 @@ STEADY = [
     ("recency", {}),
     ("streaming", {}),
     ("streaming", {"sinks": 1}),
+    ("keydiff", {}),
+    ("keydiff", {"sinks": 2, "recent": 5}),
 ]
 ATTENDING = [
     ("scissorhands", {}),

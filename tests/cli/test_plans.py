@@ -281,7 +281,7 @@ def test_the_flag_is_the_modifier(kvtool, allocator):
     ("arguments", "told"),
     [
         (["-p", "h2o+pyramid", "--allocator", "d2o"], "has the allocator `pyramid` already"),
-        (["-p", "streaming", "--allocator", "ada"], "compete by attention scores"),
+        (["-p", "streaming", "--allocator", "ada"], "compete by their scores"),
         (["-p", "h2o+ada", "--allocator", "duo"], "has the allocator `ada` already"),
         (["-p", "h2o", "--allocator", "optimal"], "which a plan holds"),
         (["-p", "h2o", "--allocator", "piramid"], "did you mean `pyramid`?"),

@@ -86,6 +86,8 @@ class Oracle:
             self.policies[layer] = own
         policy = self.policies[layer]
         policy.observe(attention)
+        if hasattr(policy, "look"):
+            policy.look([dict(enumerate(key[0, head].tolist())) for head in range(cached)])
         side_by_side = value[0].view(cached, -1, seen, width).transpose(1, 2).flatten(2)
         if hasattr(policy, "compete") and self.in_prompt:
             values = [dict(enumerate(side_by_side[head].tolist())) for head in range(cached)]

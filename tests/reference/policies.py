@@ -81,6 +81,33 @@ class Streaming(Recency):
         return {p for p in positions if p < self.sinks}
 
 
+class KeyDiff(Reference):
+    """Minus the cosine of each key and the mean of the unit keys."""
+
+    def __init__(self, budget, sinks=0, recent=0):
+        super().__init__(budget)
+        self.sinks, self.recent = sinks, recent
+
+    def look(self, keys):
+        """See `keys[head]`, `{position: [numbers]}` of all tokens so far."""
+        self.keys = keys
+
+    def scores(self, head, positions, values):
+        unit = {p: _unit(self.keys[head][p]) for p in positions}
+        mean = [sum(column) / len(positions) for column in zip(*unit.values(), strict=True)]
+        anchor = _unit(mean)
+        return [-sum(a * b for a, b in zip(unit[p], anchor, strict=True)) for p in positions]
+
+    def forced(self, head, positions, victims):
+        last = positions[-1] - self.recent
+        return {p for p in positions if p < self.sinks or p > last}
+
+
+def _unit(vector):
+    length = math.sqrt(sum(number * number for number in vector))
+    return [number / length for number in vector]
+
+
 class Counting(Reference):
     """A number for every token of every head, added to row by row."""
 
@@ -254,6 +281,7 @@ BASES = {
     "full": Full,
     "recency": Recency,
     "streaming": Streaming,
+    "keydiff": KeyDiff,
     "scissorhands": Scissorhands,
     "h2o": H2O,
     "d2o": D2O,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.steps.evicted import evict_decoded, shift_behind
-from kvtool.cache.steps.view import make_view, observe, score, stacked
+from kvtool.cache.steps.view import make_view, observe, score, stacked, used_keys
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.maths.selection import lowest
 from kvtool.policies.attention_rows import AttentionRows
@@ -70,7 +70,8 @@ class LayerGroup:
         first = self.layers[0]
         policy, state, positions = first.policy, self._state, self._positions
         rows = AttentionRows(torch.cat(self._rows)) if self._rows else None
-        view = stacked(make_view(first, tuple(self._values), positions), self._index)
+        values, keys = tuple(self._values), used_keys(*self.layers)
+        view = stacked(make_view(first, values, positions, keys=keys), self._index)
         if policy.needs_all_rows and not counted and rows is not None:
             observe(policy, state, view, rows)
         importance, protected = score(policy, view, state, rows, 1)

@@ -18,7 +18,11 @@ from kvtool.policies.policy import Policy
 
 
 def make_view(
-    layer: SlotLayer, values: tuple[Tensor, ...], positions: Tensor, block: Count = 1
+    layer: SlotLayer,
+    values: tuple[Tensor, ...],
+    positions: Tensor,
+    block: Count = 1,
+    keys: tuple[Tensor, ...] = (),
 ) -> SlotView:
     """Lay out slots of a layer, or of several in the same state, for the policy.
 
@@ -27,6 +31,7 @@ def make_view(
         values: (batch, heads of the attention, slots, value_dim) of each layer.
         positions: (batch, kv_heads, slots) of all, -1 = empty.
         block: tokens of each batch entry in the running block.
+        keys: (batch, kv_heads, slots, key_dim) of each layer, for a policy that needs them.
     """
     first, above = layer.budget.tokens, None
     plain = layer.lengths is None and layer.seen_device is None
@@ -46,13 +51,22 @@ def make_view(
         block=block,
         kept_in_parent=above,
         first_layer_budget=first,
+        keys=keys,
     )
 
 
 def used_view(layer: SlotLayer, value: Tensor) -> SlotView:
     """The slots in use as a policy sees them, with these values to attend to."""
     positions = layer.slots.positions[:, :, : layer.slots.used]
-    return make_view(layer, (values_by_kv_head(layer, value),), positions)
+    values, keys = (values_by_kv_head(layer, value),), used_keys(layer)
+    return make_view(layer, values, positions, keys=keys)
+
+
+def used_keys(*layers: SlotLayer) -> tuple[Tensor, ...]:
+    """The keys in the slots in use of each layer; none where the policy does not look at them."""
+    if not layers[0].policy.ranking.needs_keys:
+        return ()
+    return tuple(layer.slots.keys[:, :, : layer.slots.used] for layer in layers)
 
 
 def used_state(layer: SlotLayer) -> State:

@@ -1,0 +1,77 @@
+"""KeyDiff: keys far from the mean direction of all keys stay; no attention is looked at.
+
+Park et al., 2025, https://arxiv.org/abs/2504.15364. The anchor is the mean of the stored keys, each
+brought to length 1; a slot's score is minus the cosine of its key and the anchor.
+
+In a prompt run in blocks the anchor is that of the slots present at each cut, as in the paper. With
+`positions=cache`, and in models that store latents, keys are taken as they are stored.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtool.errors import UsageError
+from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Positions, Score, SlotView
+
+
+def distance_from_anchor(keys: Tensor, stored: Tensor | None) -> Tensor:
+    """Compute minus the cosine between each key and the mean of the unit keys.
+
+    Args:
+        keys: (batch, kv_heads, slots, key_dim).
+        stored: bool (batch, kv_heads, slots), the slots that are not empty; None: all.
+
+    Returns:
+        (batch, kv_heads, slots) float32, in [-1, 1].
+    """
+    unit = functional.normalize(keys.float(), dim=-1)
+    if stored is not None:
+        unit = unit * stored[..., None]
+    anchor = functional.normalize(unit.sum(2), dim=-1)  # of the length of a mean or a sum
+    return -torch.matmul(unit, anchor[..., None])[..., 0]
+
+
+@dataclass(frozen=True)
+class KeyDiff(Score):
+    """Keep the tokens whose keys point away from the mean direction of all keys.
+
+    Args:
+        sinks: first tokens that are always kept.
+        recent: newest tokens that are always kept.
+        positions: `cache` numbers tokens by their place in the cache, for texts without end.
+    """
+
+    sinks: int = 0
+    recent: int = 0
+    positions: Positions = "text"
+
+    name: ClassVar = "keydiff"
+    paper: ClassVar = "https://arxiv.org/abs/2504.15364"
+    needs_keys: ClassVar = True
+    comparable: ClassVar = True
+
+    def __post_init__(self) -> None:
+        for field in ("sinks", "recent"):
+            if getattr(self, field) < 0:
+                raise UsageError(f"keydiff: {field} must be 0 or more, got {getattr(self, field)}")
+
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
+        layers, stored = len(view.keys), view.stored
+        marks = [None] * layers if stored is None else stored.chunk(layers)
+        parts = [distance_from_anchor(*each) for each in zip(view.keys, marks, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
+        if self.sinks == 0 and self.recent == 0:
+            return None
+        return view.sinks(self.sinks) | view.recent(self.recent)
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"sinks": self.sinks, "recent": self.recent}
