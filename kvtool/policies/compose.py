@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.head_split import HeadSplit
-from kvtool.policies.parts import Allocator, Evicted, Read, Rescore, Score
+from kvtool.policies.parts import Allocator, Evicted, Read, Rescore, Score, Select
 from kvtool.policies.policy import Part, Policy
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import part_name
@@ -31,6 +31,7 @@ def compose(base: Score | Read, modifiers: Sequence[Part]) -> Policy:
         _only(heads),
         _only([part for part in modifiers if isinstance(part, Evicted)]),
         _only([part for part in (base, *modifiers) if isinstance(part, Read)]),
+        _only([part for part in modifiers if isinstance(part, Select)]),
     )
 
 

@@ -1,4 +1,4 @@
-"""The five roles of a policy, and what each is shown: all that a policy author reads.
+"""The roles of a policy, and what each is shown: all that a policy author reads.
 
 A policy never runs attention and never moves a key: it says what evidence it wants to see, keeps
 small statistics beside the slots and gives every slot a number; the cache does the rest. Shapes
@@ -15,6 +15,7 @@ group       query heads that share a KV head
 score       the role that gives each slot its importance
 importance  a number for each slot, higher = keep
 rescore     the role that turns importance into another one that looks at values, too (CAOTE)
+select      the role that keeps tokens together instead of one by one (ChunkKV)
 allocate    the role that splits a budget: over layers, or over the KV heads of a layer
 evicted     slots chosen to leave, and the role that says what becomes of them: merged, set aside
 read        the role that chooses which of the kept tokens a decode step looks at (a reader)
@@ -29,11 +30,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.policies.attention_rows import AttentionRows
-from kvtool.policies.heads import HeadSizes, KVHeads, all_here
+from kvtool.policies.heads import HeadSizes
+from kvtool.policies.slot_view import SlotView as SlotView
 
 if TYPE_CHECKING:  # splitting a budget over layers needs no torch
     from torch import Tensor
@@ -47,61 +48,14 @@ Positions = Literal["text", "cache"]  # what keys are turned by: place in the te
 
 
 class Evidence(enum.Enum):
-    """Evidence that a score wants of every block: attention rows, sums of them, or the logits."""
+    """Evidence that a score wants of every block: keys, attention rows, sums of them, logits."""
 
     NOTHING = "nothing"
+    KEYS = "keys"  # those of all slots, as `view.keys`
     LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
     ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
     COLUMNS = "columns"  # sums over every query: statistics named as in `kvtool.maths.columns`
     LOGITS = "logits"  # each token's surprisal, as `state["surprisal"]`
-
-
-@dataclass(frozen=True)
-class SlotView:
-    """The slots of one layer as a policy sees them, the running block included. Read only.
-
-    While decoding, one view may cover several layers, stacked along the batch.
-
-    Attributes:
-        values: (batch, kv_heads, slots, value_dim) of each layer.
-        positions: (batch, kv_heads, slots), the true position of each token, -1 = empty; unordered.
-        tokens_seen: tokens of the row so far, the running block included.
-        budget: slots the row may keep in each head; the mean where heads differ.
-        held: slots of the row that are not empty; where heads differ, of each head.
-        layer: index of the layer, one number or one per row.
-        block: tokens of the row in the running block.
-        heads: all KV heads of the layer, of which a process may hold a part.
-        kept_in_parent: which slots hold tokens that the layer above keeps, bool (batch, 1, slots),
-            for a score whose layers are nested; None: no layer is above.
-        first_layer_budget: what the first layer may keep, for such a score.
-        keys: (batch, kv_heads, slots, key_dim) of each layer, as they are stored, for a score that
-            needs keys; else none.
-    """
-
-    values: tuple[Tensor, ...]
-    positions: Tensor
-    tokens_seen: Count
-    budget: Count
-    held: Count
-    layer: Count = 0
-    block: Count = 1
-    heads: KVHeads = field(default_factory=all_here)
-    kept_in_parent: Tensor | None = None
-    first_layer_budget: Count | None = None
-    keys: tuple[Tensor, ...] = ()
-
-    @property
-    def stored(self) -> Tensor | None:
-        """Mark the slots that are not empty: bool (batch, kv_heads, slots); None: all."""
-        return self.positions >= 0 if not isinstance(self.held, int) else None
-
-    def recent(self, count: Count) -> Tensor:
-        """Mark the newest `count` tokens: bool (batch, kv_heads, slots)."""
-        return self.positions >= self.tokens_seen - count
-
-    def sinks(self, count: Count) -> Tensor:
-        """Mark the first `count` tokens, and empty slots: bool (batch, kv_heads, slots)."""
-        return self.positions < count
 
 
 class Score:
@@ -116,9 +70,6 @@ class Score:
             with the slots. With COLUMNS those named in `kvtool.maths.columns.COLUMNS` are summed up
             for the score, in whatever way is fast.
         attention: whether the scores are attention that each slot received, as CAOTE needs it.
-        comparable: whether scores of different KV heads may be compared, as AdaKV needs it;
-            attention may.
-        needs_keys: whether it looks at the keys.
         distinct: whether no two tokens of a head ever have the same number.
         layers: whose tokens a layer may keep: `own`, whichever it chooses; `nested`, only such that
             the layer above keeps, of which the view tells, and budgets must not grow with depth;
@@ -134,8 +85,6 @@ class Score:
     when: ClassVar[Literal["always", "prompt", "never"]] = "always"
     statistics: ClassVar[tuple[str, ...]] = ()
     attention: ClassVar[bool] = False
-    comparable: ClassVar[bool] = False
-    needs_keys: ClassVar[bool] = False
     distinct: ClassVar[bool] = False
     layers: ClassVar[Literal["own", "nested", "same"]] = "own"
     positions: Positions = "text"
@@ -212,6 +161,33 @@ class Rescore:
 
     def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
         """Give each slot another number, higher = keep: (batch, kv_heads, slots) float32."""
+        raise NotImplementedError
+
+
+class Select:
+    """A way to choose the tokens of a prompt that stay, where it is not one by one.
+
+    All KV heads of a layer then keep the same tokens.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    @property
+    def min_budget(self) -> int:
+        """Return the smallest budget that it makes sense for."""
+        return 1
+
+    def order(self, importance: Tensor, view: SlotView, protected: Tensor | None) -> Tensor:
+        """Give each slot a number by which single slots may be chosen, higher = keep.
+
+        Args:
+            importance: (batch, kv_heads, slots) float32.
+            protected: bool (batch, kv_heads, slots), what stays anyway; None: nothing.
+
+        Returns:
+            (batch, 1, slots) float32.
+        """
         raise NotImplementedError
 
 

@@ -6,13 +6,14 @@ from functools import cached_property
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.combination import check_evicted, check_select
 from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.numbers import SHIFT
-from kvtool.policies.parts import Allocator, Evicted, Evidence, Read, Rescore, Score
+from kvtool.policies.parts import Allocator, Evicted, Evidence, Read, Rescore, Score, Select
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, part_name, spell_settings
 
-Part = Score | Rescore | Allocator | Evicted | Read
+Part = Score | Rescore | Select | Allocator | Evicted | Read
 _SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv or d2o"
 
 
@@ -30,6 +31,7 @@ class Policy:
         read: which of what is stored a decode step looks at; None: as the score does it by itself.
             Beside a score that evicts, the budget is what is stored, and the reader says itself how
             many tokens (`k`) it attends to.
+        select: how the tokens of a prompt are chosen by their scores; None: one by one.
 
     Raises:
         UsageError: a number that is not finite or too large; the rescore, or the split over heads,
@@ -46,13 +48,14 @@ class Policy:
     heads: HeadSplit | None = None
     evicted: Evicted | None = None
     read: Read | None = None
+    select: Select | None = None
 
     def __post_init__(self) -> None:
-        parts = (self.score, self.rescore, self.allocate, self.heads, self.evicted, self.read)
-        for part in parts:
-            if part is not None:
-                check_numbers(part)
+        for part in self._parts:
+            check_numbers(part)
         self._check_reader()
+        if self.select is not None:
+            check_select(self.select, self.score, self.head_split)
         if (self.score.layers == "same") != (self.score.evidence is Evidence.LOGITS):
             raise UsageError(
                 f"`{self.score.name}`: layers are cut together by logits, and by nothing else"
@@ -73,11 +76,11 @@ class Policy:
                     f"`{split.modifier}` lets {over} keep different tokens, "
                     f"and `{self.score.name}` keeps the same in all of them"
                 )
-        compared = self.score.attention or self.score.comparable
-        if self.heads is not None and self.heads.by_score and not compared:
+        blind = self.score.evidence is Evidence.NOTHING
+        if self.heads is not None and self.heads.by_score and blind:
             raise UsageError(
                 f"`{self.heads.modifier}` lets heads compete by their scores, "
-                f"and those of `{self.score.name}` cannot be compared",
+                f"and those of `{self.score.name}` say nothing of heads",
                 hint=f"{_SCORED}, or on keydiff",
             )
         if self.rescore is not None and not self.score.attention:
@@ -87,7 +90,7 @@ class Policy:
                 hint=_SCORED,
             )
         if self.evicted is not None:
-            self._check_evicted(self.evicted)
+            check_evicted(self.evicted, self.score)
         used, split = self.on_evict, self.head_split
         if used is not None and split is not None and self.score.when == "always":
             raise UsageError(
@@ -98,36 +101,17 @@ class Policy:
         for name in ("statistics", "columns", "needs_all_rows"):  # and what they follow from
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
 
-    def _check_evicted(self, evicted: Evicted) -> None:
-        name = evicted.name
-        if isinstance(evicted, SelectOnly):
-            raise UsageError(
-                f"`{name}` needs a score that comes with a reader, as rocketkv-mt does"
-            )
-        if self.score.when == "never":
-            raise UsageError(
-                f"`{name}` makes something of evicted tokens, and `{self.score.name}` evicts none"
-            )
-        if self.score.layers == "same":
-            raise UsageError(
-                f"`{name}` makes something of tokens that a layer evicts by itself, "
-                f"and `{self.score.name}` cuts all layers at once"
-            )
-        if self.score.positions == "cache" and evicted.works_on_keys:
-            raise UsageError(
-                f"`{name}` works on keys that stand still, and with positions=cache they move",
-                hint=f"{self.score.name}+{name}",
-            )
-        if self.score.evicted is not None:
-            raise UsageError(
-                f"`{self.score.name}` merges what it evicts already, which excludes `{name}`",
-                hint=f"{self.score.name}(merge=none)+{name}",
-            )
+    @property
+    def _parts(self) -> list[Part]:
+        """Return the parts that there are, in the order in which they are spelled."""
+        parts = (self.score, self.rescore, self.select, self.evicted)
+        return [part for part in (*parts, self.allocate, self.heads, self.read) if part is not None]
 
     def _check_reader(self) -> None:
         """Refuse parts that a reader leaves nothing to do for, and scores that it cannot follow."""
         modifier = self.rescore.name if self.rescore is not None else None
         modifier = self.evicted.name if self.evicted is not None else modifier
+        modifier = self.select.name if self.select is not None else modifier
         for split in (self.allocate, self.heads):
             modifier = split.modifier if split is not None else modifier
         if self.score.reader is not None and modifier is not None:
@@ -261,6 +245,12 @@ class Policy:
         least = 1 if self.reader is None else self.reader.min_budget
         if self.budget_is_traffic and tokens < least:
             raise UsageError(f"{self.name} needs a budget of {least} or more, got {tokens}")
+        if self.select is not None and self.select.min_budget > tokens:
+            least = self.select.min_budget
+            raise UsageError(
+                f"budget {tokens} is below a run of {least} tokens of `{self.select.name}`",
+                hint=f"+{self.select.name}(length={max(tokens // 4, 1)})",
+            )
         reserved = {name: count for name, count in self.score.reserved(tokens).items() if count}
         total = sum(reserved.values())
         if total >= tokens:
@@ -273,14 +263,14 @@ class Policy:
         """Return the smallest budget that an allocator may give to a layer of a longer prompt."""
         reader = self.reader if self.budget_is_traffic else None
         tokens = self.score.min_budget if reader is None else reader.min_budget
+        tokens = tokens if self.select is None else max(tokens, self.select.min_budget)
         while (reserved := sum(self.score.reserved(tokens).values())) >= tokens:
             tokens = reserved + 1  # what is reserved never falls with the budget
         return tokens
 
     def __str__(self) -> str:
         """Spell it: lower case, only the parameters that differ from their defaults."""
-        parts: list[Part | None] = [self.score, self.rescore, self.evicted, self.allocate]
-        parts += [self.heads, self.read]
+        parts = self._parts
         if self.read is not None and self.score == Full():
             parts = [self.read]
-        return "+".join(part_name(part) + spell_settings(part) for part in parts if part)
+        return "+".join(part_name(part) + spell_settings(part) for part in parts)

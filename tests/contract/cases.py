@@ -21,6 +21,7 @@ BUDGET = 20
 SMALL = {
     "window": 4,
     "kernel": 3,
+    "length": 5,
     "min_context": 2,
     "m": 5,
     "calibration_size": 9,

@@ -235,6 +235,49 @@ class SnapKV(Reference):
         return set(positions[len(positions) - len(self.voters[head]) :])
 
 
+class Chunked(Reference):
+    """A policy of a prompt whose heads keep the same runs of neighbours."""
+
+    prompt_only = True
+
+    def __init__(self, policy, length):
+        super().__init__(policy.budget)
+        self.policy, self.length, self.chosen = policy, length, None
+
+    def observe(self, attention):
+        self.policy.observe(attention)
+
+    def compete(self, heads):
+        """See the positions and values of all heads, which hold the same tokens."""
+        positions = list(heads[0][0])
+        victims = len(positions) - self.budget
+        if victims <= 0:
+            self.chosen = positions
+            return
+        summed = dict.fromkeys(positions, 0.0)
+        for head, (own, values) in enumerate(heads):
+            assert list(own) == positions
+            for p, score in zip(positions, self.policy.scores(head, own, values), strict=True):
+                summed[p] += score
+        forced = [p for p in positions if p in self.policy.forced(0, positions, victims)]
+        self.chosen = sorted(self.best(summed, forced))
+
+    def best(self, summed, forced):
+        """The forced tokens, then run after run; what is left over goes to a run's best tokens."""
+        kept, runs = list(forced), {}
+        for p in summed:
+            if p not in forced:
+                runs.setdefault(p // self.length, []).append(p)
+        mean = {run: sum(summed[p] for p in own) / len(own) for run, own in runs.items()}
+        for run in sorted(runs, key=lambda run: (-mean[run], run)):
+            own = sorted(runs[run], key=lambda p: (-summed[p], p))
+            kept += own[: self.budget - len(kept)]
+        return kept
+
+    def keep(self, head, positions, values):
+        return list(self.chosen)
+
+
 class Caote(Reference):
     """Any of the above, its scores turned into the change of the output by each eviction."""
 
@@ -297,4 +340,6 @@ def build(base, budget, modifier=None, **settings):
         return Caote(policy)
     if modifier == "fastcaote":
         return Caote(policy, fast=True)
+    if modifier == "chunk":
+        return Chunked(policy, 20)
     return policy

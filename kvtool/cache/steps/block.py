@@ -70,7 +70,7 @@ def enter_block(
         name: functional.pad(number[:, :, :kept], (0, q_len))
         for name, number in slots.state.items()
     }
-    keys = (raw_key,) if layer.policy.ranking.needs_keys else ()
+    keys = (raw_key,) if layer.policy.ranking.evidence is Evidence.KEYS else ()
     view = make_view(layer, (values_by_kv_head(layer, value),), stored, count, keys)
     return Block(new, view, state, kept)
 
@@ -213,8 +213,10 @@ def _cut(
         budget, most = layer.budget.tokens, layer.budget.max_budget
     else:
         budget, most = split[..., None], int(split.max())
-    slots = min(most, view.positions.shape[2])
-    chosen, positions = keep_top(importance, view.positions, budget, protected, slots)
+    slots, order = min(most, view.positions.shape[2]), importance
+    if layer.policy.select is not None:
+        order = layer.policy.select.order(importance, view, protected).expand_as(importance)
+    chosen, positions = keep_top(order, view.positions, budget, protected, slots)
     kept = part_block(layer, (keys, values), view, state, importance, chosen, positions)
     if split is not None:
         to_ragged(layer, kept)

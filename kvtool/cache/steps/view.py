@@ -64,7 +64,7 @@ def used_view(layer: SlotLayer, value: Tensor) -> SlotView:
 
 def used_keys(*layers: SlotLayer) -> tuple[Tensor, ...]:
     """The keys in the slots in use of each layer; none where the policy does not look at them."""
-    if not layers[0].policy.ranking.needs_keys:
+    if layers[0].policy.ranking.evidence is not Evidence.KEYS:
         return ()
     return tuple(layer.slots.keys[:, :, : layer.slots.used] for layer in layers)
 
@@ -112,7 +112,7 @@ def decode_needs_rows(layer: SlotLayer) -> bool:
     policy = layer.policy
     if policy.needs_all_rows:
         return True
-    if not layer.evicts_tokens or policy.ranking.evidence is Evidence.NOTHING:
+    if not layer.evicts_tokens or policy.ranking.evidence in (Evidence.NOTHING, Evidence.KEYS):
         return False
     return layer.slots.used > layer.budget.min_budget
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from kvtool.errors import UsageError
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Positions, Score, SlotView
+from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 
 
 def distance_from_anchor(keys: Tensor, stored: Tensor | None) -> Tensor:
@@ -54,8 +54,7 @@ class KeyDiff(Score):
 
     name: ClassVar = "keydiff"
     paper: ClassVar = "https://arxiv.org/abs/2504.15364"
-    needs_keys: ClassVar = True
-    comparable: ClassVar = True
+    evidence: ClassVar = Evidence.KEYS
 
     def __post_init__(self) -> None:
         for field in ("sinks", "recent"):

@@ -1,0 +1,56 @@
+"""Which parts of a policy go together: what selections and uses of evicted tokens refuse."""
+
+from kvtool.errors import UsageError
+from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.evicted.select_only import SelectOnly
+from kvtool.policies.parts import Evicted, Score, Select
+
+
+def check_select(select: Select, score: Score, split: HeadSplit | None) -> None:
+    """Refuse a selection where no prompt is cut by scores, or where KV heads differ.
+
+    Raises:
+        UsageError: such a score, or a split over heads.
+    """
+    if score.when != "prompt" or score.layers == "nested":
+        raise UsageError(
+            f"`{select.name}` chooses among the tokens of a prompt by their scores, "
+            f"and `{score.name}` does not cut a prompt so",
+            hint=f"put it on a policy that does: snapkv+{select.name}",
+        )
+    if split is not None:
+        raise UsageError(
+            f"`{select.name}` keeps the same tokens in all KV heads of a layer, "
+            f"and `{split.modifier}` lets them differ"
+        )
+
+
+def check_evicted(evicted: Evicted, score: Score) -> None:
+    """Refuse to make something of evicted tokens where that cannot be.
+
+    Raises:
+        UsageError: nothing is evicted, or not by a layer itself; keys move; the score makes
+            something else of them.
+    """
+    name = evicted.name
+    if isinstance(evicted, SelectOnly):
+        raise UsageError(f"`{name}` needs a score that comes with a reader, as rocketkv-mt does")
+    if score.when == "never":
+        raise UsageError(
+            f"`{name}` makes something of evicted tokens, and `{score.name}` evicts none"
+        )
+    if score.layers == "same":
+        raise UsageError(
+            f"`{name}` makes something of tokens that a layer evicts by itself, "
+            f"and `{score.name}` cuts all layers at once"
+        )
+    if score.positions == "cache" and evicted.works_on_keys:
+        raise UsageError(
+            f"`{name}` works on keys that stand still, and with positions=cache they move",
+            hint=f"{score.name}+{name}",
+        )
+    if score.evicted is not None:
+        raise UsageError(
+            f"`{score.name}` merges what it evicts already, which excludes `{name}`",
+            hint=f"{score.name}(merge=none)+{name}",
+        )

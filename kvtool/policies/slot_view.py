@@ -1,0 +1,61 @@
+"""The slots of a layer as a policy is shown them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtool.policies.heads import KVHeads, all_here
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtool.policies.numbers import Count
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """The slots of one layer as a policy sees them, the running block included. Read only.
+
+    While decoding, one view may cover several layers, stacked along the batch.
+
+    Attributes:
+        values: (batch, kv_heads, slots, value_dim) of each layer.
+        positions: (batch, kv_heads, slots), the true position of each token, -1 = empty; unordered.
+        tokens_seen: tokens of the row so far, the running block included.
+        budget: slots the row may keep in each head; the mean where heads differ.
+        held: slots of the row that are not empty; where heads differ, of each head.
+        layer: index of the layer, one number or one per row.
+        block: tokens of the row in the running block.
+        heads: all KV heads of the layer, of which a process may hold a part.
+        kept_in_parent: which slots hold tokens that the layer above keeps, bool (batch, 1, slots),
+            for a score whose layers are nested; None: no layer is above.
+        first_layer_budget: what the first layer may keep, for such a score.
+        keys: (batch, kv_heads, slots, key_dim) of each layer, as they are stored, for a score that
+            needs keys; else none.
+    """
+
+    values: tuple[Tensor, ...]
+    positions: Tensor
+    tokens_seen: Count
+    budget: Count
+    held: Count
+    layer: Count = 0
+    block: Count = 1
+    heads: KVHeads = field(default_factory=all_here)
+    kept_in_parent: Tensor | None = None
+    first_layer_budget: Count | None = None
+    keys: tuple[Tensor, ...] = ()
+
+    @property
+    def stored(self) -> Tensor | None:
+        """Mark the slots that are not empty: bool (batch, kv_heads, slots); None: all."""
+        return self.positions >= 0 if not isinstance(self.held, int) else None
+
+    def recent(self, count: Count) -> Tensor:
+        """Mark the newest `count` tokens: bool (batch, kv_heads, slots)."""
+        return self.positions >= self.tokens_seen - count
+
+    def sinks(self, count: Count) -> Tensor:
+        """Mark the first `count` tokens, and empty slots: bool (batch, kv_heads, slots)."""
+        return self.positions < count
