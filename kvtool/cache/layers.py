@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 from kvtool.cache.storage.calibration import Calibration
 from kvtool.cache.storage.chunked import ChunkedSlotLayer
 from kvtool.cache.storage.deferred import Deferred
+from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.hybrid import HybridSlotLayer
 from kvtool.cache.storage.last_queries import LastQueries
@@ -136,4 +137,6 @@ def _parts(policy: Policy, index: int, *, exact: bool) -> list[Part]:
         parts.append(Deferred())
     if policy.two_stages:
         parts.append(LastQueries())
+    if policy.pace is not None:
+        parts.append(Due(policy.spare))
     return parts

@@ -177,7 +177,8 @@ def _free(
     slots = sum(_held(policy, tokens, text) for tokens in heads)
     held = slots * slot_bytes(layer, len(policy.statistics)) // layer.kv_heads
     if policy.on_evict is not None:
-        evicts = policy.score.when == "always" and text.new > 0 and text.full > budget.tokens
+        one_by_one = policy.score.when == "always" and policy.pace is None
+        evicts = one_by_one and text.new > 0 and text.full > budget.tokens
         held += policy.on_evict.held_bytes(layer, evicts)
     if budget.reading is None:
         read = sum(min(_read(policy, tokens, text), text.last) for tokens in heads)
@@ -193,21 +194,25 @@ def _turned(policy: Policy | None) -> int:
     return 0 if policy is None else int(policy.score.positions == "cache")
 
 
-def _slots(budget: int, text: Text) -> int:
-    """Return the slots of a head that holds its budget: one more takes in the new token."""
-    return budget + 1 if text.prompt >= budget else min(text.full, budget + 1)
+def _slots(budget: int, text: Text, spare: int = 1) -> int:
+    """Return the slots of a head that holds its budget: `spare` more take in new tokens."""
+    return budget + spare if text.prompt >= budget else min(text.full, budget + spare)
 
 
 def _held(policy: Policy, tokens: int, text: Text) -> int:
     """Return the slots of a head when all has been fed."""
     if policy.score.when == "always":
-        return _slots(tokens, text)
+        return _slots(tokens, text, policy.spare)
     stored = text.prompt if policy.score.when == "never" or policy.select_only else tokens
     return min(stored, text.prompt) + text.new
 
 
 def _read(policy: Policy, tokens: int, text: Text) -> int:
     """Return the tokens of a head that the last decoded token reads, where it reads all."""
+    if policy.pace is not None:
+        grown = min(text.prompt, tokens) + max(text.new, 1) - tokens
+        over = grown if grown <= policy.spare else (grown - 1) % policy.spare + 1
+        return tokens + over  # cut back to the budget each time that it has read the spare ones
     if policy.score.when == "always":
         return tokens + (policy.score.layers != "same")  # a slot more takes in the token
     stored = text.prompt if policy.score.when == "never" else tokens

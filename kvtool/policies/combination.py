@@ -3,7 +3,7 @@
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.evicted.select_only import SelectOnly
-from kvtool.policies.parts import Evicted, Score, Select
+from kvtool.policies.parts import Evicted, Pace, Score, Select
 
 
 def check_select(select: Select, score: Score, split: HeadSplit | None) -> None:
@@ -22,6 +22,24 @@ def check_select(select: Select, score: Score, split: HeadSplit | None) -> None:
         raise UsageError(
             f"`{select.name}` keeps the same tokens in all KV heads of a layer, "
             f"and `{split.modifier}` lets them differ"
+        )
+
+
+def check_pace(pace: Pace, score: Score) -> None:
+    """Refuse to cut at times of its own what is not cut while tokens are decoded, layer by layer.
+
+    Raises:
+        UsageError: such a score.
+    """
+    if score.when != "always":
+        does = "keeps everything" if score.when == "never" else "cuts prompts only"
+        raise UsageError(
+            f"`{pace.name}` says when decoded tokens are cut, and `{score.name}` {does}",
+            hint=f"h2o+{pace.name}",
+        )
+    if score.layers == "same":
+        raise UsageError(
+            f"`{pace.name}` says when a layer is cut, and `{score.name}` cuts all layers at once"
         )
 
 

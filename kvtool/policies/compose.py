@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.head_split import HeadSplit
-from kvtool.policies.parts import Allocator, Evicted, Read, Rescore, Score, Select
+from kvtool.policies.parts import Allocator, Evicted, Pace, Read, Rescore, Score, Select
 from kvtool.policies.policy import Part, Policy
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import part_name
@@ -32,6 +32,7 @@ def compose(base: Score | Read, modifiers: Sequence[Part]) -> Policy:
         _only([part for part in modifiers if isinstance(part, Evicted)]),
         _only([part for part in (base, *modifiers) if isinstance(part, Read)]),
         _only([part for part in modifiers if isinstance(part, Select)]),
+        _only([part for part in modifiers if isinstance(part, Pace)]),
     )
 
 

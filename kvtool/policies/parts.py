@@ -16,6 +16,7 @@ score       the role that gives each slot its importance
 importance  a number for each slot, higher = keep
 rescore     the role that turns importance into another one that looks at values, too (CAOTE)
 select      the role that keeps tokens together instead of one by one (ChunkKV)
+pace        the role that says how many tokens are decoded between two cuts
 allocate    the role that splits a budget: over layers, or over the KV heads of a layer
 evicted     slots chosen to leave, and the role that says what becomes of them: merged, set aside
 read        the role that chooses which of the kept tokens a decode step looks at (a reader)
@@ -191,6 +192,18 @@ class Select:
         raise NotImplementedError
 
 
+class Pace:
+    """A way to hold a budget that is not cut to after every decoded token."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    @property
+    def spare(self) -> int:
+        """Return how many tokens above the budget are reached before a cut back to it."""
+        raise NotImplementedError
+
+
 class Allocator:
     """A way to split a budget over layers; subclasses are frozen dataclasses of its settings.
 
@@ -229,7 +242,7 @@ class Evicted:
     def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
         """Count the bytes of them beside the slots, on the device, for one batch entry of a layer.
 
-        `evicts` says whether decoded tokens take the place of others.
+        `evicts` says whether decoded tokens take the place of others, one by one.
         """
         raise NotImplementedError
 

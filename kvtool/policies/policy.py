@@ -6,14 +6,14 @@ from functools import cached_property
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
-from kvtool.policies.combination import check_evicted, check_select
+from kvtool.policies.combination import check_evicted, check_pace, check_select
 from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.numbers import SHIFT
-from kvtool.policies.parts import Allocator, Evicted, Evidence, Read, Rescore, Score, Select
+from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Rescore, Score, Select
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, part_name, spell_settings
 
-Part = Score | Rescore | Select | Allocator | Evicted | Read
+Part = Score | Rescore | Select | Pace | Allocator | Evicted | Read
 _SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv or d2o"
 
 
@@ -32,6 +32,7 @@ class Policy:
             Beside a score that evicts, the budget is what is stored, and the reader says itself how
             many tokens (`k`) it attends to.
         select: how the tokens of a prompt are chosen by their scores; None: one by one.
+        pace: how many tokens are decoded between two cuts; None: as the score does it.
 
     Raises:
         UsageError: a number that is not finite or too large; the rescore, or the split over heads,
@@ -49,6 +50,7 @@ class Policy:
     evicted: Evicted | None = None
     read: Read | None = None
     select: Select | None = None
+    pace: Pace | None = None
 
     def __post_init__(self) -> None:
         for part in self._parts:
@@ -56,6 +58,8 @@ class Policy:
         self._check_reader()
         if self.select is not None:
             check_select(self.select, self.score, self.head_split)
+        if self.pace is not None:
+            check_pace(self.pace, self.score)
         if (self.score.layers == "same") != (self.score.evidence is Evidence.LOGITS):
             raise UsageError(
                 f"`{self.score.name}`: layers are cut together by logits, and by nothing else"
@@ -104,7 +108,7 @@ class Policy:
     @property
     def _parts(self) -> list[Part]:
         """Return the parts that there are, in the order in which they are spelled."""
-        parts = (self.score, self.rescore, self.select, self.evicted)
+        parts = (self.score, self.rescore, self.select, self.pace, self.evicted)
         return [part for part in (*parts, self.allocate, self.heads, self.read) if part is not None]
 
     def _check_reader(self) -> None:
@@ -112,6 +116,7 @@ class Policy:
         modifier = self.rescore.name if self.rescore is not None else None
         modifier = self.evicted.name if self.evicted is not None else modifier
         modifier = self.select.name if self.select is not None else modifier
+        modifier = self.pace.name if self.pace is not None else modifier
         for split in (self.allocate, self.heads):
             modifier = split.modifier if split is not None else modifier
         if self.score.reader is not None and modifier is not None:
@@ -207,6 +212,13 @@ class Policy:
     def on_evict(self) -> Evicted | None:
         """Return what becomes of evicted tokens; None: they are dropped."""
         return self.score.evicted if self.evicted is None else self.evicted
+
+    @property
+    def spare(self) -> int:
+        """Return the slots that a head may have above its budget: those of tokens to be cut."""
+        if self.score.when != "always":
+            return 0
+        return 1 if self.pace is None else self.pace.spare
 
     @cached_property
     def statistics(self) -> tuple[str, ...]:

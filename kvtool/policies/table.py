@@ -9,7 +9,7 @@ from kvtool.errors import UsageError
 from kvtool.policies.allocate import table as allocators
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.compose import compose
-from kvtool.policies.parts import Allocator, Evicted, Read, Rescore, Score, Select
+from kvtool.policies.parts import Allocator, Evicted, Pace, Read, Rescore, Score, Select
 from kvtool.policies.policy import Policy
 from kvtool.policies.spelling import defaults, field_types, spell_settings
 
@@ -41,6 +41,7 @@ BASES: dict[str, str] = {
 MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",
     "fastcaote": "rescore.caote:FastCAOTE",
+    "every": "pace.every:Every",
     "chunk": "select.chunk:Chunk",
     "d2o-merge": "evicted.d2o_merge:D2OMerge",
     "cam": "evicted.cam:CaM",
@@ -84,7 +85,7 @@ class Entry:
 
 
 Base = type[Score] | type[Read]
-Modifier = type[Rescore] | type[Select] | type[Allocator] | type[Evicted]
+Modifier = type[Rescore] | type[Select] | type[Pace] | type[Allocator] | type[Evicted]
 
 
 def base_class(name: str) -> Base:

@@ -22,6 +22,7 @@ SMALL = {
     "window": 4,
     "kernel": 3,
     "length": 5,
+    "steps": 6,
     "min_context": 2,
     "m": 5,
     "calibration_size": 9,

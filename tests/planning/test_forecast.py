@@ -18,12 +18,20 @@ from tests.planning.documents import shape
 
 pytestmark = pytest.mark.few(2)
 
-ON = {"ada": "snapkv(window=8)", "calidrop": "snapkv(window=8)", "duo": "h2o"}
+ON = {
+    "ada": "snapkv(window=8)",
+    "chunk": "snapkv(window=8)",
+    "calidrop": "snapkv(window=8)",
+    "duo": "h2o",
+}
 MODIFIED = [f"{ON.get(name, 'h2o')}+{name}" for name in MODIFIERS if name != "optimal"]
 OTHERS = [
     "h2o+calidrop",
     "adakv(window=8)+calidrop",
     "h2o+ada",
+    "h2o+every(steps=7)",
+    "h2o+every(steps=9)+calidrop",
+    "keydiff+ada+every(steps=5)",
     "snapkv(window=8)+cam",
     "streaming(positions=cache)",
     "rocketkv(window=8,skip_layers=1)",

@@ -92,6 +92,7 @@ class Oracle:
         if hasattr(policy, "compete") and self.in_prompt:
             values = [dict(enumerate(side_by_side[head].tolist())) for head in range(cached)]
             policy.compete([(kept[head] + new, values[head]) for head in range(cached)])
+        policy.in_prompt = self.in_prompt
         for head in range(cached):
             positions = kept[head] + new
             if policy.prompt_only and not self.in_prompt:

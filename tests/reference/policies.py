@@ -235,6 +235,27 @@ class SnapKV(Reference):
         return set(positions[len(positions) - len(self.voters[head]) :])
 
 
+class Paced(Reference):
+    """A policy that cuts a prompt at once, and then every so many tokens."""
+
+    def __init__(self, policy, steps):
+        super().__init__(policy.budget)
+        self.policy, self.steps, self.in_prompt = policy, steps, True
+        if hasattr(policy, "look"):
+            self.look = policy.look
+
+    def observe(self, attention):
+        self.policy.observe(attention)
+
+    def forget(self, head, kept):
+        self.policy.forget(head, kept)
+
+    def keep(self, head, positions, values):
+        if not self.in_prompt and len(positions) < self.budget + self.steps:
+            return list(positions)
+        return self.policy.keep(head, positions, values)
+
+
 class Chunked(Reference):
     """A policy of a prompt whose heads keep the same runs of neighbours."""
 
@@ -340,6 +361,10 @@ def build(base, budget, modifier=None, **settings):
         return Caote(policy)
     if modifier == "fastcaote":
         return Caote(policy, fast=True)
+    if modifier == "every":
+        return Paced(policy, 5)
+    if modifier == "every caote":
+        return Paced(Caote(policy), 5)
     if modifier == "chunk":
         return Chunked(policy, 20)
     return policy

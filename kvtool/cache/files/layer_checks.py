@@ -105,7 +105,7 @@ def _check_budget(
             f"{name}.head_budgets", (batch, positions.shape[1]), torch.int64, 0, MOST_TOKENS
         )
         uneven = True
-    if score.when == "always" and (filled > most).any():
+    if score.when == "always" and (filled >= most + layer.policy.spare).any():
         raise file.bad(f"{name}.positions", "holds more tokens than its budget")
     if not uneven and (positions < 0).any():
         raise file.bad(f"{name}.positions", "has empty slots where no row or head is shorter")

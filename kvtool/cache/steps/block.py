@@ -189,7 +189,7 @@ def cut_deferred(layer: SlotLayer) -> None:
     _trace(layer, view, scores.importance, protected)
     _cut(layer, view, used.state, used.keys, used.values, scores.importance, protected)
     if layer.ragged is None:
-        layer.slots.shrink(layer.slots.used + (not layer.appends))
+        layer.slots.shrink(layer.slots.used + layer.policy.spare)
 
 
 def _trace(layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None) -> None:

@@ -7,14 +7,17 @@ from dataclasses import replace
 from torch import Tensor
 from torch.nn import functional
 
+from kvtool.cache.steps.cut import cut_to_budget
 from kvtool.cache.steps.evicted import evict_decoded, shift_behind
 from kvtool.cache.steps.view import (
+    held_slots,
     observe,
     score,
     used_state,
     used_view,
     with_empty_slots,
 )
+from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.maths.selection import lowest
 from kvtool.policies.attention_rows import AttentionRows
@@ -33,13 +36,24 @@ def evict_after_token(
     """
     policy, slots, budget = layer.policy, layer.slots, layer.budget
     observed = policy.needs_all_rows and not counted
+    due = Due.of(layer) if layer.parts else None
     full = layer.evicts_tokens and slots.used > budget.min_budget
+    if due is not None:
+        if due.left is None:
+            held = held_slots(layer, slots.positions[:, :, : slots.used])
+            due.count(held, budget.tokens)
+        else:
+            due.pass_token()
+        full = due.left == 0
     if not (observed or full):
         return
     view, state = used_view(layer, value), used_state(layer)
     if observed and rows is not None:
         observe(policy, state, view, rows)
     if not full:
+        return
+    if due is not None:
+        cut_to_budget(layer, due, view, rows)
         return
     if layer.padded and slots.used <= budget.max_budget:
         more = budget.max_budget + 1 - slots.used

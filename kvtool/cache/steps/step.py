@@ -28,6 +28,7 @@ from kvtool.cache.steps.grouped import LayerGroup
 from kvtool.cache.steps.sparse import sparse_decode
 from kvtool.cache.steps.view import values_by_kv_head
 from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.last_queries import LastQueries
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.ragged import RaggedBuffers
@@ -123,9 +124,9 @@ def run_block(layer: SlotLayer, attention: BlockAttention, q_len: int) -> Attend
         return AttendedBlock(out, None)
     rows = attention.last_rows(layer, ended) if block_needs_last_rows(layer, ended) else None
     chosen = leave_block(layer, ended, *attention.raw, rows)
-    last = LastQueries.of(layer)
-    if last is not None:
-        last.clear()
+    for part in (LastQueries.of(layer), Due.of(layer)):
+        if part is not None:
+            part.clear()
     return AttendedBlock(out, chosen)
 
 

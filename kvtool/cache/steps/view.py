@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.parents import Parents
@@ -114,7 +115,8 @@ def decode_needs_rows(layer: SlotLayer) -> bool:
         return True
     if not layer.evicts_tokens or policy.ranking.evidence in (Evidence.NOTHING, Evidence.KEYS):
         return False
-    return layer.slots.used > layer.budget.min_budget
+    due = Due.of(layer)
+    return layer.slots.used > layer.budget.min_budget if due is None else due.soon
 
 
 def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> AttentionRows:

@@ -43,17 +43,19 @@ class Growth:
         expected: slots in use once all expected tokens have been decoded; buffers grow up to these
             first.
         exact: whether buffers are never larger than what is asked for.
+        spare: slots above the budget, for tokens that come before some are cut.
     """
 
     when: Literal["always", "prompt", "never"]
     max_budget: int = 0
     expected: int = 0
     exact: bool = False
+    spare: int = 0
 
     @property
     def limit(self) -> int:
-        """Slots of a budget that is always held: one more takes in a token before one leaves."""
-        return self.max_budget + (self.when == "always")
+        """Slots of a budget that is always held, with those of tokens that come before a cut."""
+        return self.max_budget + self.spare
 
     def capacity(self, slots: int, before: int) -> int:
         """Return the slots to allocate where so many are asked for and so many are there."""

@@ -75,7 +75,7 @@ class SlotLayer(TokenCounts, BatchLayer):
             self._give_back()
             del self.slots
         self.is_initialized = False
-        self._growth = Growth(self.policy.score.when)
+        self._growth = Growth(self.policy.score.when, spare=self.policy.spare)
         self.ragged: Ragged | None = None
         self.count_from(0, None)
         self.budget = LayerBudget()

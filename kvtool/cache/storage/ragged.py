@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.storage.buffers import Slots
+from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.growth import LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
@@ -132,8 +133,8 @@ def _bucket(
         entries: (lanes,) the batch entry of each.
         uneven: whether their counts or budgets differ.
     """
-    shift = RopeShift.of(layer)
-    parts = [] if shift is None else [shift.copy()]
+    own = (RopeShift.of(layer), Due.of(layer))
+    parts = [part.copy() for part in own if part is not None]
     bucket = SlotLayer(layer.index, layer.policy, parts=parts, meter=layer.meter)
     bucket.lazy_initialization(slots.keys, slots.values)
     bucket.set_budget(budget)

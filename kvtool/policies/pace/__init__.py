@@ -1,0 +1,1 @@
+"""How many tokens are decoded between two cuts."""

@@ -1,0 +1,35 @@
+"""Cut every so many decoded tokens, not after each.
+
+Holding a budget after every token costs a selection a token. Here decoded tokens are appended, and
+once `steps` of them stand above the budget, one selection cuts back to it. So up to budget + steps
+tokens are held, and a token attends to all of them; a prompt is cut to the budget at its end. R-KV
+(Cai et al., 2025, https://arxiv.org/abs/2505.24133) holds its budget so.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvtool.errors import UsageError
+from kvtool.policies.parts import Pace
+
+
+@dataclass(frozen=True)
+class Every(Pace):
+    """Cut every so many decoded tokens, from the budget and these back to the budget.
+
+    Args:
+        steps: decoded tokens between two cuts.
+    """
+
+    steps: int = 64
+
+    name: ClassVar = "every"
+    paper: ClassVar = "https://arxiv.org/abs/2505.24133"
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError(f"every: steps must be 1 or more, got {self.steps}")
+
+    @property
+    def spare(self) -> int:
+        return self.steps
