@@ -18,6 +18,7 @@ from kvtool.cache.storage.merge_memory import MergeMemory
 from kvtool.cache.storage.meter import ByteMeter
 from kvtool.cache.storage.parents import Parents
 from kvtool.cache.storage.part import Part
+from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.cache.storage.rope_shift import RopeShift
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.errors import KvtoolError
@@ -25,6 +26,7 @@ from kvtool.maths.rope import Rotation
 from kvtool.model_shape import FREE, SLIDING
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.merging import Merging
+from kvtool.policies.parts import Evidence
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
 from kvtool.transformers_versions import layer_types, lending_layers, stock_layers
@@ -137,6 +139,8 @@ def _parts(policy: Policy, index: int, *, exact: bool) -> list[Part]:
         parts.append(Deferred())
     if policy.two_stages:
         parts.append(LastQueries())
-    if policy.pace is not None:
+    if policy.cuts is not None:
         parts.append(Due(policy.spare))
+    if policy.ranking.evidence is Evidence.QUERIES:
+        parts.append(QueryWindow(policy.ranking.window))
     return parts

@@ -171,15 +171,20 @@ def _free(
         held = _slots(budget.tokens, text) * slot_bytes(layer, 0)
         read = min(budget.tokens + 1, text.last) * layer.bytes
         return held, read
+    from kvtool.policies.parts import Evidence
+
     heads = [budget.tokens] * layer.kv_heads
     if policy.head_split is not None and text.prompt > budget.tokens:
         heads = policy.head_split.forecast(budget.tokens, text.prompt, layer.kv_heads, place)
     slots = sum(_held(policy, tokens, text) for tokens in heads)
     held = slots * slot_bytes(layer, len(policy.statistics)) // layer.kv_heads
     if policy.on_evict is not None:
-        one_by_one = policy.score.when == "always" and policy.pace is None
+        one_by_one = policy.score.when == "always" and policy.cuts is None
         evicts = one_by_one and text.new > 0 and text.full > budget.tokens
         held += policy.on_evict.held_bytes(layer, evicts)
+    if policy.ranking.evidence is Evidence.QUERIES:
+        rows = policy.ranking.window
+        held += rows * (layer.heads * layer.key_dim * layer.itemsize + _INDEX)
     if budget.reading is None:
         read = sum(min(_read(policy, tokens, text), text.last) for tokens in heads)
         return held, read * layer.token_bytes
@@ -209,7 +214,7 @@ def _held(policy: Policy, tokens: int, text: Text) -> int:
 
 def _read(policy: Policy, tokens: int, text: Text) -> int:
     """Return the tokens of a head that the last decoded token reads, where it reads all."""
-    if policy.pace is not None:
+    if policy.cuts is not None:
         grown = min(text.prompt, tokens) + max(text.new, 1) - tokens
         over = grown if grown <= policy.spare else (grown - 1) % policy.spare + 1
         return tokens + over  # cut back to the budget each time that it has read the spare ones

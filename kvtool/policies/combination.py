@@ -3,7 +3,7 @@
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.evicted.select_only import SelectOnly
-from kvtool.policies.parts import Evicted, Pace, Score, Select
+from kvtool.policies.parts import Evicted, Evidence, Pace, Score, Select
 
 
 def check_select(select: Select, score: Score, split: HeadSplit | None) -> None:
@@ -25,6 +25,19 @@ def check_select(select: Select, score: Score, split: HeadSplit | None) -> None:
         )
 
 
+def check_split(split: HeadSplit, score: Score) -> None:
+    """Refuse to let KV heads differ where a score keeps something of all heads together.
+
+    Raises:
+        UsageError: such a score.
+    """
+    if score.evidence is Evidence.QUERIES:
+        raise UsageError(
+            f"`{split.modifier}` stores heads of unequal counts apart, "
+            f"and `{score.name}` keeps the newest queries of a whole layer"
+        )
+
+
 def check_pace(pace: Pace, score: Score) -> None:
     """Refuse to cut at times of its own what is not cut while tokens are decoded, layer by layer.
 
@@ -36,6 +49,11 @@ def check_pace(pace: Pace, score: Score) -> None:
         raise UsageError(
             f"`{pace.name}` says when decoded tokens are cut, and `{score.name}` {does}",
             hint=f"h2o+{pace.name}",
+        )
+    if score.pace is not None:
+        raise UsageError(
+            f"`{score.name}` cuts every so many tokens by itself, which excludes `{pace.name}`",
+            hint=f"{score.name}(buffer={pace.spare})",
         )
     if score.layers == "same":
         raise UsageError(

@@ -29,12 +29,12 @@ Every role has a `name`, as typed in a policy string, and a `paper`, where it co
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.heads import HeadSizes
+from kvtool.policies.slot_view import Evidence as Evidence
 from kvtool.policies.slot_view import SlotView as SlotView
 
 if TYPE_CHECKING:  # splitting a budget over layers needs no torch
@@ -48,23 +48,12 @@ if TYPE_CHECKING:  # splitting a budget over layers needs no torch
 Positions = Literal["text", "cache"]  # what keys are turned by: place in the text or in the cache
 
 
-class Evidence(enum.Enum):
-    """Evidence that a score wants of every block: keys, attention rows, sums of them, logits."""
-
-    NOTHING = "nothing"
-    KEYS = "keys"  # those of all slots, as `view.keys`
-    LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
-    ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
-    COLUMNS = "columns"  # sums over every query: statistics named as in `kvtool.maths.columns`
-    LOGITS = "logits"  # each token's surprisal, as `state["surprisal"]`
-
-
 class Score:
     """A measure of what matters: it gives each slot a number, higher = keep.
 
     Attributes:
         evidence: which attention rows `observe` and `importance` are given.
-        window: how many rows, when the evidence is LAST_ROWS.
+        window: how many rows or queries, when the evidence is LAST_ROWS or QUERIES.
         when: `always` holds the budget after every block and token; `prompt` cuts the prompt and
             then appends; `never` keeps everything.
         statistics: names of the float32 numbers kept beside each slot; they start at 0 and move
@@ -133,6 +122,11 @@ class Score:
     @property
     def head_split(self) -> Allocator | None:
         """Return its `HeadSplit` of a layer's budget over the KV heads; None: equally."""
+        return None
+
+    @property
+    def pace(self) -> Pace | None:
+        """Return how many tokens the score decodes between two cuts; None: one."""
         return None
 
     @property

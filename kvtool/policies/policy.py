@@ -6,7 +6,7 @@ from functools import cached_property
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
-from kvtool.policies.combination import check_evicted, check_pace, check_select
+from kvtool.policies.combination import check_evicted, check_pace, check_select, check_split
 from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.numbers import SHIFT
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Rescore, Score, Select
@@ -60,6 +60,8 @@ class Policy:
             check_select(self.select, self.score, self.head_split)
         if self.pace is not None:
             check_pace(self.pace, self.score)
+        if self.heads is not None:
+            check_split(self.heads, self.score)
         if (self.score.layers == "same") != (self.score.evidence is Evidence.LOGITS):
             raise UsageError(
                 f"`{self.score.name}`: layers are cut together by logits, and by nothing else"
@@ -218,7 +220,12 @@ class Policy:
         """Return the slots that a head may have above its budget: those of tokens to be cut."""
         if self.score.when != "always":
             return 0
-        return 1 if self.pace is None else self.pace.spare
+        return 1 if self.cuts is None else self.cuts.spare
+
+    @property
+    def cuts(self) -> Pace | None:
+        """Return how many tokens are decoded between two cuts; None: one."""
+        return self.score.pace if self.pace is None else self.pace
 
     @cached_property
     def statistics(self) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
-"""The slots of a layer as a policy is shown them."""
+"""What a policy is shown: the slots of a layer, and the evidence that it asks for."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvtool.policies.heads import KVHeads, all_here
 
@@ -11,6 +12,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtool.policies.numbers import Count
+
+
+class Evidence(enum.Enum):
+    """Evidence that a score wants of every block: keys, attention rows, sums of them, logits."""
+
+    NOTHING = "nothing"
+    KEYS = "keys"  # those of all slots, as `view.keys`
+    QUERIES = "queries"  # the newest `window` of them, as `view.queries`, and all keys
+    LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
+    ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
+    COLUMNS = "columns"  # sums over every query: statistics named as in `kvtool.maths.columns`
+    LOGITS = "logits"  # each token's surprisal, as `state["surprisal"]`
+
+
+class NewestQueries(Protocol):
+    """The queries of the newest tokens of a layer.
+
+    Attributes:
+        query: (batch, heads, rows, head_dim), after RoPE.
+        positions: (batch, rows), -1 where there is none.
+        scale, softcap: as for `kvtool.maths.attention.attention_weights`.
+    """
+
+    query: Tensor | None
+    positions: Tensor | None
+    scale: float
+    softcap: float | None
 
 
 @dataclass(frozen=True)
@@ -33,6 +61,7 @@ class SlotView:
         first_layer_budget: what the first layer may keep, for such a score.
         keys: (batch, kv_heads, slots, key_dim) of each layer, as they are stored, for a score that
             needs keys; else none.
+        queries: of the newest tokens, for a score that looks back from them.
     """
 
     values: tuple[Tensor, ...]
@@ -46,6 +75,7 @@ class SlotView:
     kept_in_parent: Tensor | None = None
     first_layer_budget: Count | None = None
     keys: tuple[Tensor, ...] = ()
+    queries: NewestQueries | None = None
 
     @property
     def stored(self) -> Tensor | None:

@@ -27,6 +27,7 @@ BASES: dict[str, str] = {
     "adakv": "scores.adakv:AdaKV",
     "duoattention": "scores.duoattention:DuoAttention",
     "d2o": "scores.d2o:D2O",
+    "rkv": "scores.rkv:RKV",
     "keydiff": "scores.keydiff:KeyDiff",
     "sirllm": "scores.sirllm:SirLLM",
     "pyramidinfer": "scores.pyramidinfer:PyramidInfer",

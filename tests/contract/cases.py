@@ -23,6 +23,7 @@ SMALL = {
     "kernel": 3,
     "length": 5,
     "steps": 6,
+    "buffer": 7,
     "min_context": 2,
     "m": 5,
     "calibration_size": 9,

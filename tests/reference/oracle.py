@@ -88,6 +88,10 @@ class Oracle:
         policy.observe(attention)
         if hasattr(policy, "look"):
             policy.look([dict(enumerate(key[0, head].tolist())) for head in range(cached)])
+        if hasattr(policy, "ask"):
+            own = [query[0, h].tolist() for h in range(heads)]
+            group = heads // cached
+            policy.ask([own[h * group : (h + 1) * group] for h in range(cached)], scale)
         side_by_side = value[0].view(cached, -1, seen, width).transpose(1, 2).flatten(2)
         if hasattr(policy, "compete") and self.in_prompt:
             values = [dict(enumerate(side_by_side[head].tolist())) for head in range(cached)]

@@ -108,6 +108,62 @@ def _unit(vector):
     return [number / length for number in vector]
 
 
+class RKV(KeyDiff):
+    """What the newest queries attend to, and no other key says."""
+
+    def __init__(self, budget, window=8, kernel=7, threshold=0.5, mix=0.1):
+        super().__init__(budget)
+        self.window, self.kernel, self.threshold, self.mix = window, kernel, threshold, mix
+        self.asked = {}
+
+    def ask(self, queries, scale):
+        """See `queries[head][member]`, a list of the block's queries; keep the newest."""
+        self.scale = scale
+        for head, members in enumerate(queries):
+            for member, own in enumerate(members):
+                before = self.asked.get((head, member), [])
+                self.asked[head, member] = (before + own)[-self.window :]
+
+    def scores(self, head, positions, values):
+        kept = [self.keys[head][p] for p in positions]
+        newest = min(self.window, len(positions))
+        pairs = zip(self.votes(head, kept, newest), self.repeated(kept), strict=True)
+        return [self.mix * vote - (1 - self.mix) * again for vote, again in pairs]
+
+    def votes(self, head, kept, newest):
+        """Pooled votes of the newest queries on the older keys, nothing on the newest."""
+        older = kept[: len(kept) - newest]
+        members = [own for (h, _), own in sorted(self.asked.items()) if h == head]
+        rows = []
+        for same_token in zip(*members, strict=True):
+            logits = [max(_dot(q, key) for q in same_token) * self.scale for key in older]
+            rows.append(softmax(logits))
+        mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+        return pool(mean, self.kernel, "max") + [0.0] * newest
+
+    def repeated(self, kept):
+        unit = [_unit(key) for key in kept]
+        columns = [0.0] * len(kept)
+        for i, own in enumerate(unit):
+            row = [0.0 if i == j else _dot(own, other) for j, other in enumerate(unit)]
+            alike = [j for j, cosine in enumerate(row) if cosine > self.threshold]
+            row[alike[-1] if alike else 0] = 0.0
+            columns = [total + cosine for total, cosine in zip(columns, row, strict=True)]
+        return softmax([total / len(kept) for total in columns])
+
+    def forced(self, head, positions, victims):
+        return set(positions[-self.window :])
+
+
+def _dot(one, other):
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+def softmax(logits):
+    weights = [math.exp(logit - max(logits)) for logit in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
 class Counting(Reference):
     """A number for every token of every head, added to row by row."""
 
@@ -241,8 +297,9 @@ class Paced(Reference):
     def __init__(self, policy, steps):
         super().__init__(policy.budget)
         self.policy, self.steps, self.in_prompt = policy, steps, True
-        if hasattr(policy, "look"):
-            self.look = policy.look
+        for name in ("look", "ask"):
+            if hasattr(policy, name):
+                setattr(self, name, getattr(policy, name))
 
     def observe(self, attention):
         self.policy.observe(attention)
@@ -346,6 +403,7 @@ BASES = {
     "recency": Recency,
     "streaming": Streaming,
     "keydiff": KeyDiff,
+    "rkv": RKV,
     "scissorhands": Scissorhands,
     "h2o": H2O,
     "d2o": D2O,

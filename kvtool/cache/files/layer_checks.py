@@ -8,6 +8,7 @@ from torch import Tensor
 from kvtool.cache.cache import KVCache
 from kvtool.cache.files.file_tensors import FileTensors
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.model_shape import LayerShape
 from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop
 from kvtool.policies.evicted.merging import Merging
@@ -61,6 +62,12 @@ def check_layer(
     for part in layer.parts.values():
         for key, (sizes, own) in part.shapes(batch, heads).items():
             file.take(f"{name}.{key}", sizes, own)
+    window = QueryWindow.of(layer)
+    if window is not None:
+        sizes = (batch, shape.heads, window.rows, shape.key_dim)
+        file.take(f"{name}.window.query", sizes, dtype)
+        sizes = (batch, window.rows)
+        file.take(f"{name}.window.positions", sizes, torch.int64, -1, file.seen - 1)
     if layer.policy.select_only and layer.window is None and f"{name}.marked" in file.left:
         marked = file.take(f"{name}.marked", (batch, heads, None), _PLACES, -1, file.seen - 1)
         _check_positions(file, f"{name}.marked", marked)

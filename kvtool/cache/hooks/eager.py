@@ -28,6 +28,7 @@ from kvtool.cache.steps.view import (
 )
 from kvtool.cache.storage.calibration import Calibration
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import visible_keys
 from kvtool.policies.attention_rows import AttentionRows
@@ -70,6 +71,11 @@ def _before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None
     if aside is not None:
         raise KvtoolError(
             f"`{aside.part.name}` compares queries, "
+            f"and the eager attention of `{cache.config.model_type}` does not show them"
+        )
+    if QueryWindow.of(layer) is not None:
+        raise KvtoolError(
+            f"`{cache.policy.score.name}` looks back from queries, "
             f"and the eager attention of `{cache.config.model_type}` does not show them"
         )
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -216,6 +222,9 @@ class SeenBlock:
             watch.see(make_rows(layer, self.weights, self.masked.visible[:, :, 0], valid))
             watch.end()
         return self.out
+
+    def show_queries(self, layer: SlotLayer, block: Block) -> None:
+        """Show nothing: a policy that asks for queries is refused before."""
 
     def last_rows(self, layer: SlotLayer, block: Block) -> AttentionRows:
         """Weights of the last queries of the prompt, or the sum of their votes."""

@@ -22,6 +22,7 @@ from kvtool.cache.steps.view import last_query_columns, make_rows
 from kvtool.cache.storage.calibration import Calibration
 from kvtool.cache.storage.last_queries import LastQueries
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import visible_keys, weighted_values
 from kvtool.maths.selection import take
@@ -77,6 +78,12 @@ class OwnBlock:
     def last_rows(self, layer: SlotLayer, block: Block) -> AttentionRows:
         """Weights of the last queries of the prompt, or the sum of their votes."""
         return last_rows(layer, self.call, block)
+
+    def show_queries(self, layer: SlotLayer, block: Block) -> None:
+        """Show the block's queries to a policy that looks back from the newest ones."""
+        window = QueryWindow.of(layer)
+        if window is not None:
+            window.see(self.call.query, block.new, self.call.scale, self.call.softcap)
 
     def postpone(self, layer: SlotLayer, block: Block) -> Block | None:
         """Take in a block of a prompt that is cut once.

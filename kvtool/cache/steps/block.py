@@ -70,7 +70,8 @@ def enter_block(
         name: functional.pad(number[:, :, :kept], (0, q_len))
         for name, number in slots.state.items()
     }
-    keys = (raw_key,) if layer.policy.ranking.evidence is Evidence.KEYS else ()
+    seen = layer.policy.ranking.evidence in (Evidence.KEYS, Evidence.QUERIES)
+    keys = (raw_key,) if seen else ()
     view = make_view(layer, (values_by_kv_head(layer, value),), stored, count, keys)
     return Block(new, view, state, kept)
 

@@ -31,6 +31,7 @@ from kvtool.cache.storage.calibration import Calibration
 from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.last_queries import LastQueries
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.cache.storage.ragged import RaggedBuffers
 from kvtool.cache.storage.rope_shift import RopeShift
 from kvtool.cache.storage.sparse_index import SparseIndex
@@ -59,6 +60,8 @@ class BlockAttention(Protocol):
     def last_rows(self, layer: SlotLayer, block: Block) -> AttentionRows: ...
 
     def postpone(self, layer: SlotLayer, block: Block) -> Block | None: ...
+
+    def show_queries(self, layer: SlotLayer, block: Block) -> None: ...
 
 
 class AttendedBlock(NamedTuple):
@@ -122,6 +125,7 @@ def run_block(layer: SlotLayer, attention: BlockAttention, q_len: int) -> Attend
     ended = attention.postpone(layer, block)
     if ended is None:
         return AttendedBlock(out, None)
+    attention.show_queries(layer, ended)
     rows = attention.last_rows(layer, ended) if block_needs_last_rows(layer, ended) else None
     chosen = leave_block(layer, ended, *attention.raw, rows)
     for part in (LastQueries.of(layer), Due.of(layer)):
@@ -133,7 +137,8 @@ def run_block(layer: SlotLayer, attention: BlockAttention, q_len: int) -> Attend
 def _check_latent(layer: SlotLayer) -> None:
     """Refuse parts that work on keys, in a layer whose keys are not stored as they are attended."""
     index, shift = SparseIndex.of(layer), RopeShift.of(layer)
-    for part in (None if index is None else index.reader, layer.policy.on_evict):
+    asks = layer.policy.score if QueryWindow.of(layer) is not None else None
+    for part in (None if index is None else index.reader, layer.policy.on_evict, asks):
         if part is not None:
             raise KvtoolError(
                 f"`{part.name}` needs keys that are stored as they are attended, "
@@ -166,6 +171,9 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
         kv_heads = call.raw_key.shape[1]
         plan = calibration.begin_decode(call.query, kv_heads, call.positions, layer.heads)
     layer.enter_token(call.positions)
+    window = QueryWindow.of(layer)
+    if window is not None:
+        window.see(call.query, _position_of_token(layer, call), call.scale, call.softcap)
     if isinstance(layer.ragged, RaggedBuffers):
         token = _decode_ragged(layer, layer.ragged, call, plan is not None)
     elif index is not None and index.entries is not None:
@@ -178,6 +186,15 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
     if layer.ragged is None:
         end_token(layer, token, call.value, call.context.group)
     return out
+
+
+def _position_of_token(layer: SlotLayer, call: Call) -> Tensor:
+    """Position of the token that has just been counted, (batch or 1, 1), -1 = padding."""
+    if call.positions is not None:
+        return call.positions
+    if layer.lengths is not None:
+        return layer.lengths[:, None] - 1
+    return torch.full((1, 1), layer.seen - 1, device=call.query.device)
 
 
 def _decode_ragged(

@@ -11,11 +11,14 @@ from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.parents import Parents
+from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.maths.columns import add_columns
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, SlotView
 from kvtool.policies.policy import Policy
+
+_UNATTENDED = (Evidence.NOTHING, Evidence.KEYS, Evidence.QUERIES)  # which needs no weights
 
 
 def make_view(
@@ -53,6 +56,7 @@ def make_view(
         kept_in_parent=above,
         first_layer_budget=first,
         keys=keys,
+        queries=QueryWindow.of(layer) if layer.parts else None,
     )
 
 
@@ -65,7 +69,7 @@ def used_view(layer: SlotLayer, value: Tensor) -> SlotView:
 
 def used_keys(*layers: SlotLayer) -> tuple[Tensor, ...]:
     """The keys in the slots in use of each layer; none where the policy does not look at them."""
-    if layers[0].policy.ranking.evidence is not Evidence.KEYS:
+    if layers[0].policy.ranking.evidence not in (Evidence.KEYS, Evidence.QUERIES):
         return ()
     return tuple(layer.slots.keys[:, :, : layer.slots.used] for layer in layers)
 
@@ -113,7 +117,7 @@ def decode_needs_rows(layer: SlotLayer) -> bool:
     policy = layer.policy
     if policy.needs_all_rows:
         return True
-    if not layer.evicts_tokens or policy.ranking.evidence in (Evidence.NOTHING, Evidence.KEYS):
+    if not layer.evicts_tokens or policy.ranking.evidence in _UNATTENDED:
         return False
     due = Due.of(layer)
     return layer.slots.used > layer.budget.min_budget if due is None else due.soon

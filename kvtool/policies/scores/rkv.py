@@ -1,0 +1,143 @@
+"""R-KV: keep what the newest tokens attend to and nothing else says, cutting every so many tokens.
+
+Cai et al., 2025, https://arxiv.org/abs/2505.24133, for models that fill their cache by reasoning.
+Importance: the logits of the newest queries, their maximum over the query heads of a group, softmax
+over the older slots, mean over the queries, max-pooled over neighbours by position. Redundancy: the
+cosines of a key with all others, a column mean, softmax over all slots; in each row the latest
+token that is alike (above `threshold`) counts for nothing, so that of many alike the newest stays.
+
+Differences: `mix` is the paper's .1 (the authors' code has .07). As in their code, a row in which
+nothing is alike leaves out the first slot's entry.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtool.errors import UsageError
+from kvtool.maths.votes import pool_votes
+from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.pace.every import Every
+from kvtool.policies.parts import Evidence, Score, SlotView
+
+_CHUNK = 512  # keys whose cosines with all others are held at a time
+
+
+def votes_of_queries(
+    query: Tensor,
+    valid: Tensor,
+    keys: Tensor,
+    older: Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Let queries vote on older slots: the mean of what each gives by its strongest head.
+
+    Args:
+        query: (batch, kv_heads, group, rows, head_dim), after RoPE.
+        valid: bool (batch, rows), which queries there are.
+        keys: (batch, kv_heads, slots, head_dim).
+        older: bool (batch, kv_heads, slots), whom they vote on.
+
+    Returns:
+        (batch, kv_heads, slots) float32, 0 for the other slots.
+    """
+    logits = torch.einsum("bhgrd,bhsd->bhgrs", query.float(), keys.float()) * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    strongest = logits.amax(2).masked_fill(~older[:, :, None], float("-inf"))
+    votes = torch.softmax(strongest, -1).nan_to_num(0.0)  # of no older slot at all
+    votes = votes * valid[:, None, :, None]
+    return votes.sum(2) / valid.sum(-1).clamp(min=1)[:, None, None]
+
+
+def redundancy(keys: Tensor, positions: Tensor, threshold: float) -> Tensor:
+    """Measure how much of each key the others say, (batch, kv_heads, slots), rows sum to 1.
+
+    Args:
+        keys: (batch, kv_heads, slots, key_dim).
+        positions: (batch, kv_heads, slots), -1 = empty, whose share is 0.
+        threshold: cosine above which two keys are alike.
+    """
+    stored = positions >= 0
+    unit = functional.normalize(keys.float(), dim=-1) * stored[..., None]
+    last = torch.iinfo(positions.dtype).max
+    first = positions.masked_fill(~stored, last).argmin(-1, keepdim=True)
+    total = torch.zeros(positions.shape, device=keys.device)
+    for start in range(0, positions.shape[2], _CHUNK):
+        part = slice(start, start + _CHUNK)
+        cosine = unit[:, :, part] @ unit.transpose(-1, -2)
+        own = torch.arange(start, start + cosine.shape[2], device=keys.device)
+        cosine[:, :, own - start, own] = 0
+        alike = torch.where(cosine > threshold, positions[:, :, None], -1)
+        latest = torch.where(alike.amax(-1) >= 0, alike.argmax(-1), first)
+        cosine.scatter_(3, latest[..., None], 0)
+        total += cosine.sum(2)  # rows of empty slots are 0
+    mean = total / stored.sum(-1, keepdim=True).clamp(min=1)
+    return torch.softmax(mean.masked_fill(~stored, float("-inf")), -1)
+
+
+@dataclass(frozen=True)
+class RKV(Score):
+    """Keep what the newest tokens attend to and no other token repeats; cut every so many tokens.
+
+    Args:
+        window: newest tokens, which vote and are kept themselves.
+        kernel: odd width of the pooling, in tokens; 1 = none.
+        buffer: decoded tokens between two cuts, held above the budget.
+        threshold: cosine of two keys above which the older one is redundant.
+        mix: weight of importance against redundancy.
+    """
+
+    window: int = 8
+    kernel: int = 7
+    buffer: int = 128
+    threshold: float = 0.5
+    mix: float = 0.1
+
+    name: ClassVar = "rkv"
+    paper: ClassVar = "https://arxiv.org/abs/2505.24133"
+    evidence: ClassVar = Evidence.QUERIES
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise UsageError(f"rkv: window must be 1 or more, got {self.window}")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise UsageError(f"rkv: kernel must be odd and 1 or more, got {self.kernel}")
+        if self.buffer < self.window:
+            raise UsageError(
+                f"rkv: buffer must be at least window, which is {self.window}, got {self.buffer}"
+            )
+        if not 0 <= self.mix <= 1:
+            raise UsageError(f"rkv: mix must be from 0 to 1, got {self.mix}")
+        if not -1 <= self.threshold <= 1:
+            raise UsageError(f"rkv: threshold must be from -1 to 1, got {self.threshold}")
+
+    @property
+    def pace(self) -> Every:
+        return Every(self.buffer)
+
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
+        seen = view.queries
+        if seen is None or seen.query is None or seen.positions is None:
+            raise RuntimeError("nobody has shown the newest queries")
+        newest = view.recent(self.window)
+        older = (view.positions >= 0) & ~newest
+        keys = view.keys[0]
+        batch, heads, _ = view.positions.shape
+        query = seen.query.view(batch, heads, -1, *seen.query.shape[2:])
+        votes = votes_of_queries(query, seen.positions >= 0, keys, older, seen.scale, seen.softcap)
+        votes = pool_votes(votes, view.positions, newest, kernel=self.kernel, pool="max")
+        repeated = redundancy(keys, view.positions, self.threshold)
+        return self.mix * votes - (1 - self.mix) * repeated
+
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
+        return view.recent(self.window)
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"window": self.window}
