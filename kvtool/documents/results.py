@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from kvtool.documents.document import Section, ShownDocument
 
@@ -31,7 +31,8 @@ class ModelUsed(Section):
 class ArmEntry(Section):
     """One policy under one budget; `full` keeps everything and is what others are held against.
 
-    `planned` says that a plan splits the budget over the layers.
+    `planned` says that a plan splits the budget over the layers, `reads` that the budget is what a
+    decoded token reads and not what is stored.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ArmEntry(Section):
     budget: int | str | None
     prefill: str
     planned: bool = False
+    reads: bool = False
 
 
 class MetricEntry(Section):
@@ -72,11 +74,13 @@ class CurveEntry(Section):
 class Cost(Section):
     """Means over samples, bytes counted from tensors at the end of a sample.
 
-    `kv_bytes` counts filled slots, `state_bytes` the policy's own numbers, `full_bytes` what a full
-    cache would hold, `traffic_pairs` and `traffic_bytes` what the last decoded token read (per
-    layer and KV head, and in all), `peak_kv_bytes` the most key and value bytes at a time (the
-    largest over samples), `peak_memory_bytes` the growth of the process's (or the GPU's) memory,
-    the largest over samples, None where the system does not tell.
+    `kv_bytes` counts filled slots, `allocated_bytes` the buffers that have them, `state_bytes` the
+    policy's own numbers, `kept_per_layer` the tokens of each layer's fullest KV head (0 without
+    attention), `full_bytes` what a full cache would hold, `traffic_pairs` and `traffic_bytes` what
+    the last decoded token read (per layer and KV head, and in all), `peak_kv_bytes` the most key
+    and value bytes at a time (the largest over samples), `peak_memory_bytes` the growth of the
+    process's (or the GPU's) memory, the largest over samples, None where the system does not tell.
+    Earlier runs lack `allocated_bytes` and `kept_per_layer`.
     """
 
     prompt_tokens: NonNegativeFloat
@@ -93,6 +97,17 @@ class Cost(Section):
     decode_s: NonNegativeFloat
     prefill_tokens_per_s: NonNegativeFloat | None
     decode_tokens_per_s: NonNegativeFloat | None
+    allocated_bytes: NonNegativeFloat | None = None
+    kept_per_layer: list[NonNegativeFloat] = Field(default_factory=list)
+
+    @property
+    def held_bytes(self) -> float:
+        """Return the bytes that a cache holds: key and value buffers and the policy's numbers.
+
+        Where a run did not record the buffers, filled slots stand for them.
+        """
+        known = self.allocated_bytes
+        return (self.kv_bytes if known is None else known) + self.state_bytes
 
 
 class TaskResult(Section):
@@ -123,6 +138,19 @@ class TaskResult(Section):
     cells: list[CellEntry]
     curves: list[CurveEntry]
     cost: Cost | None
+
+    @property
+    def chunk(self) -> float | None:
+        """Return how many tokens of a text were fed at a time, None where a task does not tell."""
+        return next((metric.value for metric in self.metrics if metric.name == "chunk"), None)
+
+    def fed_like(self, other: TaskResult) -> bool:
+        """Tell whether both were fed texts in blocks of one size, as far as they tell.
+
+        Within a block, tokens see each other whatever the policy evicts, so scores of other blocks
+        do not compare.
+        """
+        return None in (self.chunk, other.chunk) or self.chunk == other.chunk
 
 
 class Average(Section):

@@ -55,8 +55,14 @@ class SamplesDocument(Document):
     tasks: list[TaskSamples]
 
 
+_LATER = ("allocated_bytes", "kept_per_layer")
+
+
 class SampleCost(BaseModel):
-    """What one sample cost; bytes are there if it has filled a cache."""
+    """What one sample cost; bytes are there if it has filled a cache.
+
+    Samples of earlier versions lack what is in `_LATER`.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -73,11 +79,15 @@ class SampleCost(BaseModel):
     traffic_pairs: Amount | None = None
     traffic_bytes: Amount | None = None
     peak_memory_bytes: NonNegativeInt | None
+    allocated_bytes: Amount | None = None
+    kept_per_layer: list[Amount] | None = None
 
     @model_validator(mode="after")
     def _all_bytes_or_none(self) -> SampleCost:
         fields = type(self).model_fields.items()
-        optional = [name for name, field in fields if not field.is_required()]
+        optional = [
+            name for name, field in fields if not field.is_required() and name not in _LATER
+        ]
         given = [name for name in optional if name in self.model_fields_set]
         if given and len(given) < len(optional):
             raise ValueError(f"has {given[0]}, and not all of {', '.join(optional)}")

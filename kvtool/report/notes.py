@@ -66,16 +66,10 @@ def _chunks(document: ResultsDocument) -> list[str]:
     """Say where variants were fed a text in unequal chunks, which hold unequal context."""
     lines = []
     for task in task_names(document):
-        chunks = {
-            metric.value
-            for result in document.results
-            if result.task == task and not result.arm.startswith("full")
-            for metric in result.metrics
-            if metric.name == "chunk"
-        }
-        if len(chunks) > 1:
+        chunks = {result.chunk for result in document.results if result.task == task}
+        if len(chunks - {None}) > 1:
             lines.append(
                 f"{task}: policies that cut a prompt were fed blocks, the others one token at a"
-                " time; compare arms of the same `chunk` only"
+                " time; their differences are left blank: compare arms of the same `chunk` only"
             )
     return lines

@@ -18,6 +18,7 @@ class Meter:
 
     Attributes:
         peak: the growth of memory since the sample began.
+        kept_per_layer: the most tokens that each layer held after a prompt or a turn.
     """
 
     peak: Peak
@@ -27,6 +28,7 @@ class Meter:
     decode_s: float = 0.0
     decoded: int = 0
     bytes: dict[str, float] = field(default_factory=dict)
+    kept_per_layer: list[int] = field(default_factory=list)
 
     def count_prefill(self, cache: KVCache, *, tokens: int, seconds: float) -> None:
         """Count a text that was fed as a prompt."""
@@ -54,6 +56,7 @@ class Meter:
         now = {
             "kept_tokens": sum(attended) / len(attended),
             "kv_bytes": report.kv_bytes,
+            "allocated_bytes": report.allocated_bytes,
             "state_bytes": report.state_bytes,
             "full_bytes": report.full_bytes,
             "peak_kv_bytes": report.peak_bytes,
@@ -61,6 +64,8 @@ class Meter:
             "traffic_bytes": report.traffic_bytes,
         }
         self.bytes = {name: max(value, self.bytes.get(name, 0)) for name, value in now.items()}
+        before = self.kept_per_layer or [0] * len(report.kept_per_layer)
+        self.kept_per_layer = [max(two) for two in zip(before, report.kept_per_layer, strict=True)]
 
     def record(self) -> Json:
         """Return everything as JSON values."""
@@ -71,5 +76,6 @@ class Meter:
             "prefill_s": round(self.prefill_s, 6),
             "decode_s": round(self.decode_s, 6),
             **self.bytes,
+            **({"kept_per_layer": self.kept_per_layer} if self.kept_per_layer else {}),
             "peak_memory_bytes": self.peak.growth(),
         }

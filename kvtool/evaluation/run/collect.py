@@ -141,6 +141,9 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
         count = sum(cost[tokens] for cost in costs)
         return count / total if total > 0 and count > 0 else None
 
+    def if_all(name: str) -> float | None:
+        return mean(name) if all(name in cost for cost in costs) else None
+
     peaks = [cost["peak_memory_bytes"] for cost in costs]
     return Cost(
         **{name: mean(name) for name in _MEANS},
@@ -150,13 +153,24 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
         decode_s=mean("decode_s"),
         prefill_tokens_per_s=rate("prompt_tokens", "prefill_s"),
         decode_tokens_per_s=rate("decoded_tokens", "decode_s"),
+        allocated_bytes=if_all("allocated_bytes"),
+        kept_per_layer=_mean_per_layer([cost.get("kept_per_layer", []) for cost in costs]),
     )
+
+
+def _mean_per_layer(kept: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean of each layer; nothing where a sample did not record its layers."""
+    if not all(kept):
+        return []
+    return [statistics.fmean(layer) for layer in zip(*kept, strict=True)]
 
 
 def with_deltas(results: Sequence[TaskResult]) -> list[TaskResult]:
     """Fill in each result's difference to the full cache on the same task.
 
-    It is None where either is missing, or one has samples that the other has not.
+    It is None where either is missing, one has samples that the other has not, or one was fed a
+    text in blocks and the other token by token: within a block, tokens see each other whatever the
+    policy evicts.
     """
     full = {result.task: result for result in results if _is_baseline(result.arm)}
     compared = []
@@ -167,7 +181,9 @@ def with_deltas(results: Sequence[TaskResult]) -> list[TaskResult]:
 
 
 def _delta(result: TaskResult, full: TaskResult | None) -> float | None:
-    if full is None or full.n != result.n or full.value is None or result.value is None:
+    if full is None or full.value is None or result.value is None:
+        return None
+    if full.n != result.n or not result.fed_like(full):
         return None
     return result.value - full.value
 

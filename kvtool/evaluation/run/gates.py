@@ -79,17 +79,24 @@ def judge(gates: Sequence[Gate], results: Sequence[TaskResult]) -> list[GateResu
     """Hold every compressed result against the gates; the full cache only where it runs alone.
 
     A result that is missing, or whose full cache is, fails its gate. A largest drop for all tasks
-    (`*`) leaves out those where percent of the full cache mean nothing, such as seconds.
+    (`*`) leaves out those where percent of the full cache mean nothing, such as seconds, and texts
+    that were fed in other blocks than to the full cache.
     """
-    compressed = [result for result in results if result.arm.partition(",")[0] != BASELINE]
+    full = {result.task: result for result in results if _is_full(result)}
+    compressed = [result for result in results if not _is_full(result)]
     verdicts = []
     for gate in gates:
         for result in compressed or results:
-            if gate.task == "*" and not result.droppable:
+            alike = gate.max_drop is None or result.fed_like(full.get(result.task, result))
+            if gate.task == "*" and not (result.droppable and alike):
                 continue
             if gate.covers(result.task):
                 verdicts.append(_judge(gate, result))
     return verdicts
+
+
+def _is_full(result: TaskResult) -> bool:
+    return result.arm.partition(",")[0] == BASELINE
 
 
 def _judge(gate: Gate, result: TaskResult) -> GateResult:

@@ -81,6 +81,7 @@ def variant_entry(variant: Variant) -> ArmEntry:
         budget=budget,
         prefill=variant.prefill,
         planned=variant.plan is not None,
+        reads=variant.budget is not None and variant.policy.budget_is_traffic,
     )
 
 

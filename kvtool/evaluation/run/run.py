@@ -253,7 +253,7 @@ class Run:
             environment=self.head.environment,
             model=self.head.model,
             seed=self.head.seed,
-            arms=self.index.arms,
+            arms=[variant_entry(variant) for variant in self._variants],
             results=results,
             averages=averages(results),
             gates=judge(self.gates, results),

@@ -100,6 +100,8 @@ def test_a_question_is_asked_as_a_plain_generation_asks_it(loaded):
         assert bench.meter.bytes["kv_bytes"] == plain.report.kv_bytes
         assert bench.meter.bytes["state_bytes"] == plain.report.state_bytes
         assert bench.meter.bytes["full_bytes"] == plain.report.full_bytes
+        assert bench.meter.bytes["allocated_bytes"] == plain.report.allocated_bytes
+        assert bench.meter.kept_per_layer == plain.report.kept_per_layer
 
 
 def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(loaded):

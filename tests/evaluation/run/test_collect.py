@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 
+from kvtool.documents.results import MetricEntry
 from kvtool.errors import UsageError
 from kvtool.evaluation.metrics.summary import mean
 from kvtool.evaluation.run.collect import Measured, averages, task_result, with_deltas
@@ -85,6 +86,37 @@ def test_costs_are_means_rates_are_of_sums_and_peaks_the_largest():
     records[1]["cost"]["peak_memory_bytes"] = None
     cost = task_result(Measured("a", Match(name="t"), records, 0, 2, True, "f")).cost
     assert cost.peak_memory_bytes is None
+
+
+def test_held_bytes_are_buffers_and_policy_state_and_layers_have_means():
+    first = record("yes", allocated_bytes=1500, kept_per_layer=[10, 0, 20])
+    second = record("no", allocated_bytes=2500, kept_per_layer=[30, 0, 21])
+    cost = task_result(Measured("a", Match(name="t"), [first, second], 0, 2, True, "f")).cost
+    assert (cost.allocated_bytes, cost.held_bytes) == (2000, 2000 + 40)
+    assert cost.kept_per_layer == [20, 0, 20.5]
+    mixed = task_result(Measured("a", Match(name="t"), [first, record("no")], 0, 2, True, "f")).cost
+    assert (mixed.allocated_bytes, mixed.kept_per_layer) == (None, [])
+    assert mixed.held_bytes == 1000 + 40  # filled slots stand for buffers that nobody recorded
+
+
+def fed(arm, chunk, value, **changes):
+    """A perplexity of which it is known how many tokens were fed at a time."""
+    metrics = [MetricEntry(name="chunk", value=chunk, n=1, stderr=None)]
+    about = {"metrics": metrics, "value": value, "lower_is_better": True}
+    return result(arm, ["yes"], "ppl").model_copy(update=about | changes)
+
+
+def test_texts_fed_in_other_blocks_are_not_compared_with_full():
+    full, evicting, cutting = fed("full", 1, 10.0), fed("h2o@8", 1, 12.0), fed("snapkv@8", 128, 9.0)
+    results = with_deltas([full, evicting, cutting])
+    assert [got.delta for got in results] == [0.0, 2.0, None]
+    drops = judge([Gate("*", max_drop=50)], results)
+    assert [(gate.arm, gate.passed) for gate in drops] == [("h2o@8", True)]
+    assert [gate.arm for gate in judge([Gate("*", least=11)], results)] == ["h2o@8", "snapkv@8"]
+    asked_for = judge([Gate("ppl", max_drop=50)], results)  # by name: cannot be met
+    assert [(gate.arm, gate.passed) for gate in asked_for] == [("h2o@8", True), ("snapkv@8", False)]
+    lost = fed("full", None, None, metrics=[])
+    assert not judge([Gate("*", max_drop=50)], with_deltas([lost, cutting]))[0].passed
 
 
 def test_deltas_and_averages():

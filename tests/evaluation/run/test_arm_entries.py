@@ -1,0 +1,19 @@
+"""What a document says of an arm."""
+
+import pytest
+
+from kvtool.evaluation.bench.variants import make_variants
+from kvtool.evaluation.run.index import read_variant, variant_entry
+from kvtool.policies.grammar import parse_policy
+from kvtool.sizes import Budget
+
+
+@pytest.mark.parametrize(
+    ("policy", "reads"),
+    [("h2o", False), ("snapkv", False), ("quest", True), ("exact-topk", True), ("rocketkv", True)],
+)
+def test_an_arm_tells_whether_its_budget_is_what_is_read(policy, reads):
+    full, arm = make_variants([parse_policy(policy)], [Budget.parse(64)])
+    assert variant_entry(arm).reads == reads
+    assert not variant_entry(full).reads
+    assert read_variant(variant_entry(arm), None) == arm
