@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, ResultsDocument
 from kvtool.report import digits
-from kvtool.report.needles import COLOURS, NeedleGrid, needle_grids, scale
+from kvtool.report.needles import NeedleGrid, needle_grids, scale
+from kvtool.report.scale import CIVIDIS, ink_on
 from kvtool.report.style import new_figure
-from kvtool.report.variants import Family, families, results_of, wrap
+from kvtool.report.variants import FULL, Family, families, results_of, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,29 +23,38 @@ _WIDE = 4  # panels in a row where there is no grid of policies and budgets
 
 
 def needle_figure(document: ResultsDocument, task: str) -> Figure:
-    """Return a panel for every variant in a common scale: rows are policies, columns budgets."""
+    """Return a panel for every variant in a common scale: rows are policies, columns budgets.
+
+    The full cache, which others are held against, is a thin row above them: its means over depths.
+    """
     grids = needle_grids(document, task)
     results = {result.arm: result for result in results_of(document, task)}
     rows = _layout(families(document), set(grids))
+    thin = _is_thin(rows)
+    if thin:
+        grids[rows[0][0].name] = grids[rows[0][0].name].over_depths()
     columns = max(len(row) for row in rows)
     sample = next(iter(grids.values()))
+    depths = max(len(grid.depths) for grid in grids.values())
     width = max(1.9, _CELL[0] * min(len(sample.lengths), _NUMBERED) + 0.3)
     names = {variant.name: wrap(variant.name, int(width * 11)) for row in rows for variant in row}
     title = 0.15 * (2 + max(name.count("\n") for name in names.values()))
-    height = max(1.0, _CELL[1] * min(len(sample.depths), _NUMBERED)) + title + 0.15
-    figure = new_figure(width * columns + 1.3, height * len(rows) + 0.5)
-    panels = figure.subplots(len(rows), columns, squeeze=False, sharex=False, sharey=True)
-    images = []
-    for panel_row, row in zip(panels, rows, strict=True):
-        for panel, variant in zip(panel_row, [*row, *[None] * (columns - len(row))], strict=True):
-            if variant is None:
-                panel.set_axis_off()
-                continue
+    height = max(1.0, _CELL[1] * min(depths, _NUMBERED))
+    heights = [_CELL[1] * 1.3 if thin and row is rows[0] else height for row in rows]
+    tall = sum(heights) + (title + 0.15) * len(rows)
+    figure = new_figure(width * columns + 1.3, tall + 0.5)
+    places = figure.add_gridspec(len(rows), columns, height_ratios=heights)
+    panels, images = [], []
+    for i, row in enumerate(rows):
+        for j, variant in enumerate(row):
+            panel = figure.add_subplot(places[i, j])
+            panels.append(panel)
             grid, result = grids[variant.name], results[variant.name]
             images.append(_draw(panel, grid, scale(result), document.model.trained_length))
+            panel.tick_params(labelleft=j == 0)
             mean = digits.score(result.value, result.best)
             panel.set_title(f"{names[variant.name]}\nmean {mean}", fontsize=8.5)
-    shrink = min(1.0, 3.2 / height / len(rows))
+    shrink = min(1.0, 3.2 / tall)
     bar = figure.colorbar(images[-1], ax=panels, shrink=shrink, aspect=18, anchor=(0.0, 1.0))
     bar.set_label(results[next(iter(grids))].metric)
     bar.outline.set_visible(False)
@@ -52,6 +62,11 @@ def needle_figure(document: ResultsDocument, task: str) -> Figure:
     figure.supxlabel(fill(words, int(figure.get_figwidth() * 12)), fontsize=9)
     figure.supylabel("needle depth (%)", fontsize=9)
     return figure
+
+
+def _is_thin(rows: list[list[ArmEntry]]) -> bool:
+    """Tell whether the first row is the full cache, with others below it."""
+    return len(rows) > 1 and [variant.policy for variant in rows[0]] == [FULL]
 
 
 def _beyond(grid: NeedleGrid, trained: int | None) -> int | None:
@@ -67,7 +82,10 @@ def _trained(document: ResultsDocument, grid: NeedleGrid) -> str:
 
 
 def _layout(found: list[Family], measured: set[str]) -> list[list[ArmEntry]]:
-    """Return rows of variants: one policy each if several have several budgets, else filled."""
+    """Return rows of variants: the full cache, then a policy each if several have several budgets.
+
+    Otherwise the policies fill rows.
+    """
     rows = [
         [variant for variant in family.variants if variant.name in measured] for family in found
     ]
@@ -75,14 +93,17 @@ def _layout(found: list[Family], measured: set[str]) -> list[list[ArmEntry]]:
     if sum(len(row) > 1 for row in rows) > 1:
         return rows
     flat = [variant for row in rows for variant in row]
-    return [flat[start : start + _WIDE] for start in range(0, len(flat), _WIDE)]
+    first = [variant for variant in flat if variant.policy == FULL]
+    others = flat[len(first) :]
+    filled = [others[start : start + _WIDE] for start in range(0, len(others), _WIDE)]
+    return [first, *filled] if first else filled
 
 
 def _draw(panel: Axes, grid: NeedleGrid, best: float, trained: int | None) -> AxesImage:
     import numpy as np
-    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib import colormaps
 
-    colours = LinearSegmentedColormap.from_list("needle", COLOURS).with_extremes(bad="#e6e6e6")
+    colours = colormaps[CIVIDIS].with_extremes(bad="#e6e6e6")
     values = np.array(grid.values, dtype=float)
     image = panel.imshow(values, cmap=colours, vmin=0.0, vmax=best, aspect="auto")
     _label(panel, grid)
@@ -99,19 +120,20 @@ def _label(panel: Axes, grid: NeedleGrid) -> None:
     columns, rows = len(grid.lengths), len(grid.depths)
     across = range(0, columns, -(-columns // 12))
     down = range(0, rows, -(-rows // 6) if rows > 7 else 1)
+    depths = [f"{grid.depths[i]:g}" for i in down]
     turned = 0 if max(len(digits.tokens(length)) for length in grid.lengths) <= 4 else 45
     panel.set_xticks(
         list(across), [digits.tokens(grid.lengths[i]) for i in across], rotation=turned, fontsize=7
     )
-    panel.set_yticks(list(down), [f"{grid.depths[i]:g}" for i in down], fontsize=7)
+    panel.set_yticks(list(down) or [0], depths or ["all"], fontsize=7)
 
 
 def _number(panel: Axes, grid: NeedleGrid, best: float) -> None:
     for row, values in enumerate(grid.values):
         for column, value in enumerate(values):
-            panel.text(
-                column, row, _cell(value, best), ha="center", va="center", fontsize=6, color="black"
-            )
+            ink = "black" if value is None else ink_on(value / best)
+            text = _cell(value, best)
+            panel.text(column, row, text, ha="center", va="center", fontsize=6, color=ink)
 
 
 def _cell(value: float | None, best: float) -> str:

@@ -1,16 +1,12 @@
-"""Needle-in-a-haystack results as a grid: depths down, lengths across, red to green.
-
-The colours are those of Kamradt's plots, which the field has kept.
-"""
+"""Needle-in-a-haystack results as a grid: depths down, lengths across."""
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 from kvtool.documents.results import ResultsDocument, TaskResult
 from kvtool.report.variants import results_of, task_names
-
-RED, YELLOW, GREEN = COLOURS = ("#F0496E", "#EBB839", "#0CD79F")
 
 
 @dataclass(frozen=True)
@@ -26,6 +22,14 @@ class NeedleGrid:
     lengths: tuple[int, ...]
     depths: tuple[float, ...]
     values: tuple[tuple[float | None, ...], ...]
+
+    def over_depths(self) -> NeedleGrid:
+        """Return the means over the depths of each length, as a grid of one row."""
+        columns = [
+            [x for x in column if x is not None] for column in zip(*self.values, strict=True)
+        ]
+        means = tuple(statistics.fmean(known) if known else None for known in columns)
+        return NeedleGrid(self.lengths, (), (means,))
 
 
 def needle_tasks(document: ResultsDocument) -> list[str]:
@@ -56,21 +60,8 @@ def is_needle(result: TaskResult) -> bool:
 
 
 def scale(result: TaskResult) -> float:
-    """Return the score at the green end, the same for every variant of a task."""
+    """Return the score at the light end, the same for every variant of a task."""
     return result.best or 1.0
-
-
-def colour_at(share: float) -> tuple[int, int, int]:
-    """Mix the colours for a share of a perfect score.
-
-    >>> colour_at(0.0), colour_at(1.0)
-    ((240, 73, 110), (12, 215, 159))
-    """
-    share = min(max(share, 0.0), 1.0) * 2
-    low, high = (RED, YELLOW) if share <= 1 else (YELLOW, GREEN)
-    part = share if share <= 1 else share - 1
-    mixed = [round(a + (b - a) * part) for a, b in zip(_rgb(low), _rgb(high), strict=True)]
-    return mixed[0], mixed[1], mixed[2]
 
 
 def _scores(result: TaskResult) -> dict[tuple[int, float], float | None]:
@@ -78,7 +69,3 @@ def _scores(result: TaskResult) -> dict[tuple[int, float], float | None]:
         (int(cell.at["length"]), float(cell.at["depth"])): cell.value
         for cell in (result.cells if is_needle(result) else [])
     }
-
-
-def _rgb(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.documents.profile import OutputErrors, ProfileDocument
 from kvtool.report import digits
 from kvtool.report.panels import add_legend, log_y, new_panels, whole_ticks
+from kvtool.report.scale import CIVIDIS
 from kvtool.report.style import drawing, save
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAR = "#0072B2"
-_MAP = "viridis"
 _LIGHTEST = 0.9  # of the colour map; its yellow end is lost on white
 _NAMED = 12  # lines that the legend names at most, and the last
 _SCORES = ("aas", "aqas", "ltas", "mas")
@@ -111,7 +111,7 @@ def _bars(panel: Axes, values: Sequence[float | None], title: str, label: str) -
 
 
 def _heat_map(panel: Axes, values: Any, title: str) -> None:
-    image = panel.imshow(values.T, cmap=_MAP, aspect="auto", origin="lower")
+    image = panel.imshow(values.T, cmap=CIVIDIS, aspect="auto", origin="lower")
     panel.set_title(title)
     panel.set_xlabel("layer")
     panel.set_ylabel("query head")
@@ -155,4 +155,4 @@ def _errors(panel: Axes, errors: OutputErrors) -> None:
 def _colour(layer: int, layers: int) -> tuple:
     from matplotlib import colormaps
 
-    return colormaps[_MAP](_LIGHTEST * layer / max(1, layers - 1))
+    return colormaps[CIVIDIS](_LIGHTEST * layer / max(1, layers - 1))

@@ -16,8 +16,9 @@ from rich.text import Text
 
 from kvtool.documents.results import ArmEntry, GateResult, ResultsDocument, TaskResult
 from kvtool.report import digits
-from kvtool.report.needles import NeedleGrid, colour_at, needle_grids, needle_tasks, scale
+from kvtool.report.needles import NeedleGrid, needle_grids, needle_tasks, scale
 from kvtool.report.notes import notes
+from kvtool.report.scale import colour_at, ink_on
 from kvtool.report.spent import relative, spent_by_variant
 from kvtool.report.variants import (
     FULL,
@@ -223,7 +224,9 @@ def _needle_table(result: TaskResult, grid: NeedleGrid) -> Table:
                 cells.append(Text(digits.MISSING))
                 continue
             red, green, blue = colour_at(value / best)
-            cells.append(Text(f" {value:.{places}f}", f"black on rgb({red},{green},{blue})"))
+            cells.append(
+                Text(f" {value:.{places}f}", f"{ink_on(value / best)} on rgb({red},{green},{blue})")
+            )
         table.add_row(*cells)
     return table
 

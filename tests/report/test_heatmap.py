@@ -3,12 +3,15 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.colors import to_hex
 
 from kvtool.report.heatmap import needle_figure
-from kvtool.report.needles import COLOURS
 from kvtool.report.style import drawing
 from tests.report.examples import DEPTHS, LENGTHS, document
+
+STEPS = (0.0, 0.3, 0.6, 1.0)
+cividis = colormaps["cividis"]
 
 
 def drawn(run, task="niah"):
@@ -40,9 +43,8 @@ def test_depth_0_is_on_top_and_lengths_grow_to_the_right():
             assert values[row, column] == cells[depth, length]
     top = panel.transData.transform((0, 0))[1]
     assert top > panel.transData.transform((0, len(DEPTHS) - 1))[1]  # row 0 is drawn higher up
-    first = panel_of(figure, "full")  # the labels of a row stand at its first panel
     ticks = dict(
-        zip((t.get_text() for t in first.get_yticklabels()), first.get_yticks(), strict=True)
+        zip((t.get_text() for t in panel.get_yticklabels()), panel.get_yticks(), strict=True)
     )
     assert (ticks["0"], ticks["100"]) == (0, len(DEPTHS) - 1)
     assert [t.get_text() for t in panel.get_xticklabels()][-2:] == ["768", "1K"]
@@ -58,14 +60,36 @@ def test_each_cell_shows_its_own_number():
     assert len(shown) == len(LENGTHS) * len(DEPTHS)
 
 
-def test_every_panel_has_the_same_scale_from_red_to_green():
+def test_the_full_cache_is_a_thin_row_of_means_over_depths():
+    run = document(("niah",), {"h2o": 1}, (64, 128))
+    cells = [c for c in run.of("full", "niah").cells if c.at != {"length": 512, "depth": 0}]
+    low = [
+        cell.model_copy(update={"value": 0.0}) if cell.at["depth"] < 50 else cell for cell in cells
+    ]
+    results = [r.model_copy(update={"cells": low}) if r.arm == "full" else r for r in run.results]
+    figure = drawn(run.model_copy(update={"results": results}))
+    panel = panel_of(figure, "full")
+    values = np.asarray(panel.get_images()[0].get_array())
+    expected = [6 / 10 if length == 512 else 6 / 11 for length in LENGTHS]
+    assert values == pytest.approx(np.array([expected]))
+    assert [t.get_text() for t in panel.get_yticklabels()] == ["all"]
+    assert [text.get_text() for text in panel.texts] == [".55", ".55", ".60", ".55", ".55", ".55"]
+    figure.draw_without_rendering()
+    assert panel.get_position().height < 0.3 * panel_of(figure, "h2o@64").get_position().height
+
+
+def test_the_full_cache_alone_is_shown_whole():
+    panel = panel_of(drawn(document(("niah",), {}, ())), "full")
+    assert panel.get_images()[0].get_array().shape == (len(DEPTHS), len(LENGTHS))
+
+
+def test_every_panel_has_the_same_scale():
     figure = drawn(document(("niah",), {"h2o": 1, "tova": 1}, (64, 128)))
     images = [image for panel in figure.axes for image in panel.get_images()]
     assert len(images) >= 5
     for image in images:
         assert (image.norm.vmin, image.norm.vmax) == (0.0, 1.0)
-        colours = [to_hex(image.cmap(x)).upper() for x in (0.0, 1.0)]
-        assert colours == [COLOURS[0], COLOURS[2]]
+        assert [to_hex(image.cmap(x)) for x in STEPS] == [to_hex(cividis(x)) for x in STEPS]
 
 
 def test_rows_are_policies_and_columns_budgets():
@@ -85,8 +109,9 @@ def test_rows_are_policies_and_columns_budgets():
 
 def test_one_budget_fills_rows():
     figure = drawn(document(("niah",), budgets=(64,)))
-    rows = {panel_of(figure, arm).get_subplotspec().rowspan.start for arm in ("full", "tova@64")}
-    assert rows == {0, 1}  # seven panels, four in a row
+    arms = ("full", "streaming@64", "tova@64", "roco@64")
+    rows = [panel_of(figure, arm).get_subplotspec().rowspan.start for arm in arms]
+    assert rows == [0, 1, 1, 2]  # full above, then six panels, four in a row
 
 
 def test_the_title_has_the_mean_score():

@@ -1,0 +1,42 @@
+"""The scale of colours: its order in every kind of eyes, and the text on it."""
+
+import numpy as np
+import pytest
+
+from kvtool.report.scale import CIVIDIS, colour_at, ink_on
+from tests.colour_vision import deuteranope, keeps_order, lightness, seen
+
+STEPS = [i / 20 for i in range(21)]
+RED_YELLOW_GREEN = [(240, 73, 110), (235, 184, 57), (12, 215, 159)]  # of Kamradt's needle maps
+
+
+def test_the_simulation_is_the_published_one():
+    to_cones = np.array([[17.8824, 43.5161, 4.11935], [3.45565, 27.1554, 3.86714]])
+    red = np.array([1.0, 0, 0])
+    long, short = to_cones[0] @ red, 0.0299566
+    middle = 0.494207 * long + 1.24827 * short  # the paper's deuteranope
+    cones = np.vstack([to_cones, [0.0299566, 0.184309, 1.46709]]) @ deuteranope() @ red
+    assert cones == pytest.approx([long, middle, short], rel=1e-4)
+    assert deuteranope() @ [1, 1, 1] == pytest.approx([1, 1, 1])
+    red, green = seen((200, 60, 60)), seen((100, 125, 60))
+    assert abs(red - green).max() < 25  # which are far apart to others
+
+
+def test_the_scale_keeps_its_order_without_red_and_green():
+    assert keeps_order(colour_at(step) for step in STEPS)
+    assert not keeps_order(RED_YELLOW_GREEN)  # so the test can fail
+
+
+def test_pictures_and_terminals_have_the_same_scale():
+    colormaps = pytest.importorskip("matplotlib").colormaps
+    drawn = [[round(255 * part) for part in colormaps[CIVIDIS](step)[:3]] for step in STEPS]
+    assert keeps_order(drawn)
+    assert np.array(drawn) == pytest.approx(np.array([colour_at(step) for step in STEPS]), abs=9)
+    assert colour_at(-1) == colour_at(0)
+    assert colour_at(2) == colour_at(1)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_numbers_are_legible_on_every_colour(step):
+    paper, ink = lightness(colour_at(step)), {"black": 0, "white": 100}[ink_on(step)]
+    assert abs(paper - ink) > 45
