@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, TaskResult
-from kvtool.report import digits
+from kvtool.report.metrics import headline
 from kvtool.report.panels import add_legend, log_y, new_panels
 from kvtool.report.style import Look, looks
 from kvtool.report.variants import Family, budget_size, families, results_of, task_names, wrap
@@ -45,7 +45,7 @@ def budget_figure(document: ResultsDocument) -> Figure:
         _budget_axis(panel, ticks, _budgets(document, unit), unit)
         _score_axis(panel, list(results.values()))
         panel.set_title(task)
-        panel.set_ylabel(f"{sample.metric} {digits.direction(sample)}")
+        panel.set_ylabel(headline(sample))
     add_legend(figure, panels)
     return figure
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, CurveEntry, ResultsDocument, TaskResult
 from kvtool.report import digits
+from kvtool.report.metrics import headline
 from kvtool.report.needles import is_needle
 from kvtool.report.panels import ACROSS, add_legend, log_y, new_panels, whole_ticks
 from kvtool.report.style import Look, dashed, looks
@@ -100,7 +101,7 @@ def _curves(result: TaskResult) -> list[CurveEntry]:
         x=sorted(points),
         y=[points[x] for x in sorted(points)],
         x_label=_AXES.get(axis, axis.replace("_", " ")),
-        y_label=result.metric,
+        y_label=headline(result),
     )
     return [*result.curves, entry]
 

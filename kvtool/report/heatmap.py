@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, ResultsDocument
 from kvtool.report import digits
+from kvtool.report.metrics import title as title_of
 from kvtool.report.needles import NeedleGrid, needle_grids, scale
 from kvtool.report.scale import CIVIDIS, ink_on
 from kvtool.report.style import new_figure
@@ -56,7 +57,7 @@ def needle_figure(document: ResultsDocument, task: str) -> Figure:
             panel.set_title(f"{names[variant.name]}\nmean {mean}", fontsize=8.5)
     shrink = min(1.0, 3.2 / tall)
     bar = figure.colorbar(images[-1], ax=panels, shrink=shrink, aspect=18, anchor=(0.0, 1.0))
-    bar.set_label(results[next(iter(grids))].metric)
+    bar.set_label(title_of(results[next(iter(grids))].metric))
     bar.outline.set_visible(False)
     words = "context length (tokens)" + _trained(document, sample)
     figure.supxlabel(fill(words, int(figure.get_figwidth() * 12)), fontsize=9)

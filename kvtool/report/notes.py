@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvtool.documents.results import ResultsDocument
+from kvtool.report.metrics import meaning, title
 from kvtool.report.spent import spent_by_variant
-from kvtool.report.variants import full_variant, task_names
+from kvtool.report.variants import full_variant, results_of, task_names
 
 
 def notes(document: ResultsDocument) -> list[str]:
@@ -13,6 +14,7 @@ def notes(document: ResultsDocument) -> list[str]:
         return ["nothing was measured"]
     lines = [
         "score ± standard error; ↑ higher is better, ↓ lower is better" + _delta(document),
+        *_metrics(document),
         f"samples: {_samples(document)}",
         *_queries(document),
         *_chunks(document),
@@ -28,6 +30,12 @@ def notes(document: ResultsDocument) -> list[str]:
             " the mean over the samples of all tasks, 1.05x = 1.05 times as fast as the full cache"
         )
     return lines
+
+
+def _metrics(document: ResultsDocument) -> list[str]:
+    """Say what the headline of each task measures."""
+    names = dict.fromkeys(results_of(document, task)[0].metric for task in task_names(document))
+    return [f"{name}: {title(name)}, {meaning(name)}" for name in names]
 
 
 def _delta(document: ResultsDocument) -> str:

@@ -84,7 +84,13 @@ def _task(document: ResultsDocument, task: str) -> dict[str, object]:
         ("fingerprint", some.fingerprint),
     ]
     metrics, cells = tables.task(document, task), tables.cells(document, task)
-    return {"name": task, "facts": facts, "metrics": metrics, "cells": cells}
+    return {
+        "name": task,
+        "facts": facts,
+        "metrics": metrics,
+        "cells": cells,
+        "meanings": tables.meanings(document, task),
+    }
 
 
 def _facts(document: ResultsDocument) -> Pairs:

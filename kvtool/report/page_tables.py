@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvtool.documents.results import ArmEntry, CellEntry, ResultsDocument, TaskResult
 from kvtool.report import digits
+from kvtool.report.metrics import headline, meaning, title
 from kvtool.report.needles import is_needle
 from kvtool.report.spent import Spent, relative, spent_by_variant, spent_on
 from kvtool.report.variants import FULL, families, full_variant, results_of, task_names
@@ -91,7 +92,7 @@ def task(document: ResultsDocument, name: str) -> Table:
     others = [n for n in names if any(n != result.metric for result in results.values())]
     measured = {arm: spent_on([result]) for arm, result in results.items()}
     spent = {arm: cost for arm, cost in measured.items() if cost is not None}
-    titles = [*others, "n", "failed", *(_COST if spent else ())]
+    titles = ["n", "failed", *(_COST if spent else ())]
 
     def cells(arm: ArmEntry) -> list[Cell]:
         result = results.get(arm.name)
@@ -101,8 +102,16 @@ def task(document: ResultsDocument, name: str) -> Table:
         row.append(Cell(str(failed), look="failed" if failed else ""))
         return [*row, *(_cost(arm.name, spent, document) if spent else [])]
 
-    headers = [Header("arm"), _task_header(document, name), *map(Header, titles)]
+    named = [Header(title(other), other) for other in others]
+    headers = [Header("arm"), _task_header(document, name), *named, *map(Header, titles)]
     return Table(headers, _rows(document, cells))
+
+
+def meanings(document: ResultsDocument, name: str) -> list[tuple[str, str]]:
+    """Return each metric of one task in words, with the sentence that says what it measures."""
+    results = results_of(document, name)
+    names = dict.fromkeys(metric.name for result in results for metric in result.metrics)
+    return [(title(each), meaning(each)) for each in dict.fromkeys([results[0].metric, *names])]
 
 
 def cells(document: ResultsDocument, name: str) -> Table | None:
@@ -146,7 +155,7 @@ def _rows(document: ResultsDocument, cells: Callable[[ArmEntry], list[Cell]]) ->
 
 def _task_header(document: ResultsDocument, name: str) -> Header:
     some = results_of(document, name)[0]
-    return Header(name, f"{some.metric} {digits.direction(some)}")
+    return Header(name, headline(some))
 
 
 def _suites(document: ResultsDocument) -> list[str]:

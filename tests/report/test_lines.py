@@ -81,7 +81,7 @@ def test_budgets_are_on_a_log_axis_with_each_one_marked():
     assert panel.get_xscale() == "log"
     assert list(panel.get_xticks()) == [64, 128, 256]
     assert [t.get_text() for t in panel.get_xticklabels()] == ["64", "128", "256"]
-    assert panel.get_ylabel() == "em ↑"
+    assert panel.get_ylabel() == "exact match ↑"
 
 
 def test_budgets_of_other_units_have_panels_of_their_own():

@@ -94,8 +94,10 @@ def test_tables_hold_scores_differences_and_costs(no_matplotlib):
 
 def test_every_metric_of_a_task_is_told_and_missing_ones_are_no_zeros(no_matplotlib):
     reader = Reader(page(document(("fidelity",), *SMALL)))
-    header = next(row for row in reader.rows if "kl" in row)
-    assert header[2:6] == ["kl", "exact_match", "n", "failed"]
+    header = next(row for row in reader.rows if "failed" in row)
+    assert header[1] == "fidelityagreement with full ↑"
+    assert header[2:6] == ["KL divergence (nats)kl", "same answerexact_match", "n", "failed"]
+    assert "divergence of the policy's next-token probabilities" in reader.text
     row = [row for row in reader.rows if row[0] == "h2o@64"][-1]
     assert row[2:6] == ["0.550 ±0.020", "–", "20", "0"]
 

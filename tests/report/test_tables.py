@@ -98,6 +98,12 @@ def test_gates_say_passed_or_failed():
     assert re.search(r"drop below full \(%\) +snapkv@256 +niah +0\.000 +2\.000 +passed", text)
 
 
+def test_the_notes_say_what_the_metrics_measure():
+    text = printed(summary_table(document(("niah", "ppl"))), 200)
+    assert "em: exact match, share of answers that hold what was asked for" in text
+    assert "ppl: perplexity, exp of the mean negative log-likelihood" in text
+
+
 def test_the_notes_tell_samples_and_queries():
     text = printed(summary_table(document(("niah", "ruler/vt"))), 200)
     assert "samples: niah 264, ruler/vt 20" in text

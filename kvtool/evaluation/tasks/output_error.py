@@ -87,6 +87,6 @@ class OutputError(Task):
         ]
         x = [float(i) for i in range(len(layers))]
         summary.curves["error by layer"] = Curve(
-            x, layers, "attention layer", "output error (NMSE)"
+            x, layers, "attention layer", "normalised squared error"
         )
         return summary

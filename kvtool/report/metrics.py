@@ -1,0 +1,125 @@
+"""What metrics are called on axes and in headers, and what each measures, in a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtool.documents.results import TaskResult
+from kvtool.report import digits
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric in words.
+
+    Attributes:
+        title: what axes and headers call it, with its unit where it has one.
+        meaning: one sentence.
+    """
+
+    title: str
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "em": Metric(
+        "exact match",
+        "share of answers that hold what was asked for, whatever stands around it",
+    ),
+    "word_set": Metric(
+        "words found", "share of the reference's words that are words of the answer"
+    ),
+    "string_match_all": Metric(
+        "references found", "share of the references that stand in the answer"
+    ),
+    "string_match_part": Metric(
+        "any reference found", "share of answers in which one of the references stands"
+    ),
+    "accuracy": Metric("accuracy", "share of answers that are right"),
+    "leading_share": Metric(
+        "right before the first error", "share of the values that come before the first wrong one"
+    ),
+    "score": Metric(
+        "score", "the metric of the benchmark for this task, against the best reference"
+    ),
+    "qa_f1": Metric(
+        "F1 of words", "harmonic mean of precision and recall of the answer's words (LongBench)"
+    ),
+    "rouge_l": Metric(
+        "ROUGE-L", "F1 of the longest common subsequences of words (LongBench's rouge)"
+    ),
+    "classification": Metric(
+        "classes named", "share of the class, of all class names in the answer (LongBench)"
+    ),
+    "count": Metric("counts right", "share of the answer's numbers that are the right count"),
+    "retrieval": Metric(
+        "paragraphs right", "share of the answer's numbers that are the right paragraph's"
+    ),
+    "code_sim": Metric(
+        "similarity of code", "characters that the first line of code shares with the right one"
+    ),
+    "repoqa": Metric("functions repeated", "share of answers that repeat the function asked for"),
+    "kv": Metric("values found", "share of answers that hold the value of the key"),
+    "summary": Metric("summaries", "ROUGE-Lsum of the summaries with the references"),
+    "passkey": Metric("pass keys found", "share of answers whose first number is the pass key"),
+    "agreement": Metric(
+        "agreement with full",
+        "share of steps whose likeliest token is the full cache's, both reading the same answer",
+    ),
+    "kl": Metric(
+        "KL divergence (nats)",
+        "divergence of the policy's next-token probabilities from the full cache's, mean of steps",
+    ),
+    "exact_match": Metric("same answer", "share of answers that are the reference, word for word"),
+    "bleu": Metric(
+        "BLEU (0 to 100)", "runs of up to four words shared with the reference, over all answers"
+    ),
+    "rouge1": Metric("ROUGE-1 (0 to 100)", "F1 of words shared with the reference"),
+    "rouge2": Metric("ROUGE-2 (0 to 100)", "F1 of pairs of words shared with the reference"),
+    "rougeL": Metric(
+        "ROUGE-L (0 to 100)", "F1 of the longest common subsequence with the reference"
+    ),
+    "first_divergence": Metric(
+        "first difference (token)",
+        "where the first token stands that is not the full cache's, over answers that differ",
+    ),
+    "ppl": Metric("perplexity", "exp of the mean negative log-likelihood of the text's tokens"),
+    "nll": Metric(
+        "NLL (nats per token)", "mean negative log-likelihood of the text's tokens under the policy"
+    ),
+    "tokens": Metric("scored tokens", "tokens whose likelihood was taken, over all texts"),
+    "chunk": Metric("tokens fed at a time", "tokens of a text that a forward reads at once"),
+    "nmse": Metric(
+        "normalised squared error",
+        "squared error of the attention layers' outputs over their squared size, mean of layers",
+    ),
+    "decode_tokens_per_s": Metric(
+        "decode speed (tokens/s)", "new tokens of all rows per second after the prompt"
+    ),
+    "prefill_tokens_per_s": Metric(
+        "prefill speed (tokens/s)", "prompt tokens of all rows per second"
+    ),
+    "ttft_s": Metric("time to first token (s)", "seconds from the prompt to its first new token"),
+    "batch": Metric("batch (rows)", "rows that ran together"),
+}
+
+
+def title(name: str) -> str:
+    """Return what axes and headers call a metric; of another harness, its own name."""
+    known = METRICS.get(name)
+    return name.replace("_", " ") if known is None else known.title
+
+
+def headline(result: TaskResult) -> str:
+    """Return the headline of a task for axes and headers: in words, its unit, where it is better.
+
+    Scores out of 100 say so.
+    """
+    percent = " (%)" if result.best == 100 and "(" not in title(result.metric) else ""
+    return f"{title(result.metric)}{percent} {digits.direction(result)}"
+
+
+def meaning(name: str) -> str:
+    """Return the sentence on a metric; of another harness, whose it is."""
+    known = METRICS.get(name)
+    return "as the harness that the task is from computes it" if known is None else known.meaning
