@@ -1,21 +1,36 @@
-"""Scores against the budget: a line per policy, the full cache dashed across."""
+"""Scores against the budget: a line per policy, the full cache dotted across."""
 
 from __future__ import annotations
 
-import math
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, TaskResult
+from kvtool.report.dodge import covered, dodge
 from kvtool.report.metrics import headline
-from kvtool.report.panels import add_legend, log_y, new_panels
-from kvtool.report.style import Look, looks
-from kvtool.report.variants import Family, budget_size, families, results_of, task_names, wrap
+from kvtool.report.panels import add_legend, draw_points, new_panels, score_axis, widen_covered
+from kvtool.report.style import FULL_LINE, Look, looks
+from kvtool.report.variants import (
+    Family,
+    budget_size,
+    families,
+    fed_like_full,
+    results_of,
+    task_names,
+    wrap,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_UNITS = {"tokens": "budget (tokens)", "ratio": "budget (share of the prompt)", "bytes": "budget"}
+_STEP = 1.07  # from one policy to the next, as a factor
+_TAKEN = 0.6  # of the space between two budgets, at most
+_UNITS = {
+    "tokens": "budget (tokens)",
+    "ratio": "budget (share of the prompt)",
+    "bytes": "budget (bytes)",
+}
 
 
 def budget_panels(document: ResultsDocument) -> list[tuple[str, str]]:
@@ -39,11 +54,17 @@ def budget_figure(document: ResultsDocument) -> Figure:
     for panel, (task, unit) in zip(panels, wanted, strict=True):
         results = {result.arm: result for result in results_of(document, task)}
         places, ticks = _places(document, unit)
-        for family in families(document):
-            _budget_line(panel, family, look[family.label], results, places)
+        found = families(document)
+        lines = [_line(family, results, unit) for family in found]
+        for family, line, hidden in zip(found, lines, covered(lines), strict=True):
+            colour = look[family.label].colour
+            named = dict(_sizes(family, unit))
+            place = {size: (places[named[size]], y) for size, y in line.items() if y is not None}
+            widen_covered(panel, place, hidden, colour)
+            _budget_line(panel, document, family, look[family.label], results, places)
         sample = next(iter(results.values()))
         _budget_axis(panel, ticks, _budgets(document, unit), unit)
-        _score_axis(panel, list(results.values()))
+        score_axis(panel, list(results.values()))
         panel.set_title(task)
         panel.set_ylabel(headline(sample))
     add_legend(figure, panels)
@@ -51,21 +72,45 @@ def budget_figure(document: ResultsDocument) -> Figure:
 
 
 def _places(document: ResultsDocument, unit: str) -> tuple[dict[str, float], dict[float, str]]:
-    """Return the x of each variant, and the ticks: budgets, or policies if there is one budget."""
+    """Return the x of each variant, and the ticks: budgets, or policies if there is one budget.
+
+    Policies of the same budget stand side by side.
+    """
     swept, sizes = [], {}
     for family in families(document):
         for variant in family.variants:
             if variant.budget is not None and (size := budget_size(variant.budget))[0] == unit:
                 swept.append((family, variant))
                 sizes[variant.name] = float(size[1])
-    if len(set(sizes.values())) > 1:
-        return sizes, {sizes[variant.name]: str(variant.budget) for _, variant in swept}
+    ticks = sorted(set(sizes.values()))
+    if len(ticks) > 1:
+        closest = min(after / before for before, after in pairwise(ticks))
+        step = min(_STEP, closest ** (_TAKEN / len(sizes) * len(ticks)))
+        moved = dodge(list(sizes.values()), near=1.0, step=step)
+        places = dict(zip(sizes, moved, strict=True))
+        return places, {sizes[variant.name]: str(variant.budget) for _, variant in swept}
     ranks = {variant.name: float(rank) for rank, (_, variant) in enumerate(swept)}
     return ranks, {ranks[variant.name]: family.label for family, variant in swept}
 
 
+def _line(family: Family, results: dict[str, TaskResult], unit: str) -> dict[float, float | None]:
+    """Return a policy's scores by budget of this unit."""
+    return {size: results[name].value for size, name in _sizes(family, unit) if name in results}
+
+
+def _sizes(family: Family, unit: str) -> list[tuple[float, str]]:
+    """Return the budgets of this unit and the names of their variants."""
+    sized = [
+        (budget_size(variant.budget), variant.name)
+        for variant in family.variants
+        if variant.budget is not None
+    ]
+    return [(float(size), name) for (kind, size), name in sized if kind == unit]
+
+
 def _budget_line(
     panel: Axes,
+    document: ResultsDocument,
     family: Family,
     look: Look,
     results: dict[str, TaskResult],
@@ -74,23 +119,20 @@ def _budget_line(
     for variant in family.variants:
         value = results[variant.name].value if variant.name in results else None
         if variant.budget is None and value is not None:
-            dashes = "--" if family.is_full else "-."
-            panel.axhline(
-                value, color=look.colour, linestyle=dashes, linewidth=1.2, label=family.label
-            )
+            line = FULL_LINE if family.is_full else {"color": look.colour, "linestyle": "-."}
+            panel.axhline(value, label=family.label, **line)
     swept = [variant for variant in family.variants if variant.name in places]
     if not swept:
         return
     found = [results.get(variant.name) for variant in swept]
-    panel.errorbar(
+    draw_points(
+        panel,
         [places[variant.name] for variant in swept],
-        [math.nan if r is None or r.value is None else r.value for r in found],
-        yerr=[math.nan if r is None or r.stderr is None else r.stderr for r in found],
-        color=look.colour,
-        marker=look.marker,
-        capsize=2.5,
-        elinewidth=1.0,
-        label=family.label,
+        [None if result is None else result.value for result in found],
+        [None if result is None else result.stderr for result in found],
+        look,
+        family.told,
+        hollow=not all(fed_like_full(document, result) for result in found if result is not None),
     )
 
 
@@ -113,10 +155,3 @@ def _budget_axis(panel: Axes, ticks: dict[float, str], budgets: list[str], unit:
         panel.set_xlabel(f"policy, budget {budgets[0]}")
     panel.minorticks_off()
     panel.grid(axis="y")
-
-
-def _score_axis(panel: Axes, results: list[TaskResult]) -> None:
-    """Take a log scale where a perplexity explodes, so that the other variants stay apart."""
-    values = [result.value for result in results if result.value is not None]
-    if results[0].lower_is_better and min(values) > 0 and max(values) / min(values) > 20:
-        log_y(panel)

@@ -1,6 +1,7 @@
 """Whatever curves the tasks recorded, and headlines along one number such as the length.
 
-The full cache is black and dashed everywhere; a missing value is a gap in its line.
+The full cache is black and dotted everywhere; a missing value is a gap in its line. Likelihoods are
+drawn as the difference to the full cache's, from the budget on: before it, nothing is evicted.
 """
 
 from __future__ import annotations
@@ -13,17 +14,26 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, CurveEntry, ResultsDocument, TaskResult
 from kvtool.report import digits
+from kvtool.report.dodge import covered
 from kvtool.report.metrics import headline
 from kvtool.report.needles import is_needle
-from kvtool.report.panels import ACROSS, add_legend, log_y, new_panels, whole_ticks
+from kvtool.report.panels import ACROSS, add_legend, log_y, new_panels, whole_ticks, widen_covered
 from kvtool.report.style import Look, dashed, looks
-from kvtool.report.variants import Family, budget_size, families, results_of, task_names
+from kvtool.report.variants import (
+    Family,
+    budget_size,
+    families,
+    fed_like_full,
+    results_of,
+    task_names,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _AXES = {"length": "context length (tokens)"}
+_LIKELIHOOD = "nll by position"
 _MOST_TICKS = 6
 _MOST_SAMPLED = 16  # points beyond which markers are thinned out
 
@@ -56,6 +66,10 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
     """
     lines, found = _lines(document, task, name)
     curve = found[-1]
+    left_out: list[str] = []
+    if name == _LIKELIHOOD and any(line.family.is_full for line in lines):
+        lines, left_out = _less_full(document, task, lines)
+        curve = curve.model_copy(update={"y_label": f"{curve.y_label}, less full's"})
     swept = [line for line in lines if line.variant.budget is not None]
     budgets = list(dict.fromkeys(str(line.variant.budget) for line in swept))
     budgets.sort(key=lambda text: budget_size(text))
@@ -63,19 +77,22 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
     figure, panels = new_panels(1 if together else len(budgets), sharey=True)
     look = looks(document)
     for panel, budget in zip(panels, [None] if together else budgets, strict=True):
-        for line in lines:
-            if budget in (None, str(line.variant.budget)) or line.variant.budget is None:
-                rank = (
-                    budgets.index(str(line.variant.budget))
-                    if line.variant.budget is not None
-                    else 0
-                )
-                own = look[line.family.label]
-                if together and len(budgets) > 1:
-                    own = dashed(own, rank)
-                label = line.variant.name if together else line.family.label
-                _draw_line(panel, line, own, label)
-        _curve_axes(panel, lines, curve)
+        shown = [
+            line
+            for line in lines
+            if budget in (None, str(line.variant.budget)) or line.variant.budget is None
+        ]
+        values = [dict(zip(line.x, line.y, strict=True)) for line in shown]
+        for line, by_x, hidden in zip(shown, values, covered(values), strict=True):
+            own = look[line.family.label]
+            if together and line.variant.budget is not None and len(budgets) > 1:
+                own = dashed(own, budgets.index(str(line.variant.budget)))
+            if not line.family.is_full:  # which is drawn over the others
+                widen_covered(panel, {x: (x, y) for x, y in by_x.items()}, hidden, own.colour)
+            _draw_line(panel, line, own, line.variant.name if together else line.family.told)
+        _curve_axes(panel, shown, curve)
+        if left_out:
+            panel.plot([], [], " ", label=f"not drawn: {', '.join(left_out)} (fed in blocks)")
         panel.set_title(task if budget is None else f"{task}, budget {budget}")
     for panel in panels[::ACROSS]:
         panel.set_ylabel(curve.y_label)
@@ -117,6 +134,39 @@ def _lines(document: ResultsDocument, task: str, name: str) -> tuple[list[_Line]
                     found.append(curve)
                     lines.append(_Line(variant, family, curve.x, curve.y))
     return lines, found
+
+
+def _less_full(
+    document: ResultsDocument, task: str, lines: list[_Line]
+) -> tuple[list[_Line], list[str]]:
+    """Return lines less the full cache's, from the budget on, and the policies left out.
+
+    Those are left out that were fed in other blocks than the full cache.
+    """
+    full = next(line for line in lines if line.family.is_full)
+    theirs = dict(zip(full.x, full.y, strict=True))
+    first = min((_first_evicting(line.variant) for line in lines if line is not full), default=0.0)
+    drawn, left_out = [], []
+    for line in lines:
+        result = document.of(line.variant.name, task)
+        if result is None or not fed_like_full(document, result):
+            left_out.append(line.family.label)
+            continue
+        start = first if line is full else _first_evicting(line.variant)
+        points = [
+            (x, y - theirs[x])
+            for x, y in zip(line.x, line.y, strict=True)
+            if x in theirs and x >= start
+        ]
+        x, y = [x for x, _ in points], [y for _, y in points]
+        drawn.append(_Line(line.variant, line.family, x, y))
+    return drawn, list(dict.fromkeys(left_out))
+
+
+def _first_evicting(variant: ArmEntry) -> float:
+    """Return the position from which a budget in tokens can tell, else 0."""
+    unit, size = ("", 0) if variant.budget is None else budget_size(variant.budget)
+    return float(size) if unit == "tokens" else 0.0
 
 
 def _draw_line(panel: Axes, line: _Line, look: Look, label: str) -> None:

@@ -1,10 +1,13 @@
-"""Panels of lines: how many in a row, a legend that covers no data, log axes."""
+"""Panels of lines: how many in a row, points with whiskers, a legend that covers no data."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvtool.report.style import new_figure
+from kvtool.documents.results import TaskResult
+from kvtool.report.style import Look, new_figure
 from kvtool.report.variants import wrap
 
 if TYPE_CHECKING:
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ACROSS = 3  # panels in a row
+_HOLLOW = "hollow: fed in blocks, does not compare"
+_LINE, _BESIDE = 1.6, 2.4  # points: of a line, and of what shows of one that is covered
 _PANEL = (3.1, 2.6)  # inches
 
 
@@ -35,13 +40,69 @@ def add_legend(figure: Figure, panels: list[Axes]) -> None:
     named: dict[str, Artist] = {}
     for panel in panels:
         handles, labels = panel.get_legend_handles_labels()
-        named.update(zip(map(str, labels), handles, strict=True))
+        for handle, label in zip(handles, map(str, labels), strict=True):
+            named.setdefault(label, handle)
     wrapped = [wrap(label, 26) for label in named]
     lines = sum(label.count("\n") + 1 for label in wrapped)
     figure.set_figheight(max(figure.get_figheight(), 0.18 * lines + 0.3))
     figure.legend(
         handles=list(named.values()), labels=wrapped, loc="outside right upper", frameon=False
     )
+
+
+def draw_points(
+    panel: Axes,
+    x: Sequence[float],
+    y: Sequence[float | None],
+    stderrs: Sequence[float | None],
+    look: Look,
+    label: str,
+    *,
+    hollow: bool = False,
+) -> None:
+    """Draw a policy's scores with whiskers of one standard error; None is a gap.
+
+    Args:
+        hollow: whether markers are empty, as of scores that do not compare with the others.
+    """
+    panel.errorbar(
+        x,
+        [math.nan if value is None else value for value in y],
+        yerr=[math.nan if error is None else error for error in stderrs],
+        color=look.colour,
+        marker=look.marker,
+        markerfacecolor="white" if hollow else look.colour,
+        linestyle=look.dashes,
+        capsize=2.5,
+        elinewidth=1.0,
+        label=label,
+    )
+    if hollow:
+        panel.plot([], [], "o", color="#777777", markerfacecolor="white", label=_HOLLOW)
+
+
+def widen_covered(
+    panel: Axes,
+    line: Mapping[float, tuple[float, float]],
+    pieces: Mapping[tuple[float, float], int],
+    colour: str,
+) -> None:
+    """Draw the pieces of a line that others will be drawn over so wide that it shows beside them.
+
+    Args:
+        line: where it is drawn, by the places that `pieces` name.
+        pieces: how many lines will be drawn over each; see `kvtool.report.dodge.covered`.
+    """
+    for (start, end), count in pieces.items():
+        x, y = zip(line[start], line[end], strict=True)
+        panel.plot(x, y, color=colour, linewidth=_LINE + _BESIDE * count, zorder=1.5)
+
+
+def score_axis(panel: Axes, results: Sequence[TaskResult]) -> None:
+    """Take a log scale where a perplexity explodes, so that the other variants stay apart."""
+    values = [result.value for result in results if result.value is not None]
+    if results[0].lower_is_better and min(values) > 0 and max(values) / min(values) > 20:
+        log_y(panel)
 
 
 def whole_ticks(axis: Axis) -> None:

@@ -16,6 +16,8 @@ from kvtool.report.bars import cost_figure
 from kvtool.report.budgets import budget_figure, budget_panels
 from kvtool.report.curves import curve_figure, curves
 from kvtool.report.heatmap import needle_figure
+from kvtool.report.held import held_figure, held_tasks
+from kvtool.report.layers import kept_by_layer, layers_figure
 from kvtool.report.needles import needle_tasks
 from kvtool.report.spent import spent_by_variant
 from kvtool.report.style import drawing, save
@@ -43,11 +45,23 @@ class Picture:
 
 def pictures(document: ResultsDocument) -> Iterator[Picture]:
     """Yield the pictures that apply, without drawing them."""
+    if held_tasks(document):
+        title = (
+            "Score by bytes held, whiskers one standard error; grey: the Pareto front; points whose"
+            " bytes are nearly equal stand side by side"
+        )
+        yield Picture("score-by-bytes", title, None, lambda: held_figure(document))
     if budget_panels(document):
-        title = "Score by budget, whiskers one standard error"
+        title = (
+            "Score by budget, whiskers one standard error; policies stand side by side; dashed: the"
+            " budget is what a token reads, while all is stored"
+        )
         yield Picture("score-by-budget", title, None, lambda: budget_figure(document))
     if spent_by_variant(document):
         yield Picture("cost", "Memory and speed", None, lambda: cost_figure(document))
+    if kept_by_layer(document):
+        title = "Tokens that each layer kept, the fullest KV head, mean of all samples"
+        yield Picture("tokens-by-layer", title, None, lambda: layers_figure(document))
     for task in needle_tasks(document):
         title = f"{task}: score by context length and needle depth"
         yield Picture(file_name(task), title, task, partial(needle_figure, document, task))

@@ -21,6 +21,7 @@ class Spent:
         prefill_s: seconds for a prompt.
         prefill_rate: prompt tokens per second, all tokens over all seconds; None if not measured.
         decode_rate: generated tokens per second, likewise.
+        kept: tokens of each layer's fullest KV head; empty if a run did not record them.
     """
 
     tasks: tuple[str, ...]
@@ -30,6 +31,7 @@ class Spent:
     prefill_s: float
     prefill_rate: float | None
     decode_rate: float | None
+    kept: tuple[float, ...] = ()
 
     @property
     def kv_share(self) -> float:
@@ -68,7 +70,17 @@ def spent_on(results: list[TaskResult]) -> Spent | None:
         prefill_s=mean(lambda cost: cost.prefill_s),
         prefill_rate=rate("prefill_s", "prefill_tokens_per_s"),
         decode_rate=rate("decode_s", "decode_tokens_per_s"),
+        kept=_kept([(n, cost.kept_per_layer) for _, n, cost in costs]),
     )
+
+
+def _kept(layers: list[tuple[int, list[float]]]) -> tuple[float, ...]:
+    """Return the mean of each layer, tasks weighted by their samples."""
+    if len({len(kept) for _, kept in layers}) > 1:
+        return ()
+    samples = sum(n for n, _ in layers)
+    weighted = [[n * tokens for tokens in kept] for n, kept in layers]
+    return tuple(sum(column) / samples for column in zip(*weighted, strict=True))
 
 
 def spent_by_variant(document: ResultsDocument) -> dict[str, Spent]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#777777")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _DASHES = ("-", "--", "-.", ":")
+FULL_LINE = {"color": "black", "linestyle": ":", "linewidth": 1.4, "zorder": 3}  # over the others
 _SETTINGS = {
     "font.size": 9,
     "font.sans-serif": ["DejaVu Sans", "Verdana"],  # ours, and one as wide where it is missing
@@ -61,15 +62,19 @@ class Look:
 
 
 def looks(document: ResultsDocument) -> dict[str, Look]:
-    """Return a look for every family of variants by its label; the full cache is black."""
+    """Return a look for every family of variants by its label.
+
+    The full cache is black and dotted, policies whose budget is what they read are dashed.
+    """
     found = {}
     rank = 0
     for family in families(document):
         if family.is_full:
-            found[family.label] = Look("black", "", "--")
+            found[family.label] = Look("black", "", ":")
             continue
         colour = _COLOURS[rank % len(_COLOURS)]
-        found[family.label] = Look(colour, _MARKERS[rank % len(_MARKERS)])
+        dashes = "--" if family.reads else "-"
+        found[family.label] = Look(colour, _MARKERS[rank % len(_MARKERS)], dashes)
         rank += 1
     return found
 

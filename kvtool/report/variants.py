@@ -24,6 +24,16 @@ class Family:
         """Whether this is the variant that keeps everything."""
         return self.variants[0].policy == FULL
 
+    @property
+    def reads(self) -> bool:
+        """Whether the budget is what a decoded token reads, and not what is stored."""
+        return any(variant.reads for variant in self.variants)
+
+    @property
+    def told(self) -> str:
+        """The label, and whether the budget is read."""
+        return f"{self.label} (budget is read)" if self.reads else self.label
+
 
 def families(document: ResultsDocument) -> list[Family]:
     """Group variants by policy, in order of appearance, the full cache first.
@@ -50,6 +60,13 @@ def variants_in_order(document: ResultsDocument) -> list[ArmEntry]:
 def full_variant(document: ResultsDocument) -> ArmEntry | None:
     """Return the variant that others are held against."""
     return next((variant for variant in document.arms if variant.policy == FULL), None)
+
+
+def fed_like_full(document: ResultsDocument, result: TaskResult) -> bool:
+    """Tell whether a result was fed like the full cache's, so that both compare."""
+    full = full_variant(document)
+    theirs = None if full is None else document.of(full.name, result.task)
+    return theirs is None or result.fed_like(theirs)
 
 
 def task_names(document: ResultsDocument) -> list[str]:

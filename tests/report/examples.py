@@ -67,6 +67,8 @@ def cost(arm: ArmEntry, prompt: int = 640, new: int = 8) -> Cost:
         decode_s=new / rate,
         prefill_tokens_per_s=prompt / (0.25 if arm.budget is None else 0.3),
         decode_tokens_per_s=rate,
+        allocated_bytes=slot * (kept + 4),
+        kept_per_layer=[kept + layer for layer in range(LAYERS)],
     )
 
 
@@ -141,7 +143,8 @@ def fidelity(arm: ArmEntry) -> TaskResult:
     return result(arm, "fidelity", value, 1.0, metric="agreement", metrics=metrics, stderr=0.01)
 
 
-def ppl(arm: ArmEntry) -> TaskResult:
+def ppl(arm: ArmEntry, in_blocks: tuple[str, ...] = ()) -> TaskResult:
+    """Perplexity, of the policies `in_blocks` fed 128 tokens at a time."""
     positions = [2**power for power in range(11)]
     nll = [2.2 - quality(arm) * 0.1 * math.log2(position) for position in positions]
     if arm.policy == "streaming" and arm.budget == 64:
@@ -149,7 +152,12 @@ def ppl(arm: ArmEntry) -> TaskResult:
     curve = CurveEntry(
         name="nll by position", x=positions, y=nll, x_label="position (tokens)", y_label="mean NLL"
     )
+    metrics = [
+        MetricEntry(name="ppl", value=math.exp(nll[-1]), n=20, stderr=None),
+        MetricEntry(name="chunk", value=128 if arm.policy in in_blocks else 1, n=20, stderr=None),
+    ]
     settings = {"metric": "ppl", "best": None, "lower_is_better": True, "stderr": None}
+    settings["metrics"] = metrics
     return result(arm, "ppl", math.exp(nll[-1]), math.exp(1.2), curves=[curve], **settings)
 
 

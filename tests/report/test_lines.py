@@ -10,7 +10,7 @@ from kvtool.documents.results import CurveEntry
 from kvtool.report.budgets import budget_figure
 from kvtool.report.curves import curve_figure, curves, is_geometric
 from kvtool.report.style import drawing, looks
-from tests.report.examples import document
+from tests.report.examples import document, ppl
 
 
 def panels(figure):
@@ -42,9 +42,54 @@ def changed(run, arm, **update):
 
 def test_a_point_is_a_budget_and_its_score():
     run = document(("niah",), {"h2o": 1, "tova": 1})
-    points = container(budgets(run)["niah"], "h2o").lines[0]
-    assert list(points.get_xdata()) == [64, 128, 256]
-    assert list(points.get_ydata()) == [run.of(f"h2o@{b}", "niah").value for b in (64, 128, 256)]
+    panel = budgets(run)["niah"]
+    by_policy = [container(panel, policy).lines[0] for policy in ("h2o", "tova")]
+    for policy, points in zip(("h2o", "tova"), by_policy, strict=True):
+        assert list(points.get_xdata()) == pytest.approx([64, 128, 256], rel=0.04)
+        expected = [run.of(f"{policy}@{b}", "niah").value for b in (64, 128, 256)]
+        assert list(points.get_ydata()) == expected
+    beside = [b / a for a, b in zip(*(p.get_xdata() for p in by_policy), strict=True)]
+    assert beside == pytest.approx([1.07] * 3)  # no whisker stands on another
+
+
+def test_many_policies_stay_nearer_to_their_own_budget_than_to_the_next():
+    run = document(("niah",), {f"policy{i}": 1 for i in range(20)})
+    panel = budgets(run)["niah"]
+    places = [container(panel, f"policy{i}").lines[0].get_xdata() for i in range(20)]
+    for budget, found in zip((64, 128, 256), zip(*places, strict=True), strict=True):
+        assert len({round(float(x), 6) for x in found}) == 20
+        assert min(found) > budget / 2**0.35
+        assert max(found) < budget * 2**0.35
+
+
+def test_policies_whose_budget_is_read_are_dashed_and_say_so():
+    run = document(("niah",), {"h2o": 1, "quest": 1})
+    reading = [arm.model_copy(update={"reads": arm.policy == "quest"}) for arm in run.arms]
+    panel = budgets(run.model_copy(update={"arms": reading}))["niah"]
+    assert container(panel, "h2o").lines[0].get_linestyle() == "-"
+    assert container(panel, "quest (budget is read)").lines[0].get_linestyle() == "--"
+
+
+def test_scores_fed_in_blocks_have_hollow_markers():
+    run = document(("ppl",), {"h2o": 1, "snapkv": 1})
+    results = [ppl(arm, in_blocks=("snapkv",)) for arm in run.arms]
+    panel = budgets(run.model_copy(update={"results": results}))["ppl"]
+    faces = {p: container(panel, p).lines[0].get_markerfacecolor() for p in ("h2o", "snapkv")}
+    assert faces["snapkv"] == "white" != faces["h2o"]
+    assert any("does not compare" in x.get_label() for x in panel.get_lines())
+
+
+def test_a_line_under_another_one_shows_on_both_sides_of_it():
+    run = document(("niah",), {"h2o": 1, "tova": 1})
+    for budget in (64, 128):  # where both score the same, and not at 256
+        run = changed(run, f"h2o@{budget}", value=0.5)
+        run = changed(run, f"tova@{budget}", value=0.5)
+    panel = budgets(run)["niah"]
+    look = looks(run)
+    wide = [x for x in panel.get_lines() if x.get_linewidth() > 3]
+    assert [x.get_color() for x in wide] == [look["h2o"].colour]
+    assert list(wide[0].get_ydata()) == [0.5, 0.5]
+    assert list(wide[0].get_xdata()) == list(container(panel, "h2o").lines[0].get_xdata()[:2])
 
 
 def test_whiskers_are_one_standard_error():
@@ -58,13 +103,13 @@ def test_whiskers_are_one_standard_error():
     assert 256 not in ends
 
 
-def test_the_full_cache_is_a_dashed_line_at_its_score():
+def test_the_full_cache_is_a_dotted_line_at_its_score():
     run = changed(document(("niah", "ppl"), {"h2o": 1}), "full", value=0.75)
     for panel in budgets(run).values():
         full = line(panel, "full")
         assert set(full.get_ydata()) == {0.75}
         assert list(full.get_xdata()) == [0, 1]  # all the way across
-        assert full.get_linestyle() == "--"
+        assert full.get_linestyle() == ":"
 
 
 def test_a_missing_score_is_a_gap_not_a_zero():
@@ -124,8 +169,8 @@ def test_a_policy_looks_the_same_everywhere_and_unlike_the_others():
 
 
 def test_curves_have_a_panel_per_budget_and_the_full_cache_in_each():
-    run = document(("ppl",), {"h2o": 1, "tova": 1})
-    found = curve(run, "ppl", "nll by position")
+    run = renamed(document(("ppl",), {"h2o": 1, "tova": 1}))
+    found = curve(run, "ppl", "curve")
     assert list(found) == ["ppl, budget 64", "ppl, budget 128", "ppl, budget 256"]
     for budget in (64, 128, 256):
         panel = found[f"ppl, budget {budget}"]
@@ -134,7 +179,56 @@ def test_curves_have_a_panel_per_budget_and_the_full_cache_in_each():
             [entry] = run.of(arm, "ppl").curves
             assert list(line(panel, label).get_xdata()) == entry.x
             assert list(line(panel, label).get_ydata()) == entry.y
-    assert line(found["ppl, budget 64"], "full").get_linestyle() == "--"
+    assert line(found["ppl, budget 64"], "full").get_linestyle() == ":"
+
+
+def renamed(run):
+    """With a curve that is no likelihood, and so drawn as it is."""
+    results = [
+        r.model_copy(update={"curves": [r.curves[0].model_copy(update={"name": "curve"})]})
+        for r in run.results
+    ]
+    return run.model_copy(update={"results": results})
+
+
+def test_likelihoods_are_less_those_of_the_full_cache_from_the_budget_on():
+    run = document(("ppl",), {"h2o": 1, "tova": 1})
+    found = curve(run, "ppl", "nll by position")
+    for budget in (64, 128, 256):
+        drawn = line(found[f"ppl, budget {budget}"], "h2o")
+        [ours] = run.of(f"h2o@{budget}", "ppl").curves
+        [theirs] = run.of("full", "ppl").curves
+        expected = {
+            x: own - full
+            for x, own, full in zip(ours.x, ours.y, theirs.y, strict=True)
+            if x >= budget
+        }
+        assert list(drawn.get_xdata()) == list(expected)
+        assert list(drawn.get_ydata()) == pytest.approx(list(expected.values()))
+        full = line(found[f"ppl, budget {budget}"], "full")
+        assert set(full.get_ydata()) == {0.0}
+        assert full.get_xdata()[0] == 64
+    assert found["ppl, budget 64"].get_ylabel() == "mean NLL, less full's"
+
+
+def test_likelihoods_fed_in_other_blocks_than_to_the_full_cache_are_left_out():
+    run = document(("ppl",), {"h2o": 1, "snapkv": 1})
+    results = [ppl(arm, in_blocks=("snapkv",)) for arm in run.arms]
+    run = run.model_copy(update={"results": results})
+    drawn = curve(run, "ppl", "nll by position")
+    for panel in drawn.values():
+        labels = [x.get_label() for x in panel.get_lines() if len(x.get_xdata())]
+        assert any(label.startswith("h2o") for label in labels)
+        assert not any(label.startswith("snapkv") for label in labels)
+        said = [x.get_label() for x in panel.get_lines() if not len(x.get_xdata())]
+        assert said == ["not drawn: snapkv (fed in blocks)"]
+
+
+def test_likelihoods_without_a_full_cache_are_as_they_are():
+    run = document(("ppl",), {"h2o": 1}, (64,))
+    run = run.model_copy(update={"arms": run.arms[1:], "results": run.results[1:]})
+    drawn = line(curve(run, "ppl", "nll by position")["ppl"], "h2o@64")
+    assert list(drawn.get_ydata()) == run.of("h2o@64", "ppl").curves[0].y
 
 
 def test_one_policy_has_its_budgets_in_one_panel_told_apart_without_colour():

@@ -72,7 +72,7 @@ def test_the_page_stands_alone(tmp_path):
     assert not {"script", "link", "img", "iframe", "object"} & set(reader.tags)
     assert not re.search(r"https?:|@import|url\((?!#)", text)
     assert all(link.startswith(("#", "data:image/png;base64,")) for link in reader.links)
-    assert reader.tags.count("svg") == 4
+    assert reader.tags.count("svg") == 6
     assert len(reader.ids) == len(set(reader.ids))
     assert reader.references
     assert set(reader.references) <= set(reader.ids)

@@ -4,7 +4,7 @@ import pytest
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.report.pictures import draw, file_name, pictures
-from tests.report.examples import document
+from tests.report.examples import arms, cost, document
 
 SMALL = ({"h2o": 1}, (64, 128))
 
@@ -18,18 +18,24 @@ def test_there_is_a_picture_for_all_that_the_data_hold_and_no_other():
         return [picture.name for picture in pictures(run)]
 
     assert names(document()) == [
+        "score-by-bytes",
         "score-by-budget",
         "cost",
+        "tokens-by-layer",
         "niah",
         "ruler-niah_multikey_1-score-by-length",
         "ppl-nll-by-position",
         "output-error-error-by-layer",
         "speed-score-by-length",
     ]
-    assert names(document(("ruler/vt",))) == ["score-by-budget", "cost"]
+    shared = ["score-by-bytes", "score-by-budget", "cost", "tokens-by-layer"]
+    assert names(document(("ruler/vt",))) == shared
     assert names(without(document(("ruler/vt",)), cost=None)) == ["score-by-budget"]
-    assert names(without(document(("niah",), *SMALL), cells=[])) == ["score-by-budget", "cost"]
-    assert names(document(("ruler/vt",), {})) == ["cost"]  # the full cache has no budget
+    assert names(without(document(("niah",), *SMALL), cells=[])) == shared
+    alone = ["cost", "tokens-by-layer"]  # the full cache has no budget
+    assert names(document(("ruler/vt",), {})) == alone
+    old = cost(arms()[0]).model_copy(update={"kept_per_layer": []})
+    assert names(without(document(("ruler/vt",)), cost=old)) == shared[:-1]
     assert names(without(document(("ruler/vt",)), cost=None, value=None)) == []
 
 
@@ -45,7 +51,9 @@ def test_files_are_written_whole_and_the_same_every_time(tmp_path):
     first = draw(run, tmp_path / "new" / "a")
     second = draw(run, tmp_path / "b")
     assert [path.name for path in first] == [
-        f"{name}.{form}" for name in ("score-by-budget", "cost", "niah") for form in ("png", "svg")
+        f"{name}.{form}"
+        for name in ("score-by-bytes", "score-by-budget", "cost", "tokens-by-layer", "niah")
+        for form in ("png", "svg")
     ]
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == sorted(
         path.name for path in second

@@ -1,0 +1,161 @@
+"""Scores against the bytes that a cache holds, where evicting and reading compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
+from kvtool.report import digits
+from kvtool.report.dodge import covered, dodge
+from kvtool.report.front import pareto_front
+from kvtool.report.metrics import headline
+from kvtool.report.panels import add_legend, draw_points, new_panels, score_axis, widen_covered
+from kvtool.report.style import FULL_LINE, looks
+from kvtool.report.variants import (
+    FULL,
+    budget_size,
+    families,
+    fed_like_full,
+    results_of,
+    task_names,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_NEAR = 1.06  # bytes that differ less are set side by side
+_STEP = 1.035
+_MOST_TICKS = 5
+
+
+@dataclass(frozen=True)
+class HeldPoint:
+    """What a variant holds and scores on one task.
+
+    Attributes:
+        bytes: buffers of keys and values and the policy's own numbers, the mean of the samples.
+        comparable: whether it was fed like the full cache, so that both compare.
+    """
+
+    variant: ArmEntry
+    bytes: float
+    value: float
+    stderr: float | None
+    comparable: bool
+
+
+def held_tasks(document: ResultsDocument) -> list[str]:
+    """Return the tasks in which a variant under a budget has a score and its bytes."""
+    return [
+        task
+        for task in task_names(document)
+        if any(point.variant.policy != FULL for point in held_points(document, task))
+    ]
+
+
+def held_points(document: ResultsDocument, task: str) -> list[HeldPoint]:
+    """Return the point of each variant that was measured, policy by policy."""
+    variants = {variant.name: variant for variant in document.arms}
+    return [
+        HeldPoint(
+            variants[result.arm],
+            result.cost.held_bytes,
+            result.value,
+            result.stderr,
+            comparable=fed_like_full(document, result),
+        )
+        for result in results_of(document, task)
+        if result.cost is not None and result.value is not None and result.cost.held_bytes > 0
+    ]
+
+
+def front_of(points: list[HeldPoint], *, lower_is_better: bool) -> list[HeldPoint]:
+    """Return the Pareto front of those that compare, bytes ascending."""
+    known = [point for point in points if point.comparable]
+    pairs = [(point.bytes, point.value) for point in known]
+    return [known[i] for i in pareto_front(pairs, lower_is_better=lower_is_better)]
+
+
+def held_figure(document: ResultsDocument) -> Figure:
+    """Return a panel per task: a line per policy over its bytes, the front, the full cache."""
+    tasks = held_tasks(document)
+    figure, panels = new_panels(len(tasks))
+    for panel, task in zip(panels, tasks, strict=True):
+        results = results_of(document, task)
+        points = held_points(document, task)
+        _draw(panel, document, points, results[0])
+        score_axis(panel, results)
+        panel.set_title(task)
+        panel.set_ylabel(headline(results[0]))
+        panel.set_xlabel(f"bytes held: {_of_what(results)}")
+    add_legend(figure, panels)
+    return figure
+
+
+def _of_what(results: list[TaskResult]) -> str:
+    costs = [result.cost for result in results if result.cost is not None]
+    filled = any(cost.allocated_bytes is None for cost in costs)  # by an earlier version
+    return f"{'filled slots' if filled else 'buffers'} and policy state"
+
+
+def _draw(
+    panel: Axes, document: ResultsDocument, points: list[HeldPoint], some: TaskResult
+) -> None:
+    panel.set_xscale("log", base=2)
+    moved = dodge([point.bytes for point in points], near=_NEAR, step=_STEP)
+    x = {point.variant.name: place for point, place in zip(points, moved, strict=True)}
+    front = front_of(points, lower_is_better=some.lower_is_better)
+    panel.step(
+        [x[point.variant.name] for point in front],
+        [point.value for point in front],
+        where="post",
+        color="#d5d5d5",
+        linewidth=6,
+        solid_capstyle="round",
+        zorder=1,
+        label="Pareto front",
+    )
+    by_name = {point.variant.name: point for point in points}
+    look = looks(document)
+    drawn = [
+        (family, [by_name[each.name] for each in family.variants if each.name in by_name])
+        for family in families(document)
+    ]
+    drawn = [(family, found) for family, found in drawn if found]
+    pieces = covered([{_place(point): point.value for point in found} for _, found in drawn])
+    for (family, found), hidden in zip(drawn, pieces, strict=True):
+        if family.is_full:
+            panel.axhline(found[0].value, label=family.label, **FULL_LINE)
+            panel.plot([x[found[0].variant.name]], [found[0].value], "*", color="black", zorder=4)
+            continue
+        line = {_place(point): (x[point.variant.name], point.value) for point in found}
+        widen_covered(panel, line, hidden, look[family.label].colour)
+        draw_points(
+            panel,
+            [x[point.variant.name] for point in found],
+            [point.value for point in found],
+            [point.stderr for point in found],
+            look[family.label],
+            family.told,
+            hollow=not all(point.comparable for point in found),
+        )
+    _bytes_axis(panel, list(x.values()))
+
+
+def _place(point: HeldPoint) -> float:
+    """Return where lines are compared: at their budgets, which hold nearly the same bytes."""
+    budget = point.variant.budget
+    return 0.0 if budget is None else float(budget_size(budget)[1])
+
+
+def _bytes_axis(panel: Axes, places: list[float]) -> None:
+    """Mark powers of two, few enough that they do not touch."""
+    low, high = min(places) / 1.15, max(places) * 1.15
+    panel.set_xlim(low, high)
+    powers = [2.0**i for i in range(64) if low <= 2.0**i <= high]
+    shown = powers[:: -(-len(powers) // _MOST_TICKS) or 1]
+    panel.set_xticks(shown, [digits.size(int(power)).replace(".0 ", "\n") for power in shown])
+    panel.minorticks_off()
+    panel.grid(axis="both")
