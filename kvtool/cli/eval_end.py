@@ -41,6 +41,7 @@ class EvalWatcher(TerminalWatcher):
     def show_results(self, results: ResultsDocument, folder: Path) -> None:
         """Draw pictures and page, print the tables, and say what went wrong."""
         from kvtool.evaluation.extras import installed
+        from kvtool.evaluation.run.wrong import wrong_answers
         from kvtool.report.page import write_page
 
         options, terminal = self._options, self.terminal
@@ -52,7 +53,7 @@ class EvalWatcher(TerminalWatcher):
 
             (folder / "plots").mkdir(exist_ok=True)
             draw(results, folder / "plots", formats=pictures)
-        write_page(results, folder / "report.html")
+        write_page(results, folder / "report.html", wrong_answers(folder, results))
         form = options.choose_format("text" if terminal.interactive else "json")
         if form == "text":
             from kvtool.report.tables import results_tables

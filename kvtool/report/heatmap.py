@@ -9,7 +9,7 @@ from kvtool.documents.results import ArmEntry, ResultsDocument
 from kvtool.report import digits
 from kvtool.report.metrics import title as title_of
 from kvtool.report.needles import NeedleGrid, needle_grids, scale
-from kvtool.report.scale import CIVIDIS, ink_on
+from kvtool.report.scale import CIVIDIS, INK, ink_on
 from kvtool.report.style import new_figure
 from kvtool.report.variants import FULL, Family, families, results_of, wrap
 
@@ -132,7 +132,7 @@ def _label(panel: Axes, grid: NeedleGrid) -> None:
 def _number(panel: Axes, grid: NeedleGrid, best: float) -> None:
     for row, values in enumerate(grid.values):
         for column, value in enumerate(values):
-            ink = "black" if value is None else ink_on(value / best)
+            ink = INK["black" if value is None else ink_on(value / best)]
             text = _cell(value, best)
             panel.text(column, row, text, ha="center", va="center", fontsize=6, color=ink)
 

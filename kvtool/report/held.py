@@ -11,7 +11,7 @@ from kvtool.report.dodge import covered, dodge
 from kvtool.report.front import pareto_front
 from kvtool.report.metrics import headline
 from kvtool.report.panels import add_legend, draw_points, new_panels, score_axis, widen_covered
-from kvtool.report.style import FULL_LINE, looks
+from kvtool.report.style import FRONT, FULL_LINE, looks
 from kvtool.report.variants import (
     FULL,
     budget_size,
@@ -111,7 +111,7 @@ def _draw(
         [x[point.variant.name] for point in front],
         [point.value for point in front],
         where="post",
-        color="#d5d5d5",
+        color=FRONT,
         linewidth=6,
         solid_capstyle="round",
         zorder=1,

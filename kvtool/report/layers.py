@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument
 from kvtool.report.panels import whole_ticks
-from kvtool.report.scale import CIVIDIS, ink_on
+from kvtool.report.scale import CIVIDIS, INK, ink_on
 from kvtool.report.spent import spent_by_variant
 from kvtool.report.style import new_figure
 from kvtool.report.variants import families
@@ -66,5 +66,5 @@ def _has_none(kept: dict[str, tuple[float, ...]]) -> bool:
 def _number(panel: Axes, rows: list[tuple[float, ...]], most: float) -> None:
     for y, row in enumerate(rows):
         for x, tokens in enumerate(row):
-            ink = ink_on(tokens / most)
+            ink = INK[ink_on(tokens / most)]
             panel.text(x, y, f"{tokens:.0f}", ha="center", va="center", fontsize=6.5, color=ink)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -17,25 +18,30 @@ from markupsafe import Markup
 from kvtool.documents.files import write_text
 from kvtool.documents.results import ResultsDocument
 from kvtool.evaluation.extras import installed
+from kvtool.evaluation.run.wrong import WrongAnswer
 from kvtool.package_data import data_file
 from kvtool.report import page_tables as tables
 from kvtool.report.inline_svg import inline_svg
 from kvtool.report.notes import notes
 from kvtool.report.variants import results_of, task_names
 
+WrongByTask = Mapping[str, Sequence[WrongAnswer]]
 Pairs = list[tuple[str, str]]
 
 
-def write_page(document: ResultsDocument, path: Path) -> None:
+def write_page(document: ResultsDocument, path: Path, wrong: WrongByTask | None = None) -> None:
     """Write the page, whole or not at all.
+
+    Args:
+        wrong: answers of each task to show beside their references.
 
     Raises:
         KvtoolError: the file cannot be written.
     """
-    write_text(path, page(document))
+    write_text(path, page(document, wrong))
 
 
-def page(document: ResultsDocument) -> str:
+def page(document: ResultsDocument, wrong: WrongByTask | None = None) -> str:
     """Return the page as text."""
     loader = FileSystemLoader(data_file("report/page.html").parent)
     templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
@@ -47,7 +53,7 @@ def page(document: ResultsDocument) -> str:
         means=tables.means(document),
         costs=tables.costs(document),
         gates=tables.gates(document) if document.gates else None,
-        tasks=[_task(document, task) for task in task_names(document)],
+        tasks=[_task(document, task, (wrong or {}).get(task)) for task in task_names(document)],
         drawn=installed("plots"),
         pictures=_pictures(document),
         notes=notes(document),
@@ -74,7 +80,9 @@ def _warnings(document: ResultsDocument) -> list[str]:
     return warnings
 
 
-def _task(document: ResultsDocument, task: str) -> dict[str, object]:
+def _task(
+    document: ResultsDocument, task: str, wrong: Sequence[WrongAnswer] | None
+) -> dict[str, object]:
     some = results_of(document, task)[0]
     facts = [
         ("protocol", some.protocol),
@@ -89,6 +97,7 @@ def _task(document: ResultsDocument, task: str) -> dict[str, object]:
         "facts": facts,
         "metrics": metrics,
         "cells": cells,
+        "wrong": tables.wrong(wrong) if wrong else None,
         "meanings": tables.meanings(document, task),
     }
 

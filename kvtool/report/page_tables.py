@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtool.documents.results import ArmEntry, CellEntry, ResultsDocument, TaskResult
+from kvtool.evaluation.run.wrong import WrongAnswer
 from kvtool.report import digits
 from kvtool.report.metrics import headline, meaning, title
 from kvtool.report.needles import is_needle
@@ -13,7 +14,7 @@ from kvtool.report.spent import Spent, relative, spent_by_variant, spent_on
 from kvtool.report.variants import FULL, families, full_variant, results_of, task_names
 
 _MOST_CELLS = 24
-_COST = ("K/V", "of full", "policy state", "prefill s", "decode tokens/s", "× full")
+_MOST_LETTERS = 240  # of an answer
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,22 @@ class Cell:
 
 @dataclass(frozen=True)
 class Header:
-    """The title of a column, and a line below it."""
+    """The title of a column, and a line below it; `look` is a class of the style sheet."""
 
     title: str
     below: str = ""
+    look: str = ""
+
+
+_COST = [
+    Header("held", "buffers, state"),
+    Header("K/V"),
+    Header("of full"),
+    Header("policy state"),
+    Header("prefill", "s"),
+    Header("decode", "tokens/s"),
+    Header("× full"),
+]
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,7 @@ def costs(document: ResultsDocument) -> Table | None:
     if not spent:
         return None
     rows = _rows(document, lambda arm: _cost(arm.name, spent, document))
-    return Table([Header("arm"), *map(Header, _COST)], rows)
+    return Table([Header("arm"), *_COST], rows)
 
 
 def task(document: ResultsDocument, name: str) -> Table:
@@ -92,7 +105,6 @@ def task(document: ResultsDocument, name: str) -> Table:
     others = [n for n in names if any(n != result.metric for result in results.values())]
     measured = {arm: spent_on([result]) for arm, result in results.items()}
     spent = {arm: cost for arm, cost in measured.items() if cost is not None}
-    titles = ["n", "failed", *(_COST if spent else ())]
 
     def cells(arm: ArmEntry) -> list[Cell]:
         result = results.get(arm.name)
@@ -103,8 +115,8 @@ def task(document: ResultsDocument, name: str) -> Table:
         return [*row, *(_cost(arm.name, spent, document) if spent else [])]
 
     named = [Header(title(other), other) for other in others]
-    headers = [Header("arm"), _task_header(document, name), *named, *map(Header, titles)]
-    return Table(headers, _rows(document, cells))
+    headers = [Header("arm"), _task_header(document, name), *named, Header("n"), Header("failed")]
+    return Table([*headers, *(_COST if spent else [])], _rows(document, cells))
 
 
 def meanings(document: ResultsDocument, name: str) -> list[tuple[str, str]]:
@@ -132,6 +144,24 @@ def cells(document: ResultsDocument, name: str) -> Table | None:
     return Table([Header("arm"), *map(Header, places)], _rows(document, row))
 
 
+def wrong(answers: Sequence[WrongAnswer]) -> Table:
+    """Return wrong answers beside their references."""
+    rows = []
+    for each in answers:
+        where = each.sample if each.question is None else f"{each.sample}, question {each.question}"
+        wanted = " or ".join(_shortened(reference) for reference in each.references)
+        words = [Cell(text, look="words") for text in (where, _shortened(each.answer), wanted)]
+        rows.append(Row(each.arm, [*words, Cell(digits.score(each.score, each.best))]))
+    named = [Header(title, look="words") for title in ("sample", "answer", "reference")]
+    return Table([Header("arm"), *named, Header("score")], rows)
+
+
+def _shortened(text: str) -> str:
+    """Strip a text, and leave out what comes after so many characters."""
+    text = text.strip()
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} …"
+
+
 def gates(document: ResultsDocument) -> Table:
     """Return every condition and whether it is met."""
     rows = []
@@ -141,7 +171,8 @@ def gates(document: ResultsDocument) -> Table:
         words = [Cell(text, look="words") for text in (gate.task, digits.gate_name(gate))]
         numbers = [Cell(value), Cell(digits.plain(gate.limit))]
         rows.append(Row(gate.arm, [*words, *numbers, outcome]))
-    return Table([Header(title) for title in ("arm", "task", "gate", "value", "limit", "")], rows)
+    named = [Header(title, look="words") for title in ("task", "gate")]
+    return Table([Header("arm"), *named, *map(Header, ("value", "limit", ""))], rows)
 
 
 def _rows(document: ResultsDocument, cells: Callable[[ArmEntry], list[Cell]]) -> list[Row]:
@@ -217,6 +248,7 @@ def _cost(arm: str, spent: dict[str, Spent], document: ResultsDocument) -> list[
     full = full_variant(document)
     ratio = relative("decode_rate", cost, spent.get(full.name) if full else None)
     return [
+        Cell(digits.size(cost.held_bytes)),
         Cell(digits.size(cost.kv_bytes)),
         Cell(digits.share(cost.kv_share)),
         Cell(digits.size(cost.state_bytes)),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-ACROSS = 3  # panels in a row
+ACROSS = 2  # panels in a row
 _HOLLOW = "hollow: fed in blocks, does not compare"
 _LINE, _BESIDE = 1.6, 2.4  # points: of a line, and of what shows of one that is covered
 _PANEL = (3.1, 2.6)  # inches

@@ -7,6 +7,7 @@ as one (Nunez, Anderton and Renslow, 2018, https://doi.org/10.1371/journal.pone.
 from __future__ import annotations
 
 CIVIDIS = "cividis"  # as matplotlib calls it
+INK = {"black": "#010101", "white": "#fefefe"}  # in pictures, which no dark page turns round
 _ANCHORS = (  # matplotlib's cividis in steps of a tenth
     *("#00224E", "#083370", "#35456C", "#4F576C", "#666970", "#7D7C78"),
     *("#948E77", "#AEA371", "#C8B866", "#E5CF52", "#FEE838"),

@@ -15,6 +15,7 @@ class Spent:
 
     Attributes:
         tasks: the tasks that were measured; costs compare only over the same ones.
+        held_bytes: buffers of keys and values and the policy's own numbers.
         kv_bytes: keys and values at the end of a sample.
         state_bytes: the policy's own numbers.
         full_bytes: what a full cache would hold.
@@ -25,6 +26,7 @@ class Spent:
     """
 
     tasks: tuple[str, ...]
+    held_bytes: float
     kv_bytes: float
     state_bytes: float
     full_bytes: float
@@ -64,6 +66,7 @@ def spent_on(results: list[TaskResult]) -> Spent | None:
 
     return Spent(
         tasks=tuple(task for task, _, _ in costs),
+        held_bytes=mean(lambda cost: cost.held_bytes),
         kv_bytes=mean(lambda cost: cost.kv_bytes),
         state_bytes=mean(lambda cost: cost.state_bytes),
         full_bytes=mean(lambda cost: cost.full_bytes),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.files import write_with
 from kvtool.documents.results import ResultsDocument
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#777777")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _DASHES = ("-", "--", "-.", ":")
-FULL_LINE = {"color": "black", "linestyle": ":", "linewidth": 1.4, "zorder": 3}  # over the others
+GRID, FRONT = "#dddddd", "#d5d5d5"
+FULL_LINE: dict[str, Any] = {
+    "color": "black",
+    "linestyle": ":",
+    "linewidth": 1.4,
+    "zorder": 3,
+}  # over the others
 _SETTINGS = {
     "font.size": 9,
     "font.sans-serif": ["DejaVu Sans", "Verdana"],  # ours, and one as wide where it is missing
@@ -35,7 +41,7 @@ _SETTINGS = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,
-    "grid.color": "#dddddd",
+    "grid.color": GRID,
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.6,
     "lines.markersize": 5,

@@ -57,7 +57,11 @@ def test_a_run_holds_every_sample_and_its_results(kvtool, tmp_path):
     lock = yaml.safe_load((folder / "recipe.lock.yaml").read_text())
     assert lock["kind"] == "recipe"
     assert lock["eval"]["tasks"][0]["lengths"] == [256]
-    assert (folder / "report.html").read_text().startswith("<!")
+    page = (folder / "report.html").read_text()
+    assert page.startswith("<!")
+    assert results.of("streaming@32", "niah").value < 1
+    assert "Wrong answers beside their references" in page
+    assert len(results.of("h2o(recent=8)+caote@32", "niah").cost.kept_per_layer) == 4
 
 
 def test_bytes_are_those_of_the_tensors(kvtool):

@@ -1,7 +1,10 @@
 import re
 import xml.etree.ElementTree as ElementTree
 
+from kvtool.package_data import data_file
 from kvtool.report.inline_svg import inline_svg
+from kvtool.report.scale import INK
+from kvtool.report.style import FRONT, GRID
 
 SVG = """<?xml version="1.0"?>
 <!DOCTYPE svg PUBLIC "x" "http://www.w3.org/x.dtd">
@@ -12,6 +15,20 @@ SVG = """<?xml version="1.0"?>
  <g id="axes_1" clip-path="url(#p1)"><use xlink:href="#m1"/><text>a &lt; b</text></g>
 </svg>
 """
+
+
+def test_black_white_and_greys_are_the_pages_and_other_colours_stay():
+    styles = "fill: #ffffff; stroke: #000000", f"stroke: {GRID}", f"stroke: {FRONT}; fill: #0072b2"
+    drawn = SVG.replace("<rect/>", "".join(f'<path style="{style}"/>' for style in styles))
+    found = re.findall(r'<path style="([^"]+)"', inline_svg(drawn, "p", "x"))
+    assert found == [
+        "fill: var(--paper); stroke: currentColor",
+        "stroke: var(--line)",
+        "stroke: var(--front); fill: #0072b2",
+    ]
+    sheet = data_file("report/page.css").read_text()
+    assert all(sheet.count(f"{name}:") == 3 for name in ("--paper", "--line", "--front"))
+    assert not set(INK.values()) & {"#000000", "#ffffff"}  # numbers on colours of the scale stay
 
 
 def test_an_svg_keeps_its_references_under_a_prefix():

@@ -14,7 +14,7 @@ from tests.report.examples import document, ppl
 
 
 def panels(figure):
-    return {panel.get_title(): panel for panel in figure.axes}
+    return {panel.get_title(): panel for panel in figure.axes if panel.axison}
 
 
 def budgets(run):

@@ -4,8 +4,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from kvtool.evaluation.run.collect import with_deltas
+from kvtool.evaluation.run.wrong import WrongAnswer
 from kvtool.report.page import page, write_page
-from tests.report.examples import document
+from tests.report.examples import document, ppl
 
 VOID = {"meta", "br", "hr"}
 SMALL = ({"h2o": 1, "tova": 1}, (64, 128))
@@ -86,7 +88,8 @@ def test_tables_hold_scores_differences_and_costs(no_matplotlib):
     assert scores[1] == f"{found.value:.3f} ±{found.stderr:.3f} {found.delta:+.3f}"
     average = next(a for a in run.averages if a.arm == "h2o@64")
     assert scores[4] == f"{average.value:.1f} {average.delta:+.1f}"
-    assert costs[1:] == ["96.0 KiB", "9.9%", "3.0 KiB", "0.300", "44.00", "1.10x"]
+    # held: 4 more slots than are filled, and the policy's 3 KiB
+    assert costs[1:] == ["105.0 KiB", "96.0 KiB", "9.9%", "3.0 KiB", "0.300", "44.00", "1.10x"]
     assert niah[2:4] == ["264", "0"]
     full = next(row for row in Reader(page(run)).rows if row[0] == "full")
     assert full[1] == "1.000 ±0.020"
@@ -100,6 +103,31 @@ def test_every_metric_of_a_task_is_told_and_missing_ones_are_no_zeros(no_matplot
     assert "divergence of the policy's next-token probabilities" in reader.text
     row = [row for row in reader.rows if row[0] == "h2o@64"][-1]
     assert row[2:6] == ["0.550 ±0.020", "–", "20", "0"]
+
+
+def test_what_does_not_compare_with_the_full_cache_is_left_blank(no_matplotlib):
+    run = document(("ppl",), {"h2o": 1, "snapkv": 1}, (64,))
+    results = with_deltas([ppl(arm, in_blocks=("snapkv",)) for arm in run.arms])
+    run = run.model_copy(update={"results": results})
+    text = page(run)
+    rows = [row for row in Reader(text).rows if row[0] in ("h2o@64", "snapkv@64")]
+    h2o, snapkv = run.of("h2o@64", "ppl"), run.of("snapkv@64", "ppl")
+    assert rows[0][1] == f"{h2o.value:.3f} {h2o.delta:+.3f}"
+    assert rows[1][1] == f"{snapkv.value:.3f}"
+    assert "their differences are left blank" in text
+
+
+def test_wrong_answers_stand_beside_their_references(no_matplotlib):
+    wrong = [
+        WrongAnswer("h2o@64", "length=512/3", None, " 12 <b> ", ("124",), 0.0, 1.0),
+        WrongAnswer("tova@64", "a", 2, "x" * 500, ("y", "z"), 50.0, 100.0),
+    ]
+    run = document(("niah", "ppl"), *SMALL)
+    rows = Reader(page(run, {"niah": wrong})).rows
+    start = rows.index(["arm", "sample", "answer", "reference", "score"])
+    assert rows[start + 1] == ["h2o@64", "length=512/3", "12 <b>", "124", "0.000"]
+    assert rows[start + 2] == ["tova@64", "a, question 2", "x" * 240 + " …", "y or z", "50.0"]
+    assert "Wrong answers" not in page(run)
 
 
 def test_cells_are_told_where_they_are_few(no_matplotlib):

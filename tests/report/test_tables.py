@@ -3,9 +3,10 @@ import re
 import pytest
 from rich.console import Console
 
+from kvtool.evaluation.run.collect import with_deltas
 from kvtool.report.scale import colour_at
 from kvtool.report.tables import needle_tables, summary_table
-from tests.report.examples import DEPTHS, LENGTHS, document
+from tests.report.examples import DEPTHS, LENGTHS, document, ppl
 
 THREE = ("niah", "ruler/niah_multikey_1", "fidelity")
 
@@ -69,6 +70,18 @@ def test_colour_follows_the_better_direction_and_the_sign_the_number():
     plain = printed(summary_table(run), 200)
     assert f"+{delta:.3f}" in plain
     assert "\x1b" not in plain
+
+
+def test_what_does_not_compare_with_the_full_cache_is_left_blank():
+    run = document(("ppl",), {"h2o": 1, "snapkv": 1}, (64,))
+    results = with_deltas([ppl(arm, in_blocks=("snapkv",)) for arm in run.arms])
+    run = run.model_copy(update={"results": results})
+    text = printed(summary_table(run), 200, colour=True)
+    cells = rows(printed(summary_table(run), 200), "snapkv@64")[0]
+    assert cells[1] == f"{run.of('snapkv@64', 'ppl').value:.3f}"
+    assert not cells[2].startswith(("+", "-"))
+    assert f"\x1b[31m+{run.of('h2o@64', 'ppl').delta:.3f}" in text
+    assert "their differences are left blank" in text
 
 
 def test_failed_samples_and_missing_results_are_marked():

@@ -1,0 +1,130 @@
+"""Answers of a run that are not the references, for people to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from kvtool.documents.results import ResultsDocument
+from kvtool.documents.samples import TaskSamples
+from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.metrics.contains import contains
+from kvtool.evaluation.run.index import read_samples, read_task, read_variant
+from kvtool.evaluation.run.runner import Place, sample_key
+from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.samples.sample import Json
+from kvtool.evaluation.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class WrongAnswer:
+    """An answer with a score below the best one.
+
+    Attributes:
+        sample: its id.
+        question: which of the questions about one text, from 1; None where there is one only.
+        references: any of which would be right.
+        score: the headline of the whole sample, out of `best`.
+    """
+
+    arm: str
+    sample: str
+    question: int | None
+    answer: str
+    references: tuple[str, ...]
+    score: float
+    best: float
+
+
+def wrong_answers(
+    folder: Path, results: ResultsDocument, most: int = 3
+) -> dict[str, list[WrongAnswer]]:
+    """Return at most so many wrong answers of each task; none where it asks nothing.
+
+    They are of the arms that score best, in the middle and worst among those that err, so that a
+    near miss is seen, and a breakdown; further ones are of the same arms.
+
+    Args:
+        folder: of the run; its files of samples are read.
+
+    Raises:
+        KvtoolError: files that are damaged.
+        UsageError: an arm whose policy is from a module that nobody has imported.
+    """
+    store = Store(folder)
+    index = read_samples(store)
+    place = Place(index.model, Protocol(**index.protocol.model_dump()))
+    variants = {entry.name: read_variant(entry, index.plan) for entry in index.arms}
+    found = {}
+    for entry in index.tasks:
+        task = read_task(entry, store)
+        by_arm = []
+        for name in _chosen(results, task, most):
+            configuration = place.configuration(variants[name], task)
+            records = store.records(variants[name].folder, entry.task)
+            wrong = _wrong_among(_of_this_run(records, configuration, entry), name, task)
+            by_arm.append(list(islice(wrong, most)))
+        found[entry.task] = _in_turn(by_arm, most)
+    return found
+
+
+def _chosen(results: ResultsDocument, task: Task, most: int) -> list[str]:
+    """Return the arms that score best, in the middle and worst among those that err."""
+    best = task.best
+    if best is None or task.lower_is_better:
+        return []
+    scored = [(r.value, r.arm) for r in results.results if r.task == task.name]
+    erring = [(value, arm) for value, arm in scored if value is not None and value < best]
+    arms = [arm for _, arm in sorted(erring, key=lambda pair: -pair[0])]
+    step = (len(arms) - 1) / max(1, most - 1)
+    return [arms[i] for i in dict.fromkeys(round(i * step) for i in range(most)) if arms]
+
+
+def _of_this_run(
+    records: dict[str, Json], configuration: str, entry: TaskSamples
+) -> list[tuple[str, Json]]:
+    """Return ids and records of the samples that the run consists of; lines of others may stay."""
+    keyed = [
+        (name, records.get(sample_key(configuration, content))) for name, content in entry.samples
+    ]
+    return [(name, found) for name, found in keyed if found is not None and "error" not in found]
+
+
+def _wrong_among(records: list[tuple[str, Json]], arm: str, task: Task) -> Iterator[WrongAnswer]:
+    for sample, record in records:
+        turns = record.get("turns") or [record]
+        score = task.score(record).get(task.metric) if "prediction" in turns[0] else None
+        if score is None or task.best is None or score >= task.best:
+            continue
+        place, turn = _first_miss(turns)
+        yield WrongAnswer(
+            arm=arm,
+            sample=sample,
+            question=place + 1 if len(turns) > 1 else None,
+            answer=turn["prediction"],
+            references=tuple(turn["references"]),
+            score=score,
+            best=task.best,
+        )
+
+
+def _first_miss(turns: list[Json]) -> tuple[int, Json]:
+    """Return the first turn whose answer holds none of its references, else the first one."""
+    for place, turn in enumerate(turns):
+        if not any(contains(turn["prediction"], reference) for reference in turn["references"]):
+            return place, turn
+    return 0, turns[0]
+
+
+def _in_turn(by_arm: list[list[WrongAnswer]], most: int) -> list[WrongAnswer]:
+    """Take one of each arm, then another of each, up to so many; return them arm by arm."""
+    taken = [0] * len(by_arm)
+    for place in range(most):
+        for rank, answers in enumerate(by_arm):
+            if place < len(answers) and sum(taken) < most:
+                taken[rank] += 1
+    return [
+        answer for count, answers in zip(taken, by_arm, strict=True) for answer in answers[:count]
+    ]
