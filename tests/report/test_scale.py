@@ -1,8 +1,12 @@
 """The scale of colours: its order in every kind of eyes, and the text on it."""
 
+import re
+
 import numpy as np
 import pytest
 
+from kvtool.package_data import data_file
+from kvtool.report.kept.terminal import SHADES
 from kvtool.report.scale import CIVIDIS, colour_at, ink_on
 from tests.colour_vision import deuteranope, keeps_order, lightness, seen
 
@@ -40,3 +44,27 @@ def test_pictures_and_terminals_have_the_same_scale():
 def test_numbers_are_legible_on_every_colour(step):
     paper, ink = lightness(colour_at(step)), {"black": 0, "white": 100}[ink_on(step)]
     assert abs(paper - ink) > 45
+
+
+def test_the_shades_of_the_kept_text_keep_their_order_on_a_terminal():
+    shades = [tuple(bytes.fromhex(shade.removeprefix("#"))) for shade in SHADES]
+    assert keeps_order(shades)
+    assert shades == [colour_at(i / (len(shades) - 1)) for i in range(len(shades))]
+
+
+@pytest.mark.parametrize(
+    ("rank", "query"),
+    [(0, "not (prefers-color-scheme: dark)"), (1, "(prefers-color-scheme: dark)")],
+)
+def test_the_shades_of_the_kept_text_keep_their_order_on_its_page(rank, query):
+    sheet = data_file("report/kept/kept.css").read_text()
+    shade = [int(part) for part in re.findall(r"--shade: (\d+), (\d+), (\d+)", sheet)[0]]
+    papers = [bytes.fromhex(paper) for paper in re.findall(r"--paper: #([0-9a-f]{6})", sheet)]
+    within = sheet[sheet.index(f"@media {query}") :].partition("\n}")[0]
+    alphas = [float(part) for part in re.findall(r"--a: ([\d.]+)", within)]
+    assert len(alphas) == 8
+    mixed = [
+        [a * x + (1 - a) * y for x, y in zip(shade, papers[rank], strict=True)]
+        for a in [0, *alphas]
+    ]
+    assert keeps_order(mixed)

@@ -9,13 +9,14 @@ from rich.style import Style
 from rich.text import Text
 
 from kvtool.report.kept.words import MARKS, doing
+from kvtool.report.scale import colour_at, ink_on
 
 if TYPE_CHECKING:
     from kvtool.report.kept.shaded import ShadedText
 
-# from few layers and heads to all of them: cividis, whose lightness rises steadily
-SHADES = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")
-_DARK = 3  # shades on which white text is read
+_STEPS = 6
+# from few layers and heads to all of them
+SHADES = tuple("#{:02x}{:02x}{:02x}".format(*colour_at(i / (_STEPS - 1))) for i in range(_STEPS))
 _HALF = 0.5  # of the layers and heads
 
 
@@ -39,8 +40,7 @@ def _style(shade: float, held: bool, underline: bool) -> Style:
     if shade == 0:
         return Style(dim=not held, underline=underline)
     rank = min(int(shade * len(SHADES)), len(SHADES) - 1)
-    ink = "#ffffff" if rank < _DARK else "#000000"
-    return Style(color=ink, bgcolor=SHADES[rank], underline=underline)
+    return Style(color=ink_on(rank / (_STEPS - 1)), bgcolor=SHADES[rank], underline=underline)
 
 
 def legend(shown: ShadedText) -> Text:
