@@ -17,7 +17,16 @@ from kvtool.report import digits
 from kvtool.report.dodge import covered
 from kvtool.report.metrics import headline
 from kvtool.report.needles import is_needle
-from kvtool.report.panels import ACROSS, add_legend, log_y, new_panels, whole_ticks, widen_covered
+from kvtool.report.panels import (
+    ACROSS,
+    add_legend,
+    face,
+    log_y,
+    name_hollow,
+    new_panels,
+    whole_ticks,
+    widen_covered,
+)
 from kvtool.report.style import Look, dashed, looks
 from kvtool.report.variants import (
     Family,
@@ -89,7 +98,10 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
                 own = dashed(own, budgets.index(str(line.variant.budget)))
             if not line.family.is_full:  # which is drawn over the others
                 widen_covered(panel, {x: (x, y) for x, y in by_x.items()}, hidden, own.colour)
-            _draw_line(panel, line, own, line.variant.name if together else line.family.told)
+            label = line.variant.name if together else line.family.told
+            result = document.of(line.variant.name, task)
+            hollow = result is not None and not fed_like_full(document, result)
+            _draw_line(panel, line, own, label, hollow)
         _curve_axes(panel, shown, curve)
         if left_out:
             panel.plot([], [], " ", label=f"not drawn: {', '.join(left_out)} (fed in blocks)")
@@ -169,17 +181,20 @@ def _first_evicting(variant: ArmEntry) -> float:
     return float(size) if unit == "tokens" else 0.0
 
 
-def _draw_line(panel: Axes, line: _Line, look: Look, label: str) -> None:
+def _draw_line(panel: Axes, line: _Line, look: Look, label: str, hollow: bool) -> None:
     panel.plot(
         line.x,
         line.y,
         color=look.colour,
         marker=look.marker,
+        markerfacecolor=face(look, hollow),
         markevery=max(1, len(line.x) // _MOST_SAMPLED),
         linestyle=look.dashes,
         zorder=3 if line.family.is_full else 2,
         label=label,
     )
+    if hollow:
+        name_hollow(panel)
 
 
 def _curve_axes(panel: Axes, lines: list[_Line], curve: CurveEntry) -> None:

@@ -71,14 +71,24 @@ def draw_points(
         yerr=[math.nan if error is None else error for error in stderrs],
         color=look.colour,
         marker=look.marker,
-        markerfacecolor="white" if hollow else look.colour,
+        markerfacecolor=face(look, hollow),
         linestyle=look.dashes,
         capsize=2.5,
         elinewidth=1.0,
         label=label,
     )
     if hollow:
-        panel.plot([], [], "o", color="#777777", markerfacecolor="white", label=_HOLLOW)
+        name_hollow(panel)
+
+
+def face(look: Look, hollow: bool) -> str:
+    """Return what markers are filled with."""
+    return "white" if hollow else look.colour
+
+
+def name_hollow(panel: Axes) -> None:
+    """Say in the legend what hollow markers are."""
+    panel.plot([], [], "o", color="#777777", markerfacecolor="white", label=_HOLLOW)
 
 
 def widen_covered(

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from kvtool.documents.results import CurveEntry
+from kvtool.documents.results import CellEntry, CurveEntry
 from kvtool.report.budgets import budget_figure
 from kvtool.report.curves import curve_figure, curves, is_geometric
 from kvtool.report.style import drawing, looks
@@ -222,6 +222,18 @@ def test_likelihoods_fed_in_other_blocks_than_to_the_full_cache_are_left_out():
         assert not any(label.startswith("snapkv") for label in labels)
         said = [x.get_label() for x in panel.get_lines() if not len(x.get_xdata())]
         assert said == ["not drawn: snapkv (fed in blocks)"]
+
+
+def test_perplexities_by_length_fed_in_other_blocks_are_hollow():
+    run = document(("ppl",), {"h2o": 1, "snapkv": 1}, (64,))
+    cells = [CellEntry(at={"length": n}, value=float(n), n=1, stderr=None) for n in (256, 512)]
+    results = [ppl(arm, in_blocks=("snapkv",)) for arm in run.arms]
+    results = [r.model_copy(update={"cells": cells}) for r in results]
+    run = run.model_copy(update={"results": results})
+    panel = curve(run, "ppl", "score by length")["ppl"]
+    faces = {name: line(panel, f"{name}@64").get_markerfacecolor() for name in ("h2o", "snapkv")}
+    assert faces["snapkv"] == "white" != faces["h2o"]
+    assert any("does not compare" in x.get_label() for x in panel.get_lines())
 
 
 def test_likelihoods_without_a_full_cache_are_as_they_are():
