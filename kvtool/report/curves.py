@@ -33,6 +33,7 @@ from kvtool.report.variants import (
     budget_size,
     families,
     fed_like_full,
+    full_variant,
     results_of,
     task_names,
 )
@@ -68,6 +69,20 @@ def curves(document: ResultsDocument) -> list[tuple[str, CurveEntry]]:
     return [(task, curve) for (task, _), curve in found.items()]
 
 
+def y_label(document: ResultsDocument, task: str, curve: CurveEntry) -> str:
+    """Return what stands on the y axis of a curve: its label, or the difference to full's."""
+    less = ", less full's" if _is_less_full(document, task, curve) else ""
+    return f"{curve.y_label}{less}"
+
+
+def _is_less_full(document: ResultsDocument, task: str, curve: CurveEntry) -> bool:
+    """Tell whether a curve is drawn as the difference to that of the full cache, which is there."""
+    full = full_variant(document)
+    result = None if full is None else document.of(full.name, task)
+    names = [] if result is None else [each.name for each in result.curves]
+    return curve.name == _LIKELIHOOD and curve.name in names
+
+
 def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
     """Return one curve of a task: a line per policy, a panel per budget.
 
@@ -76,9 +91,8 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
     lines, found = _lines(document, task, name)
     curve = found[-1]
     left_out: list[str] = []
-    if name == _LIKELIHOOD and any(line.family.is_full for line in lines):
+    if _is_less_full(document, task, curve):
         lines, left_out = _less_full(document, task, lines)
-        curve = curve.model_copy(update={"y_label": f"{curve.y_label}, less full's"})
     swept = [line for line in lines if line.variant.budget is not None]
     budgets = list(dict.fromkeys(str(line.variant.budget) for line in swept))
     budgets.sort(key=lambda text: budget_size(text))
@@ -107,7 +121,7 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
             panel.plot([], [], " ", label=f"not drawn: {', '.join(left_out)} (fed in blocks)")
         panel.set_title(task if budget is None else f"{task}, budget {budget}")
     for panel in panels[::ACROSS]:
-        panel.set_ylabel(curve.y_label)
+        panel.set_ylabel(y_label(document, task, curve))
     add_legend(figure, panels)
     return figure
 

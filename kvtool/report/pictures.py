@@ -14,7 +14,7 @@ from kvtool.errors import KvtoolError
 from kvtool.evaluation.extras import require
 from kvtool.report.bars import cost_figure
 from kvtool.report.budgets import budget_figure, budget_panels
-from kvtool.report.curves import curve_figure, curves
+from kvtool.report.curves import curve_figure, curves, y_label
 from kvtool.report.heatmap import needle_figure
 from kvtool.report.held import held_figure, held_tasks
 from kvtool.report.layers import kept_by_layer, layers_figure
@@ -68,7 +68,7 @@ def pictures(document: ResultsDocument) -> Iterator[Picture]:
     for task, curve in curves(document):
         yield Picture(
             file_name(f"{task}-{curve.name}"),
-            f"{task}: {curve.y_label} by {curve.x_label}",
+            f"{task}: {y_label(document, task, curve)}, by {curve.x_label}",
             task,
             partial(curve_figure, document, task, curve.name),
         )
