@@ -151,11 +151,12 @@ def _place(point: HeldPoint) -> float:
 
 
 def _bytes_axis(panel: Axes, places: list[float]) -> None:
-    """Mark powers of two, few enough that they do not touch."""
+    """Mark powers of two, few enough that they do not touch; the ends where there are none."""
     low, high = min(places) / 1.15, max(places) * 1.15
     panel.set_xlim(low, high)
     powers = [2.0**i for i in range(64) if low <= 2.0**i <= high]
-    shown = powers[:: -(-len(powers) // _MOST_TICKS) or 1]
+    ends = sorted({min(places), max(places)})
+    shown = powers[:: -(-len(powers) // _MOST_TICKS)] if len(powers) > 1 else ends
     panel.set_xticks(shown, [digits.size(int(power)).replace(".0 ", "\n") for power in shown])
     panel.minorticks_off()
     panel.grid(axis="both")

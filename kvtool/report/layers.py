@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _CELL = (0.34, 0.2)  # inches
-_NUMBERED = 40  # the most layers whose numbers are still legible
+_NUMBERED = 20  # the most layers whose numbers are still legible
 _LETTER = 0.07  # inches
 
 

@@ -90,6 +90,13 @@ def test_equal_points_do_not_hide_each_other():
     assert places == pytest.approx([held] * 6, rel=0.1)
 
 
+def test_bytes_between_two_powers_of_two_are_marked_at_their_ends():
+    run = document(("niah",), {"h2o": 1}, (64,))
+    run = run.model_copy(update={"arms": run.arms[1:], "results": run.results[1:]})
+    panel = panel_of(run, "niah")
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["105\nKiB"]
+
+
 def test_there_is_a_panel_for_each_task_that_was_measured_under_a_budget():
     run = document(("niah", "ppl"), {"h2o": 1}, (64,))
     assert held_tasks(run) == ["niah", "ppl"]
