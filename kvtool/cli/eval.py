@@ -103,6 +103,7 @@ def _flags(options: EvalOptions) -> Flags:
         truncate=options.truncate,
         query_agnostic=options.query_agnostic,
         prefill=options.prefill,
+        within=options.within,
     )
     return flags
 

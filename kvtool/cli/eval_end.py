@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _GATE_FAILED, _SAMPLES_FAILED = 3, 4
 _FOR_RESCORE = frozenset(
-    {"rescore", "policy", "fail_under", "max_drop", "plots", "format", "quiet", "progress", "debug"}
+    {"rescore", "policy", "fail_under", "max_drop", "within"}
+    | {"plots", "format", "quiet", "progress", "debug"}
 )
 
 
@@ -61,6 +62,10 @@ class EvalWatcher(TerminalWatcher):
             terminal.print(results_tables(results))
         else:
             terminal.write(results.to_json() if form == "json" else results.to_yaml())
+            from kvtool.report.verdict import verdict_lines
+
+            for line in verdict_lines(results):
+                terminal.note(line)
         terminal.note(f"wrote {folder}/results.json and {folder}/report.html")
         _tell_failures(results, folder, terminal)
 
@@ -118,7 +123,7 @@ def rescore_run(
     from kvtool.evaluation.measure import rescore
 
     watcher = EvalWatcher(options, terminal, check_pictures(options, None))
-    exit_with(rescore(folder, gates, watcher))
+    exit_with(rescore(folder, gates, watcher, within=options.within))
 
 
 def _import_policies(policies: Sequence[str]) -> None:

@@ -109,6 +109,15 @@ class EvalOptions(RecipeOptions):
             help="Exit 3 if an arm is more than PCT percent worse than the full cache.",
         ),
     ] = None
+    within: Annotated[
+        float | None,
+        Option(
+            "--within",
+            metavar="PCT",
+            help="The verdict names the cheapest arms that score within PCT percent of the full "
+            "cache.  [default: 5]",
+        ),
+    ] = None
     continue_on_error: Annotated[
         bool,
         Option(

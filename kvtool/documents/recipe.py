@@ -23,6 +23,7 @@ from kvtool.documents.budget_choice import BudgetChoice, BudgetMapping, budgets_
 from kvtool.documents.document import Document, TokenCount
 from kvtool.documents.policy_choice import PolicyChoice
 from kvtool.documents.shapes import BY_SHAPE, MAPPING, MOST, SHORT, RecipeSection, counted, listed
+from kvtool.documents.verdict import WITHIN
 from kvtool.sizes import (
     DEFAULT_BLOCK,
     LARGEST_SEED,
@@ -85,7 +86,10 @@ TASK_SETTINGS = (
 
 
 class Evaluation(RecipeSection):
-    """What is measured, and how prompts are made; `query_aware: null` is the task's own."""
+    """What is measured, and how prompts are made; `query_aware: null` is the task's own.
+
+    `within` is the bound of the verdict, in percent of the full cache's score.
+    """
 
     refused_keys: ClassVar[dict[str, str]] = {
         name: f"unknown key `{name}`; did you mean `eval.tasks.N.{name}`?" for name in TASK_SETTINGS
@@ -100,6 +104,7 @@ class Evaluation(RecipeSection):
     chat_template: Literal["auto", "on", "off"] = "auto"
     max_length: Tokens | None = None
     truncate: Literal["middle", "left", "error"] = "middle"
+    within: Annotated[FiniteFloat, Field(gt=0, le=100)] = WITHIN
 
 
 class Gate(RecipeSection):

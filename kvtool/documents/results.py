@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from kvtool.documents.document import Section, ShownDocument
+from kvtool.documents.verdict import Paired, Verdict
 
 
 class ModelUsed(Section):
@@ -115,7 +116,8 @@ class TaskResult(Section):
 
     `value` is the headline `metric`; `best` the value of a perfect score, None where there is none;
     `delta` is `value` less that of the full cache; `failed` counts samples without a result;
-    `droppable` says whether a loss in percent of the full cache's value means something.
+    `droppable` says whether a loss in percent of the full cache's value means something; `paired`
+    is None for the full cache itself, and where the two may not be compared sample by sample.
     """
 
     arm: str
@@ -138,6 +140,7 @@ class TaskResult(Section):
     cells: list[CellEntry]
     curves: list[CurveEntry]
     cost: Cost | None
+    paired: Paired | None = None
 
     @property
     def chunk(self) -> float | None:
@@ -204,6 +207,7 @@ class ResultsDocument(ShownDocument):
     results: list[TaskResult]
     averages: list[Average]
     gates: list[GateResult]
+    verdict: Verdict | None = None
 
     def of(self, arm: str, task: str) -> TaskResult | None:
         """Return the result of one arm on one task."""

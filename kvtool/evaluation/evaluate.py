@@ -48,6 +48,7 @@ def evaluate(
     seed: int | None = None,
     fail_under: Mapping[str, float] | None = None,
     max_drop: float | None = None,
+    within: float | None = None,
     continue_on_error: bool = True,
     overwrite: bool = False,
     trust_remote_code: bool = False,
@@ -98,6 +99,7 @@ def evaluate(
         truncate=truncate,
         query_agnostic=query_agnostic,
         prefill=prefill,
+        within=within,
     )
     values = {"lengths": lengths, "depths": depths, "samples": samples, "prompts": prompts}
     gates = [Gate(task, least=least) for task, least in (fail_under or {}).items()]

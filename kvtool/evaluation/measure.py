@@ -17,6 +17,7 @@ from kvtool.evaluation.run.partition import partition_of
 from kvtool.evaluation.run.run import Run
 from kvtool.evaluation.run.runner import Step
 from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.verdict import check_within
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
 from kvtool.processes import Processes, joined
@@ -61,20 +62,24 @@ def finish(run: Run, watcher: Watcher) -> ResultsDocument:
     return results
 
 
-def rescore(folder: Path, gates: Sequence[Gate], watcher: Watcher) -> ResultsDocument:
+def rescore(
+    folder: Path, gates: Sequence[Gate], watcher: Watcher, *, within: float | None = None
+) -> ResultsDocument:
     """Score the stored answers of a run anew.
 
     Args:
-        gates: in place of those of the run, if there are any.
+        gates, within: in place of those of the run, if they are given.
 
     Raises:
-        UsageError: the folder holds no run.
+        UsageError: the folder holds no run; a bound of the verdict that is none.
     """
+    if within is not None:
+        check_within(within)
 
     def score() -> ResultsDocument:
         store = Store(folder)
         with store.locked():
-            return finish(Run.open(store, gates or None), watcher)
+            return finish(Run.open(store, gates or None, within), watcher)
 
     with joined() as processes:
         return processes.lead(score)
@@ -119,6 +124,7 @@ def _measure(
             jobs=jobs,
             protocol=comparison.protocol,
             gates=comparison.gates,
+            within=comparison.recipe.eval.within,
         )
         _measure_missing(run, prepared, loaded, processes, watcher, stop_on_error)
     return run

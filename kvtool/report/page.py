@@ -21,6 +21,7 @@ from kvtool.evaluation.extras import installed
 from kvtool.evaluation.run.wrong import WrongAnswer
 from kvtool.package_data import data_file
 from kvtool.report import page_tables as tables
+from kvtool.report import verdict
 from kvtool.report.inline_svg import inline_svg
 from kvtool.report.notes import notes
 from kvtool.report.variants import results_of, task_names
@@ -49,6 +50,7 @@ def page(document: ResultsDocument, wrong: WrongByTask | None = None) -> str:
         name=document.name,
         subtitle=_subtitle(document),
         warnings=_warnings(document),
+        verdict=_verdict(document),
         scores=tables.summary(document),
         means=tables.means(document),
         costs=tables.costs(document),
@@ -78,6 +80,14 @@ def _warnings(document: ResultsDocument) -> list[str]:
     if missed := sum(not gate.passed for gate in document.gates):
         warnings.append(f"{missed} of {len(document.gates)} gates are not met.")
     return warnings
+
+
+def _verdict(document: ResultsDocument) -> dict[str, object] | None:
+    if document.verdict is None:
+        return None
+    why, choices = document.verdict.why, verdict.choices_table(document)
+    said = f"No verdict: {why}." if why else f"The cheapest {verdict.rule(document)}."
+    return {"said": said, "choices": choices, "arms": verdict.standings_table(document)}
 
 
 def _task(

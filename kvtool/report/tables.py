@@ -30,6 +30,7 @@ from kvtool.report.variants import (
     variants_in_order,
     wrap,
 )
+from kvtool.report.verdict import verdict_lines
 
 _FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
 _STYLES = {"better": "green", "worse": "red", "": ""}
@@ -50,10 +51,11 @@ def summary_table(document: ResultsDocument) -> RenderableType:
 
 
 def results_tables(document: ResultsDocument) -> RenderableType:
-    """Return the summary, below the heat maps of needle tasks if the arms are few."""
+    """Return the summary and the verdict, below heat maps of needles if the arms are few."""
     summary = summary_table(document)
     few = len(document.arms) <= _FEW_ARMS
-    return Group(needle_tables(document), summary) if few else summary
+    end = map(Text, verdict_lines(document))
+    return Group(*([needle_tables(document)] if few else []), summary, *end)
 
 
 def needle_tables(document: ResultsDocument) -> RenderableType:

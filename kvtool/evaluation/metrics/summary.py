@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+Part = tuple[float, float]
+"""What one sample gives to a mean: its sum and its weight."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,15 @@ class Summary:
         metrics: every score by name; the headline is the task's `metric`.
         cells: the headline per cell.
         curves: lines for pictures.
+        parts: of each record, in order, the headline's sum and weight: the headline is `link` of
+            all sums over all weights; empty where it is no such mean.
     """
 
     metrics: dict[str, Statistic]
     cells: list[tuple[Mapping[str, int | float | str], Statistic]] = field(default_factory=list)
     curves: dict[str, Curve] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+    link: Callable[[float], float] = float
 
 
 def mean(values: Sequence[float]) -> Statistic:

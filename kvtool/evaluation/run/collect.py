@@ -41,10 +41,14 @@ class Measured:
     fingerprint: str
 
 
-def task_result(measured: Measured) -> TaskResult:
-    """Put one variant's records on one task together; `delta` is not known yet."""
+def task_result(measured: Measured, summary: Summary | None = None) -> TaskResult:
+    """Put one variant's records on one task together; `delta` is not known yet.
+
+    Args:
+        summary: of the records, where they have been summarised already.
+    """
     task, records = measured.task, measured.records
-    summary = _summarise(measured) if records else None
+    summary = summarise(measured) if summary is None else summary
     headline = None if summary is None else summary.metrics[task.metric]
     return TaskResult(
         arm=measured.variant,
@@ -85,13 +89,15 @@ def task_result(measured: Measured) -> TaskResult:
     )
 
 
-def _summarise(measured: Measured) -> Summary:
-    """Score records.
+def summarise(measured: Measured) -> Summary | None:
+    """Score records; None where there are none.
 
     Raises:
         KvtoolError: the task cannot, since they are not what it has recorded: a reference that is
             no number where one is compared, a kind of question that is not there.
     """
+    if not measured.records:
+        return None
     try:
         return measured.task.summarise(measured.records)
     except KvtoolError:
@@ -172,7 +178,7 @@ def with_deltas(results: Sequence[TaskResult]) -> list[TaskResult]:
     text in blocks and the other token by token: within a block, tokens see each other whatever the
     policy evicts.
     """
-    full = {result.task: result for result in results if _is_baseline(result.arm)}
+    full = {result.task: result for result in results if is_baseline(result.arm)}
     compared = []
     for result in results:
         delta = _delta(result, full.get(result.task))
@@ -188,7 +194,8 @@ def _delta(result: TaskResult, full: TaskResult | None) -> float | None:
     return result.value - full.value
 
 
-def _is_baseline(variant: str) -> bool:
+def is_baseline(variant: str) -> bool:
+    """Tell whether a variant is the full cache, by its name."""
     return variant == BASELINE or variant.startswith(f"{BASELINE},")
 
 

@@ -14,12 +14,14 @@ from kvtool.documents.results import ArmEntry, ResultsDocument
 from kvtool.documents.samples import SamplesDocument, TaskSamples
 from kvtool.documents.source import SCHEMA_VERSION
 from kvtool.documents.validation import reason
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.documents.verdict import WITHIN
+from kvtool.errors import KvtoolError, UsageError, quote
 from kvtool.evaluation.bench.variants import Variant, make_variants
 from kvtool.evaluation.extras import require
 from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.run.runner import Job
 from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.table import task_class
 from kvtool.evaluation.tasks.task import Task
 from kvtool.policies.grammar import parse_policy
@@ -37,7 +39,12 @@ def read_results(store: Store) -> ResultsDocument | None:
         UsageError: they are of another schema version, or no results.
     """
     path = store.folder / RESULTS
-    return _read(path, ResultsDocument, "results") if path.is_file() else None
+    return read_results_file(path) if path.is_file() else None
+
+
+def read_results_file(path: Path) -> ResultsDocument:
+    """Return the results in a file; raises as `read_results`."""
+    return _read(path, ResultsDocument, "results")
 
 
 def read_samples(store: Store) -> SamplesDocument:
@@ -142,3 +149,29 @@ def gates_of(results: ResultsDocument) -> list[Gate]:
         limits = {"least": gate.limit} if gate.gate == "least" else {"max_drop": gate.limit}
         found[gate.gate, gate.task, gate.limit] = Gate(gate.task, **limits)
     return list(found.values())
+
+
+def within_of(results: ResultsDocument) -> float:
+    """Return the bound of the verdict of results, in percent of the full cache's score."""
+    return WITHIN if results.verdict is None else results.verdict.within
+
+
+def check_record(path: Path, task: Task, record: Json) -> None:
+    """Refuse a record that lacks what the task's score needs.
+
+    Args:
+        path: of its file, for the error.
+
+    Raises:
+        KvtoolError: it does.
+    """
+    if task.record is None:
+        return
+    try:
+        task.record.model_validate(record)
+    except ValidationError as error:
+        raise KvtoolError(
+            f"`{path}`: sample {quote(record['id'])} is no record of `{task.name}`: "
+            f"{reason(error)}",
+            hint="delete that line, or start anew with --overwrite",
+        ) from None

@@ -8,20 +8,19 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from kvtool.documents.results import Environment, ModelUsed, ResultsDocument
 from kvtool.documents.samples import ProtocolEntry, SamplesDocument, TaskSamples
-from kvtool.documents.validation import reason
-from kvtool.errors import KvtoolError, UsageError, quote
+from kvtool.documents.verdict import WITHIN
+from kvtool.errors import UsageError
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.variants import Variant
-from kvtool.evaluation.run.collect import Measured, averages, task_result, with_deltas
+from kvtool.evaluation.run.collect import Measured, averages
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
 from kvtool.evaluation.run.gates import Gate, judge
 from kvtool.evaluation.run.index import (
     RESULTS,
     SAMPLES,
+    check_record,
     gates_of,
     read_results,
     read_samples,
@@ -29,12 +28,14 @@ from kvtool.evaluation.run.index import (
     read_variant,
     task_entry,
     variant_entry,
+    within_of,
 )
+from kvtool.evaluation.run.pairing import compared_results
 from kvtool.evaluation.run.partition import unfinished
 from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_measurements, sample_key
 from kvtool.evaluation.run.store import Store
-from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.task import Task
+from kvtool.evaluation.verdict import make_verdict
 from kvtool.version import VERSION
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Run:
     Attributes:
         store: the folder, which the caller holds locked.
         index: variants, tasks and samples.
+        within: percent of the full cache's score, for the verdict.
     """
 
     def __init__(
@@ -73,10 +75,12 @@ class Run:
         head: Head,
         *,
         gates: Sequence[Gate],
+        within: float,
         variants: Sequence[Variant],
         tasks: Sequence[Task],
     ) -> None:
-        self.store, self.index, self.head, self.gates = store, index, head, list(gates)
+        self.store, self.index, self.head = store, index, head
+        self.gates, self.within = list(gates), within
         self._variants, self._tasks = list(variants), list(tasks)
         self._place = Place(index.model, Protocol(**index.protocol.model_dump()))
 
@@ -92,6 +96,7 @@ class Run:
         jobs: Sequence[Job],
         protocol: Protocol,
         gates: Sequence[Gate],
+        within: float = WITHIN,
     ) -> Run:
         """Write down what will be measured, and results that are still empty.
 
@@ -116,20 +121,21 @@ class Run:
             seed=protocol.seed,
             git_commit=git_commit(),
         )
-        run = cls(
-            store, index, head, gates=gates, variants=variants, tasks=[job.task for job in jobs]
-        )
+        tasks = [job.task for job in jobs]
+        run = cls(store, index, head, gates=gates, within=within, variants=variants, tasks=tasks)
         if store.process == 0:
             store.write(SAMPLES, index.to_json())
             run.write_results()
         return run
 
     @classmethod
-    def open(cls, store: Store, gates: Sequence[Gate] | None = None) -> Run:
+    def open(
+        cls, store: Store, gates: Sequence[Gate] | None = None, within: float | None = None
+    ) -> Run:
         """Read a run back, to make its results anew; no model is needed.
 
         Args:
-            gates: in place of those of the run.
+            gates, within: in place of those of the run.
 
         Raises:
             UsageError: the folder holds no run, or one of another schema version; a task's scores
@@ -154,6 +160,7 @@ class Run:
             index,
             head,
             gates=gates or gates_of(results),
+            within=within_of(results) if within is None else within,
             variants=[read_variant(entry, index.plan) for entry in index.arms],
             tasks=tasks,
         )
@@ -219,19 +226,6 @@ class Run:
         self.store.write(RESULTS, results.to_json())
         return results
 
-    def _check_record(self, variant: Variant, task: Task, record: Json) -> None:
-        if task.record is None:
-            return
-        try:
-            task.record.model_validate(record)
-        except ValidationError as error:
-            path = self.store.path(variant.folder, task.name)
-            raise KvtoolError(
-                f"`{path}`: sample {quote(record['id'])} is no record of `{task.name}`: "
-                f"{reason(error)}",
-                hint="delete that line, or start anew with --overwrite",
-            ) from None
-
     def results(self) -> ResultsDocument:
         """Put together what has been measured so far."""
         entries = zip(self._tasks, self.index.tasks, strict=True)
@@ -240,7 +234,7 @@ class Run:
             for task, entry in entries
             for variant in self._variants
         ]
-        results = with_deltas([task_result(each) for each in measured])
+        results = compared_results(measured)
         done = sum(len(each.records) + each.failed for each in measured)
         return ResultsDocument(
             name=self.head.name,
@@ -257,6 +251,7 @@ class Run:
             results=results,
             averages=averages(results),
             gates=judge(self.gates, results),
+            verdict=make_verdict(results, self.index.arms, self.within),
         )
 
     def _measured(self, variant: Variant, task: Task, entry: TaskSamples) -> Measured:
@@ -270,7 +265,7 @@ class Run:
         records = self.store.records(variant.folder, entry.task)
         for record in records.values():
             if record.get("error") is None:
-                self._check_record(variant, task, record)
+                check_record(self.store.path(variant.folder, task.name), task, record)
         found = [records.get(sample_key(configuration, content)) for _, content in entry.samples]
         return Measured(
             variant=variant.name,

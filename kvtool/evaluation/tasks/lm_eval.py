@@ -136,7 +136,14 @@ class LmEval(Task):
                 values[name].append(value)
         with contained(self.seed):
             metrics = {k: _statistic(self._aggregation(k), items) for k, items in values.items()}
-        return Summary({self.metric: metrics[self._headline_among(metrics)]} | metrics)
+        headline = self._headline_among(metrics)
+        parts = [(float(each), 1.0) for each in values[headline] if self._is_mean(headline)]
+        return Summary({self.metric: metrics[headline]} | metrics, parts=parts)
+
+    def _is_mean(self, name: str) -> bool:
+        from lm_eval.api.metrics import mean as harness_mean
+
+        return self._aggregation(name) is harness_mean
 
     def _headline_among(self, names: Mapping[str, Any]) -> str:
         """Return the headline's name; the first of the names where the task calls it otherwise."""

@@ -131,6 +131,8 @@ class Perplexity(Task):
             },
             cells=cells,
             curves={"nll by position": _curve(records)},
+            parts=[(math.fsum(r["nll"]), float(sum(r["tokens"]))) for r in records],
+            link=_exp,
         )
 
 

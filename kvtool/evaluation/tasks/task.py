@@ -115,6 +115,7 @@ class Task(BaseModel, ABC):
                 name: mean([score[name] for score in scores if name in score]) for name in names
             },
             cells=[(dict(cell), mean(cells[cell])) for cell in sorted(cells, key=_order)],
+            parts=[(score[self.metric], 1.0) for score in scores if self.metric in score],
         )
 
 

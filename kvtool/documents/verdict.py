@@ -1,0 +1,104 @@
+"""Variants held against the full cache on the same samples, and the cheapest that are as good."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from kvtool.documents.document import Section
+
+WITHIN = 5.0
+"""Percent of the full cache's score that a variant may lack, where nobody says."""
+
+
+class Interval(Section):
+    """A number and the ends of its 95 % interval."""
+
+    value: FiniteFloat
+    low: FiniteFloat
+    high: FiniteFloat
+
+
+class Paired(Section):
+    """A variant held against the full cache over the `n` samples that both have.
+
+    `full` is the headline of the full cache over those samples and `difference` what the variant's
+    is above it, in the metric's own scale; `low` and `high` are the ends of its 95 % interval,
+    percentiles of a bootstrap over the samples, None where they are too few for one. `speed` is
+    how many times as many tokens per second are decoded, None where none are.
+    """
+
+    n: PositiveInt
+    full: FiniteFloat
+    difference: FiniteFloat
+    low: FiniteFloat | None
+    high: FiniteFloat | None
+    speed: Interval | None
+
+    def percent(self, *, lower_is_better: bool) -> tuple[float, float | None, float | None]:
+        """Return the difference and the ends of its interval in percent of the full cache's score.
+
+        Above 0 where the variant is the better one, whichever way the metric goes. The full cache's
+        score must not be 0.
+        """
+        scale = (-100 if lower_is_better else 100) / abs(self.full)
+        if self.low is None or self.high is None:
+            return scale * self.difference, None, None
+        low, high = sorted((scale * self.low, scale * self.high))
+        return scale * self.difference, low, high
+
+
+class Standing(Section):
+    """Whether a variant's score is within so many percent of the full cache's, on every task.
+
+    `within`: the 95 % interval of its difference is; `undecided`: only the difference itself is, or
+    there is no interval; `outside`: not even the difference is. `task` is the one that decides it,
+    `difference`, `low` and `high` are its, in percent of the full cache's score, above 0 where the
+    variant is the better one. `why` says in words what stands in the way of a comparison.
+    """
+
+    arm: str
+    standing: Literal["within", "undecided", "outside"]
+    task: str
+    n: NonNegativeInt
+    difference: FiniteFloat | None
+    low: FiniteFloat | None
+    high: FiniteFloat | None
+    why: str | None = None
+
+
+class Choice(Section):
+    """The cheapest variant whose score is within bounds and that is cheaper than the full cache.
+
+    `cost` and `full` are means over samples: bytes held, bytes of keys and values that a decoded
+    token reads, or seconds of a decoded token. `arm` is None where there is none; `undecided` are
+    variants cheaper still (than the full cache, where there is none) of which more samples could
+    show that they are within bounds. `speed` is the choice's by time, on the task where it is least
+    sure to be faster.
+    """
+
+    by: Literal["bytes", "traffic", "time"]
+    arm: str | None
+    cost: NonNegativeFloat | None
+    full: NonNegativeFloat | None
+    undecided: list[str]
+    speed: Interval | None = None
+
+
+class Verdict(Section):
+    """The cheapest variants whose scores are within `within` percent of the full cache's.
+
+    On each of `tasks`, which are those where percent of the full cache's score mean something.
+    `arms` holds the evidence; `why` says why there is no verdict.
+    """
+
+    within: FiniteFloat
+    why: str | None
+    tasks: list[str]
+    arms: list[Standing]
+    choices: list[Choice]
+
+    def of(self, arm: str) -> Standing | None:
+        """Return how one variant stands."""
+        return next((each for each in self.arms if each.arm == arm), None)

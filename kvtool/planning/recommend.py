@@ -1,0 +1,255 @@
+"""What to run in a given memory, by what was measured: the best variant that fits, as a plan.
+
+A budget that was measured on prompts of one length is taken as a share of the prompt, and what it
+holds at the length to plan for is forecast, as for every plan. Of the variants that fit the best
+one is chosen, and the plan gives it all of the memory: no less than the share that was measured.
+The full cache is chosen where it fits, unless a variant is better than it on every task beyond the
+noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.plan import Target
+from kvtool.documents.profile import ProfileDocument
+from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
+from kvtool.errors import UsageError
+from kvtool.model_shape import LayerShape
+from kvtool.planning.plan import Planned, make_plan
+from kvtool.sizes import DEFAULT_TOKENS, Budget, bytes_in_words
+
+if TYPE_CHECKING:  # a plan needs no torch
+    from kvtool.policies.policy import Policy
+
+_FULL = "full"
+_FINEST = 10**6  # of a measured share, in parts of the prompt
+
+
+@dataclass(frozen=True)
+class Against:
+    """A variant's score on one task against the full cache's: percent of that, above 0 is better.
+
+    Attributes:
+        low, high: of the 95 % interval over `n` samples; None: too few for one.
+    """
+
+    task: str
+    n: int
+    gain: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a run says of one variant.
+
+    Attributes:
+        share: its budget as a share of the prompts.
+        prompt: tokens of the prompts, in the mean.
+        tasks: its scores; empty for the full cache.
+    """
+
+    arm: ArmEntry
+    policy: Policy
+    share: Fraction
+    prompt: float
+    tasks: list[Against]
+
+    @property
+    def gain(self) -> float:
+        """Return the mean over tasks of the difference to the full cache, in percent."""
+        gains = [each.gain for each in self.tasks]
+        return sum(gains) / len(gains) if gains else 0.0
+
+    @property
+    def beats_full(self) -> bool:
+        """Whether the score is above the full cache's on every task beyond the noise."""
+        return all(each.low is not None and each.low > 0 for each in self.tasks)
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The variant to run, and its plan.
+
+    Attributes:
+        evidence: of what was measured.
+        planned: the plan for all of the memory.
+        left_out: variants that cannot be planned, and why.
+        too_large: variants that do not fit.
+    """
+
+    evidence: Evidence
+    planned: Planned
+    left_out: list[str]
+    too_large: list[str]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a variant is to run.
+
+    Attributes:
+        target: bytes and lengths.
+        profile: of the model, which some allocators need.
+        layers: what each layer of the model stores.
+    """
+
+    model: ModelShape
+    target: Target
+    profile: ProfileDocument | None
+    layers: Sequence[LayerShape | None]
+
+    def plan(self, evidence: Evidence, *, share: bool) -> Planned:
+        """Plan for a variant: its measured share of the prompt, or all of the memory.
+
+        Raises:
+            UsageError: no plan can say how the variant splits its budget; too small a budget.
+        """
+        target, policy = self.target, evidence.policy
+        if share:
+            tokens = max(1, int(evidence.share * target.prompt_tokens))
+            target = target.model_copy(update={"bytes": None, "tokens": tokens})
+        from kvtool.policies.allocate.table import ALLOCATORS
+        from kvtool.policies.allocate.uniform import Uniform
+
+        allocator = policy.allocator or Uniform()
+        if allocator.name not in ALLOCATORS:
+            raise UsageError("it splits its budget by a schedule of its own, which no plan has")
+        return make_plan(
+            self.model, allocator, target, profile=self.profile, policy=policy, layers=self.layers
+        )
+
+
+def recommend(results: ResultsDocument, place: Place) -> Recommendation:
+    """Choose the variant with the best score that can be had in the memory.
+
+    Raises:
+        UsageError: results without a verdict or a measured policy; nothing fits.
+    """
+    measured, left_out = _measured(results)
+    fitting, too_large = [], {}
+    for evidence in measured:
+        try:
+            needed = _held(place.plan(evidence, share=True))
+        except UsageError as error:
+            left_out.append(f"{evidence.arm.name}: {error}")
+            continue
+        if needed > (place.target.bytes or 0):
+            too_large[evidence.arm.name] = needed
+        else:
+            fitting.append(evidence)
+    full, needed = _whole(results, place)
+    best = max(fitting, key=lambda evidence: evidence.gain, default=None)
+    if needed <= (place.target.bytes or 0) and not (best and best.beats_full):
+        return Recommendation(full[0], full[1], left_out, list(too_large))
+    if best is None:
+        raise _nothing_fits(place.target, too_large | {_FULL: needed}, left_out)
+    planned = place.plan(best, share=best.policy.stores_all)
+    return Recommendation(best, planned, left_out, list(too_large))
+
+
+def _measured(results: ResultsDocument) -> tuple[list[Evidence], list[str]]:
+    """Return what is known of each variant but the full cache, and which ones are left out."""
+    verdict = results.verdict
+    if verdict is None:
+        raise UsageError(
+            "the results hold no verdict, which a recommendation rests on",
+            hint="kvtool eval --rescore DIR adds it; nothing is measured again",
+        )
+    if all(arm.policy == _FULL for arm in results.arms):
+        raise UsageError("the results hold no measured policy beside the full cache")
+    if verdict.why is not None:
+        raise UsageError(f"the results do not tell policies apart: {verdict.why}")
+    found, left_out = [], []
+    for arm in results.arms:
+        if arm.policy == _FULL:
+            continue
+        try:
+            found.append(_evidence(arm, results, verdict.tasks))
+        except UsageError as error:
+            left_out.append(f"{arm.name}: {error}")
+    return found, left_out
+
+
+def _evidence(arm: ArmEntry, results: ResultsDocument, tasks: Sequence[str]) -> Evidence:
+    """Put together what is known of one variant.
+
+    Raises:
+        UsageError: it cannot be compared with the full cache, or not be run again.
+    """
+    from kvtool.policies.grammar import parse_policy
+
+    policy = parse_policy(arm.policy, imports=False)
+    if not policy.takes_budget or arm.budget is None:
+        raise UsageError("it has no budget")
+    if arm.planned:
+        raise UsageError("it was measured by a plan, which results do not hold")
+    scores, of_tasks = [], []
+    standing = None if results.verdict is None else results.verdict.of(arm.name)
+    for task in tasks:
+        result = results.of(arm.name, task)
+        if result is None or result.paired is None or not result.paired.full or result.failed:
+            why = None if standing is None else standing.why
+            raise UsageError(why or f"{task}: it cannot be held against the full cache")
+        gain, low, high = result.paired.percent(lower_is_better=result.lower_is_better)
+        scores.append(Against(task, result.paired.n, gain, low, high))
+        of_tasks.append(result)
+    prompt = _mean(of_tasks, "prompt_tokens")
+    if prompt is None or prompt < 1:
+        raise UsageError("its prompts were not counted")
+    share = _share(Budget.parse(arm.budget), policy, prompt, _mean(of_tasks, "kept_tokens") or 0)
+    return Evidence(arm, policy, min(share, Fraction(1)), prompt, scores)
+
+
+def _mean(results: Sequence[TaskResult], name: str) -> float | None:
+    """Return the mean of a cost over all samples; None where it was not measured."""
+    costs = [(result.n, result.cost) for result in results if result.cost is not None and result.n]
+    count = sum(n for n, _ in costs)
+    return sum(n * getattr(cost, name) for n, cost in costs) / count if count else None
+
+
+def _share(budget: Budget, policy: Policy, prompt: float, kept: float) -> Fraction:
+    """Return a budget as a share of the prompts that it was measured on."""
+    if budget.ratio is not None:
+        return budget.ratio
+    tokens: float | None = budget.tokens
+    if tokens is None:  # bytes: of what is read they say nothing, where everything is stored
+        tokens = DEFAULT_TOKENS if policy.stores_all else kept
+    return Fraction(tokens / prompt).limit_denominator(_FINEST)
+
+
+def _held(planned: Planned) -> int:
+    held = planned.document.planned_bytes
+    assert held is not None, "a plan that was just made has totals"
+    return held
+
+
+def _whole(results: ResultsDocument, place: Place) -> tuple[tuple[Evidence, Planned], int]:
+    """Return the full cache as a variant with a plan, and the bytes that it holds."""
+    from kvtool.policies.policy import Policy
+    from kvtool.policies.scores.full import Full
+
+    arm = next(arm for arm in results.arms if arm.policy == _FULL)
+    evidence = Evidence(arm, Policy(Full()), Fraction(1), place.target.prompt_tokens, [])
+    planned = place.plan(evidence, share=True)
+    held = _held(planned)
+    target = place.target.model_copy(update={"bytes": max(held, place.target.bytes or 0)})
+    document = planned.document.model_copy(update={"target": target})
+    return (evidence, Planned(document, [])), held
+
+
+def _nothing_fits(target: Target, needed: dict[str, int], left_out: list[str]) -> UsageError:
+    """Say which variant comes closest."""
+    name = min(needed, key=needed.__getitem__)
+    more = f"; left out: {'; '.join(left_out)}" if left_out else ""
+    return UsageError(
+        f"nothing that was measured fits into {bytes_in_words(target.bytes or 0)} at a context of "
+        f"{target.context}: `{name}` holds {needed[name]} bytes there{more}",
+        hint=f"--bytes {needed[name]}B",
+    )
