@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from kvtool.sizes import parse_count
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument, Target
     from kvtool.documents.profile import ProfileDocument
+    from kvtool.documents.results import ResultsDocument
+    from kvtool.planning.recommend import Recommendation
     from kvtool.policies.parts import Allocator
     from kvtool.policies.policy import Policy
 
@@ -34,6 +36,7 @@ def plan(
     policy: Policy | str | None = None,
     allocator: str | None = None,
     min_tokens: int | str | None = None,
+    recommend: Any = None,
     model: Any = None,
     revision: str | None = None,
     dtype: Any = None,
@@ -51,6 +54,7 @@ def plan(
         ratio: share of the prompt, such as 0.2 or `20%`.
         bytes: memory held in all layers and rows, such as `64MiB`.
         model: of the profile, where its configuration is to be read.
+        recommend: results, or the folder of a run: plan its best variant that fits into `bytes`.
         dtype: of keys and values; None: of a loaded model its own, else the checkpoint's.
         watcher: is told how it goes; by default nobody is.
 
@@ -90,6 +94,7 @@ def plan(
         policy=None if policy is None else read_policy(policy),
         allocator=allocator,
         min_tokens=min_tokens,
+        recommend=recommend,
     )
     watcher = Watcher() if watcher is None else watcher
     return prepare_plan(settings, watcher).make(watcher)
@@ -142,6 +147,7 @@ class PlanRun:
 
     Attributes:
         least: tokens of a layer.
+        recommendation: that chose the policy, and has the plan; with the results it rests on.
     """
 
     settings: PlanSettings
@@ -151,6 +157,7 @@ class PlanRun:
     profile: ProfileDocument | None
     policy: Policy | None
     least: int | None
+    recommendation: tuple[Recommendation, ResultsDocument] | None = None
 
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
@@ -169,6 +176,8 @@ class PlanRun:
 
     def make(self, watcher: Watcher) -> PlanDocument:
         """Make the plan."""
+        if self.recommendation is not None:
+            return self._recommended(*self.recommendation, watcher)
         from kvtool.planning.plan import make_plan
 
         planned = make_plan(
@@ -184,6 +193,24 @@ class PlanRun:
             watcher.note(line)
         return planned.document
 
+    def _recommended(
+        self, found: Recommendation, results: ResultsDocument, watcher: Watcher
+    ) -> PlanDocument:
+        from kvtool.calls.recommended import reasons
+
+        document = found.planned.document
+        for line in reasons(found, results, document, self.target.bytes or 0):
+            watcher.note(line)
+        return document
+
+    def command(self, document: PlanDocument, path: str) -> str | None:
+        """Spell the command that runs a recommended plan from a file; None for other plans."""
+        if self.recommendation is None:
+            return None
+        from kvtool.calls.recommended import command
+
+        return command(self.recommendation[0], self.settings, document, path)
+
 
 def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
     """Check what is asked for.
@@ -191,6 +218,12 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
     Raises:
         UsageError, KvtoolError: as `plan`.
     """
+    results = None
+    if settings.recommend is not None:
+        from kvtool.calls.recommended import for_results, read_run
+
+        results = read_run(settings.recommend)
+        settings = for_results(settings, results, watcher)
     profile = _read_profile(settings.profile)
     from kvtool.policies.allocate.table import parse_allocator
 
@@ -200,7 +233,20 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
     policy = _read_policy(settings.policy)
     model = find_model(settings.model, profile, watcher)
     target = _target(settings, model, profile, watcher)
-    return PlanRun(settings, model, allocator, target, profile, policy, least)
+    run = PlanRun(settings, model, allocator, target, profile, policy, least)
+    return run if results is None else _recommended(run, results)
+
+
+def _recommended(run: PlanRun, results: ResultsDocument) -> PlanRun:
+    """Choose the policy and its budget by what was measured."""
+    from kvtool.planning.recommend import Place, recommend
+
+    place = Place(run.model.shape, run.target, run.profile, run.model.layers)
+    found = recommend(results, place)
+    policy = found.evidence.policy
+    allocator = policy.allocator or run.allocator
+    recommendation = (found, results)
+    return replace(run, policy=policy, allocator=allocator, recommendation=recommendation)
 
 
 def _read_profile(profile: str | ProfileDocument | None) -> ProfileDocument | None:

@@ -42,6 +42,7 @@ class PlanSettings:
         profile: that was measured, as a document or by its file (`-` is stdin).
         batch: rows that run together.
         min_tokens: least tokens of a layer.
+        recommend: a run whose best variant that fits is planned: its folder, file or results.
     """
 
     budget: Budget
@@ -53,6 +54,7 @@ class PlanSettings:
     policy: str | Policy | None = None
     allocator: str | None = None
     min_tokens: str | int | None = None
+    recommend: Any = None
 
 
 def read_target(budget: str | None, ratio: str | None, size: str | None) -> Budget:

@@ -27,7 +27,12 @@ def plan_budget(options: PlanOptions, terminal: Terminal) -> None:
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return
-    _write(run.make(watcher), options, terminal)
+    document = run.make(watcher)
+    _write(document, options, terminal)
+    if (command := run.command(document, str(options.output_path or "plan.yaml"))) is not None:
+        where = "" if options.output_path else " (plan.yaml: what stands on stdout)"
+        terminal.note(f"run it{where}, with --prompt-file FILE for a text of yours:")
+        terminal.note(f"  {command}")
 
 
 def _write(document: PlanDocument, options: PlanOptions, terminal: Terminal) -> None:

@@ -83,6 +83,14 @@ class PlanOptions(ModelOptions):
         str | None,
         Option("--min-tokens", metavar="N", help="Least tokens of a layer.  [default: 8]"),
     ] = None
+    recommend: Annotated[
+        str | None,
+        Option(
+            "--recommend",
+            metavar="RESULTS",
+            help="Plan the best arm of a run that fits into --bytes: its folder or results.json.",
+        ),
+    ] = None
     plot: Annotated[
         str | None, Option("--plot", metavar="FILE", help="Draw the plan (.png, .svg, .pdf).")
     ] = None
@@ -113,6 +121,7 @@ class PlanOptions(ModelOptions):
             policy=self.policy,
             allocator=self.allocator,
             min_tokens=self.min_tokens,
+            recommend=self.recommend,
         )
 
 

@@ -2,7 +2,8 @@
 
 A budget that was measured on prompts of one length is taken as a share of the prompt, and what it
 holds at the length to plan for is forecast, as for every plan. Of the variants that fit the best
-one is chosen, and the plan gives it all of the memory: no less than the share that was measured.
+one is chosen (of equals, that of the smallest share), and the plan gives it all of the memory: no
+less than the share that was measured.
 The full cache is chosen where it fits, unless a variant is better than it on every task beyond the
 noise.
 """
@@ -145,7 +146,7 @@ def recommend(results: ResultsDocument, place: Place) -> Recommendation:
         else:
             fitting.append(evidence)
     full, needed = _whole(results, place)
-    best = max(fitting, key=lambda evidence: evidence.gain, default=None)
+    best = max(fitting, key=lambda evidence: (evidence.gain, -evidence.share), default=None)
     if needed <= (place.target.bytes or 0) and not (best and best.beats_full):
         return Recommendation(full[0], full[1], left_out, list(too_large))
     if best is None:
@@ -238,10 +239,8 @@ def _whole(results: ResultsDocument, place: Place) -> tuple[tuple[Evidence, Plan
     arm = next(arm for arm in results.arms if arm.policy == _FULL)
     evidence = Evidence(arm, Policy(Full()), Fraction(1), place.target.prompt_tokens, [])
     planned = place.plan(evidence, share=True)
-    held = _held(planned)
-    target = place.target.model_copy(update={"bytes": max(held, place.target.bytes or 0)})
-    document = planned.document.model_copy(update={"target": target})
-    return (evidence, Planned(document, [])), held
+    document = planned.document.model_copy(update={"target": place.target})
+    return (evidence, Planned(document, [])), _held(planned)
 
 
 def _nothing_fits(target: Target, needed: dict[str, int], left_out: list[str]) -> UsageError:

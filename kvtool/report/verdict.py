@@ -106,15 +106,26 @@ def _cost(choice: Choice) -> str:
 
 def _score(standing: Standing | None) -> str:
     """Say how sure it is that the choice is within bounds."""
-    if standing is None or standing.difference is None or standing.low is None:
+    if standing is None or standing.difference is None:
         return ""
-    if standing.low == standing.high == 0:
-        share = digits.share(unseen(standing.n))
+    found = (standing.difference, standing.low, standing.high)
+    return score_in_words(standing.task, standing.n, *found)
+
+
+def score_in_words(
+    task: str, n: int, difference: float, low: float | None, high: float | None
+) -> str:
+    """Say a score against the full cache's, in percent of that, and how sure it is.
+
+    >>> score_in_words("niah", 33, -1.26, -3.0, 0.5)
+    'niah -1.3 % (-3.0 to +0.5, n=33)'
+    """
+    if low == high == 0:
         return (
-            f"{standing.task}: none of {standing.n} samples differs (up to {share} could, unseen)"
+            f"{task}: none of {n} samples differs (up to {digits.share(unseen(n))} could, unseen)"
         )
-    told = f"{standing.task} {standing.difference:+.1f} %"
-    return f"{told} ({_interval(standing)}, n={standing.n})"
+    interval = "no interval" if low is None else f"{low:+.1f} to {high:+.1f}"
+    return f"{task} {difference:+.1f} % ({interval}, n={n})"
 
 
 def _interval(standing: Standing) -> str:

@@ -1,0 +1,255 @@
+"""`kvtool eval` ends with a verdict, and `plan-budget --recommend` runs what a run has shown best.
+
+One small comparison of 6 policies under 3 budgets serves all tests. What is counted by hand here
+comes from `results.json` and the lines of samples alone.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kvtool as library
+from kvtool.models.load import load_tokenizer
+
+KVTOOL = str(Path(sys.executable).with_name("kvtool"))
+POLICIES = ["streaming", "h2o", "h2o+caote", "roco", "snapkv(window=8)", "quest"]
+BUDGETS = [32, 64, 128]
+RECIPE = {
+    "kind": "recipe",
+    "eval": {"tasks": [{"task": "niah", "lengths": "192", "depths": 8}], "within": 20},
+    "generation": {"max_new_tokens": 9},
+}
+TEXT = "The old lamp was near the school. The quiet falcon was behind the tower. " * 20
+NEW = 9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verdict") / "run"
+    library.evaluate(RECIPE, folder, policies=POLICIES, budgets=BUDGETS)
+    return folder
+
+
+@pytest.fixture
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def scores(folder, arm):
+    lines = (folder / "samples" / re.sub(r"[()]", "_", arm) / "niah.jsonl").read_text().splitlines()
+    records = {each["id"]: each for each in map(json.loads, lines)}
+    return {name: round(each["scores"]["em"]) for name, each in records.items()}
+
+
+def chance_of_a_loss(ours, full, within):
+    """How likely n draws from n samples lose at least so many percent: all resamples counted."""
+    differences = Counter(ours[name] - full[name] for name in full)
+    n, limit = len(full), -within / 100 * sum(full.values())
+    ways = Counter({0: 1})
+    for _ in range(n):
+        longer = Counter()
+        for total, count in ways.items():
+            for each, times in differences.items():
+                longer[total + each] += count * times
+        ways = longer
+    return sum(count for total, count in ways.items() if total <= limit) / n**n
+
+
+def by_hand(folder, results, within):
+    """Every arm's standing; two where the chance is too near to 2.5 % for 4000 draws to tell."""
+    full, standings = scores(folder, "full"), {}
+    for arm in (arm["name"] for arm in results["arms"] if arm["policy"] != "full"):
+        ours = scores(folder, arm)
+        gain = 100 * (sum(ours.values()) - sum(full.values())) / sum(full.values())
+        chance = chance_of_a_loss(ours, full, within)
+        spread = 4 * math.sqrt(0.025 * 0.975 / 4000)
+        kinds = {"within"} if chance < 0.025 else {"undecided"}
+        kinds |= {"within", "undecided"} if abs(chance - 0.025) < spread else set()
+        standings[arm] = {"outside"} if gain <= -within else kinds
+    return standings
+
+
+def cost_by_hand(result, by):
+    cost = result["cost"]
+    return {
+        "bytes": cost["allocated_bytes"] + cost["state_bytes"],
+        "traffic": cost["traffic_bytes"],
+        "time": 1 / cost["decode_tokens_per_s"],
+    }[by]
+
+
+@pytest.mark.parametrize("within", [20, 40])
+def test_the_verdict_is_that_of_a_count_by_hand(folder, within, kvtool):
+    done = kvtool("eval", "--rescore", str(folder), "--within", f"{within}", "-f", "json")
+    assert done.code == 0, done.err
+    results = json.loads(done.out)
+    verdict, expected = results["verdict"], by_hand(folder, results, within)
+    assert (verdict["within"], verdict["tasks"], verdict["why"]) == (within, ["niah"], None)
+    found = {each["arm"]: each["standing"] for each in verdict["arms"]}
+    assert found.keys() == expected.keys()
+    assert len(found) == 18
+    assert not {arm: kind for arm, kind in found.items() if kind not in expected[arm]}
+    assert {"within", "outside"} <= set(found.values())
+    of_arm = {each["arm"]: each for each in results["results"]}
+    assert [choice["by"] for choice in verdict["choices"]] == ["bytes", "traffic", "time"]
+    for choice in verdict["choices"]:
+        costs = {arm: cost_by_hand(result, choice["by"]) for arm, result in of_arm.items()}
+        good = [arm for arm in found if found[arm] == "within" and costs[arm] < costs["full"]]
+        assert choice["arm"] == min(good, key=costs.get, default=None)
+        limit = costs[choice["arm"] or "full"]
+        unsure = [arm for arm in found if found[arm] == "undecided" and costs[arm] < limit]
+        assert choice["undecided"] == sorted(unsure, key=costs.get)
+        assert choice["full"] == pytest.approx(costs["full"])
+        if choice["arm"] is not None:
+            assert choice["cost"] == pytest.approx(costs[choice["arm"]])
+            assert f"{choice['arm']}; " in done.err
+    assert f"verdict: the cheapest within {within} % of the full cache" in done.err
+
+
+def test_the_bound_stays_that_of_the_run_and_a_wrong_one_is_refused(folder, kvtool):
+    for given, kept in ((("--within", "33.5"), 33.5), ((), 33.5), (("--within", "20"), 20)):
+        done = kvtool("eval", "-q", "--rescore", str(folder), *given, "-f", "json", "--no-plots")
+        assert json.loads(done.out)["verdict"]["within"] == kept
+    assert "<h2>Verdict</h2>" in (folder / "report.html").read_text()
+    refused = kvtool("eval", "--rescore", str(folder), "--within", "0")
+    assert (refused.code, refused.out) == (2, "")
+    assert "error: --within must be above 0 and at most 100 (percent), got 0" in refused.err
+
+
+def test_the_bound_of_a_recipe_is_checked_and_locked(folder, kvtool):
+    lock = yaml.safe_load((folder / "recipe.lock.yaml").read_text())
+    assert lock["eval"]["within"] == 20
+    done = kvtool("eval", "-t", "niah", "-p", "h2o", "--within", "0", "--dry-run")
+    assert done.code == 2
+    assert "--within 0.0: eval.within: must be greater than 0" in done.err
+
+
+def test_a_run_without_the_full_cache_has_no_verdict_and_says_so(kvtool):
+    arguments = ("-p", "streaming", "-b", "16", "--lengths", "128", "--depths", "1")
+    done = kvtool("eval", "-t", "niah", *arguments, "--no-baseline", "-o", "a", "--no-plots")
+    assert done.code == 0, done.err
+    assert "no verdict: it needs the full cache beside the others (--baseline)" in done.err
+    refused = kvtool("plan-budget", "--bytes", "1MiB", "--recommend", "a")
+    assert refused.code == 2
+    assert "do not tell policies apart: it needs the full cache" in refused.err
+
+
+# ---- what to run
+
+
+def recommended(kvtool, folder, *arguments):
+    done = kvtool("plan-budget", "--recommend", str(folder), *arguments)
+    assert done.code == 0, done.err
+    return done
+
+
+def run_command(printed, folder, text):
+    """Run a printed command on the installed command line, with a text of one's own."""
+    words = shlex.split(printed)
+    assert words[:2] == ["kvtool", "generate"]
+    (folder / "text.txt").write_text(text)
+    done = subprocess.run(
+        [KVTOOL, *words[1:], "--prompt-file", "text.txt", "-f", "json"],
+        cwd=folder,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("size", [120_000, 10**7])
+def test_the_recommended_command_runs_and_holds_the_bytes_it_promised(
+    kvtool, folder, tmp_path, size
+):
+    tokens = len(load_tokenizer()[0](TEXT)["input_ids"])
+    lengths = ("--context", str(tokens + NEW), "-n", str(NEW))
+    done = recommended(kvtool, folder, "--bytes", f"{size}B", *lengths, "-o", "best.yaml")
+    plan = yaml.safe_load(Path("best.yaml").read_text())
+    (printed,) = re.findall(r"^  (kvtool generate best.yaml .*)$", done.err, re.MULTILINE)
+    report = run_command(printed, tmp_path, TEXT)
+    held = report["cache"]["allocated_bytes"] + report["cache"]["state_bytes"]
+    assert report["policy"] == plan["policy"]
+    assert report["prompt_tokens"] == tokens
+    assert held <= plan["totals"]["bytes"] <= size
+    if report["new_tokens"] == NEW:
+        assert held == plan["totals"]["bytes"]
+    assert (plan["policy"] == "full") == (size == 10**7)
+    assert f"recommended: {plan['policy']}, " in done.err
+
+
+def test_the_recommendation_is_the_best_of_those_that_fit(kvtool, folder, results):
+    """Counted anew from the results: budgets as shares, bytes from plans of their own."""
+    context, size = 4096, 400_000
+    done = recommended(kvtool, folder, "--bytes", f"{size}B", "--context", f"{context}", "-n", "16")
+    plan = yaml.safe_load(done.out)
+    fitting = {}
+    for result in results["results"][1:]:
+        arm = next(arm for arm in results["arms"] if arm["name"] == result["arm"])
+        tokens = int(arm["budget"] / result["cost"]["prompt_tokens"] * (context - 16))
+        lengths = ("--context", f"{context}", "-n", "16")
+        made = kvtool("plan-budget", "-q", "-b", f"{tokens}", "-p", arm["policy"], *lengths)
+        if yaml.safe_load(made.out)["totals"]["bytes"] <= size:
+            fitting[result["arm"]] = result["value"], -arm["budget"]
+    best = max(fitting, key=fitting.get)
+    assert 0 < len(fitting) < 18
+    assert plan["policy"] == best.partition("@")[0]
+    assert f"evidence: {best} against the full cache: niah" in done.err
+    assert plan["totals"]["bytes"] <= size
+    assert "run it (plan.yaml: what stands on stdout)" in done.err
+
+
+def test_results_come_by_folder_file_pipe_and_in_python(kvtool, folder):
+    asked = ("--bytes", "200000", "--context", "4K")
+    first = recommended(kvtool, folder, *asked)
+    file = folder / "results.json"
+    assert recommended(kvtool, file, *asked).out == first.out
+    piped = kvtool("plan-budget", *asked, "--recommend", "-", stdin=file.read_bytes())
+    assert piped.out == first.out
+    plan = library.plan(recommend=folder, bytes=200_000, context="4K")
+    assert plan.to_data() == yaml.safe_load(first.out)
+    assert "-n 128" in first.err, "an answer of the usual length is planned for"
+
+
+def test_another_model_than_the_measured_one_is_said(kvtool, folder, tmp_path):
+    from kvtool.models import reference
+
+    config = json.loads((Path(reference.path()) / "config.json").read_text())
+    (tmp_path / "other").mkdir()
+    config["num_hidden_layers"] = 2
+    config.pop("layer_types", None)
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    done = recommended(kvtool, folder, "-m", "other", "--bytes", "200000", "--context", "4K")
+    assert "note: measured on model `reference`, and the plan is for `other`" in done.err
+    assert len(yaml.safe_load(done.out)["layers"]["tokens"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--bytes", "1MiB", "--recommend", "nowhere"), "no folder or file `nowhere`"),
+        (("--bytes", "1MiB", "--recommend", "."), "folder `.` holds no run (no results.json)"),
+        (("--bytes", "1000B"), "nothing that was measured fits into 1000 B at a context of 4096"),
+        (("-b", "512"), "--recommend chooses what fits into a memory"),
+        (("--bytes", "1MiB", "-p", "h2o"), "leave out --policy"),
+        (("--bytes", "1MiB", "--allocator", "d2o", "--min-tokens", "4"), "--allocator, --min-tok"),
+    ],
+)
+def test_what_gives_no_recommendation_is_one_line(kvtool, folder, arguments, told):
+    arguments = (
+        arguments if "--recommend" in arguments else (*arguments, "--recommend", str(folder))
+    )
+    done = kvtool("plan-budget", "--context", "4K", *arguments)
+    errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert (done.code, done.out, len(errors)) == (2, "", 1)
+    assert told in errors[0]
