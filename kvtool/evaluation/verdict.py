@@ -78,8 +78,6 @@ def _standing(result: TaskResult | None, full: TaskResult, arm: str, within: flo
     gain = low = high = None
     if result is not None and pair is not None and pair.full != 0:
         gain, low, high = pair.percent(lower_is_better=result.lower_is_better)
-    elif why is None:
-        why = "its score is no mean over samples"
     standing: Literal["within", "undecided", "outside"] = "undecided"
     if gain is not None and gain <= -within:
         standing = "outside"
@@ -108,9 +106,12 @@ def _why_undecided(result: TaskResult | None, full: TaskResult) -> str | None:
         return f"{missing} of {result.n + missing} samples are missing"
     if not result.fed_like(full):
         return f"the text was fed by {result.chunk:g} tokens, to the full cache by {full.chunk:g}"
-    if result.paired is not None and result.paired.n < LEAST_PAIRS:
-        return f"fewer than {LEAST_PAIRS} samples"
-    return None
+    pair = result.paired
+    if pair is None:
+        return f"its score is {'not finite' if result.value is None else 'no mean over samples'}"
+    if pair.full == 0:
+        return f"the full cache scores 0 on the {pair.n} samples that both have"
+    return f"fewer than {LEAST_PAIRS} samples" if pair.n < LEAST_PAIRS else None
 
 
 def _worst(standings: Sequence[Standing]) -> Standing:

@@ -85,8 +85,8 @@ def _warnings(document: ResultsDocument) -> list[str]:
 def _verdict(document: ResultsDocument) -> dict[str, object] | None:
     if document.verdict is None:
         return None
-    why, choices = document.verdict.why, verdict.choices_table(document)
-    said = f"No verdict: {why}." if why else f"The cheapest {verdict.rule(document)}."
+    why, choices = document.verdict.why, verdict.choices_in_words(document)
+    said = f"No verdict: {why}." if why else f"The cheapest {verdict.rule(document)}:"
     return {"said": said, "choices": choices, "arms": verdict.standings_table(document)}
 
 

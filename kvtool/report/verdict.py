@@ -21,12 +21,7 @@ def verdict_lines(document: ResultsDocument) -> list[str]:
     if verdict.why is not None:
         return [f"no verdict: {verdict.why}"]
     lines = [f"verdict: the cheapest {rule(document)}"]
-    for choice in verdict.choices:
-        parts = [_arm(verdict, choice), _cost(choice), _score(verdict.of(choice.arm or ""))]
-        lines.append(f"  by {_TITLES[choice.by]}: {'; '.join(part for part in parts if part)}")
-        if choice.arm is not None and choice.undecided:
-            lines.append(f"    cheaper, undecided at this n: {_names(choice.undecided)}")
-    return lines
+    return lines + [f"  by {title}: {said}" for title, said in choices_in_words(document)]
 
 
 def rule(document: ResultsDocument) -> str:
@@ -37,23 +32,20 @@ def rule(document: ResultsDocument) -> str:
     tasks = {result.task for result in document.results if result.droppable}
     left_out = sorted(tasks.difference(verdict.tasks))
     on = "" if len(verdict.tasks) == 1 else f" on each of {len(verdict.tasks)} tasks"
-    but = f" (without {', '.join(left_out)}, where it scores 0)" if left_out else ""
+    but = f" (without {', '.join(left_out)}, where it scores nothing)" if left_out else ""
     return f"{bound}{on}{but}, by the paired 95 % interval of the score"
 
 
-def choices_table(document: ResultsDocument) -> Table | None:
-    """Return what the verdict chooses by each cost; None without a verdict."""
-    verdict = document.verdict
-    if verdict is None or verdict.why is not None:
-        return None
-    rows = []
-    for choice in verdict.choices:
-        undecided = _names(choice.undecided) if choice.arm is not None else ""
-        score = _score(verdict.of(choice.arm or "")) or digits.MISSING
-        cells = (_arm(verdict, choice), _cost(choice) or digits.MISSING, score, undecided)
-        rows.append(Row(_TITLES[choice.by], [Cell(each, look="words") for each in cells]))
-    titles = ("cheapest by", "arm", "cost", "score against full", "cheaper, undecided at this n")
-    return Table([Header(title) for title in titles], rows)
+def choices_in_words(document: ResultsDocument) -> list[tuple[str, str]]:
+    """Return each cost and what the verdict chooses by it; empty without a verdict."""
+    verdict, found = document.verdict, []
+    for choice in [] if verdict is None else verdict.choices:
+        assert verdict is not None, "there are choices"
+        parts = [_arm(verdict, choice), _cost(choice), _score(verdict.of(choice.arm or ""))]
+        if choice.arm is not None and choice.undecided:
+            parts.append(f"cheaper, undecided at this n: {_names(choice.undecided)}")
+        found.append((_TITLES[choice.by], "; ".join(part for part in parts if part)))
+    return found
 
 
 def standings_table(document: ResultsDocument) -> Table | None:
@@ -70,7 +62,7 @@ def standings_table(document: ResultsDocument) -> Table | None:
         interval = digits.MISSING if found.low is None else _interval(found)
         cells = [Cell(found.standing), Cell(found.task), against, Cell(interval)]
         rows.append(Row(arm.name, [*cells, Cell(str(found.n))]))
-    titles = ("arm", f"{verdict.within:g} %", "task", "against full", "95 % interval", "n")
+    titles = ("arm", f"within {verdict.within:g} %", "task", "against full", "95 % interval", "n")
     return Table([Header(title) for title in titles], rows)
 
 

@@ -27,7 +27,8 @@ def results_of(pairs, task="niah", full=0.8, **changes):
         own = given if isinstance(given, dict) else {"paired": given}
         pair = own.get("paired")
         value = full if pair is None else full + pair.difference
-        found.append(result(arm, task, value, full, **changes | own))
+        one = result(arm, task, value, full, **changes)
+        found.append(one.model_copy(update=own))
     return found
 
 
@@ -145,12 +146,18 @@ def test_costs_are_means_over_the_samples_of_all_tasks():
         ({"paired": WITHIN, "n": 15}, "5 of 20 samples are missing"),
         ({"paired": None, "n": 0}, "no sample was measured"),
         ({"paired": None}, "its score is no mean over samples"),
+        ({"paired": None, "value": None}, "its score is not finite"),
+        (
+            {"paired": WITHIN.model_copy(update={"full": 0.0})},
+            "the full cache scores 0 on the 20 sam",
+        ),
         ({"paired": paired(-0.01, None, None, n=5)}, "fewer than 6 samples"),
     ],
 )
 def test_what_cannot_be_compared_is_undecided_and_says_why(given, why):
     verdict = make_verdict(results_of([given, *[WITHIN] * 5]), ARMS, 5)
-    assert (verdict.arms[0].standing, verdict.arms[0].why) == ("undecided", why)
+    assert verdict.arms[0].standing == "undecided"
+    assert verdict.arms[0].why.startswith(why)
     assert verdict.choices[0].arm == "h2o@64", "which is the cheapest of the others"
     measured = given.get("n") != 0
     assert verdict.choices[0].undecided == (["streaming@64"] if measured else [])
