@@ -105,14 +105,17 @@ def _estimate(
 def _resampled_means(*samples: Sequence[Part]) -> list[list[float]]:
     """Return `RESAMPLES` weighted means of each list, over the same draws in all of them."""
     columns = torch.tensor(samples, dtype=torch.float64)  # (lists, n, 2)
-    sums = torch.cat([columns[:, drawn].sum(2) for drawn in _draws(columns.shape[1])], 1)
-    return (sums[..., 0] / sums[..., 1]).tolist()
+    lists, n, _ = columns.shape
+    flat = columns.transpose(0, 1).reshape(n, 2 * lists)
+    sums = torch.cat([counts @ flat for counts in _times_drawn(n)]).view(-1, lists, 2)
+    return (sums[..., 0] / sums[..., 1]).T.tolist()
 
 
-def _draws(n: int) -> Iterator[Tensor]:
-    """Yield (resamples, n) int64 indices, `RESAMPLES` rows in all."""
+def _times_drawn(n: int) -> Iterator[Tensor]:
+    """Yield (resamples, n) float64: how often each sample is drawn; `RESAMPLES` rows in all."""
     generator = torch.Generator().manual_seed(n)
     rows = max(1, _AT_A_TIME // n)
     for start in range(0, RESAMPLES, rows):
-        shape = (min(rows, RESAMPLES - start), n)
-        yield torch.randint(n, shape, generator=generator)
+        drawn = torch.randint(n, (min(rows, RESAMPLES - start), n), generator=generator)
+        counts = torch.zeros(drawn.shape, dtype=torch.float64)
+        yield counts.scatter_add_(1, drawn, torch.ones_like(counts))
