@@ -72,7 +72,9 @@ def for_results(settings: PlanSettings, results: ResultsDocument, watcher: Watch
     model = settings.model
     if model.name is None and settings.profile is None and results.model.id != REFERENCE:
         watcher.note(f"model: {results.model.id}, that of the results (change: --model)")
-        model = replace(model, name=results.model.id, revision=results.model.revision)
+        name = results.model.id
+        name = str(expand(name)) if name.startswith("~") else name  # as runs write a user's folder
+        model = replace(model, name=name, revision=results.model.revision)
     new = settings.max_new_tokens
     new = DEFAULT_NEW_TOKENS if new is None else new
     return replace(settings, model=model, max_new_tokens=new)

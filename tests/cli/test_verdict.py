@@ -179,7 +179,8 @@ def run_command(printed, folder, text):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("size", [120_000, 10**7])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("size", [320_000, 10**7])
 def test_the_recommended_command_runs_and_holds_the_bytes_it_promised(
     kvtool, folder, tmp_path, size
 ):
