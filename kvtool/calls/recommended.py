@@ -101,7 +101,8 @@ def reasons(
             score_in_words(each.task, each.n, each.gain, each.low, each.high)
             for each in evidence.tasks
         )
-        lines.append(f"evidence: {evidence.arm.name} against the full cache: {tasks}")
+        stands = _standing(evidence.arm.name, results)
+        lines.append(f"evidence: {evidence.arm.name} against the full cache: {tasks}{stands}")
         lines.append(
             f"measured with {float(evidence.share):.1%} of prompts of {evidence.prompt:.0f} tokens "
             f"(mean), which is taken as the same share of {document.target.prompt_tokens}"
@@ -117,6 +118,16 @@ def reasons(
         more = f" and {len(found.too_large) - _MOST} more" if len(found.too_large) > _MOST else ""
         lines.append(f"too large here: {', '.join(found.too_large[:_MOST])}{more}")
     return [*lines, *(f"left out: {each}" for each in found.left_out)]
+
+
+def _standing(arm: str, results: ResultsDocument) -> str:
+    """Say whether the verdict has a variant within its bound."""
+    verdict = results.verdict
+    found = None if verdict is None else verdict.of(arm)
+    if verdict is None or found is None:
+        return ""
+    unsure = "undecided whether within" if found.standing == "undecided" else found.standing
+    return f"; {unsure} {verdict.within:g} %"
 
 
 def _budget(evidence: Evidence, document: PlanDocument) -> str:

@@ -216,7 +216,11 @@ def test_the_recommendation_is_the_best_of_those_that_fit(kvtool, folder, result
     best = max(fitting, key=fitting.get)
     assert 0 < len(fitting) < 18
     assert plan["policy"] == best.partition("@")[0]
-    assert f"evidence: {best} against the full cache: niah" in done.err
+    standing = next(each for each in results["verdict"]["arms"] if each["arm"] == best)["standing"]
+    said = standing.replace("undecided", "undecided whether within")
+    (line,) = re.findall(r"^evidence: .*$", done.err, re.MULTILINE)
+    assert line.startswith(f"evidence: {best} against the full cache: niah")
+    assert line.endswith(f"; {said} 20 %")
     assert plan["totals"]["bytes"] <= size
     assert "run it (plan.yaml: what stands on stdout)" in done.err
 
