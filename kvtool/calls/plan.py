@@ -240,13 +240,16 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
 def _recommended(run: PlanRun, results: ResultsDocument) -> PlanRun:
     """Choose the policy and its budget by what was measured."""
     from kvtool.planning.recommend import Place, recommend
+    from kvtool.policies.allocate.table import parse_allocator
 
     place = Place(run.model.shape, run.target, run.profile, run.model.layers)
     found = recommend(results, place)
-    policy = found.evidence.policy
-    allocator = policy.allocator or run.allocator
-    recommendation = (found, results)
-    return replace(run, policy=policy, allocator=allocator, recommendation=recommendation)
+    return replace(
+        run,
+        policy=found.evidence.policy,
+        allocator=parse_allocator(found.planned.document.layers.allocator),
+        recommendation=(found, results),
+    )
 
 
 def _read_profile(profile: str | ProfileDocument | None) -> ProfileDocument | None:

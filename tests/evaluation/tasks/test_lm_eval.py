@@ -310,6 +310,15 @@ def test_perplexities_weigh_documents_by_their_words(folder):
     assert task.best is None
 
 
+def test_a_mean_over_documents_says_what_each_gives_to_it_and_nothing_else_does(folder):
+    answers = {made["prompt"]: made["answer"] for made in documents()[:3]}
+    task, perplexity = task_of(folder, "needle_said"), task_of(folder, "needle_read")
+    summary = task.summarise(run(task, Knowing(lambda prompt: f" {answers.get(prompt, 99)}")))
+    assert summary.parts == [(1.0, 1.0)] * 3 + [(0.0, 1.0)] * (DOCUMENTS - 3)
+    assert summary.metrics["score"].value == 3 / DOCUMENTS
+    assert perplexity.summarise(run(perplexity, Knowing())).parts == []
+
+
 RULED = ["needle_said", "needle_chosen", "needle_judged", "needle_last", "needle_shots"]
 
 
