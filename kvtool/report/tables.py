@@ -30,7 +30,7 @@ from kvtool.report.variants import (
     variants_in_order,
     wrap,
 )
-from kvtool.report.verdict import verdict_lines
+from kvtool.report.verdict import choices_in_words, verdict_lines
 
 _FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
 _STYLES = {"better": "green", "worse": "red", "": ""}
@@ -54,8 +54,16 @@ def results_tables(document: ResultsDocument) -> RenderableType:
     """Return the summary and the verdict, below heat maps of needles if the arms are few."""
     summary = summary_table(document)
     few = len(document.arms) <= _FEW_ARMS
-    end = map(Text, verdict_lines(document))
-    return Group(*([needle_tables(document)] if few else []), summary, *end)
+    parts = [*([needle_tables(document)] if few else []), summary, *_verdict(document)]
+    return Group(*parts)
+
+
+def _verdict(document: ResultsDocument) -> list[RenderableType]:
+    """Return the verdict: its rule, and a row for each cost."""
+    lines, choices = verdict_lines(document), Table.grid(padding=(0, 1))
+    for title, said in choices_in_words(document):
+        choices.add_row(Text(f"  by {title}:", no_wrap=True), Text(said))
+    return [*map(Text, lines[:1]), *([choices] if choices.rows else [])]
 
 
 def needle_tables(document: ResultsDocument) -> RenderableType:

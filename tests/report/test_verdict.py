@@ -86,7 +86,11 @@ def test_no_verdict_says_why_and_old_results_say_nothing():
 
 def test_the_terminal_ends_with_it():
     shown = judged([BYTES], [standing("h2o@64")])
-    assert shown.table(200).rstrip().splitlines()[-2:] == verdict_lines(shown)
+    printed = [line.rstrip() for line in shown.table(200).rstrip().splitlines()]
+    assert printed[-2:] == verdict_lines(shown)
+    narrow = [line.rstrip() for line in shown.table(60).rstrip().splitlines()]
+    assert narrow[-3].startswith("  by bytes held: h2o@64; 2.0 KiB of 10.0 KiB (20%);")
+    assert narrow[-2].startswith(" " * 17), "what does not fit stands below, not at the margin"
     assert "verdict" not in document().table(200)
 
 
