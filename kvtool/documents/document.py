@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from kvtool.documents.shown import Shown
 from kvtool.documents.yaml_writer import dump_yaml
@@ -17,11 +19,32 @@ TokenCount = Annotated[PositiveInt, Field(le=MOST_TOKENS)]
 ByteCount = Annotated[NonNegativeInt, Field(le=MOST_BYTES)]
 """Bytes of memory."""
 
+Share = Annotated[FiniteFloat, Field(gt=0, le=1)]
+"""A share of something, and not nothing."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a field's numbers count, as a comment in YAML says it."""
+
+    text: str
+
+
+PER_HEAD, PER_LAYER = Unit("per layer and KV head"), Unit("per layer")
+
 
 class Section(BaseModel):
     """A part of a document; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def units(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield the units of fields, with the keys that lead there."""
+        for name, field in type(self).model_fields.items():
+            yield from (((name,), each.text) for each in field.metadata if isinstance(each, Unit))
+            value = getattr(self, name)
+            if isinstance(value, Section):
+                yield from (((name, *keys), text) for keys, text in value.units())
 
 
 class Document(Section):
@@ -44,8 +67,8 @@ class Document(Section):
         return json.dumps(self.to_data(), indent=2, ensure_ascii=False) + "\n"
 
     def to_yaml(self) -> str:
-        """Return the document as YAML, in the same order."""
-        return dump_yaml(self.to_data())
+        """Return the document as YAML, in the same order, with units as comments."""
+        return dump_yaml(self.to_data(), dict(self.units()))
 
 
 class ShownDocument(Document, Shown):

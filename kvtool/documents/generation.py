@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from kvtool.documents.document import Document, Section, ShownDocument
+from kvtool.documents.document import PER_HEAD, PER_LAYER, Document, Section, ShownDocument, Unit
 from kvtool.documents.plan import PlanDocument
 from kvtool.sizes import bytes_in_words
 
@@ -24,14 +24,14 @@ class CacheSection(Section):
     """
 
     tokens_seen: NonNegativeInt
-    kept_per_layer: list[NonNegativeInt]
+    kept_per_layer: Annotated[list[NonNegativeInt], Unit("tokens in the fullest KV head")]
     kv_bytes: NonNegativeInt
     allocated_bytes: NonNegativeInt
     state_bytes: NonNegativeInt
     full_bytes: NonNegativeInt
     peak_bytes: NonNegativeInt
     host_bytes: NonNegativeInt = 0
-    recompute_frequency: list[NonNegativeFloat | None] | None = None
+    recompute_frequency: Annotated[list[NonNegativeFloat | None] | None, PER_LAYER] = None
     traffic_pairs: NonNegativeFloat
     traffic_bytes: NonNegativeInt
 
@@ -78,7 +78,7 @@ class StagesSection(Section):
 
     split_factor: FiniteFloat | None
     token_budget: NonNegativeInt
-    stage1_tokens: list[NonNegativeInt]
+    stage1_tokens: Annotated[list[NonNegativeInt], PER_HEAD]
     page_size: PositiveInt
     head_dims: PositiveInt
     top_k: PositiveInt
@@ -98,7 +98,7 @@ class PlanSection(Section):
     prompt_tokens: NonNegativeInt
     storage: NonNegativeInt | None
     held: NonNegativeInt
-    tokens: list[NonNegativeInt]
+    tokens: Annotated[list[NonNegativeInt], PER_HEAD]
     rocketkv: StagesSection | None
 
     @classmethod

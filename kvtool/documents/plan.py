@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from kvtool.documents.disagreement import disagreement
-from kvtool.documents.document import Section, ShownDocument, TokenCount
+from kvtool.documents.document import PER_HEAD, Section, Share, ShownDocument, TokenCount, Unit
 from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.stages import compression_ratio, stage1_tokens
 from kvtool.errors import UsageError
@@ -107,8 +107,8 @@ class LayerPlan(Section):
 
     allocator: str = "uniform"
     min_tokens: TokenCount = 1
-    tokens: list[Annotated[NonNegativeInt, Field(le=MOST_TOKENS)]]
-    fractions: list[Annotated[FiniteFloat, Field(gt=0, le=1)] | None] | None = None
+    tokens: Annotated[list[Annotated[NonNegativeInt, Field(le=MOST_TOKENS)]], PER_HEAD]
+    fractions: Annotated[list[Share | None] | None, Unit("of the prompt, per layer")] = None
 
 
 class Cost(Section):

@@ -18,7 +18,14 @@ from pydantic import (
     model_validator,
 )
 
-from kvtool.documents.document import ByteCount, Section, ShownDocument, TokenCount
+from kvtool.documents.document import (
+    PER_LAYER,
+    ByteCount,
+    Section,
+    ShownDocument,
+    TokenCount,
+    Unit,
+)
 from kvtool.documents.model_shape import ModelShape
 from kvtool.sizes import MOST_TOKENS
 
@@ -27,6 +34,9 @@ Layers = list[FiniteFloat | None]
 
 LayerCurves = list[list[FiniteFloat] | None]
 """One list per layer, an entry for each point of an axis that stands beside it."""
+
+
+_PER_RATE = Unit("a list per layer, a number per rate")
 
 
 class ProfileData(Section):
@@ -54,11 +64,11 @@ class Jaccard(_Sparse):
     `rates` are shares of the text that are kept; each score has layers x rates.
     """
 
-    rates: list[FiniteFloat]
-    aas: LayerCurves | None = None
-    aqas: LayerCurves | None = None
-    ltas: LayerCurves | None = None
-    mas: LayerCurves | None = None
+    rates: Annotated[list[FiniteFloat], Unit("of the text")]
+    aas: Annotated[LayerCurves | None, _PER_RATE] = None
+    aqas: Annotated[LayerCurves | None, _PER_RATE] = None
+    ltas: Annotated[LayerCurves | None, _PER_RATE] = None
+    mas: Annotated[LayerCurves | None, _PER_RATE] = None
 
 
 class OutputErrors(Section):
@@ -68,8 +78,8 @@ class OutputErrors(Section):
     """
 
     policy: str
-    budgets: list[TokenCount]
-    errors: LayerCurves
+    budgets: Annotated[list[TokenCount], Unit("tokens per layer and KV head")]
+    errors: Annotated[LayerCurves, Unit("a list per layer, a number per budget")]
 
 
 class MemoryTable(Section):
@@ -85,14 +95,19 @@ class MemoryTable(Section):
     """
 
     dtype: str
-    layer_bytes_per_token: list[ByteCount]
-    layer_window: list[TokenCount | None]
-    contexts: list[TokenCount]
-    batches: list[PositiveInt]
-    bytes: list[list[NonNegativeInt]]
-    memory: list[PositiveInt]
-    largest_context: list[list[NonNegativeInt | None]]
-    largest_batch: list[list[NonNegativeInt]]
+    layer_bytes_per_token: Annotated[list[ByteCount], PER_LAYER]
+    layer_window: Annotated[list[TokenCount | None], Unit("tokens, per layer")]
+    contexts: Annotated[list[TokenCount], Unit("tokens")]
+    batches: Annotated[list[PositiveInt], Unit("rows")]
+    bytes: Annotated[list[list[NonNegativeInt]], Unit("a list per context, a number per batch")]
+    memory: Annotated[list[PositiveInt], Unit("bytes")]
+    largest_context: Annotated[
+        list[list[NonNegativeInt | None]],
+        Unit("tokens: a list per size of memory, a number per batch"),
+    ]
+    largest_batch: Annotated[
+        list[list[NonNegativeInt]], Unit("rows: a list per size of memory, a number per context")
+    ]
 
 
 class Metrics(_Sparse):
@@ -109,38 +124,38 @@ class Metrics(_Sparse):
             which are in the file of numbers per head.
     """
 
-    f_variance: Layers | None = None
-    entropy: Layers | None = None
-    query_cosine: Layers | None = None
-    recompute_frequency: Layers | None = None
-    topk_union: Layers | None = None
+    f_variance: Annotated[Layers | None, PER_LAYER] = None
+    entropy: Annotated[Layers | None, Unit("of log n, per layer")] = None
+    query_cosine: Annotated[Layers | None, PER_LAYER] = None
+    recompute_frequency: Annotated[Layers | None, Unit("of the steps, per layer")] = None
+    topk_union: Annotated[Layers | None, Unit("tokens, per layer")] = None
     jaccard: Jaccard | None = None
-    robustness: Layers | None = None
+    robustness: Annotated[Layers | None, Unit("of the tokens, per layer")] = None
     output_error: OutputErrors | None = None
-    key_basis: Layers | None = None
+    key_basis: Annotated[Layers | None, Unit("of the variance, per layer")] = None
     memory: MemoryTable | None = None
 
 
 class CosineCurve(Section):
     """Mean cosine of two queries by their distance, in tokens: layers x distances."""
 
-    distances: list[TokenCount]
-    values: LayerCurves
+    distances: Annotated[list[TokenCount], Unit("tokens")]
+    values: Annotated[LayerCurves, Unit("a list per layer, a number per distance")]
 
 
 class UnionCurve(Section):
     """How the union of the top-k grows: layers x steps."""
 
     k: TokenCount
-    steps: list[TokenCount]
-    values: LayerCurves
+    steps: Annotated[list[TokenCount], Unit("decoded tokens")]
+    values: Annotated[LayerCurves, Unit("tokens: a list per layer, a number per step")]
 
 
 class RobustnessCurve(Section):
     """Standard deviation of the attention that a token got in its first steps: layers x steps."""
 
-    steps: list[TokenCount]
-    values: LayerCurves
+    steps: Annotated[list[TokenCount], Unit("steps after the token")]
+    values: Annotated[LayerCurves, Unit("a list per layer, a number per step")]
 
 
 class RecomputePoint(Section):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from textwrap import indent
 from typing import Any
 
 import yaml
 
 from kvtool.documents.scalars import read_plain
+
+_WIDTH, _STEP = 100, "  "  # letters of a line, and what a level is indented by
 
 
 class _Dumper(yaml.SafeDumper):
@@ -15,6 +19,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         """Write equal parts out, instead of naming the first and pointing at it."""
         return True
+
+    def expect_flow_sequence_item(self) -> None:
+        """Begin a new line before a number that would cross the width, not after it."""
+        event, width = self.event, self.best_width
+        if isinstance(event, yaml.ScalarEvent):
+            self.best_width -= len(event.value) + len(",  ")
+        super().expect_flow_sequence_item()
+        self.best_width = width
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -31,16 +43,55 @@ def _read(text: str) -> Any:
         return None
 
 
+def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:
+    numbers = any(_is_number(item) for item in items)
+    flow = numbers and all(item is None or _is_number(item) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flow)
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, (int, float)) and not isinstance(item, bool)
+
+
 _Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(list, _represent_list)
 
 
-def dump_yaml(data: Any) -> str:
-    """Write dictionaries, lists and scalars as YAML, in their order.
+def dump_yaml(data: Any, units: Mapping[tuple[str, ...], str] | None = None) -> str:
+    """Write dictionaries, lists and scalars as YAML, in their order; lists of numbers in lines.
 
-    >>> print(dump_yaml({"stop": ["1e-5", "on"], "seed": 0}), end="")
+    >>> print(dump_yaml({"stop": ["1e-5", "on"], "seed": 0, "tokens": [205, None]}), end="")
     stop:
     - '1e-5'
     - 'on'
     seed: 0
+    tokens: [205, null]
+
+    Args:
+        units: comments by the keys that lead to a value.
     """
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+    return _dump(data, units or {}, _WIDTH)
+
+
+def _dump(data: Any, units: Mapping[tuple[str, ...], str], width: int) -> str:
+    if not units:
+        return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
+    parts = []
+    for key, value in data.items():
+        below = {keys[1:]: unit for keys, unit in units.items() if keys[0] == key}
+        unit = below.pop((), None)
+        if below and value:
+            inner = _dump(value, below, width - len(_STEP))
+            parts.append(f"{key}:\n{indent(inner, _STEP)}")
+        else:
+            text = _dump({key: value}, {}, width)
+            parts.append(text if unit is None else _remark(text, unit, width))
+    return "".join(parts)
+
+
+def _remark(text: str, unit: str, width: int) -> str:
+    """Put a comment behind the first line of a value, above it where there is no room."""
+    first, rest = text.split("\n", 1)
+    line = f"{first}  # {unit}"
+    wrapped = bool(rest) and not first.endswith(":")
+    return f"# {unit}\n{text}" if wrapped or len(line) > width else f"{line}\n{rest}"
