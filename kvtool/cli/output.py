@@ -9,7 +9,7 @@ from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import write_text
 
 if TYPE_CHECKING:
-    from kvtool.documents.document import Document
+    from kvtool.documents.document import Document, ShownDocument
 
 
 def write_data(text: str, options: OutputOptions, terminal: Terminal) -> None:
@@ -24,6 +24,19 @@ def write_data(text: str, options: OutputOptions, terminal: Terminal) -> None:
 def render(document: Document, form: Format, text: str) -> str:
     """Return a document in the form asked for; `text` is what a person reads."""
     return {"json": document.to_json, "yaml": document.to_yaml, "text": lambda: text}[form]()
+
+
+def write_shown(document: ShownDocument, options: OutputOptions, terminal: Terminal) -> None:
+    """Write a document: as tables and pictures on a terminal, as YAML in a pipe or a file."""
+    shown = terminal.interactive and options.output_path is None
+    form = options.choose_format("text" if shown else "yaml")
+    if form == "text" and shown:
+        from kvtool.report.view import layout
+
+        terminal.print(layout(document))
+        return
+    text = document.table() if form == "text" else ""
+    write_data(render(document, form, text), options, terminal)
 
 
 def write_configuration(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtool.cli.output import render, write_configuration, write_data
+from kvtool.cli.output import write_configuration, write_shown
 from kvtool.cli.plan_options import PlanOptions, check_paths
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
@@ -41,12 +41,4 @@ def _write(document: PlanDocument, options: PlanOptions, terminal: Terminal) -> 
 
         draw_plan(document, options.plot_path)
         terminal.note(f"wrote {options.plot_path}")
-    shown = terminal.interactive and options.output_path is None
-    form = options.choose_format("text" if shown else "yaml")
-    if form == "text" and shown:
-        from kvtool.report.plans import plan_table
-
-        terminal.print(plan_table(document))
-        return
-    text = document.table() if form == "text" else ""
-    write_data(render(document, form, text), options, terminal)
+    write_shown(document, options, terminal)

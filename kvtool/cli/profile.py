@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.output import render, write_configuration, write_data
+from kvtool.cli.output import write_configuration, write_shown
 from kvtool.cli.profile_options import ProfileOptions
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
@@ -59,19 +59,12 @@ def _source(options: ProfileOptions) -> ModelSource:
 
 def _write(profiled: Profiled, options: ProfileOptions, terminal: Terminal) -> None:
     document = profiled.document
-    form = options.choose_format("text" if terminal.interactive else "yaml")
     if options.plot_path is not None:
         from kvtool.report.profiles import draw_profile
 
         draw_profile(document, profiled.heads, options.plot_path)
         terminal.note(f"wrote {options.plot_path}")
-    if form == "text" and terminal.interactive and options.output_path is None:
-        from kvtool.report.profile_table import profile_table
-
-        terminal.print(profile_table(document))
-        return
-    text = document.table() if form == "text" else ""
-    write_data(render(document, form, text), options, terminal)
+    write_shown(document, options, terminal)
 
 
 def _check_paths(options: ProfileOptions, terminal: Terminal) -> None:

@@ -1,6 +1,7 @@
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,6 +53,21 @@ def on_terminal():
         os.close(ours)
         assert running.wait() == 0
         return shown.decode()
+
+    return run
+
+
+@pytest.fixture
+def at_terminal(kvtool, monkeypatch):
+    """Run a command in this process with stdout said to be a terminal; colours are left out."""
+
+    def run(*arguments: str, columns: int = 100) -> Done:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.stdout, "isatty", lambda: True)
+            patch.setenv("COLUMNS", str(columns))
+            patch.setenv("TERM", "xterm")
+            done = kvtool(*arguments)
+        return Done(done.code, re.sub(r"\x1b\[[0-9;]*m", "", done.out), done.err)
 
     return run
 

@@ -179,6 +179,15 @@ def test_a_terminal_shows_a_table_with_bars(on_terminal):
     assert "████" in text
 
 
+def test_a_terminal_shows_what_a_file_gets_as_yaml(kvtool, at_terminal):
+    plan = ("plan-budget", "profile.yaml", "--ratio", "20%", "-q")
+    assert at_terminal(*plan).out == kvtool(*plan, "-f", "text").out
+    assert at_terminal(*plan, "-f", "yaml").out == kvtool(*plan).out
+    assert at_terminal(*plan, "-o", "here").out == ""
+    assert Path("here").read_text() == kvtool(*plan).out
+    assert "\n  tokens: [" in kvtool(*plan).out
+
+
 def test_a_piped_profile_needs_no_torch():
     program = (
         "import sys\nfrom kvtool.cli.main import main\n"

@@ -107,6 +107,16 @@ def test_a_table_for_people(kvtool):
     assert "2 texts of 200 tokens from builtin" in done.out
 
 
+@pytest.mark.parametrize("more", [(), ("-o", "-")])
+def test_a_terminal_shows_what_a_file_gets_as_yaml(kvtool, at_terminal, tmp_path, more):
+    memory = ("profile", "-q", "--metrics", "memory")
+    assert at_terminal(*memory, *more).out == kvtool(*memory, "-f", "text").out
+    assert at_terminal(*memory, "-f", "yaml").out == kvtool(*memory).out
+    assert at_terminal(*memory, "-o", "here").out == ""  # no suffix says anything
+    assert (tmp_path / "here").read_text() == kvtool(*memory).out
+    assert kvtool(*memory).out.startswith("kind: profile\n")
+
+
 def test_a_dry_run_says_what_would_be_measured(kvtool):
     done = kvtool("profile", "--dry-run", *QUICK, "--metrics", "memory,output_error,entropy")
     data = yaml.safe_load(done.out)
