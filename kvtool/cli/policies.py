@@ -1,18 +1,21 @@
-"""`kvtool policies`: the table of policies and modifiers."""
+"""`kvtool policies`: the table of policies and modifiers, or one of them in full."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument
 
 from kvtool.cli.options import OutputOptions
 from kvtool.cli.output import write_data
 from kvtool.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from kvtool.policies.table import Entry
+    from rich.console import RenderableType
 
+    from kvtool.policies.about import About
 
 _OWN = "a score of your own goes wherever a base does: my_package.my_module:MyScore(..)"
 
@@ -21,69 +24,49 @@ _OWN = "a score of your own goes wherever a base does: my_package.my_module:MySc
 class PoliciesOptions(OutputOptions):
     """Options of `kvtool policies`."""
 
+    name: Annotated[
+        str | None, Argument(metavar="[NAME]", help="A policy or modifier, told in full.")
+    ] = None
+
 
 def policies(options: PoliciesOptions, terminal: Terminal) -> None:
-    """List policies and modifiers: parameters, papers, and what each modifier goes on."""
+    """List policies and modifiers with their parameters, or tell all of one."""
     options.check_output()
+    from kvtool.cli.policy_tables import AllPolicies, one_policy
+    from kvtool.policies.about import about
     from kvtool.policies.table import describe
 
+    if options.name is not None:
+        one = about(options.name)
+        _write(_data(one), one_policy(one), options, terminal)
+        return
     entries = describe()
+    _write([asdict(entry) for entry in entries], AllPolicies(entries), options, terminal)
+    if terminal.interactive and options.choose_format("text") == "text":
+        terminal.note(_OWN)
+
+
+def _data(one: About) -> dict[str, Any]:
+    return asdict(one.entry) | {
+        "takes": [f"{spelled}+{modifier}" for modifier, spelled in one.takes.items()],
+        "settings": [asdict(each) for each in one.settings],
+        "text": one.text,
+    }
+
+
+def _write(data: Any, table: RenderableType, options: PoliciesOptions, terminal: Terminal) -> None:
     form = options.choose_format("text")
     if form == "text" and terminal.interactive and options.output_path is None:
-        _print_table(entries, terminal)
-        terminal.note(_OWN)
+        terminal.print(table)
         return
-    render = {"text": _as_text, "json": _as_json, "yaml": _as_yaml}[form]
-    write_data(render(entries), options, terminal)
+    if form == "text":
+        from kvtool.cli.tables import as_text
 
+        write_data(as_text(table), options, terminal)
+        return
+    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    if form == "yaml":
+        from kvtool.documents.yaml_writer import dump_yaml
 
-def _print_table(entries: list[Entry], terminal: Terminal) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(file=terminal.data, markup=False, highlight=False)
-    for kind, last in (("base", "budget"), ("modifier", "goes on")):
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in (kind, "what it does", "parameters", last, "paper"):
-            table.add_column(column, overflow="fold")
-        for entry in entries:
-            if entry.kind == kind:
-                end = entry.budget_kind if kind == "base" else " ".join(entry.goes_on)
-                table.add_row(_name(entry), entry.summary, _spell(entry), end, entry.paper)
-        console.print(table)
-
-
-def _as_text(entries: list[Entry]) -> str:
-    """Write a block per policy: a line `name - summary`, then indented lines."""
-    blocks = []
-    for entry in entries:
-        blocks.append(
-            f"{_name(entry)} - {entry.summary}\n"
-            f"    parameters: {_spell(entry) or 'none'}\n"
-            f"    budget: {entry.budget_kind}\n"
-            + (f"    goes on: {' '.join(entry.goes_on)}\n" if entry.goes_on else "")
-            + f"    paper: {entry.paper}\n"
-        )
-    return "".join(blocks)
-
-
-def _as_json(entries: list[Entry]) -> str:
-    return json.dumps([asdict(entry) for entry in entries], indent=2, ensure_ascii=False) + "\n"
-
-
-def _as_yaml(entries: list[Entry]) -> str:
-    import yaml
-
-    data = json.loads(_as_json(entries))  # tuples are lists, as in JSON
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
-
-
-def _name(entry: Entry) -> str:
-    return entry.name if entry.kind == "base" else f"+{entry.name}"
-
-
-def _spell(entry: Entry) -> str:
-    def spell(value: object) -> str:
-        return str(value).lower() if isinstance(value, bool) else str(value)
-
-    return ", ".join(f"{name}={spell(value)}" for name, value in entry.parameters.items())
+        text = dump_yaml(json.loads(text))  # tuples are lists, as in JSON
+    write_data(text, options, terminal)

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from safetensors import safe_open
 
 from kvtool.policies.table import BASES, MODIFIERS
@@ -178,42 +177,6 @@ def test_a_full_disk_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run([KVTOOL, "policies"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
-
-
-def test_policies(kvtool):
-    text = kvtool("policies").out
-    entries = json.loads(kvtool("policies", "-f", "json").out)
-    assert yaml.safe_load(kvtool("policies", "-f", "yaml").out) == entries
-    assert [entry["name"] for entry in entries] == [*BASES, *MODIFIERS]
-    for entry in entries:
-        assert entry["summary"]
-        assert entry["paper"]
-        assert entry["kind"] in ("base", "modifier")
-        assert entry["summary"] in text
-    streaming = next(entry for entry in entries if entry["name"] == "streaming")
-    assert streaming["parameters"] == {"sinks": 4, "positions": "text"}
-    h2o = text.split("\nh2o - ")[1].split("\ntova - ")[0]
-    assert "    parameters: recent=budget/2, positions=text\n" in h2o
-    assert "goes on" not in h2o
-    assert "=none" not in text.replace("d2o(merge=none)", "")
-    ada = next(entry for entry in entries if entry["name"] == "ada")
-    bases = ["scissorhands", "h2o", "tova", "roco", "snapkv", "pyramidkv", "adakv"]
-    assert ada["goes_on"] == [*bases, "d2o(merge=none)"]
-    assert f"    goes on: {' '.join(ada['goes_on'])}\n" in text
-
-
-def test_policies_in_a_file(kvtool, tmp_path):
-    assert kvtool("policies", "-q", "-o", "table.json").out == ""
-    assert json.loads((tmp_path / "table.json").read_text())[0]["name"] == "full"
-
-
-@pytest.mark.exhaustive
-def test_policies_on_a_terminal_are_a_table(on_terminal):
-    shown = on_terminal(KVTOOL, "policies", columns=200)
-    assert "what it does" in shown
-    assert "+caote" in shown
-    assert "goes on" in shown
-    assert "recent=budget/2" in shown
 
 
 @pytest.mark.exhaustive

@@ -150,7 +150,8 @@ class Ada(HeadSplit):
 
     Args:
         share: part of the budget that every head has for sure.
-        safeguard: `mix` or `force`: see `split_heads`.
+        safeguard: `mix` moves the heads' counts towards the mean by the share, `force` lets every
+            head keep its own best tokens first.
         normalise: weigh each head by how much of its score its best tokens hold.
     """
 

@@ -70,7 +70,8 @@ class D2O(Allocator):
     removes.
 
     Args:
-        norm: `length`, `minmax` or `raw`: see `normalise`.
+        norm: `length` divides F by its largest possible value, `minmax` maps the layers to 0 .. 1,
+            `raw` leaves F as it is.
         temperature: divides the exponents; above 1 brings the layers closer together.
     """
 
@@ -93,7 +94,8 @@ class D2OExp(Allocator):
     """Exponential decay of the variance, scaled to the total: the same shares as `d2o`.
 
     Args:
-        norm: `length`, `minmax` or `raw`: see `normalise`.
+        norm: `length` divides F by its largest possible value, `minmax` maps the layers to 0 .. 1,
+            `raw` leaves F as it is.
         temperature: divides the exponents; above 1 brings the layers closer together.
     """
 
