@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ from kvtool.calls.conversation import begin, converse, read_said, spell_turn
 from kvtool.calls.given import UNSAID, Unsaid, given_settings, read_stops
 from kvtool.calls.kept import show_kept
 from kvtool.calls.listener import Listener
+from kvtool.calls.needle import NEEDLE, compare_needle, note_needle, write_needle
 from kvtool.calls.prompt import encode, note_text, typed_prompt
 from kvtool.calls.request import Request, configuration, read_prefill
 from kvtool.calls.resumed import open_cache, resumed_policy
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from kvtool.documents.turns import Turns
     from kvtool.policies.policy import Policy
     from kvtool.sizes import Budget
-
-_NEEDLE_TOKENS, _NEEDLE_SEED = 1024, 0
 
 
 def generate(
@@ -127,16 +126,21 @@ def generate(
 
 @dataclass(frozen=True)
 class Generated:
-    """What was generated, and the cache at its end."""
+    """What was generated, and the cache at its end.
+
+    Attributes:
+        stopped: whether somebody has ended it before it was done.
+    """
 
     document: GenerationDocument
     settings: GenerationSettings
     request: Request
     cache: KVCache
     loaded: Loaded
+    stopped: bool
 
     def finish(self, watcher: Watcher) -> None:
-        """Say what a budget in bytes has come to; save and show the cache as asked for."""
+        """Save and show the cache as asked for; say what bytes came to, and judge the needle."""
         self.request.note_bytes(self.document.cache, watcher)
         path = self.settings.save_path
         if path is not None:
@@ -147,6 +151,16 @@ class Generated:
         last = self.document.turns[-1] if self.document.turns else self.document
         new, said = last.new_tokens, last.text.strip()
         show_kept(self.settings, self.loaded, self.cache, watcher, new_tokens=new, answer=said)
+        alone = self.settings.loaded is None and not self.settings.tensor_parallel
+        if self.request.source == NEEDLE and watcher.listens and alone and not self.stopped:
+            shown = self.settings.show is not None
+            compare_needle(self.request, self.document, self._answer_anew, watcher, shown=shown)
+
+    def _answer_anew(self, request: Request) -> GenerationDocument:
+        """Answer the prompt in another cache."""
+        settings = replace(self.settings, compare_full=False, compile=False)
+        cache = request.new_cache(self.loaded.model)
+        return _answer(settings, request, self.loaded, cache, Watcher(), Listener())
 
 
 @dataclass(frozen=True)
@@ -186,7 +200,7 @@ class GenerationRun:
                     document = converse(
                         settings, self.request, self.turns, loaded, cache, watcher, listener
                     )
-        return Generated(document, settings, self.request, cache, loaded)
+        return Generated(document, settings, self.request, cache, loaded, listener.has_enough)
 
 
 def prepare_generation(settings: GenerationSettings, watcher: Watcher) -> GenerationRun:
@@ -230,19 +244,9 @@ def _resolve(settings: GenerationSettings, plan: PlanDocument | None, watcher: W
         return Request(prompt, source, policy, budget, prefill)
     policy, budget = choose_policy(settings, plan, watcher)
     if settings.wants_needle:
-        prompt, source = _needle_prompt(watcher)
+        (prompt, code), source = write_needle(), NEEDLE
+        note_needle(code, watcher)
     return Request(prompt, source, policy, budget, prefill, plan)
-
-
-def _needle_prompt(watcher: Watcher) -> tuple[str, str]:
-    from kvtool.models.reference.prompt import needle_prompt
-
-    prompt, answer = needle_prompt(tokens=_NEEDLE_TOKENS, seed=_NEEDLE_SEED)
-    watcher.note(
-        f"prompt: a built-in text of about {_NEEDLE_TOKENS} tokens that hides a code, "
-        f"and a question about it; the answer is {answer.strip()}"
-    )
-    return prompt, "built-in needle"
 
 
 def _answer(

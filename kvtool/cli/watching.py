@@ -25,6 +25,7 @@ class TerminalWatcher(Watcher):
     def __init__(self, terminal: Terminal) -> None:
         self.terminal = terminal
         self.shows_progress = terminal.progress
+        self.listens = not terminal.quiet
 
     def note(self, text: str) -> None:
         """Tell the person at the terminal."""

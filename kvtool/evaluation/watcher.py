@@ -13,9 +13,15 @@ if TYPE_CHECKING:
 
 
 class Watcher:
-    """Is told what happens, and says nothing of it; subclasses show it."""
+    """Is told what happens, and says nothing of it; subclasses show it.
+
+    Attributes:
+        shows_progress: whether progress is worth telling.
+        listens: whether it is worth finding out what would only be told.
+    """
 
     shows_progress = False
+    listens = False
 
     def note(self, text: str) -> None:
         """Take a line that a person should read."""
