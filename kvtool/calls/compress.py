@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvtool.calls.chosen import choose_policy
 from kvtool.calls.conversation import begin
+from kvtool.calls.foretold import foretell
 from kvtool.calls.given import UNSAID, Unsaid, given_settings
 from kvtool.calls.kept import show_kept
 from kvtool.calls.prompt import encode, note_text, typed_prompt
@@ -103,7 +104,8 @@ class CompressionRun:
 
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
-        return configuration(self.settings, self.request)
+        memory = foretell(self.settings, self.request, 0)
+        return configuration(self.settings, self.request) | {"memory": memory}
 
     def read(self, watcher: Watcher) -> tuple[KVCache, Compressed, Loaded]:
         """Load the model, read the prompt, and save the cache if that is asked for."""

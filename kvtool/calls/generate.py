@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvtool.calls.answers import document_of
 from kvtool.calls.chosen import choose_policy
 from kvtool.calls.conversation import begin, converse, read_said, spell_turn
+from kvtool.calls.foretold import foretell
 from kvtool.calls.given import UNSAID, Unsaid, given_settings, read_stops
 from kvtool.calls.kept import show_kept
 from kvtool.calls.listener import Listener
@@ -185,7 +186,9 @@ class GenerationRun:
         if turns is not None:
             more["turns"] = [spell_turn(turn) for turn in turns.turns]
             more["system"] = turns.system or settings.system
-        return configuration(settings, self.request) | more | {"cache": settings.cache}
+        more |= {"cache": settings.cache}
+        more["memory"] = foretell(settings, self.request, settings.new_tokens, turns)
+        return configuration(settings, self.request) | more
 
     def run(self, watcher: Watcher, listener: Listener) -> Generated:
         """Load the model and generate."""

@@ -36,9 +36,18 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
     watcher = EvalWatcher(options, terminal, pictures)
     prepared = _prepare(comparison, options, watcher)
     if options.dry_run:
-        write_configuration(prepared.describe(), options, terminal)
+        _describe(prepared, options, terminal)
         return
     exit_with(_run(prepared, options, watcher))
+
+
+def _describe(prepared: Prepared, options: EvalOptions, terminal: Terminal) -> None:
+    from kvtool.evaluation.prepare import needs_in_words
+
+    description = prepared.describe()
+    write_configuration(description, options, terminal)
+    for line in needs_in_words(description):
+        terminal.note(line)
 
 
 def _read(options: EvalOptions) -> Comparison:

@@ -39,16 +39,34 @@ def write_shown(document: ShownDocument, options: OutputOptions, terminal: Termi
     write_data(render(document, form, text), options, terminal)
 
 
-def write_configuration(
-    configuration: dict[str, Any] | list[dict[str, Any]], options: OutputOptions, terminal: Terminal
-) -> None:
-    """Print what a command would do: JSON if asked for, YAML else."""
+def write_configuration(configuration: Any, options: OutputOptions, terminal: Terminal) -> None:
+    """Print what a command would do: JSON if asked for, YAML else; say what memory it would take.
+
+    Args:
+        configuration: dictionaries, lists, scalars, and sections of documents.
+    """
     import json
 
+    from kvtool.documents.document import Section
+    from kvtool.documents.memory import RunMemory
     from kvtool.documents.yaml_writer import dump_yaml
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, Section):
+            return value.model_dump(mode="json")
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return [plain(inner) for inner in value] if isinstance(value, list) else value
+
+    parts = configuration if isinstance(configuration, list) else [configuration]
     if options.choose_format("yaml") == "json":
-        text = json.dumps(configuration, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(plain(configuration), indent=2, ensure_ascii=False) + "\n"
     else:
-        text = dump_yaml(configuration)
+        sections = [] if parts is configuration else configuration.items()
+        sections = [(key, value) for key, value in sections if isinstance(value, Section)]
+        units = {(key, *path): unit for key, value in sections for path, unit in value.units()}
+        text = dump_yaml(plain(configuration), units)
     terminal.write(text)
+    for part in parts:
+        if isinstance(part.get("memory"), RunMemory):
+            terminal.note(part["memory"].in_words())

@@ -12,7 +12,8 @@ from kvtool.documents.files import check_name
 from kvtool.documents.reading import expand
 from kvtool.documents.recipe import ModelChoice
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.estimate import Estimate, check_bytes
+from kvtool.evaluation.bench.estimate import Estimate, check_bytes, largest_batch_of
+from kvtool.evaluation.bench.needs import device_memory
 from kvtool.evaluation.comparison import Comparison
 from kvtool.evaluation.run.runner import Job, draw_jobs
 from kvtool.evaluation.samples.sample import Json, token_counter
@@ -54,28 +55,52 @@ class Prepared:
         return len(self.comparison.variants) * sum(len(job.samples) for job in self.jobs)
 
     def describe(self) -> Json:
-        """Return the recipe, how much work it is, and bytes of K/V per variant.
+        """Return the recipe, how much work it is, and the memory that each variant takes.
 
         Raises:
             UsageError: a ratio of a prompt that the policy's protected tokens fill.
         """
-        variants = self.comparison.variants
+        variants, choice = self.comparison.variants, self.comparison.recipe.model
+        memory = device_memory(
+            self.estimate.config,
+            self.estimate.dtype,
+            resolve_device(choice.device, choice.device_map),
+            spread=bool(choice.device_map or choice.tensor_parallel),
+            trust_remote_code=self.model.trust_remote_code,
+        )
         return {
             **self.comparison.recipe.to_data(),
             "work": {
                 "folder": str(self.folder),
+                "memory": memory,
                 "arms": [variant.name for variant in variants],
                 "tasks": [
                     {
                         "task": job.task.name,
                         "samples": len(job.samples),
-                        **self.estimate.of(job.task, job.samples, variants),
+                        **self.estimate.of(job.task, job.samples, variants, memory),
                     }
                     for job in self.jobs
                 ],
                 "measurements": self.measurements,
             },
         }
+
+
+def needs_in_words(description: Json) -> list[str]:
+    """Say of a described run what the most demanding variant needs, and each that does not fit."""
+    work = description["work"]
+    found = {
+        f"{name} on {task['task']}": each
+        for task in work["tasks"]
+        for name, each in task.get("memory", {}).items()
+    }
+    if not found:
+        return []
+    most = max(found, key=lambda name: found[name].peak_bytes or 0)
+    told = [f"memory: {most}: {found[most].needed()}; {work['memory'].there()}"]
+    others = (name for name, each in found.items() if each.fits is False and name != most)
+    return told + [f"memory: {name}: {found[name].needed()}" for name in others]
 
 
 def prepare(
@@ -185,12 +210,10 @@ def _note_samples(
     ]
     if not planned:
         return
-    samples = [(job.task, sample) for job in jobs for sample in job.samples]
-    prompt = max((estimate.prompt_tokens(*each) or 0 for each in samples), default=0)
-    fixed = comparison.protocol.max_new_tokens
-    answers = [[fixed or turn.max_new_tokens for turn in each.turns] for _, each in samples]
-    new = max(map(sum, answers), default=0)
-    batch = max((int(sample.cell.get("batch", 1)) for _, sample in samples), default=1)
+    asked = [(job.task, sample) for job in jobs for sample in job.samples]
+    prompt = max((estimate.prompt_tokens(*each) or 0 for each in asked), default=0)
+    samples = [sample for _, sample in asked]
+    new, batch = estimate.answer_tokens(samples), largest_batch_of(samples)
     for variant, plan in planned:
         used = use_plan(
             plan, variant.policy, prompt=prompt, new=new, rows=batch, dtype=estimate.dtype

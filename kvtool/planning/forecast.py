@@ -81,12 +81,15 @@ class Forecast:
         storage: held at most, from the end of the prompt on.
         traffic: read by the last token.
         full_storage, full_traffic: keys and values of a full cache.
+        keys_values: the part of the storage that is buffers of keys and values; the rest is the
+            policy's own: positions, numbers beside slots, tables.
     """
 
     storage: int
     traffic: int
     full_storage: int
     full_traffic: int
+    keys_values: int
 
 
 def tokens_held(
@@ -128,7 +131,7 @@ def forecast(
         budgets: of those without a window, in order.
     """
     free = [layer for layer in layers if layer is not None and layer.window is None]
-    storage, traffic, full_traffic, place = 0, 0, 0, 0
+    storage, kv, traffic, full_traffic, place = 0, 0, 0, 0, 0
     if free and policy is not None and policy.score.layers == "same":
         storage += _shared(policy, free[0], budgets[0], text)
     for index, layer in enumerate(layers):
@@ -136,17 +139,21 @@ def forecast(
             continue
         if layer.window is None:
             budget = _budget_of(policy, budgets[place], index)
-            held, read = _free(policy, layer, budget, text, (place, len(free)))
+            slots, beside, read = _free(policy, layer, budget, text, (place, len(free)))
+            numbers = 0 if policy is None else len(policy.statistics)
             full_traffic += text.last * layer.bytes
             place += 1
         else:
-            held = _slots(layer.window, text) * slot_bytes(layer, _turned(policy))
+            slots, beside = _slots(layer.window, text) * layer.kv_heads, 0
+            numbers = _turned(policy)
             read = min(layer.window + 1, text.last) * layer.bytes
             full_traffic += read
-        storage += held
+        kv += slots * layer.token_bytes
+        storage += slots * slot_bytes(layer, numbers) // layer.kv_heads + beside
         traffic += read
     full, rows = kv_bytes(layers, tokens_held(layers, text.full)), text.rows
-    return Forecast(storage * rows, traffic * rows, full * rows, full_traffic * rows)
+    found = (storage, traffic, full, full_traffic, kv)
+    return Forecast(*(count * rows for count in found))
 
 
 def _budget_of(policy: Policy | None, budget: LayerBudget, index: int) -> LayerBudget:
@@ -161,38 +168,37 @@ def _free(
     budget: LayerBudget,
     text: Text,
     place: tuple[int, int],
-) -> tuple[int, int]:
-    """Return what a layer whose budget is free holds and reads of one row.
+) -> tuple[int, int, int]:
+    """Count the slots of one row in a layer whose budget is free, and bytes beside and read.
 
     Args:
         place: which it is of how many such layers.
     """
     if policy is None:
-        held = _slots(budget.tokens, text) * slot_bytes(layer, 0)
-        read = min(budget.tokens + 1, text.last) * layer.bytes
-        return held, read
+        slots = _slots(budget.tokens, text) * layer.kv_heads
+        return slots, 0, min(budget.tokens + 1, text.last) * layer.bytes
     from kvtool.policies.parts import Evidence
 
     heads = [budget.tokens] * layer.kv_heads
     if policy.head_split is not None and text.prompt > budget.tokens:
         heads = policy.head_split.forecast(budget.tokens, text.prompt, layer.kv_heads, place)
     slots = sum(_held(policy, tokens, text) for tokens in heads)
-    held = slots * slot_bytes(layer, len(policy.statistics)) // layer.kv_heads
+    beside = 0
     if policy.on_evict is not None:
         one_by_one = policy.score.when == "always" and policy.cuts is None
         evicts = one_by_one and text.new > 0 and text.full > budget.tokens
-        held += policy.on_evict.held_bytes(layer, evicts)
+        beside += policy.on_evict.held_bytes(layer, evicts)
     if policy.ranking.evidence is Evidence.QUERIES:
         rows = policy.ranking.window
-        held += rows * (layer.heads * layer.key_dim * layer.itemsize + _INDEX)
+        beside += rows * (layer.heads * layer.key_dim * layer.itemsize + _INDEX)
     if budget.reading is None:
         read = sum(min(_read(policy, tokens, text), text.last) for tokens in heads)
-        return held, read * layer.token_bytes
+        return slots, beside, read * layer.token_bytes
     if policy.select_only and budget.tokens < text.prompt:
-        held += budget.tokens * layer.kv_heads * _NUMBER  # positions of what is chosen from
-        held += (budget.tokens + text.new) * layer.kv_heads * _INDEX
+        beside += budget.tokens * layer.kv_heads * _NUMBER  # positions of what is chosen from
+        beside += (budget.tokens + text.new) * layer.kv_heads * _INDEX
     tables, read = _reading(layer, budget.tokens, budget.reading, text)
-    return held + tables, read
+    return slots, beside + tables, read
 
 
 def _turned(policy: Policy | None) -> int:

@@ -240,6 +240,10 @@ class Evicted:
         """
         raise NotImplementedError
 
+    def host_bytes(self, layer: HeadSizes, tokens: int) -> int:
+        """Bound the bytes of so many evicted tokens of one row in host memory."""
+        return 0
+
 
 class Read:
     """A choice of the stored tokens that a decode step looks at; nothing leaves the cache by it.

@@ -12,9 +12,9 @@ from typing import Any
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.model_shape import LayerShape, layer_shapes
-from kvtool.planning.forecast import Text, forecast, slot_bytes, tokens_held
-from kvtool.planning.growth import grown
+from kvtool.planning.forecast import Text, forecast, tokens_held
 from kvtool.planning.held import even_budgets, forecast_plan
+from kvtool.planning.peak import SPARE, reading_bytes
 from kvtool.policies.allocate.planned import PlannedSplit
 from kvtool.policies.allocate.split import AllocatedSplit
 from kvtool.sizes import parse_prefill
@@ -39,26 +39,20 @@ def prompt_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) ->
             "which no batch is computed for",
             hint="give the batch itself: batch: [1, 4, 16]",
         )
-    layers, numbers = layer_shapes(config, dtype), len(variant.policy.statistics)
-    sizes = [0 if layer is None else slot_bytes(layer, numbers) for layer in layers]
+    layers = layer_shapes(config, dtype)
     kept = _kept(variant, layers, n)
+    block = parse_prefill(variant.prefill) or n
+    policy = variant.policy
+    before = reading_bytes(policy, layers, kept, n, block, waits=cuts_at_the_end(variant))
+    spare = SPARE if policy.head_split is not None else 1
+    return max(before, int(_held(variant, layers, n, new) * spare))
+
+
+def cuts_at_the_end(variant: Variant) -> bool:
+    """Tell whether layers are cut only once all of them have read a prompt."""
     allocator, heads = variant.policy.allocator, variant.policy.head_split
-    waits = variant.plan is None and variant.budget is not None
-    waits = waits and (
-        (allocator is not None and allocator.metric is not None) or heads is not None
-    )
-    block = min(parse_prefill(variant.prefill) or n, n)
-    if waits:
-        block = n
-    whole = _appended(block, block, n - block)  # slots where a prompt is kept as it comes
-    reading = [
-        whole if k == n or (waits and layer is not None and layer.window is None) else k
-        for k, layer in zip(kept, layers, strict=True)
-    ]
-    running = max(size * (k + block) for size, k in zip(sizes, kept, strict=True))
-    before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
-    spare = 8 / 7 if heads is not None else 1
-    return int(max(before, _held(variant, layers, n, new) * spare))
+    measures = allocator is not None and allocator.metric is not None
+    return variant.plan is None and variant.budget is not None and (measures or heads is not None)
 
 
 def _held(variant: Variant, layers: list[LayerShape | None], n: int, new: int) -> int:
@@ -112,13 +106,3 @@ def _kept(variant: Variant, layers: list[LayerShape | None], n: int) -> list[int
         min(n, next(tokens)) if layer is not None and layer.window is None else held
         for layer, held in zip(layers, tokens_held(layers, n), strict=True)
     ]
-
-
-def _appended(slots: int, step: int, tokens: int) -> int:
-    """Return the slots of a full buffer once so many tokens more were appended by `step`s."""
-    used, most = slots, slots + tokens
-    while used < most:
-        used = min(used + step, most)
-        if used > slots:
-            slots = grown(slots, used)
-    return slots

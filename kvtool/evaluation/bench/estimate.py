@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import UsageError
+from kvtool.evaluation.bench.needs import needs
 from kvtool.evaluation.samples.sample import Json, Sample
 from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.task import Task
+from kvtool.planning.forecast import Text
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
+    from kvtool.documents.memory import DeviceMemory
     from kvtool.evaluation.bench.protocol import Protocol
     from kvtool.evaluation.bench.variants import Variant
     from kvtool.model_shape import LayerShape
@@ -64,7 +67,6 @@ def _tokens(
     prompt: int,
 ) -> int:
     """Return the tokens or pairs of each layer without a window, as the cache fixes them."""
-    from kvtool.planning.forecast import Text
     from kvtool.planning.held import tokens_for_bytes
 
     if budget.bytes is None:
@@ -96,6 +98,11 @@ def _check(variant: Variant, kept: int, prompt: int) -> None:
         raise UsageError(f"{variant.name}: {means}: {error}") from None
 
 
+def largest_batch_of(samples: Sequence[Sample]) -> int:
+    """Return the most rows in which a sample is run."""
+    return max((int(sample.cell.get("batch", 1)) for sample in samples), default=1)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What prompts and caches will measure.
@@ -111,10 +118,20 @@ class Estimate:
     dtype: str
     protocol: Protocol
 
-    def of(self, task: Task, samples: Sequence[Sample], variants: Sequence[Variant]) -> Json:
-        """Return the longest prompt in tokens, and what each variant holds of it in bytes.
+    def of(
+        self,
+        task: Task,
+        samples: Sequence[Sample],
+        variants: Sequence[Variant],
+        memory: DeviceMemory,
+    ) -> Json:
+        """Return the longest prompt in tokens, and the bytes that each variant holds and needs.
 
-        Nothing is returned where only the task knows its prompts.
+        Nothing is returned where only the task knows its prompts. `memory` counts the answers and
+        as many rows as the largest batch, `kv_bytes` one prompt alone.
+
+        Args:
+            memory: of the device that the model will run on.
 
         Raises:
             UsageError: a budget that is too small for a variant.
@@ -126,11 +143,27 @@ class Estimate:
                 return {}
             lengths.append(tokens)
         longest = max(lengths)
+        new, rows = self.answer_tokens(samples), largest_batch_of(samples)
+        text = Text(longest, new, rows, self.config.get_text_config(decoder=True).vocab_size)
         held = {
             variant.name: bytes_held(self.config, self.dtype, variant, longest)
             for variant in variants
         }
-        return {"longest_prompt": longest, "kv_bytes": held}
+        found = {
+            variant.name: needs(self.config, self.dtype, variant, text, memory)
+            for variant in variants
+        }
+        return {"longest_prompt": longest, "kv_bytes": held, "memory": found}
+
+    def answer_tokens(self, samples: Sequence[Sample]) -> int:
+        """Return the most tokens that a sample generates, in all its turns together."""
+        fixed = self.protocol.max_new_tokens
+        answers = [
+            sum(fixed or turn.max_new_tokens for turn in each.turns)
+            or int(each.cell.get("new_tokens", 0))
+            for each in samples
+        ]
+        return max(answers, default=0)
 
     def prompt_tokens(self, task: Task, sample: Sample) -> int | None:
         """Return the tokens of a sample up to its first answer, cut where they are cut."""

@@ -144,3 +144,7 @@ class CaliDrop(Evicted):
         held = sum(tensor.numel() * tensor.element_size() for tensor in memory.values())
         gathering = GATHERED * layer.kv_heads * (layer.token_bytes + POSITION)
         return held + (gathering if evicts else 0)
+
+    def host_bytes(self, layer: HeadSizes, tokens: int) -> int:
+        stays = 0 if self.store == "file" else tokens * layer.kv_heads
+        return stays * (layer.token_bytes + POSITION)

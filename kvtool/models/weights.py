@@ -1,0 +1,34 @@
+"""How many bytes a model's weights take, before they are loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtool.model_shape import stored_dtype
+from kvtool.models.failures import library_output_on_stderr
+
+
+def weight_bytes(config: Any, dtype: str, *, trust_remote_code: bool = False) -> int | None:
+    """Count the bytes of a model's weights and buffers from its configuration.
+
+    The model is built without memory for its tensors; weights that are tied count once.
+
+    Args:
+        config: a transformers configuration.
+        dtype: in which it runs, by name; `auto`: the checkpoint's own.
+
+    Returns:
+        None where the weights are quantised, which the configuration does not count.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    wanted = getattr(torch, stored_dtype(config, dtype))
+    with library_output_on_stderr(progress=False), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=wanted, trust_remote_code=trust_remote_code
+        )
+    tensors = {id(each): each for each in [*model.parameters(), *model.buffers()]}
+    return sum(each.numel() * each.element_size() for each in tensors.values())

@@ -1,0 +1,123 @@
+"""The most memory that a run takes at a time: a bound for the cache, an estimate for the rest.
+
+While a prompt is read, the layers before the running one hold what they keep, and the running one
+holds its block beside what it keeps; that much is bounded. What a layer computes with is estimated
+by the tensors of a Llama layer: the larger of its attention and its MLP, and the stream of hidden
+states beside. What a device's own libraries take, and what its allocator leaves unused, is not in
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtool.model_shape import LayerShape
+from kvtool.planning.forecast import Text, slot_bytes
+from kvtool.planning.growth import grown
+
+if TYPE_CHECKING:
+    from kvtool.policies.policy import Policy
+
+SPARE = 8 / 7
+"""What is allocated for heads of unequal counts, over what they hold: they fill 7/8 at least."""
+
+_ROWS = 128  # queries whose attention weights are computed at a time where they are looked at
+_FLOAT = 4  # bytes of a number of attention weights and of logits
+_PLACES = 24  # bytes of a token's id and position
+
+
+def reading_bytes(
+    policy: Policy,
+    layers: Sequence[LayerShape | None],
+    kept: Sequence[int],
+    n: int,
+    block: int,
+    *,
+    waits: bool,
+) -> int:
+    """Bound the bytes of keys, values and numbers of one row while its prompt is read.
+
+    Args:
+        kept: tokens of the prompt that each layer keeps.
+        n: tokens of the prompt.
+        block: tokens that are read at a time.
+        waits: whether layers of free budget are cut only once all of them have read the prompt.
+    """
+    numbers = len(policy.statistics)
+    sizes = [0 if layer is None else slot_bytes(layer, numbers) for layer in layers]
+    block = n if waits else min(block, n)
+    whole = _appended(block, block, n - block)  # slots where a prompt is kept as it comes
+    reading = [
+        whole if k == n or (waits and layer is not None and layer.window is None) else k
+        for k, layer in zip(kept, layers, strict=True)
+    ]
+    running = max(size * (k + block) for size, k in zip(sizes, kept, strict=True))
+    before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
+    return int(before * (SPARE if policy.head_split is not None else 1))
+
+
+def _appended(slots: int, step: int, tokens: int) -> int:
+    """Return the slots of a full buffer once so many tokens more were appended by `step`s."""
+    used, most = slots, slots + tokens
+    while used < most:
+        used = min(used + step, most)
+        if used > slots:
+            slots = grown(slots, used)
+    return slots
+
+
+def computing_bytes(
+    config: Any,
+    layers: Sequence[LayerShape | None],
+    policy: Policy,
+    text: Text,
+    *,
+    block: int,
+    keys: int,
+    first: int,
+) -> int:
+    """Estimate the bytes that a forward computes with, all rows together.
+
+    Args:
+        config: a transformers configuration.
+        block: tokens that run through the model at a time.
+        keys: tokens that a layer attends to at most.
+        first: tokens that the first layer keeps.
+    """
+    decoder = config.get_text_config(decoder=True)
+    stored = [layer for layer in layers if layer is not None]
+    hidden, itemsize = decoder.hidden_size, stored[0].itemsize
+    attention = max(
+        3 * layer.heads * layer.key_dim + 4 * layer.kv_heads * layer.key_dim for layer in stored
+    )
+    numbers = 3 * hidden + max(3 * _inner(decoder), attention) + 2 * stored[0].key_dim
+    bytes_per_token = numbers * itemsize + _PLACES
+    rows = _explicit_rows(policy, block, keys, first)
+    heads = max(layer.heads for layer in stored)
+    weights = 2 * rows * keys * heads * _FLOAT  # and their softmax
+    repeated = keys * heads * stored[0].token_bytes if 1 < block < keys else 0  # beside a mask
+    judged = block if policy.score.layers == "same" else 1
+    logits = 2 * judged * (text.vocabulary or decoder.vocab_size) * _FLOAT
+    return text.rows * (block * bytes_per_token + weights + repeated + logits)
+
+
+def _explicit_rows(policy: Policy, block: int, keys: int, first: int) -> int:
+    """Count the queries whose attention weights exist at a time."""
+    from kvtool.policies.parts import Evidence
+
+    rows = 0
+    if policy.needs_all_rows or policy.on_evict is not None:
+        rows = min(block, _ROWS)
+    if policy.score.evidence is Evidence.LAST_ROWS and block > 1:
+        rows = max(rows, min(policy.score.voters(first), block, keys))
+    return rows
+
+
+def _inner(decoder: Any) -> int:
+    """Return the numbers of a token inside an MLP, of all experts that it is sent to."""
+    dense = getattr(decoder, "intermediate_size", None) or 4 * decoder.hidden_size
+    if isinstance(dense, (list, tuple)):
+        dense = max(dense)
+    expert = getattr(decoder, "moe_intermediate_size", None) or 0
+    return max(dense, expert * (getattr(decoder, "num_experts_per_tok", None) or 1))

@@ -1,0 +1,101 @@
+"""The peak that a dry run tells, against the tensors that live at a time."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import kvtool
+from kvtool.documents.memory import DeviceMemory
+from kvtool.evaluation.bench.needs import needs
+from kvtool.generation import decode_step, prefill
+from kvtool.models.weights import weight_bytes
+from kvtool.planning.forecast import Text
+from tests.evaluation.variants import make_variants
+from tests.models_for_tests import FAMILIES, family_model, peaky_model, random_ids
+
+NOTHING = DeviceMemory(device="cpu", free_bytes=None, weights_bytes=0)
+PROMPT, NEW = 900, 5
+ARMS = ("full", "streaming@64", "h2o+caote@64", "snapkv@20%", "quest@64", "h2o+calidrop@64")
+MORE = ("roco@64", "h2o+pyramid@64", "d2o@64", "rocketkv@64", "sparq@20%", "pyramidinfer@20%")
+LEAST, MOST = 0.9, 2.2  # the estimate as a share of what is measured, below and below here
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvtool.attach(peaky_model("llama", num_hidden_layers=4))
+
+
+def arm_of(text, mode):
+    policy, _, budget = text.partition("@")
+    return make_variants([policy], [budget] if budget else [], prefill=mode, baseline=False)[0]
+
+
+def most_alive(work) -> int:
+    """The most bytes of tensors that live at a time meanwhile, above those at the beginning."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = most = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def run(model, arm, rows=1):
+    cache = kvtool.build_cache(model, arm.policy, arm.budget, prefill=arm.prefill)
+    prefill(model, cache, random_ids(PROMPT, batch=rows), new_tokens=NEW)
+    for token in range(3, 3 + NEW - 1):
+        decode_step(model, cache, torch.tensor([token] * rows))
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("mode", ["full", "block:64"])
+@pytest.mark.parametrize("name", [*ARMS, *MORE])
+def test_the_peak_is_near_what_lives_at_a_time(model, name, mode):
+    arm = arm_of(name, mode)
+    run(model, arm)  # what is made once is there
+    told = needs(model.config, "float32", arm, Text(PROMPT, NEW), NOTHING).peak_bytes
+    measured = most_alive(lambda: run(model, arm))
+    assert LEAST * measured < told < MOST * measured
+
+
+def test_rows_take_their_share(model):
+    arm = arm_of("h2o@64", "full")
+    one, four = (
+        needs(model.config, "float32", arm, Text(PROMPT, NEW, rows), NOTHING) for rows in (1, 4)
+    )
+    assert four.kv_bytes == 4 * one.kv_bytes
+    assert 3.9 * one.peak_bytes < four.peak_bytes <= 4 * one.peak_bytes
+    measured = most_alive(lambda: run(model, arm, rows=4))
+    assert LEAST * measured < four.peak_bytes < MOST * measured
+
+
+def test_weights_and_host_memory_are_in_the_peak(model):
+    arm = arm_of("h2o+calidrop@64", "full")
+    found = {}
+    for device, weights in (("cpu", 0), ("cpu", 1000), ("cuda:0", 0), ("cpu", None)):
+        memory = DeviceMemory(device=device, free_bytes=2**20, weights_bytes=weights)
+        found[device, weights] = needs(model.config, "float32", arm, Text(PROMPT, NEW), memory)
+    plain = found["cpu", 0]
+    assert found["cpu", 1000].peak_bytes == plain.peak_bytes + 1000
+    assert plain.peak_bytes - found["cuda:0", 0].peak_bytes == plain.host_bytes > 0
+    assert (found["cpu", None].peak_bytes, found["cpu", None].fits) == (None, None)
+    assert plain.fits is (plain.peak_bytes <= 2**20)
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_weights_of_families(name):
+    model = family_model(name)
+    tensors = [*model.parameters(), *model.buffers()]
+    held = sum(each.numel() * each.element_size() for each in tensors)
+    assert weight_bytes(model.config, "float32") == held
+    (arm,) = make_variants(["streaming"], ["40"], baseline=False)
+    assert needs(model.config, "float32", arm, Text(90, 4), NOTHING).peak_bytes > 0
+
+
+def test_half_as_wide_weights_take_half_the_bytes(model):
+    wide, narrow = (weight_bytes(model.config, dtype) for dtype in ("float32", "bfloat16"))
+    assert 0.5 <= narrow / wide < 0.51  # the rotation's frequencies stay as they are
