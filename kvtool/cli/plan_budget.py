@@ -29,10 +29,16 @@ def plan_budget(options: PlanOptions, terminal: Terminal) -> None:
         return
     document = run.make(watcher)
     _write(document, options, terminal)
-    if (command := run.command(document, str(options.output_path or "plan.yaml"))) is not None:
-        where = "" if options.output_path else " (plan.yaml: what stands on stdout)"
-        terminal.note(f"run it{where}, with --prompt-file FILE for a text of yours:")
-        terminal.note(f"  {command}")
+    command = run.command(document, str(options.output_path or "plan.yaml"))
+    if command is not None:
+        _note_command(command, options, terminal)
+
+
+def _note_command(command: str, options: PlanOptions, terminal: Terminal) -> None:
+    saved = "-o plan.yaml writes it" if terminal.interactive else "what stands on stdout"
+    where = "" if options.output_path else f" (plan.yaml: {saved})"
+    terminal.note(f"run it{where}, with --prompt-file FILE for a text of yours:")
+    terminal.note(f"  {command}")
 
 
 def _write(document: PlanDocument, options: PlanOptions, terminal: Terminal) -> None:

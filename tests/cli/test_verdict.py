@@ -225,6 +225,13 @@ def test_the_recommendation_is_the_best_of_those_that_fit(kvtool, folder, result
     assert "run it (plan.yaml: what stands on stdout)" in done.err
 
 
+def test_a_terminal_that_shows_a_picture_is_told_how_to_get_the_plan(at_terminal, folder):
+    asked = ("--bytes", "4000000", "--context", "4K")
+    done = recommended(at_terminal, folder, *asked)
+    assert "█" in done.out
+    assert "run it (plan.yaml: -o plan.yaml writes it)" in done.err
+
+
 def test_results_come_by_folder_file_pipe_and_in_python(kvtool, folder):
     asked = ("--bytes", "4000000", "--context", "4K")
     first = recommended(kvtool, folder, *asked)
