@@ -68,5 +68,8 @@ def write_configuration(configuration: Any, options: OutputOptions, terminal: Te
         text = dump_yaml(plain(configuration), units)
     terminal.write(text)
     for part in parts:
-        if isinstance(part.get("memory"), RunMemory):
-            terminal.note(part["memory"].in_words())
+        memory = part.get("memory", False)
+        if isinstance(memory, RunMemory):
+            terminal.note(memory.in_words())
+        elif memory is None:
+            terminal.note("memory: unknown, the model's configuration or tokenizer cannot be read")

@@ -196,6 +196,7 @@ def test_a_model_that_cannot_be_read_is_not_foretold(kvtool, llama):
     done = kvtool("generate", "-m", "llama", "--prompt", PROMPT, "--dry-run")
     assert done.code == 0
     assert yaml.safe_load(done.out)["memory"] is None
+    assert "memory: unknown, the model's configuration or tokenizer cannot be read\n" in done.err
 
 
 def test_the_same_is_told_whenever_it_is_asked(kvtool, monkeypatch):
