@@ -125,6 +125,11 @@ class Score:
         return None
 
     @property
+    def keeps_prompt(self) -> bool:
+        """Tell whether all tokens that are not decoded stay, within the budget."""
+        return False
+
+    @property
     def pace(self) -> Pace | None:
         """Return how many tokens the score decodes between two cuts; None: one."""
         return None

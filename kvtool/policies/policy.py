@@ -8,7 +8,7 @@ from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.combination import check_evicted, check_pace, check_select, check_split
 from kvtool.policies.evicted.select_only import SelectOnly
-from kvtool.policies.numbers import SHIFT
+from kvtool.policies.numbers import PROMPT, SHIFT
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Rescore, Score, Select
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, part_name, spell_settings
@@ -232,7 +232,8 @@ class Policy:
         """Name the float32 numbers beside each slot."""
         own = () if self.on_evict is None else self.on_evict.statistics
         turn = (SHIFT,) if self.score.positions == "cache" else ()
-        return tuple(dict.fromkeys(self.score.statistics + own + turn))
+        prompt = (PROMPT,) if self.score.keeps_prompt else ()
+        return tuple(dict.fromkeys(self.score.statistics + own + turn + prompt))
 
     @cached_property
     def columns(self) -> tuple[str, ...]:

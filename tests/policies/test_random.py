@@ -1,8 +1,11 @@
 import pytest
 import torch
 
+import kvtool
 from kvtool import parse_policy
 from kvtool.errors import UsageError
+from kvtool.generation import decode_step, prefill
+from tests.models_for_tests import peaky_model, random_ids
 from tests.policies.trial import Trial
 
 
@@ -79,3 +82,76 @@ def test_refuses_protection_that_fills_the_budget():
         parse_policy("random(seed=-1)")
     with pytest.raises(UsageError, match="`random` has none"):
         parse_policy("random+caote")
+
+
+# ---- the prompt stays
+
+
+def kept(cache, layer=0, row=0):
+    return [head[head >= 0].tolist() for head in cache.kept_positions(layer)[row]]
+
+
+@pytest.mark.parametrize("mode", ["full", "block:7"])
+def test_the_prompt_stays_and_what_is_generated_is_drawn_from(mode):
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "random(prompt=true)", 24, prefill=mode)
+    prefill(model, cache, random_ids(18))
+    for token in random_ids(40, seed=1)[0]:
+        decode_step(model, cache, token[None])
+        for head in kept(cache):
+            assert head[:18] == list(range(18))
+            assert len(head) == min(24, cache.tokens_seen()[0])
+    assert kept(cache)[0][18:] != list(range(52, 58))  # no window
+    assert kept(cache)[0] == kept(cache)[1]
+
+
+def test_each_row_keeps_its_own_prompt():
+    model = kvtool.attach(peaky_model("llama"))
+    ids, mask = random_ids(18, batch=2), torch.ones(2, 18, dtype=torch.long)
+    mask[1, :5] = 0
+    both = kvtool.build_cache(model, "random(prompt=true)", 24)
+    alone = kvtool.build_cache(model, "random(prompt=true)", 24)
+    prefill(model, both, ids, mask)
+    prefill(model, alone, ids[1:, 5:])
+    for tokens in random_ids(20, seed=1, batch=2).T:
+        decode_step(model, both, tokens)
+        decode_step(model, alone, tokens[1:])
+    assert kept(both, 1, 1) == kept(alone, 1)
+    assert kept(both, 1, 1)[0][:13] == list(range(13))
+
+
+def test_a_second_turn_stays_as_well():
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "random(prompt=true)", 24)
+    prefill(model, cache, random_ids(9))
+    for token in random_ids(20, seed=1)[0]:
+        decode_step(model, cache, token[None])
+    prefill(model, cache, random_ids(8, seed=2))
+    held = kept(cache)[0]
+    assert set(held) >= {*range(9), *range(29, 37)}
+    assert len(held) == 24
+    with pytest.raises(UsageError, match="its 24 tokens and one that is generated exceed"):
+        prefill(model, cache, random_ids(7, seed=2))
+
+
+@pytest.mark.parametrize("length", [24, 30])
+def test_a_prompt_that_leaves_no_slot_is_refused_with_its_number(length):
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "random(prompt=true)", 24)
+    told = f"its {length} tokens and one that is generated exceed the budget of 24"
+    with pytest.raises(UsageError, match=told):
+        prefill(model, cache, random_ids(length))
+
+
+def test_a_saved_cache_remembers_which_tokens_were_the_prompt(tmp_path):
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "random(prompt=true)", 24)
+    prefill(model, cache, random_ids(18))
+    for token in random_ids(10, seed=1)[0]:
+        decode_step(model, cache, token[None])
+    kvtool.save_cache(cache, tmp_path / "a.safetensors", model=model)
+    loaded = kvtool.load_cache(tmp_path / "a.safetensors", model)
+    for token in random_ids(10, seed=2)[0]:
+        for each in (cache, loaded):
+            decode_step(model, each, token[None])
+    assert kept(loaded) == kept(cache)

@@ -17,10 +17,11 @@ from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.ragged import to_ragged
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.cache.storage.trace import Trace
+from kvtool.errors import UsageError
 from kvtool.maths.selection import keep_top
 from kvtool.policies.allocate.problem import Heads
 from kvtool.policies.attention_rows import AttentionRows
-from kvtool.policies.numbers import Count, State, at_least_zero
+from kvtool.policies.numbers import PROMPT, Count, State, at_least_zero
 from kvtool.policies.parts import Evidence, SlotView
 
 
@@ -71,9 +72,26 @@ def enter_block(
         for name, number in slots.state.items()
     }
     seen = layer.policy.ranking.evidence in (Evidence.KEYS, Evidence.QUERIES)
+    if PROMPT in state:
+        state[PROMPT][:, :, kept:] = (new >= 0)[:, None].float()
+        _check_prompt(layer, state[PROMPT])
     keys = (raw_key,) if seen else ()
     view = make_view(layer, (values_by_kv_head(layer, value),), stored, count, keys)
     return Block(new, view, state, kept)
+
+
+def _check_prompt(layer: SlotLayer, prompt: Tensor) -> None:
+    """Refuse a prompt that leaves no slot for a decoded token, where all of it stays: a sync."""
+    count = prompt[:, 0].sum(-1).long()[:, None, None]
+    over = count + 1 > layer.budget.tokens
+    if bool(over.any()):
+        row = int(over.flatten().long().argmax())
+        budget = layer.budget.tokens
+        own = int(budget[row]) if isinstance(budget, Tensor) else budget
+        raise UsageError(
+            f"policy `{layer.policy}` keeps the whole prompt: its {int(count[row])} tokens and one "
+            f"that is generated exceed the budget of {own}"
+        )
 
 
 def deferred(layer: SlotLayer) -> Deferred | None:

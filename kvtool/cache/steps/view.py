@@ -14,7 +14,7 @@ from kvtool.cache.storage.parents import Parents
 from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.maths.columns import add_columns
 from kvtool.policies.attention_rows import AttentionRows
-from kvtool.policies.numbers import Count, State
+from kvtool.policies.numbers import PROMPT, Count, State
 from kvtool.policies.parts import Evidence, SlotView
 from kvtool.policies.policy import Policy
 
@@ -160,7 +160,11 @@ def score(
     importance = policy.ranking.importance(state, view, rows)
     if policy.rescore is not None:
         importance = policy.rescore.rescore(importance, view)
-    return importance.expand_as(view.positions), policy.ranking.protected(state, view, evicted)
+    protected = policy.ranking.protected(state, view, evicted)
+    if PROMPT in state:
+        prompt = state[PROMPT] > 0
+        protected = prompt if protected is None else protected | prompt
+    return importance.expand_as(view.positions), protected
 
 
 def with_empty_slots(

@@ -61,12 +61,15 @@ class Random(Score):
         recent: newest tokens that are always kept.
         per_head: draw for each KV head; by default all heads of a layer lose the same tokens.
         seed: selects the draws.
+        prompt: keep all of the prompt, and draw among what is generated: the control that a policy
+            for reasoning must beat (https://arxiv.org/abs/2609.03430).
     """
 
     sinks: int = 0
     recent: int = 0
     per_head: bool = False
     seed: int = 0
+    prompt: bool = False
 
     name: ClassVar = "random"
     paper: ClassVar = "https://arxiv.org/abs/2402.06262"
@@ -75,6 +78,10 @@ class Random(Score):
         for field in ("sinks", "recent", "seed"):
             if getattr(self, field) < 0:
                 raise UsageError(f"random: {field} must be 0 or more, got {getattr(self, field)}")
+
+    @property
+    def keeps_prompt(self) -> bool:
+        return self.prompt
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         stream = torch.as_tensor(view.tokens_seen, device=view.positions.device)
