@@ -92,7 +92,7 @@ def test_the_terminal_is_stderr(kvtool, monkeypatch):
     assert "[..]" in quiet.err  # it was asked for
 
 
-@pytest.mark.few(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("plain", [True, False])
 def test_colours_are_for_terminals_that_want_them(on_terminal, monkeypatch, plain):
     if plain:
