@@ -173,7 +173,7 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
     layer.enter_token(call.positions)
     window = QueryWindow.of(layer)
     if window is not None:
-        window.see(call.query, _position_of_token(layer, call), call.scale, call.softcap)
+        _show_token(window, layer, call)
     if isinstance(layer.ragged, RaggedBuffers):
         token = _decode_ragged(layer, layer.ragged, call, plan is not None)
     elif index is not None and index.entries is not None:
@@ -188,13 +188,15 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
     return out
 
 
-def _position_of_token(layer: SlotLayer, call: Call) -> Tensor:
-    """Position of the token that has just been counted, (batch or 1, 1), -1 = padding."""
+def _show_token(window: QueryWindow, layer: SlotLayer, call: Call) -> None:
+    """Show the query of the token that has just been counted, where it is no padding."""
+    how = call.scale, call.softcap
     if call.positions is not None:
-        return call.positions
-    if layer.lengths is not None:
-        return layer.lengths[:, None] - 1
-    return torch.full((1, 1), layer.seen - 1, device=call.query.device)
+        window.see(call.query, call.positions, *how)
+    elif layer.lengths is not None:
+        window.see_token(call.query, layer.lengths[:, None] - 1, *how)
+    else:
+        window.see_token(call.query, layer.seen - 1, *how)
 
 
 def _decode_ragged(

@@ -16,7 +16,7 @@ class QueryWindow(Part):
 
     Attributes:
         rows: how many.
-        query: (batch, heads, rows, head_dim), after RoPE; None before the first token.
+        query: (batch, heads, rows, head_dim), after RoPE, in no order; None before the first token.
         positions: (batch, rows) int64, -1 where there was none yet.
         scale, softcap: as for `kvtool.maths.attention.attention_weights`.
     """
@@ -32,6 +32,7 @@ class QueryWindow(Part):
         self.positions: Tensor | None = None
         self.scale: float = 1.0
         self.softcap: float | None = None
+        self._oldest = 0  # the row that the next token is written over
 
     @torch.no_grad()
     def see(self, query: Tensor, positions: Tensor, scale: float, softcap: float | None) -> None:
@@ -48,9 +49,35 @@ class QueryWindow(Part):
             before = query.new_zeros(batch, heads, self.rows, dim)
             unknown = positions.new_full((batch, self.rows), -1)
         else:
-            before, unknown = self.query, self.positions
+            before, unknown = self._in_order(self.query, self.positions)
         both = torch.cat([before, query], 2), torch.cat([unknown, positions], 1)
-        self.query, self.positions = self._newest(*both)
+        with torch.inference_mode(False):  # what is made inside it could not be written outside
+            self.query, self.positions = (each.clone() for each in self._newest(*both))
+        self._oldest = 0
+
+    @torch.no_grad()
+    def see_token(
+        self, query: Tensor, position: int | Tensor, scale: float, softcap: float | None
+    ) -> None:
+        """Take the query of a decoded token of every batch entry.
+
+        Args:
+            query: (batch, heads, 1, head_dim).
+            position: one number, or (batch, 1).
+        """
+        if self.query is None or self.positions is None:
+            raise RuntimeError("no prompt has been seen")
+        self.scale, self.softcap = scale, softcap
+        self.query[:, :, self._oldest] = query[:, :, 0]
+        own = slice(self._oldest, self._oldest + 1)
+        self.positions[:, own] = position
+        self._oldest = own.stop % self.rows
+
+    @staticmethod
+    def _in_order(query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        order = positions.argsort(1)
+        index = order[:, None].expand(-1, query.shape[1], -1)
+        return take(query, index), positions.gather(1, order)
 
     def _newest(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the last rows that are no padding; what is missing stands in front."""
@@ -67,7 +94,8 @@ class QueryWindow(Part):
     def tensors(self) -> dict[str, Tensor]:
         if self.query is None or self.positions is None:
             return {}
-        return {"window.query": self.query, "window.positions": self.positions}
+        query, positions = self._in_order(self.query, self.positions)
+        return {"window.query": query, "window.positions": positions}
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.query, self.positions = tensors["window.query"], tensors["window.positions"]
