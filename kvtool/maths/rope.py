@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtool.maths.rotation import cosines_and_sines, rope_shift, rope_shift_table
+from kvtool.maths.rotation import (
+    cosines_and_sines,
+    mean_cosines_and_sines,
+    rope_shift,
+    rope_shift_table,
+)
 
 _LONGEST_TABLE = 8192  # positions; beyond, angles are computed when they are needed
 
@@ -42,4 +47,25 @@ class Rotation:
                 self._table = longer, rope_shift_table(self.frequencies, longer)
             known, table = self._table
             turns = table[(by + known).long()]
+        return rope_shift(states, turns, interleaved=self.interleaved)
+
+    def mean_turn(self, start: int | Tensor, count: int) -> Tensor:
+        """Average the turns to `count` positions in a row, for `turn_by`.
+
+        Args:
+            start: the first position, one or (batch, 1, 1).
+
+        Returns:
+            (batch or 1, 1, 1, 2 * pairs) float32.
+        """
+        first = torch.as_tensor(start, device=self.frequencies.device).view(-1, 1, 1)
+        return mean_cosines_and_sines(first, count, self.frequencies)
+
+    def turn_by(self, states: Tensor, turns: Tensor) -> Tensor:
+        """Turn vectors by cosines and sines, which may be averages.
+
+        Args:
+            states: (batch, heads, vectors, head_dim).
+            turns: (batch or 1, 1, 1, 2 * pairs) float32.
+        """
         return rope_shift(states, turns, interleaved=self.interleaved)

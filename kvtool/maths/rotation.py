@@ -38,6 +38,27 @@ def cosines_and_sines(shifts: Tensor, frequencies: Tensor) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], -1)
 
 
+def mean_cosines_and_sines(start: Tensor, count: int, frequencies: Tensor) -> Tensor:
+    """Average cosines and sines over the turns to `count` positions in a row.
+
+    The sum of exp(i p f) over p = start .. start + count - 1 is Dirichlet's kernel,
+    exp(i f (start + (count - 1) / 2)) sin(count f / 2) / sin(f / 2), for any count at one price.
+
+    Args:
+        start: (..) first positions.
+        frequencies: (pairs,) float32, radians a position.
+
+    Returns:
+        (.., 2 * pairs) float32: cosines, then sines.
+    """
+    half = frequencies.double() / 2
+    still = half.sin() == 0
+    length = (count * half).sin() / (count * half.sin()).masked_fill(still, 1)
+    length = length.masked_fill(still, 1)
+    middle = (start.double() + (count - 1) / 2)[..., None] * (2 * half)
+    return torch.cat([length * middle.cos(), length * middle.sin()], -1).float()
+
+
 def rope_shift(states: Tensor, shifts: Tensor, *, interleaved: bool) -> Tensor:
     """Turn every pair of keys or queries.
 

@@ -1,0 +1,93 @@
+"""Mean and scatter of vectors in parts, and mean turns, against plain sums."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtool.maths.moments import add_moments
+from kvtool.maths.rope import Rotation
+from kvtool.policies.query_moments import QueryMoments
+
+
+def in_parts(vectors, valid, sizes):
+    batch, heads, tokens, dim = vectors.shape
+    count, mean = torch.zeros(batch, heads), torch.zeros(batch, heads, dim)
+    scatter, start = torch.zeros(batch, heads, dim, dim), 0
+    for size in [*sizes, tokens]:
+        own = slice(start, start + size)
+        start += size
+        count, mean, scatter = add_moments(count, mean, scatter, vectors[:, :, own], valid[:, own])
+    return count, mean, scatter
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 2), st.lists(st.integers(1, 6), max_size=4))
+def test_parts_equal_plain_loops(seed, heads, sizes):
+    source = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(2, heads, 13, 3, generator=source)
+    valid = torch.rand(2, 13, generator=source) > 0.4
+    count, mean, scatter = in_parts(vectors, valid, sizes)
+    for row in range(2):
+        for head in range(heads):
+            kept = [vectors[row, head, t].tolist() for t in range(13) if valid[row, t]]
+            assert count[row, head] == len(kept)
+            centre = [sum(v[i] for v in kept) / max(len(kept), 1) for i in range(3)]
+            assert mean[row, head].tolist() == pytest.approx(centre, abs=1e-5)
+            for i in range(3):
+                for j in range(3):
+                    total = sum((v[i] - centre[i]) * (v[j] - centre[j]) for v in kept)
+                    assert scatter[row, head, i, j].item() == pytest.approx(total, abs=1e-4)
+
+
+def test_nothing_cancels_far_from_zero():
+    source = torch.Generator().manual_seed(0)
+    vectors = torch.randn(1, 1, 4000, 3, generator=source) + torch.tensor([3000.0, -500, 0])
+    _, mean, scatter = in_parts(vectors, torch.ones(1, 4000).bool(), [100] * 39)
+    exact = vectors[0, 0].double()
+    torch.testing.assert_close(mean[0, 0].double(), exact.mean(0), atol=1e-3, rtol=1e-6)
+    variance = exact.T.cov(correction=0).float()
+    torch.testing.assert_close(scatter[0, 0] / 4000, variance, atol=1e-3, rtol=1e-3)
+    sums = vectors[0, 0].T @ vectors[0, 0] / 4000 - torch.outer(mean[0, 0], mean[0, 0])
+    assert (sums - variance).abs().max() > 0.1  # what plain sums would give
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 5000), st.integers(1, 60), st.booleans())
+def test_a_mean_turn_is_the_mean_of_turns(start, count, interleaved):
+    frequencies = torch.tensor([1.0, 0.3, 0.0])
+    rotation = Rotation(frequencies, interleaved)
+    states = torch.randn(1, 2, 1, 8, generator=torch.Generator().manual_seed(start))
+    found = rotation.turn_by(states, rotation.mean_turn(start, count))
+    places = torch.arange(start, start + count).float()[None, None]
+    each = rotation.turn(states.expand(-1, -1, count, -1), places, start + count)
+    torch.testing.assert_close(found, each.mean(2, keepdim=True), atol=2e-3, rtol=1e-3)
+
+
+def test_a_mean_turn_of_each_row_and_of_any_length():
+    rotation = Rotation(torch.tensor([1.0, 0.1]), False)
+    start = torch.tensor([[[5]], [[900]]])
+    both = rotation.mean_turn(start, 2**31 - 1)
+    assert both.shape == (2, 1, 1, 4)
+    assert both.abs().max() < 1e-6
+    one = rotation.mean_turn(5, 1)[0, 0, 0].tolist()
+    turned = [math.cos(5), math.cos(0.5), math.sin(5), math.sin(0.5)]
+    assert one == pytest.approx(turned, abs=1e-6)
+
+
+def test_a_covariance_is_turned_from_both_sides():
+    """By the matrix that turns unit vectors, for R C R^T of numbers that are not symmetric in R."""
+    source = torch.Generator().manual_seed(3)
+    rotation = Rotation(torch.tensor([1.0, 0.1]), False)
+    root = torch.randn(2, 3, 5, 5, generator=source)
+    covariance, mean = root @ root.transpose(2, 3), torch.randn(2, 3, 5, generator=source)
+    start = torch.tensor([[[7]], [[30]]])
+    ahead = QueryMoments(mean, covariance, 1.0, rotation).ahead(start, 4)
+    units = torch.eye(5).expand(2, 3, 5, 5)
+    turn = rotation.turn_by(units, rotation.mean_turn(start, 4)).transpose(2, 3)
+    torch.testing.assert_close(ahead.mean, (turn @ mean[..., None])[..., 0])
+    torch.testing.assert_close(ahead.covariance, turn @ covariance @ turn.transpose(2, 3))
+    still = QueryMoments(mean, None, 1.0, None)
+    assert still.ahead(start, 4) is still
