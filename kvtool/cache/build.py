@@ -13,7 +13,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.attach import attach
 from kvtool.cache.hooks.attachment import attachment
 from kvtool.cache.hooks.head_ranks import rank_model
-from kvtool.cache.hooks.rope_probe import find_rotations
+from kvtool.cache.hooks.rope_probe import find_query_rotations, find_rotations
 from kvtool.cache.layers import attention_layers, check_layers, check_shared
 from kvtool.cache.storage.tensor_parallel import shards_of
 from kvtool.cache.text import ModelLink
@@ -88,6 +88,8 @@ def build_cache(
     split, rotations = policy.head_split, []
     if policy.score.positions == "cache":
         rotations = find_rotations(model, attention_layers(config))
+    elif policy.moments is not None:
+        rotations = find_query_rotations(model, attention_layers(config), policy.score.name)
     if split is None or split.scores is None:
         head_ranks = None
     elif head_ranks is None:

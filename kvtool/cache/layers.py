@@ -16,6 +16,7 @@ from kvtool.cache.storage.last_queries import LastQueries
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.merge_memory import MergeMemory
 from kvtool.cache.storage.meter import ByteMeter
+from kvtool.cache.storage.moments import Moments
 from kvtool.cache.storage.parents import Parents
 from kvtool.cache.storage.part import Part
 from kvtool.cache.storage.query_window import QueryWindow
@@ -94,7 +95,7 @@ def make_layers(
     Args:
         meter: counts the bytes of all.
         exact: whether bytes have been promised, so that no head takes a slot more than it holds.
-        rotations: of each attention layer, where keys stand at their places in the cache.
+        rotations: of each attention layer, where something turns keys or queries.
     """
     sliding = Policy(Recency(positions=policy.score.positions))
     layers: list = []
@@ -107,8 +108,11 @@ def make_layers(
             layers += stock_layers(kind, options)
             continue
         parts = _parts(own, i, exact=exact)
-        if rotations:
-            parts.append(RopeShift(rotations[len(slot_layers)]))
+        rotation = rotations[len(slot_layers)] if rotations else None
+        if own.score.positions == "cache":
+            parts.append(RopeShift(rotation))
+        if own.moments is not None:
+            parts.append(Moments(own.moments, rotation))
         if own.score.layers == "nested":
             parts.append(Parents(free[0], free[-1]) if free else Parents())
         if kind.startswith("hybrid"):

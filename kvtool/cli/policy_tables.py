@@ -41,7 +41,9 @@ class AllPolicies:
             for each in bases:
                 table.add_row(each.name, each.summary, _spell(each.parameters), _paper(each))
             yield Group(Text(f"budget: {kind}", style="italic"), table, Text())
-        table, evicting = _table(name, "modifier", "does", "goes on"), self._evicting()
+        taken = [base for each in self._modifiers() for base in each.goes_on]
+        longest = max(map(len, taken), default=1)  # no name is broken
+        table, evicting = _table(name, "modifier", "does", longest), self._evicting()
         for each in self._modifiers():
             told = (each.summary, _spell(each.parameters), _taken(each, evicting), _paper(each))
             table.add_row(f"+{each.name}", *told)
@@ -104,13 +106,18 @@ def one_policy(about: About) -> RenderableType:
     return Constrain(Group(*parts), _WIDEST)
 
 
-def _table(width: int, first: str, second: str, *more: str) -> Table:
-    """Make a table whose columns stand below those of another one."""
+def _table(width: int, first: str, second: str, goes_on: int | None = None) -> Table:
+    """Make a table whose columns stand below those of another one.
+
+    Args:
+        goes_on: the least width of a column for what modifiers go on; None: no such column.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column(first, no_wrap=True, width=width)
     table.add_column(second, overflow="fold", ratio=8)
-    for column in ("parameters", *more):
-        table.add_column(column, overflow="fold", ratio=7)
+    table.add_column("parameters", overflow="fold", ratio=7)
+    if goes_on is not None:
+        table.add_column("goes on", overflow="fold", ratio=7, width=goes_on)
     table.add_column("paper", no_wrap=True, width=10)
     return table
 

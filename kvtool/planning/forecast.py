@@ -183,7 +183,7 @@ def _free(
     if policy.head_split is not None and text.prompt > budget.tokens:
         heads = policy.head_split.forecast(budget.tokens, text.prompt, layer.kv_heads, place)
     slots = sum(_held(policy, tokens, text) for tokens in heads)
-    beside = 0
+    beside = 0 if policy.moments is None else policy.moments.held_bytes(layer)
     if policy.on_evict is not None:
         one_by_one = policy.score.when == "always" and policy.cuts is None
         evicts = one_by_one and text.new > 0 and text.full > budget.tokens

@@ -1,9 +1,31 @@
-"""Which parts of a policy go together: what selections and uses of evicted tokens refuse."""
+"""Which parts of a policy go together, and the reasons why others do not."""
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.evicted.select_only import SelectOnly
-from kvtool.policies.parts import Evicted, Evidence, Pace, Score, Select
+from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Score, Select
+
+
+def check_evidence(score: Score) -> None:
+    """Refuse evidence that does not go with how a score is run.
+
+    Raises:
+        UsageError: such a score.
+    """
+    if (score.layers == "same") != (score.evidence is Evidence.LOGITS):
+        raise UsageError(f"`{score.name}`: layers are cut together by logits, and by nothing else")
+    if score.evidence is not Evidence.MOMENTS:
+        return
+    if score.when != "prompt":
+        raise UsageError(
+            f"`{score.name}` goes by the moments of a prompt's queries, "
+            f"so it can cut prompts only, not {score.when}"
+        )
+    if score.positions == "cache":
+        raise UsageError(
+            f"`{score.name}` turns queries back from their place in the text, "
+            "which positions=cache does not tell"
+        )
 
 
 def check_select(select: Select, score: Score, split: HeadSplit | None) -> None:
@@ -22,6 +44,31 @@ def check_select(select: Select, score: Score, split: HeadSplit | None) -> None:
         raise UsageError(
             f"`{select.name}` keeps the same tokens in all KV heads of a layer, "
             f"and `{split.modifier}` lets them differ"
+        )
+
+
+def check_budget_split(split: Allocator, over: str, score: Score) -> None:
+    """Refuse to split a budget that nobody holds, that is shared, or that has a schedule.
+
+    Args:
+        over: what it is split over, `layers` or `heads`.
+
+    Raises:
+        UsageError: the budget of such a score.
+    """
+    if score.when == "never":
+        raise UsageError(
+            f"`{split.modifier}` splits a budget over {over}, and `{score.name}` keeps everything"
+        )
+    if score.layers == "nested":
+        raise UsageError(
+            f"`{score.name}` splits its budget by a schedule of its own, "
+            f"which excludes `{split.modifier}`"
+        )
+    if score.layers == "same":
+        raise UsageError(
+            f"`{split.modifier}` lets {over} keep different tokens, "
+            f"and `{score.name}` keeps the same in all of them"
         )
 
 

@@ -10,7 +10,7 @@ sinks       the first tokens of a text, on which attention rests whatever they s
 recent      the newest tokens
 window      the last queries of a prompt, which vote on what stays; also a model's sliding window
 protected   slots that stay whatever their score
-evidence    what a score is shown of attention: nothing, rows, sums of columns, the logits
+evidence    what a score is shown: nothing, keys, moments of queries, attention rows, the logits
 group       query heads that share a KV head
 score       the role that gives each slot its importance
 importance  a number for each slot, higher = keep
@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.heads import HeadSizes
+from kvtool.policies.query_moments import MomentsAsked
 from kvtool.policies.slot_view import Evidence as Evidence
 from kvtool.policies.slot_view import SlotView as SlotView
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:  # splitting a budget over layers needs no torch
     from kvtool.policies.numbers import Count, State
     from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored
 
-Positions = Literal["text", "cache"]  # what keys are turned by: place in the text or in the cache
+Positions = Literal["text", "cache"]  # place in the text, or among the tokens that are kept
 
 
 class Score:
@@ -56,16 +57,13 @@ class Score:
         window: how many rows or queries, when the evidence is LAST_ROWS or QUERIES.
         when: `always` holds the budget after every block and token; `prompt` cuts the prompt and
             then appends; `never` keeps everything.
-        statistics: names of the float32 numbers kept beside each slot; they start at 0 and move
-            with the slots. With COLUMNS those named in `kvtool.maths.columns.COLUMNS` are summed up
-            for the score, in whatever way is fast.
-        attention: whether the scores are attention that each slot received, as CAOTE needs it.
+        statistics: names of the float32 numbers kept beside each slot, which start at 0 and move
+            with it. With COLUMNS those in `kvtool.maths.columns.COLUMNS` are summed for the score.
         distinct: whether no two tokens of a head ever have the same number.
         layers: whose tokens a layer may keep: `own`, whichever it chooses; `nested`, only such that
             the layer above keeps, of which the view tells, and budgets must not grow with depth;
             `same`, those of all layers, which are cut at once, before a forward.
-        positions: what keys and queries are turned by: `text`, their place in the text, or `cache`,
-            their place among the tokens that are kept.
+        positions: what keys and queries are turned by, see `Positions`.
     """
 
     name: ClassVar[str]
@@ -74,10 +72,19 @@ class Score:
     window: int = 1
     when: ClassVar[Literal["always", "prompt", "never"]] = "always"
     statistics: ClassVar[tuple[str, ...]] = ()
-    attention: ClassVar[bool] = False
     distinct: ClassVar[bool] = False
     layers: ClassVar[Literal["own", "nested", "same"]] = "own"
     positions: Positions = "text"
+
+    @property
+    def attention(self) -> bool:
+        """Tell whether the scores are attention that each slot receives, as CAOTE needs it."""
+        return False
+
+    @property
+    def moments(self) -> MomentsAsked:
+        """Return what of the queries' moments is wanted, when the evidence is MOMENTS."""
+        return MomentsAsked()
 
     def observe(self, state: State, view: SlotView, rows: AttentionRows) -> None:
         """Add a chunk of rows to the statistics, in place; only with ALL_ROWS."""
@@ -93,8 +100,7 @@ class Score:
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         """Give each slot a number, higher = keep: (batch, kv_heads or 1, slots) float32.
 
-        `rows` are the last rows for LAST_ROWS, and None for a score that keeps statistics or needs
-        no attention.
+        `rows` are the last rows for LAST_ROWS, None for all other evidence.
         """
         raise NotImplementedError
 
@@ -165,10 +171,7 @@ class Rescore:
 
 
 class Select:
-    """A way to choose the tokens of a prompt that stay, where it is not one by one.
-
-    All KV heads of a layer then keep the same tokens.
-    """
+    """A way to choose tokens of a prompt, not one by one; the same in all heads of a layer."""
 
     name: ClassVar[str]
     paper: ClassVar[str]
@@ -179,14 +182,11 @@ class Select:
         return 1
 
     def order(self, importance: Tensor, view: SlotView, protected: Tensor | None) -> Tensor:
-        """Give each slot a number by which single slots may be chosen, higher = keep.
+        """Give slots numbers to choose them by, higher = keep: (batch, 1, slots) float32.
 
         Args:
             importance: (batch, kv_heads, slots) float32.
             protected: bool (batch, kv_heads, slots), what stays anyway; None: nothing.
-
-        Returns:
-            (batch, 1, slots) float32.
         """
         raise NotImplementedError
 

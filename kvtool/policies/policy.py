@@ -6,15 +6,23 @@ from functools import cached_property
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
-from kvtool.policies.combination import check_evicted, check_pace, check_select, check_split
+from kvtool.policies.combination import (
+    check_budget_split,
+    check_evicted,
+    check_evidence,
+    check_pace,
+    check_select,
+    check_split,
+)
 from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.numbers import PROMPT, SHIFT
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Rescore, Score, Select
+from kvtool.policies.query_moments import MomentsAsked
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, part_name, spell_settings
 
 Part = Score | Rescore | Select | Pace | Allocator | Evicted | Read
-_SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv or d2o"
+_SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv, d2o"
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,7 @@ class Policy:
     def __post_init__(self) -> None:
         for part in self._parts:
             check_numbers(part)
+        check_evidence(self.score)
         self._check_reader()
         if self.select is not None:
             check_select(self.select, self.score, self.head_split)
@@ -62,38 +71,21 @@ class Policy:
             check_pace(self.pace, self.score)
         if self.heads is not None:
             check_split(self.heads, self.score)
-        if (self.score.layers == "same") != (self.score.evidence is Evidence.LOGITS):
-            raise UsageError(
-                f"`{self.score.name}`: layers are cut together by logits, and by nothing else"
-            )
         for split, over in ((self.allocate, "layers"), (self.heads, "heads")):
-            if split is not None and self.score.when == "never":
-                raise UsageError(
-                    f"`{split.modifier}` splits a budget over {over}, "
-                    f"and `{self.score.name}` keeps everything"
-                )
-            if split is not None and self.score.layers == "nested":
-                raise UsageError(
-                    f"`{self.score.name}` splits its budget by a schedule of its own, "
-                    f"which excludes `{split.modifier}`"
-                )
-            if split is not None and self.score.layers == "same":
-                raise UsageError(
-                    f"`{split.modifier}` lets {over} keep different tokens, "
-                    f"and `{self.score.name}` keeps the same in all of them"
-                )
+            if split is not None:
+                check_budget_split(split, over, self.score)
         blind = self.score.evidence is Evidence.NOTHING
         if self.heads is not None and self.heads.by_score and blind:
             raise UsageError(
                 f"`{self.heads.modifier}` lets heads compete by their scores, "
                 f"and those of `{self.score.name}` say nothing of heads",
-                hint=f"{_SCORED}, or on keydiff",
+                hint=f"{_SCORED}, expected or keydiff",
             )
         if self.rescore is not None and not self.score.attention:
             raise UsageError(
                 f"`{self.rescore.name}` weighs values by attention scores, "
                 f"and `{self.score.name}` has none",
-                hint=_SCORED,
+                hint=f"{_SCORED} or expected(values=false)",
             )
         if self.evicted is not None:
             check_evicted(self.evicted, self.score)
@@ -253,6 +245,11 @@ class Policy:
     def needs_all_rows(self) -> bool:
         """Tell whether the numbers beside the slots are made from every attention row."""
         return self.observes_rows or bool(self.columns)
+
+    @property
+    def moments(self) -> MomentsAsked | None:
+        """Return what of the queries' moments is kept beside the slots; None: nothing."""
+        return self.ranking.moments if self.ranking.evidence is Evidence.MOMENTS else None
 
     def check_budget(self, tokens: int) -> None:
         """Refuse a budget that the protected tokens alone would fill.

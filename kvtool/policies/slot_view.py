@@ -12,18 +12,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtool.policies.numbers import Count
+    from kvtool.policies.query_moments import QueryMoments
 
 
 class Evidence(enum.Enum):
-    """Evidence that a score wants of every block: keys, attention rows, sums of them, logits."""
+    """Evidence that a score wants of every block: keys, queries, attention rows, sums, logits."""
 
     NOTHING = "nothing"
     KEYS = "keys"  # those of all slots, as `view.keys`
     QUERIES = "queries"  # the newest `window` of them, as `view.queries`, and all keys
+    MOMENTS = "moments"  # of a prompt's queries before RoPE, as `view.moments`, and all keys
     LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
     ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
     COLUMNS = "columns"  # sums over every query: statistics named as in `kvtool.maths.columns`
     LOGITS = "logits"  # each token's surprisal, as `state["surprisal"]`
+
+    @property
+    def shows_keys(self) -> bool:
+        """Tell whether `view.keys` is filled."""
+        return self in (Evidence.KEYS, Evidence.QUERIES, Evidence.MOMENTS)
 
 
 class NewestQueries(Protocol):
@@ -62,6 +69,7 @@ class SlotView:
         keys: (batch, kv_heads, slots, key_dim) of each layer, as they are stored, for a score that
             needs keys; else none.
         queries: of the newest tokens, for a score that looks back from them.
+        moments: of the queries of the text's prompts, for a score that goes by them.
     """
 
     values: tuple[Tensor, ...]
@@ -76,6 +84,7 @@ class SlotView:
     first_layer_budget: Count | None = None
     keys: tuple[Tensor, ...] = ()
     queries: NewestQueries | None = None
+    moments: QueryMoments | None = None
 
     @property
     def stored(self) -> Tensor | None:

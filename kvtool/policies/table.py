@@ -29,6 +29,7 @@ BASES: dict[str, str] = {
     "d2o": "scores.d2o:D2O",
     "rkv": "scores.rkv:RKV",
     "keydiff": "scores.keydiff:KeyDiff",
+    "expected": "scores.expected:Expected",
     "sirllm": "scores.sirllm:SirLLM",
     "pyramidinfer": "scores.pyramidinfer:PyramidInfer",
     "exact-topk": "read.exact_topk:ExactTopK",
@@ -147,12 +148,14 @@ def _carrier(base: Base, modifier: Modifier) -> str | None:
     return None
 
 
-def _choices(base: type) -> Iterator[dict[str, str]]:
-    """Yield each value that one of a base's choices may have."""
+def _choices(base: type) -> Iterator[dict[str, Any]]:
+    """Yield each value that one of a base's choices and switches may have."""
     hints = field_types(base)
     for each in fields(base):
         if get_origin(hints[each.name]) is Literal:
             yield from ({each.name: value} for value in get_args(hints[each.name]))
+        if hints[each.name] is bool:
+            yield {each.name: not each.default}
 
 
 def _budget_kind(base: Base) -> str:

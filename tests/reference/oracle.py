@@ -56,6 +56,11 @@ class Oracle:
         """
         return keys[visible].float() @ query.float()
 
+    def look(self, layer, policy, key):
+        """Show a policy the keys of all tokens so far, (1, cached heads, tokens, head_dim)."""
+        if hasattr(policy, "look"):
+            policy.look([dict(enumerate(head.tolist())) for head in key[0]])
+
     def step(self, layer, query, key, value, scale, window, softcap, sinks):
         """Attend, show the weights to the policy of the layer, let it choose what stays."""
         _, heads, length, _ = query.shape
@@ -86,8 +91,7 @@ class Oracle:
             self.policies[layer] = own
         policy = self.policies[layer]
         policy.observe(attention)
-        if hasattr(policy, "look"):
-            policy.look([dict(enumerate(key[0, head].tolist())) for head in range(cached)])
+        self.look(layer, policy, key[:, :cached])
         if hasattr(policy, "ask"):
             own = [query[0, h].tolist() for h in range(heads)]
             group = heads // cached

@@ -13,6 +13,7 @@ from kvtool.model_shape import LayerShape
 from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.numbers import SHIFT
+from kvtool.policies.query_moments import MomentsAsked
 from kvtool.sizes import MOST_TOKENS
 
 _WEIGHED = {"query": True, "out": True, "lse": False}  # of calibration: whether it has channels
@@ -59,6 +60,8 @@ def check_layer(
             file.take(kind, tuple(start.shape), start.dtype)
     if isinstance(on_evict, CaliDrop):
         _check_calibration(file, f"{name}.calibration", on_evict, shape, dtype)
+    if layer.policy.moments is not None and layer.window is None:
+        _check_moments(file, f"{name}.moments", layer.policy.moments, shape)
     for part in layer.parts.values():
         for key, (sizes, own) in part.shapes(batch, heads).items():
             file.take(f"{name}.{key}", sizes, own)
@@ -130,6 +133,19 @@ def _check_budget(
     )
     if fixed and asked is not None and bool(budget.ne(asked).any()):
         raise file.bad(f"{name}.budget", f"is not the cache's budget {cache.budget}")
+
+
+def _check_moments(file: FileTensors, name: str, asked: MomentsAsked, shape: LayerShape) -> None:
+    """Check the moments of a layer's queries."""
+    heads, dim = (file.batch, shape.heads), shape.key_dim
+    count = file.take(f"{name}.count", heads, torch.float32, 0, file.seen)
+    if not torch.equal(count, count.round()):
+        raise file.bad(f"{name}.count", "holds parts of a query")
+    file.take(f"{name}.mean", (*heads, dim), torch.float32)
+    if asked.covariance:
+        scatter = file.take(f"{name}.scatter", (*heads, dim, dim), torch.float32)
+        if (scatter.diagonal(dim1=2, dim2=3) < 0).any():
+            raise file.bad(f"{name}.scatter", "holds a variance below 0")
 
 
 def _check_calibration(

@@ -8,6 +8,7 @@ one key to the other is the layer's; a model for which no way does is refused.
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from kvtool.cache.hooks.attachment import ask_once
 from kvtool.cache.hooks.families import EAGER_FAMILIES
 from kvtool.errors import KvtoolError
 from kvtool.maths.rope import Rotation
-from kvtool.model_shape import stores_latents, trained_length
+from kvtool.model_shape import layer_shapes, stores_latents, trained_length
 
 _PLACE, _STEP = 3, 1000  # of the token that is read twice
 _OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the text's length
@@ -36,15 +37,54 @@ def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation |
     Raises:
         KvtoolError: the keys of a layer cannot be turned on from one position to another.
     """
-    return ask_once(model, "rotations", lambda: _ask_rotations(model, layers))
+    return ask_once(model, "rotations", partial(_ask_rotations, model, layers, "positions=cache"))
 
 
-def _ask_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation | None]:
-    _check(model)
-    step = min(_STEP, (trained_length(model.config) or _STEP) // 2)
-    keys = _read_twice(model, step)
-    found: dict[tuple, Rotation] = {}
-    return [_find(model, keys[layer], step, found) for layer in layers]
+def find_query_rotations(
+    model: PreTrainedModel, layers: list[int], policy: str
+) -> list[Rotation | None]:
+    """Find out how each layer turns its queries, which is how it turns its keys.
+
+    A layer whose keys the position makes longer or shorter turns nothing: positions have been added
+    to what it reads, and queries are before any rotation already.
+
+    Args:
+        layers: indices of the attention layers.
+        policy: the name of the one that needs it.
+
+    Returns:
+        One for each of `layers`; None where nothing is turned.
+
+    Raises:
+        KvtoolError: the queries of a layer cannot be turned back.
+    """
+    asked = f"policy `{policy}`"
+    ask = partial(_ask_rotations, model, layers, asked, added=True)
+    return ask_once(model, "rotations of queries", ask)
+
+
+def _ask_rotations(
+    model: PreTrainedModel, layers: list[int], asked: str, *, added: bool = False
+) -> list[Rotation | None]:
+    """Find the rotations.
+
+    Args:
+        asked: what they are asked for, in an error's words.
+        added: whether positions that are added to what a layer reads are none of its concern.
+    """
+    try:
+        _check(model)
+        step = min(_STEP, (trained_length(model.config) or _STEP) // 2)
+        keys = _read_twice(model, step)
+        found: dict[tuple, Rotation] = {}
+        return [_find(model, keys[layer], step, found, added=added) for layer in layers]
+    except _Unknown as reason:
+        kind = _text(model).model_type
+        raise KvtoolError(f"{asked} is not available for `{kind}`: it {reason}") from None
+
+
+class _Unknown(Exception):
+    """Why a model's rotation cannot be undone: what "it" does."""
 
 
 def _text(model: PreTrainedModel):
@@ -68,8 +108,17 @@ def _check(model: PreTrainedModel) -> None:
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind in _OF_LENGTH:
                 reason = f"turns its keys by the length of the text (RoPE of type {kind})"
+    dims = [shape.key_dim for shape in layer_shapes(text) if shape is not None]
+    turned = [2 * len(buffer) for name, buffer in model.named_buffers() if _turns(name)]
+    if reason is None and turned and min(turned) > max(dims, default=0):
+        reason = f"turns {min(turned)} numbers, and its heads of {max(dims)} do not split so"
     if reason is not None:
-        raise KvtoolError(f"positions=cache is not available for `{text.model_type}`: it {reason}")
+        raise _Unknown(reason)
+
+
+def _turns(buffer: str) -> bool:
+    """Whether a buffer of a model holds the frequencies that it turns by."""
+    return buffer.endswith("inv_freq") and "original" not in buffer
 
 
 @torch.no_grad()
@@ -90,7 +139,7 @@ def _read_twice(model: PreTrainedModel, step: int) -> dict[int, Tensor]:
 
 
 def _find(
-    model: PreTrainedModel, keys: Tensor, step: int, found: dict[tuple, Rotation]
+    model: PreTrainedModel, keys: Tensor, step: int, found: dict[tuple, Rotation], *, added: bool
 ) -> Rotation | None:
     """The rotation that turns the first key on to the second; equal ones are shared."""
     first, second = keys[:1], keys[1:]
@@ -99,9 +148,7 @@ def _find(
         return None
     by = torch.full((1, 1, 1), float(step), device=keys.device)
     for name, frequencies in model.named_buffers():
-        if not name.endswith("inv_freq") or "original" in name:
-            continue
-        if 2 * len(frequencies) > keys.shape[-1]:
+        if not _turns(name) or 2 * len(frequencies) > keys.shape[-1]:
             continue
         for interleaved in (False, True):
             case = (name, interleaved, keys.device)
@@ -110,7 +157,7 @@ def _find(
             turned = found[case].turn(first, by, step)
             if (turned.float() - second.float()).abs().max() <= tolerance:
                 return found[case]
-    raise KvtoolError(
-        f"positions=cache is not available for `{_text(model).model_type}`: "
-        "it places its keys in a way that is not known here"
-    )
+    lengths = first.float().norm(dim=-1) - second.float().norm(dim=-1)
+    if added and lengths.abs().max() > tolerance:
+        return None
+    raise _Unknown("places its keys in a way that is not known here")

@@ -17,6 +17,7 @@ from kvtool.cache.steps.attend_triton import can_count, can_run, count_block
 from kvtool.cache.steps.block import Block, RowWatcher, store_block, vote_weights
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.lent import Lent, lend
+from kvtool.cache.steps.moments import add_queries
 from kvtool.cache.steps.rope_shift import shift_block
 from kvtool.cache.steps.view import last_query_columns, make_rows
 from kvtool.cache.storage.calibration import Calibration
@@ -80,7 +81,8 @@ class OwnBlock:
         return last_rows(layer, self.call, block)
 
     def show_queries(self, layer: SlotLayer, block: Block) -> None:
-        """Show the block's queries to a policy that looks back from the newest ones."""
+        """Show the block's queries to a policy that looks back from them, or goes by all."""
+        add_queries(layer, self.call, block)
         window = QueryWindow.of(layer)
         if window is not None:
             window.see(self.call.query, block.new, self.call.scale, self.call.softcap)

@@ -14,6 +14,7 @@ from kvtool.cache.storage.deferred import Deferred
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.last_queries import LastQueries
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.moments import Moments
 from kvtool.cache.storage.ragged import to_ragged
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.cache.storage.trace import Trace
@@ -71,11 +72,10 @@ def enter_block(
         name: functional.pad(number[:, :, :kept], (0, q_len))
         for name, number in slots.state.items()
     }
-    seen = layer.policy.ranking.evidence in (Evidence.KEYS, Evidence.QUERIES)
     if PROMPT in state:
         state[PROMPT][:, :, kept:] = (new >= 0)[:, None].float()
         _check_prompt(layer, state[PROMPT])
-    keys = (raw_key,) if seen else ()
+    keys = (raw_key,) if layer.policy.ranking.evidence.shows_keys else ()
     view = make_view(layer, (values_by_kv_head(layer, value),), stored, count, keys)
     return Block(new, view, state, kept)
 
@@ -159,7 +159,7 @@ def leave_block(
         (batch, kv_heads, slots) indices of what stays, in ascending position; None if everything
         stays.
     """
-    view, waiting, index = block.view, deferred(layer), SparseIndex.of(layer)
+    view, waiting, index = _with_moments(layer, block.view), deferred(layer), SparseIndex.of(layer)
     if waiting is not None:
         importance, _ = score(layer.policy, view, block.state, rows, 0)
         waiting.wait(importance, view.block)
@@ -184,6 +184,12 @@ def leave_block(
         store_block(layer, block, raw_key, raw_value)
         return None
     return _cut(layer, view, block.state, raw_key, raw_value, importance, protected)
+
+
+def _with_moments(layer: SlotLayer, view: SlotView) -> SlotView:
+    """Show the moments of the queries, the block's included, where the policy goes by them."""
+    part = Moments.of(layer)
+    return view if part is None else replace(view, moments=part.show())
 
 
 def store_block(layer: SlotLayer, block: Block, raw_key: Tensor, raw_value: Tensor) -> None:

@@ -122,10 +122,10 @@ def run_block(layer: SlotLayer, attention: BlockAttention, q_len: int) -> Attend
     block = enter_block(layer, q_len, attention.positions, attention.raw[0], attention.value)
     attention = attention.placed(layer, block)
     out = attention.attend(layer, block, block_needs_all_rows(layer))
+    attention.show_queries(layer, block)
     ended = attention.postpone(layer, block)
     if ended is None:
         return AttendedBlock(out, None)
-    attention.show_queries(layer, ended)
     rows = attention.last_rows(layer, ended) if block_needs_last_rows(layer, ended) else None
     chosen = leave_block(layer, ended, *attention.raw, rows)
     for part in (LastQueries.of(layer), Due.of(layer)):

@@ -18,8 +18,6 @@ from kvtool.policies.numbers import PROMPT, Count, State
 from kvtool.policies.parts import Evidence, SlotView
 from kvtool.policies.policy import Policy
 
-_UNATTENDED = (Evidence.NOTHING, Evidence.KEYS, Evidence.QUERIES)  # which needs no weights
-
 
 def make_view(
     layer: SlotLayer,
@@ -69,7 +67,7 @@ def used_view(layer: SlotLayer, value: Tensor) -> SlotView:
 
 def used_keys(*layers: SlotLayer) -> tuple[Tensor, ...]:
     """The keys in the slots in use of each layer; none where the policy does not look at them."""
-    if layers[0].policy.ranking.evidence not in (Evidence.KEYS, Evidence.QUERIES):
+    if not layers[0].policy.ranking.evidence.shows_keys:
         return ()
     return tuple(layer.slots.keys[:, :, : layer.slots.used] for layer in layers)
 
@@ -117,7 +115,8 @@ def decode_needs_rows(layer: SlotLayer) -> bool:
     policy = layer.policy
     if policy.needs_all_rows:
         return True
-    if not layer.evicts_tokens or policy.ranking.evidence in _UNATTENDED:
+    evidence = policy.ranking.evidence
+    if not layer.evicts_tokens or evidence is Evidence.NOTHING or evidence.shows_keys:
         return False
     due = Due.of(layer)
     return layer.slots.used > layer.budget.min_budget if due is None else due.soon

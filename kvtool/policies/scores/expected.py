@@ -1,0 +1,105 @@
+"""Expected Attention: the attention that queries to come are expected to give each token.
+
+Devoto et al., 2025, https://arxiv.org/abs/2510.00636. Queries before RoPE are taken as normally
+distributed, with the mean m and the covariance C of the text so far. Turned by the mean rotation R
+of the next `future` positions, they have mean R m and covariance R C R^T, and exp(q.k * scale) has
+the expectation exp(l) with
+
+    l = (R m).k * scale + k^T (R C R^T) k * scale^2 / 2
+
+for each query head. Its softmax over the slots is the attention that they are expected to get; a
+slot's score is the mean of that over the group, times the length of its value.
+
+Differences from the paper: `scale` is the layer's own, 1 / sqrt(head_dim) in most models. A cap on
+the logits and sink logits are left out. In a prompt run in blocks, and in later turns, moments are
+those of all tokens read so far.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.numbers import Count, State
+from kvtool.policies.parts import Evidence, Score, SlotView
+from kvtool.policies.query_moments import MomentsAsked, QueryMoments
+from kvtool.policies.spelling import check_least
+
+_SLOTS = 1024  # keys that are multiplied by a covariance at a time
+
+
+def expected_logits(keys: Tensor, queries: QueryMoments) -> Tensor:
+    """Compute the logarithm of the expectation of exp(q.k * scale) over normal queries q.
+
+    Args:
+        keys: (batch, kv_heads, slots, head_dim).
+        queries: of all heads, as they will be turned.
+
+    Returns:
+        (batch, kv_heads, group, slots) float32.
+    """
+    heads, scale = keys.shape[1], queries.scale
+    mean = queries.mean.unflatten(1, (heads, -1))
+    covariance = queries.covariance
+    if covariance is not None:
+        covariance = covariance.unflatten(1, (heads, -1))
+    parts = []
+    for part in keys.split(_SLOTS, 2):
+        states = part.float()[:, :, None]
+        logits = (states @ mean[..., None])[..., 0] * scale
+        if covariance is not None:
+            logits = logits + (states @ covariance * states).sum(-1) * (scale**2 / 2)
+        parts.append(logits)
+    return torch.cat(parts, -1)
+
+
+@dataclass(frozen=True)
+class Expected(Score):
+    """Keep the prompt tokens to which later queries are expected to attend; then append.
+
+    Args:
+        sinks: first tokens that are always kept, whose own queries count for nothing.
+        future: positions, from the end of the text on, at which queries are expected.
+        covariance: whether queries vary about their mean.
+        values: whether the expected attention is weighed by the length of the value.
+    """
+
+    sinks: int = 4
+    future: int = 512
+    covariance: bool = True
+    values: bool = True
+
+    name: ClassVar = "expected"
+    paper: ClassVar = "https://arxiv.org/abs/2510.00636"
+    evidence: ClassVar = Evidence.MOMENTS
+    when: ClassVar = "prompt"
+
+    def __post_init__(self) -> None:
+        check_least(self, {"sinks": 0, "future": 1})
+
+    @property
+    def attention(self) -> bool:
+        return not self.values
+
+    @property
+    def moments(self) -> MomentsAsked:
+        return MomentsAsked(self.sinks, self.covariance)
+
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
+        if view.moments is None:
+            raise ValueError("this score has MOMENTS as its evidence, and was given none")
+        queries = view.moments.ahead(view.tokens_seen, self.future)
+        logits = expected_logits(view.keys[0], queries)
+        judged = (view.positions >= self.sinks)[:, :, None]  # neither sinks nor empty slots
+        logits = logits.masked_fill(~judged, torch.finfo(logits.dtype).min)
+        attention = (logits.softmax(-1) * judged).mean(2)
+        return attention * view.values[0].float().norm(dim=-1) if self.values else attention
+
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
+        return view.sinks(self.sinks) if self.sinks else None
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"sinks": self.sinks}

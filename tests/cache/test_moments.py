@@ -1,0 +1,327 @@
+"""Moments of queries before RoPE: a model's own, in every family, batch, block and kernel."""
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.cache.steps import attend_block, moments
+from kvtool.cache.storage.moments import Moments
+from kvtool.generation import decode_step, prefill
+from tests import models_for_tests
+from tests.cache.test_cache_positions import MORE
+from tests.cache.test_kernels import fake_flash
+from tests.cache.test_oracle import follow
+from tests.models_for_tests import (
+    FAMILIES,
+    HOOKED,
+    anchored_model,
+    family_model,
+    peaky_model,
+    prompt,
+    random_ids,
+)
+from tests.reference.expected import AskingOracle, Expected, turn_of
+from tests.reference.policies import Caote, Chunked
+
+pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+FREE = ["full_attention"] * 4
+SLIDING = {name: FAMILIES[name] for name in ("gemma3", "gpt_oss")}
+OWN = MORE | {
+    "yarn": ("llama", {"rope_parameters": YARN}),
+    "granite": ("granite", {"attention_multiplier": 0.4}),
+    "opt": ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 96}),
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4}),
+    "dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    **{name: (kind, changes | {"layer_types": FREE}) for name, (kind, changes) in SLIDING.items()},
+}
+TURNING = ["llama", "yarn", "qwen3", "granite", "gemma3", "gpt_oss", "phi3", "gpt_neox", "glm4"]
+TURNING += ["cohere", "smollm3", "qwen3_moe"]
+
+
+@pytest.fixture
+def own_families(monkeypatch):
+    monkeypatch.setattr(models_for_tests, "FAMILIES", FAMILIES | OWN)
+
+
+@pytest.fixture
+def model(family):
+    yield kvtool.detach(anchored_model(family))
+    kvtool.detach(anchored_model(family))
+
+
+def expected(**options):
+    inside = ",".join(f"{name}={value}" for name, value in options.items()).lower()
+    return f"expected({inside})"
+
+
+def states(cache):
+    """What each layer has, a dictionary for those with moments."""
+    return [Moments.of(layer).state for layer in cache.slot_layers if Moments.of(layer)]
+
+
+def same_states(one, other, row=slice(None), **tolerance):
+    for ours, theirs in zip(states(one), states(other), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, number in ours.items():
+            torch.testing.assert_close(number[row], theirs[name], **tolerance)
+
+
+# ---- against the model's own queries
+
+
+@pytest.mark.few(4)
+@pytest.mark.each_once
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("mode", ["full", "block:20"])
+@pytest.mark.parametrize("options", [{}, {"covariance": False, "sinks": 2}, {"values": False}])
+def test_kept_positions_and_logits_equal_the_oracle(model, mode, options):
+    options = options | {"future": 8}
+    twin = options | {"turn": turn_of(model)}
+    texts = 20, mode, prompt(61)
+    follow(model, lambda: Expected(20, **twin), expected(**options), *texts, 4, kind=AskingOracle)
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_with_modifiers_they_equal_the_oracle(model):
+    options = {"future": 8, "values": False}
+    twin = options | {"turn": turn_of(model)}
+    for modifier, wrap in (
+        ("caote", Caote),
+        ("fastcaote", lambda base: Caote(base, fast=True)),
+        ("chunk", lambda base: Chunked(base, 20)),
+    ):
+        follow(
+            kvtool.detach(model),
+            lambda wrap=wrap: wrap(Expected(24, **twin)),
+            f"{expected(**options)}+{modifier}",
+            24,
+            "block:20",
+            prompt(61),
+            new=3,
+            kind=AskingOracle,
+        )
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("family", "scale"), [("yarn", None), ("granite", 0.4), ("cohere", None), ("glm4", None)]
+)
+def test_other_rotations_and_scales_equal_the_oracle(own_families, family, scale):
+    """A factor beside the turn, a scale of the layer's own, pairs side by side, half a head."""
+    model = family_model(family)
+    twin = {"future": 8, "turn": turn_of(model), "scale": scale}
+    follow(
+        model,
+        lambda: Expected(20, **twin),
+        "expected(future=8)",
+        20,
+        "full",
+        prompt(50),
+        new=3,
+        kind=AskingOracle,
+    )
+
+
+@pytest.mark.few(14)
+@pytest.mark.parametrize("family", [*TURNING, "opt", "gpt2"])
+def test_they_are_those_of_the_first_layers_queries_before_any_turn(own_families, family):
+    """The first layer reads the embeddings alone: at position 0 its queries are not turned yet."""
+    model, ids, seen = kvtool.attach(family_model(family)), random_ids(40), []
+    place = torch.arange(40)[None] if family in ("opt", "gpt2") else torch.zeros(1, 40).long()
+    full = kvtool.build_cache(model, "full")
+    full.watch_steps(lambda step, call, out: seen.append(call.query[0].float()))
+    with torch.no_grad():
+        model(ids, position_ids=place, past_key_values=full)
+    cache = kvtool.build_cache(model, "expected", 20)
+    prefill(model, cache, ids)
+    first = Moments.of(cache.slot_layers[0])
+    shown, wanted = first.show(), seen[0][:, 4:]
+    assert (first.rotation is None) == (family in ("opt", "gpt2"))
+    assert first.state["count"].tolist() == [[36.0] * len(wanted)]
+    torch.testing.assert_close(shown.mean[0], wanted.mean(1), atol=1e-4, rtol=1e-4)
+    variance = torch.stack([head.T.cov(correction=0) for head in wanted])
+    torch.testing.assert_close(shown.covariance[0], variance, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        *((family, "runs its own eager attention") for family in HOOKED),
+        ("deepseek_v3", "stores latents in place of keys"),
+        ("dynamic", "turns its keys by the length of the text"),
+    ],
+)
+def test_what_cannot_be_turned_back_is_refused(own_families, family, reason):
+    with pytest.raises(kvtool.KvtoolError, match=reason) as caught:
+        kvtool.build_cache(family_model(family), "expected", 20)
+    assert "\n" not in str(caught.value)
+    assert "policy `expected` is not available for" in str(caught.value)
+
+
+def test_a_head_that_the_rotation_cannot_split_is_refused():
+    model = peaky_model("llama")
+    model.model.rotary_emb.inv_freq = torch.ones(9)
+    with pytest.raises(kvtool.KvtoolError, match="turns 18 numbers, and its heads of 16 do not"):
+        kvtool.build_cache(model, "expected", 20)
+
+
+def test_a_rotation_that_is_not_known_is_refused():
+    model = peaky_model("llama")
+    model.model.rotary_emb.forward = lambda x, position_ids: (
+        (position_ids[..., None].expand(-1, -1, 16) * 1e-3).cos(),
+        (position_ids[..., None].expand(-1, -1, 16) * 1e-3).sin(),
+    )
+    with pytest.raises(kvtool.KvtoolError, match="in a way that is not known here"):
+        kvtool.build_cache(model, "expected", 20)
+
+
+# ---- blocks, batches, kernels
+
+
+def test_blocks_equal_one_pass():
+    model, ids = kvtool.attach(peaky_model("llama")), random_ids(61)
+    whole, blocks, chunks = (
+        kvtool.build_cache(model, "expected", 80, prefill=mode)
+        for mode in ("full", "block:16", "full")
+    )
+    prefill(model, whole, ids), prefill(model, blocks, ids)
+    same_states(blocks, whole, atol=1e-4, rtol=1e-4)
+    model.generate(ids, past_key_values=chunks, max_new_tokens=5, prefill_chunk_size=7)
+    same_states(chunks, whole, atol=1e-4, rtol=1e-4)  # what is generated does not count
+
+
+def test_a_later_turn_is_added():
+    model, ids = kvtool.attach(peaky_model("llama")), random_ids(61)
+    whole, turns = (kvtool.build_cache(model, "expected", 80) for _ in range(2))
+    prefill(model, whole, ids), prefill(model, turns, ids[:, :40])
+    prefill(model, turns, ids[:, 40:])
+    same_states(turns, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_a_long_block_is_turned_in_parts(monkeypatch):
+    model, ids = kvtool.attach(peaky_model("llama")), random_ids(61)
+    whole, parts = (kvtool.build_cache(model, "expected", 20) for _ in range(2))
+    prefill(model, whole, ids)
+    monkeypatch.setattr(moments, "_ROWS", 9)
+    prefill(model, parts, ids)
+    same_states(parts, whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["full", "block:16"])
+def test_padding_is_no_part_of_a_rows_moments(mode):
+    model, rows = kvtool.attach(peaky_model("llama")), [random_ids(n, seed=n) for n in (50, 23, 3)]
+    ids = torch.zeros(3, 50, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, 50 - row.shape[1] :] = row[0]
+    both = kvtool.build_cache(model, "expected", 80, prefill=mode)
+    prefill(model, both, ids, (ids > 0).long())
+    for i, row in enumerate(rows):
+        alone = kvtool.build_cache(model, "expected", 80, prefill=mode)
+        prefill(model, alone, row)
+        same_states(both, alone, slice(i, i + 1), atol=1e-4, rtol=1e-4)
+    assert [each["count"][:, 0].tolist() for each in states(both)] == [[46.0, 19.0, 0.0]] * 2
+
+
+def test_rows_that_are_swapped_take_their_moments_along():
+    model = kvtool.attach(peaky_model("llama"))
+    texts, turn = torch.cat([random_ids(50, seed=seed) for seed in (1, 2)]), random_ids(21, seed=3)
+    cache = kvtool.build_cache(model, "expected", 20)
+    prefill(model, cache, texts)
+    cache.reorder_cache(torch.tensor([1, 1, 0]))
+    prefill(model, cache, turn.expand(3, -1))
+    for row, text in enumerate((1, 1, 0)):
+        alone = kvtool.build_cache(model, "expected", 20)
+        prefill(model, alone, texts[text : text + 1]), prefill(model, alone, turn)
+        same_states(cache, alone, slice(row, row + 1), atol=1e-4, rtol=1e-4)
+        for layer in range(2):
+            kept = cache.kept_positions(layer)[row], alone.kept_positions(layer)[0]
+            assert torch.equal(*kept)
+
+
+def test_every_kernel_feeds_them(monkeypatch):
+    ran = []
+    module = ModuleType("flash_attn")
+    module.flash_attn_func = lambda *args, **kw: ran.append("flash") or fake_flash(*args, **kw)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    model, ids, found = kvtool.attach(peaky_model("llama")), random_ids(50), {}
+
+    def run(kernel, policy="expected"):
+        cache = kvtool.build_cache(model, policy, 20, prefill="block:16")
+        cache.settings = replace(cache.settings, kernel=kernel)
+        logits = [prefill(model, cache, ids), decode_step(model, cache, torch.tensor([5]))]
+        found[len(found)] = cache, torch.stack(logits)
+
+    for kernel in ("sdpa", "eager", "flash_attention_2"):
+        run(kernel)
+
+    def triton(layer, call, block, observed):
+        ran.append("triton")
+        return attend_block.explicit_block(layer, call, block, observed)
+
+    monkeypatch.setattr(attend_block, "can_run", lambda *_: True)
+    monkeypatch.setattr(attend_block, "count_block", triton)
+    run("sdpa")
+    assert {"flash", "triton"} == set(ran)
+    for cache, logits in found.values():
+        same_states(cache, found[0][0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits, found[0][1], atol=1e-4, rtol=1e-4)
+
+
+# ---- bytes and files
+
+
+def test_they_are_counted_among_the_state():
+    model, ids = kvtool.attach(peaky_model("llama")), random_ids(50)
+    sizes = {}
+    for policy in ("snapkv(window=4)", "expected(covariance=false)", "expected"):
+        cache = kvtool.build_cache(model, policy, 20)
+        prefill(model, cache, ids)
+        sizes[policy] = cache.report().state_bytes
+    none, mean, whole = sizes.values()
+    assert mean - none == 2 * 8 * (1 + 16) * 4  # layers, heads, numbers, bytes
+    assert whole - none == 2 * 8 * (1 + 16 + 256) * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("count", lambda t: t - 99, "`layer.1.moments.count` holds numbers out of their range"),
+        ("count", lambda t: t + 0.5, "`layer.1.moments.count` holds parts of a query"),
+        ("mean", lambda t: t[:, :4], "`layer.1.moments.mean` is float32"),
+        ("mean", lambda t: t / 0, "`layer.1.moments.mean` holds numbers that are not finite"),
+        ("scatter", lambda t: -t, "`layer.1.moments.scatter` holds a variance below 0"),
+        ("scatter", None, "`layer.1.moments.scatter` is missing"),
+    ],
+)
+def test_what_does_not_fit_in_a_file_is_refused(tmp_path, name, change, told):
+    from tests.cache.test_sealed_files import reseal
+
+    model, path = kvtool.attach(peaky_model("llama")), tmp_path / "a.safetensors"
+    cache = kvtool.build_cache(model, "expected", 20)
+    prefill(model, cache, random_ids(50))
+    kvtool.save_cache(cache, path)
+    same_states(kvtool.load_cache(path, model), cache, atol=0, rtol=0)
+
+    def alter(metadata, tensors):
+        tensor = tensors.pop(f"layer.1.moments.{name}")
+        if change is not None:
+            tensors[f"layer.1.moments.{name}"] = change(tensor)
+
+    reseal(path, alter)
+    with pytest.raises(kvtool.KvtoolError, match=told):
+        kvtool.load_cache(path, model)

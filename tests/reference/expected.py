@@ -1,0 +1,171 @@
+"""Expected Attention from its formula, with plain loops, and an oracle that shows it the queries.
+
+A vector is a list of numbers. Queries are those of a model's own projections, before RoPE; the
+turns are a model's own as well, or a formula's.
+"""
+
+import math
+import sys
+
+import torch
+
+from .oracle import Oracle
+from .policies import Reference
+
+
+class Expected(Reference):
+    """Keeps the tokens that normally distributed queries of later positions would attend to.
+
+    Args:
+        turn: (vector, position) -> the vector as the model turns queries there; None: as it is.
+        scale: of the logits; None: 1 / sqrt(dim).
+    """
+
+    prompt_only = True
+
+    def __init__(
+        self, budget, sinks=4, future=512, covariance=True, values=True, turn=None, scale=None
+    ):
+        super().__init__(budget)
+        self.sinks, self.future = sinks, future
+        self.covariance, self.values = covariance, values
+        self.turn, self.scale = turn, scale
+
+    def look(self, keys):
+        """See `keys[head]`, `{position: [numbers]}` of all tokens so far."""
+        self.keys = keys
+
+    def hear(self, queries):
+        """See `queries[query_head]`, a list with the query of every token so far before RoPE."""
+        self.queries = queries
+
+    def scores(self, head, positions, values):
+        attention = self.importance(head, positions)
+        if not self.values:
+            return attention
+        lengths = [math.sqrt(sum(number * number for number in values[p])) for p in positions]
+        return [a * length for a, length in zip(attention, lengths, strict=True)]
+
+    def importance(self, head, positions):
+        group = len(self.queries) // len(self.keys)
+        total = [0.0 for _ in positions]
+        for query_head in range(head * group, (head + 1) * group):
+            logits = self.logits(self.queries[query_head], self.keys[head], positions)
+            highest = max(logits.values(), default=0.0)
+            weights = {p: math.exp(logit - highest) for p, logit in logits.items()}
+            whole = sum(weights.values())
+            for j, p in enumerate(positions):
+                total[j] += weights[p] / whole / group if p in weights else 0.0
+        return total
+
+    def logits(self, queries, keys, positions):
+        """What queries of the future are expected to give each token but the sinks."""
+        asked = queries[self.sinks :] or [[0.0] * len(queries[0])]
+        dim, seen = len(queries[0]), len(queries)
+        scale = dim**-0.5 if self.scale is None else self.scale
+        mean = [sum(column) / len(asked) for column in zip(*asked, strict=True)]
+        turn = self.mean_turn(seen, dim)
+        ahead = multiply(turn, [[number] for number in mean])
+        spread = [[0.0] * dim for _ in range(dim)]
+        if self.covariance:
+            for query in asked:
+                for i in range(dim):
+                    for j in range(dim):
+                        product = (query[i] - mean[i]) * (query[j] - mean[j])
+                        spread[i][j] += product / len(asked)
+        spread = multiply(multiply(turn, spread), transpose(turn))
+        found = {}
+        for p in positions:
+            if p < self.sinks:
+                continue
+            key = [[number] for number in keys[p]]
+            first = multiply(transpose(ahead), key)[0][0]
+            second = multiply(multiply(transpose(key), spread), key)[0][0]
+            found[p] = first * scale + second * scale**2 / 2
+        return found
+
+    def mean_turn(self, seen, dim):
+        """The mean of the matrices that turn a vector to positions seen .. seen + future - 1."""
+        units = [[float(i == j) for j in range(dim)] for i in range(dim)]
+        if self.turn is None:
+            return units
+        columns = []
+        for unit in units:
+            turned = [self.turn(unit, p) for p in range(seen, seen + self.future)]
+            columns.append([sum(each) / self.future for each in zip(*turned, strict=True)])
+        return transpose(columns)
+
+    def forced(self, head, positions, victims):
+        return {p for p in positions if p < self.sinks}
+
+
+def multiply(a, b):
+    columns = transpose(b)
+    return [[sum(x * y for x, y in zip(row, col, strict=True)) for col in columns] for row in a]
+
+
+def transpose(matrix):
+    return [list(column) for column in zip(*matrix, strict=True)]
+
+
+def halves(frequencies):
+    """Turn number i against number i + pairs by position times frequency i."""
+    pairs = len(frequencies)
+
+    def turn(vector, position):
+        turned = list(vector)
+        for i, frequency in enumerate(frequencies):
+            x, y = vector[i], vector[i + pairs]
+            cosine, sine = math.cos(position * frequency), math.sin(position * frequency)
+            turned[i], turned[i + pairs] = x * cosine - y * sine, y * cosine + x * sine
+        return turned
+
+    return turn
+
+
+def turn_of(model):
+    """How a model turns queries, by its own functions, its factor (YaRN) included."""
+    table = {}
+
+    def turn(vector, position):
+        if position not in table:
+            places = torch.tensor([[position]])
+            table[position] = model.model.rotary_emb(torch.zeros(1), places)
+        apply = sys.modules[type(model).__module__].apply_rotary_pos_emb
+        query = torch.tensor(vector).view(1, 1, 1, -1)
+        return apply(query, query, *table[position])[0].flatten().tolist()
+
+    return turn
+
+
+class AskingOracle(Oracle):
+    """The oracle for policies that are shown queries before RoPE, by hooks on what makes them."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked = {}
+
+    def feed(self, ids):
+        self.fresh = {}
+        hooks = [
+            getattr(layer.self_attn, "q_norm", layer.self_attn.q_proj).register_forward_hook(
+                lambda _module, _args, out, index=index: self.fresh.__setitem__(index, out)
+            )
+            for index, layer in enumerate(self.model.model.layers)
+        ]
+        try:
+            return super().feed(ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def look(self, layer, policy, key):
+        policy = getattr(policy, "base", getattr(policy, "policy", policy))  # that is modified
+        if hasattr(policy, "hear"):
+            states = self.fresh[layer].flatten(2)[0]
+            made = states.view(len(states), -1, key.shape[-1]).transpose(0, 1).tolist()
+            known = self.asked.setdefault(layer, [[] for _ in made])
+            for head, new in zip(known, made, strict=True):
+                head.extend(new)
+            policy.hear(known)
+        super().look(layer, policy, key)
