@@ -67,7 +67,8 @@ def over_budget(cache: KVCache) -> list[str]:
     if policy.score.when != "always" or policy.score.layers == "nested" or shared:
         return []
     kept = cache.report().kept_per_layer
-    return [f"layer {i} keeps {n} of {BUDGET}" for i, n in enumerate(kept) if n > BUDGET]
+    most = BUDGET + policy.spare - 1  # before the next cut
+    return [f"layer {i} keeps {n} of {most}" for i, n in enumerate(kept) if n > most]
 
 
 def cases(settings: Settings) -> Iterator[Case]:
