@@ -111,6 +111,7 @@ def _flags(options: EvalOptions) -> Flags:
         max_length=options.max_length,
         truncate=options.truncate,
         query_agnostic=options.query_agnostic,
+        keep_question=options.keep_question,
         prefill=options.prefill,
         within=options.within,
     )

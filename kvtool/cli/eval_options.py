@@ -78,6 +78,9 @@ class EvalOptions(RecipeOptions):
     query_agnostic: Annotated[
         bool, Option("--query-agnostic", help="Compress the context before the question is known.")
     ] = False
+    keep_question: Annotated[
+        bool, Option("--keep-question", help="With it, keep the question whole beside the budget.")
+    ] = False
     chat_template: Annotated[
         Literal["auto", "on", "off"] | None,
         Option("--chat-template", help="Put prompts into the model's chat template."),

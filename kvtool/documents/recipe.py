@@ -88,6 +88,7 @@ TASK_SETTINGS = (
 class Evaluation(RecipeSection):
     """What is measured, and how prompts are made; `query_aware: null` is the task's own.
 
+    `keep_question` keeps a question whole that comes after the context has been compressed.
     `within` is the bound of the verdict, in percent of the full cache's score.
     """
 
@@ -101,6 +102,7 @@ class Evaluation(RecipeSection):
     baseline: bool = True
     limit: PositiveInt | None = None
     query_aware: bool | None = None
+    keep_question: bool = False
     chat_template: Literal["auto", "on", "off"] = "auto"
     max_length: Tokens | None = None
     truncate: Literal["middle", "left", "error"] = "middle"

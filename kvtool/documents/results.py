@@ -132,6 +132,7 @@ class TaskResult(Section):
     lower_is_better: bool
     droppable: bool = True
     query_aware: bool
+    keep_question: bool = False
     protocol: str
     settings: dict
     fingerprint: str
@@ -141,6 +142,12 @@ class TaskResult(Section):
     curves: list[CurveEntry]
     cost: Cost | None
     paired: Paired | None = None
+
+    @property
+    def question(self) -> str:
+        """Return when the question comes, as tables say it."""
+        later = "later, kept" if self.keep_question else "later"
+        return "known" if self.query_aware else later
 
     @property
     def chunk(self) -> float | None:

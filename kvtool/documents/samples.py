@@ -42,6 +42,7 @@ class ProtocolEntry(Section):
     temperature: Annotated[int | float, Field(ge=0, le=1e100)]
     stop: tuple[str, ...]
     seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)]
+    keep_question: bool = False
 
 
 class SamplesDocument(Document):

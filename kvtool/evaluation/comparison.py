@@ -130,8 +130,14 @@ def _policies(recipe: Recipe, source: Source) -> list[Policy]:
 
 def _protocol(recipe: Recipe) -> Protocol:
     wanted, drawn = recipe.eval, recipe.generation
+    if wanted.keep_question and wanted.query_aware is not False:
+        raise UsageError(
+            "--keep-question keeps a question that comes after the context was compressed",
+            hint="--query-agnostic --keep-question, or query_aware: false in a recipe",
+        )
     return Protocol(
         query_aware=wanted.query_aware,
+        keep_question=wanted.keep_question,
         chat_template=wanted.chat_template,
         max_length=wanted.max_length,
         truncate=wanted.truncate,

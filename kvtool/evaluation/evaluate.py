@@ -40,6 +40,7 @@ def evaluate(
     limit: int | None = None,
     baseline: bool | None = None,
     query_agnostic: bool = False,
+    keep_question: bool = False,
     chat_template: str | None = None,
     max_length: int | None = None,
     truncate: str | None = None,
@@ -98,6 +99,7 @@ def evaluate(
         max_length=max_length,
         truncate=truncate,
         query_agnostic=query_agnostic,
+        keep_question=keep_question,
         prefill=prefill,
         within=within,
     )
@@ -119,7 +121,9 @@ def evaluate(
     return run_prepared(prepared, watcher, overwrite=overwrite, stop_on_error=not continue_on_error)
 
 
-def take_eval(flags: Flags, *, query_agnostic: bool, prefill: str | None, **settings: Any) -> None:
+def take_eval(
+    flags: Flags, *, query_agnostic: bool, keep_question: bool, prefill: str | None, **settings: Any
+) -> None:
     """Set what flags say of a recipe's `eval`, and how prompts are fed.
 
     Args:
@@ -129,6 +133,8 @@ def take_eval(flags: Flags, *, query_agnostic: bool, prefill: str | None, **sett
         flags.take(name, value, "eval")
     if query_agnostic:
         flags.set("--query-agnostic", False, "eval", "query_aware")
+    if keep_question:
+        flags.set("--keep-question", True, "eval", "keep_question")
     flags.take("prefill", prefill)
 
 

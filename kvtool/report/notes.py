@@ -7,6 +7,13 @@ from kvtool.report.metrics import meaning, title
 from kvtool.report.spent import spent_by_variant
 from kvtool.report.variants import full_variant, results_of, task_names
 
+QUESTIONS = {  # by `TaskResult.question`
+    "known": "the question is known while the context is compressed (query-aware)",
+    "later": "the context is compressed before the question is known (query-agnostic)",
+    "later, kept": "the context is compressed before the question is known, and the question is"
+    " kept whole beside it (query-agnostic)",
+}
+
 
 def notes(document: ResultsDocument) -> list[str]:
     """Return one sentence per line, only those that the document needs."""
@@ -55,14 +62,11 @@ def _samples(document: ResultsDocument) -> str:
 
 def _queries(document: ResultsDocument) -> list[str]:
     lines = []
-    for aware, words in (
-        (True, "the question is known while the context is compressed (query-aware)"),
-        (False, "the context is compressed before the question is known (query-agnostic)"),
-    ):
+    for question, words in QUESTIONS.items():
         tasks = [
             task
             for task in task_names(document)
-            if any(r.task == task and r.query_aware == aware for r in document.results)
+            if any(r.task == task and r.question == question for r in document.results)
         ]
         if tasks:
             every = len(tasks) == len(task_names(document))

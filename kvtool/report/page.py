@@ -23,7 +23,7 @@ from kvtool.package_data import data_file
 from kvtool.report import page_tables as tables
 from kvtool.report import verdict
 from kvtool.report.inline_svg import inline_svg
-from kvtool.report.notes import notes
+from kvtool.report.notes import QUESTIONS, notes
 from kvtool.report.variants import results_of, task_names
 
 WrongByTask = Mapping[str, Sequence[WrongAnswer]]
@@ -97,7 +97,7 @@ def _task(
     facts = [
         ("protocol", some.protocol),
         ("version", str(some.version)),
-        ("queries", "known while compressing" if some.query_aware else "unknown to compression"),
+        ("question", f"{some.question}: {QUESTIONS[some.question]}"),
         ("settings", ", ".join(f"{key}={value}" for key, value in some.settings.items()) or "none"),
         ("fingerprint", some.fingerprint),
     ]

@@ -32,6 +32,7 @@ def _of_results(document: ResultsDocument) -> list[Row]:
             "policy": arms[result.arm].policy,
             "budget": arms[result.arm].budget,
             "task": result.task,
+            "question": result.question,
             "metric": result.metric,
             "value": result.value,
             "stderr": result.stderr,

@@ -85,6 +85,30 @@ def test_the_locked_recipe_repeats_the_run(kvtool):
 
 
 @pytest.mark.exhaustive
+def test_a_kept_question_is_told_everywhere(kvtool):
+    flags = ("--query-agnostic", "--keep-question")
+    first = evaluate(kvtool, *QUICK, "-p", "h2o", "-b", "32", *flags, "-o", "first")
+    assert {result.question for result in first.results} == {"later, kept"}
+    again = evaluate(kvtool, "first/recipe.lock.yaml", "-o", "second")
+    assert scores(first) == scores(again)
+    cut = evaluate(kvtool, *QUICK, "-p", "h2o", "-b", "32", "--query-agnostic", "-o", "third")
+    kept, less = (run.of("h2o@32", "niah").cost for run in (first, cut))
+    assert kept.kept_tokens > less.kept_tokens == 32  # the question is beside the budget
+    page = Path("first/report.html").read_text()
+    assert "the question is kept whole beside it" in page
+    assert set(first.to_pandas()["question"]) == {"later, kept"}
+
+
+@pytest.mark.parametrize("given", [(), ("--set", "eval.query_aware=true")])
+def test_a_question_that_is_known_cannot_be_kept(kvtool, given):
+    done = kvtool("eval", *QUICK, "-p", "h2o", "-b", "32", "--keep-question", *given, "-o", "run")
+    assert done.code == 2
+    assert "error: --keep-question keeps a question that comes after the context" in done.err
+    assert "hint: --query-agnostic --keep-question" in done.err
+    assert not Path("run").exists()
+
+
+@pytest.mark.exhaustive
 def test_a_second_run_measures_only_what_is_new(kvtool):
     evaluate(kvtool, *QUICK, "-p", "streaming", "-b", "32", "-o", "run")
     before = Path("run/samples/full/niah.jsonl").read_bytes()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from kvtool.cache.budgets.in_tokens import ModelFacts, TokenBudget
+from kvtool.cache.budgets.raised import RaisedBudgets
 from kvtool.cache.budgets.traffic import TrafficBudgets
 from kvtool.cache.storage.deferred import Deferred
 from kvtool.cache.storage.growth import LayerBudget
@@ -56,6 +58,7 @@ class StoredBudgets:
             self._split = AllocatedSplit(policy, len(self._free))
         self._known: dict[tuple, list[int]] = {}
         self._counted: tuple[int, list[int]] | None = None
+        self._raised: RaisedBudgets | None = None
 
     @property
     def deferred(self) -> bool:
@@ -80,6 +83,18 @@ class StoredBudgets:
         self._known, self.new_tokens = {}, 0
         if self.traffic is not None:
             self.traffic.clear()
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Let what is read inside stay whole: budgets grow by its tokens, and nothing is cut.
+
+        A question behind a compressed context is. What stores everything reads as always.
+        """
+        self._raised = RaisedBudgets()
+        try:
+            yield
+        finally:
+            self._raised = None
 
     def expect(self, new_tokens: int) -> None:
         """Say how many tokens will be generated, as far as is known."""
@@ -139,6 +154,9 @@ class StoredBudgets:
         if self.traffic is not None:
             lengths = lengths or self._count(layer, positions, q_len)
             self.traffic.end_prompt(lengths)
+        if self._raised is not None and not self.policy.stores_all:
+            self._raised.add(layer, positions, q_len)
+            return
         if self.policy.budget_is_traffic:
             if self.policy.two_stages and self.traffic is not None:
                 lengths = lengths or self._count(layer, positions, q_len)
@@ -173,6 +191,11 @@ class StoredBudgets:
         if not self._free or not self._free[0].is_initialized or self.budget is None:
             return
         first = self._free[0]
+        if self._raised is not None:
+            places = None if valid is None else torch.where(valid, 0, -1)
+            for layer in self._free:
+                self._raised.add(layer, places, q_len)
+            return
         if lengths is None and (self._split is not None or self.budget.ratio is not None):
             before = first.seen if first.lengths is None else first.lengths
             new = q_len if valid is None else valid.sum(1)

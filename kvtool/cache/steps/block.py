@@ -279,7 +279,7 @@ def _split_heads(
 
 def _over_budget(layer: SlotLayer, block: Block) -> bool:
     score = layer.policy.ranking
-    if score.when == "never" or score.layers == "same":
+    if score.when == "never" or score.layers == "same" or layer.budget.whole:
         return False
     heads = HeadBudgets.of(layer)
     if heads is not None and heads.tokens is not None:

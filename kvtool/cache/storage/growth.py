@@ -18,11 +18,13 @@ class LayerBudget:
     Attributes:
         tokens: one number, or int64 (batch, 1, 1); 0 where nothing is ever evicted.
         min_budget, max_budget: the smallest and the largest of them, known to the host.
+        whole: whether the running block has been added to it, and nothing is cut at its end.
     """
 
     tokens: int | Tensor = 0
     min_budget: int = 0
     max_budget: int = 0
+    whole: bool = False
 
     @classmethod
     def of(cls, rows: list[int], device: torch.device | None = None) -> LayerBudget:
@@ -31,6 +33,12 @@ class LayerBudget:
         if low == high:
             return cls(high, low, high)
         return cls(torch.tensor(rows, device=device)[:, None, None], low, high)
+
+    def raised(self, new: list[int], device: torch.device) -> LayerBudget:
+        """Return the budget with so many tokens more for each batch entry."""
+        more = new[0] if len(set(new)) == 1 else torch.tensor(new, device=device)[:, None, None]
+        low, high = self.min_budget + min(new), self.max_budget + max(new)
+        return LayerBudget(self.tokens + more, low, high, whole=True)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,12 @@ class HeadBudgets(Part):
         """Say what each head may keep."""
         self.tokens = tokens
 
+    def raise_by(self, new: list[int]) -> None:
+        """Let every head of a batch entry keep so many tokens more."""
+        if self.tokens is not None:
+            more = torch.tensor(new, device=self.tokens.device)
+            self.tokens = self.tokens + more[:, None]
+
     def clear(self) -> None:
         self.tokens = None
 

@@ -22,6 +22,7 @@ class AskOptions:
 
     Attributes:
         query_aware: whether the question is in the prompt that is compressed.
+        keep_question: whether a question that is not in it is kept whole.
         same_context: whether every question is asked of the same compressed context; else a turn
             follows the one before it.
         golden: whether a turn follows the reference answer to the one before, not the model's own.
@@ -31,6 +32,7 @@ class AskOptions:
     """
 
     query_aware: bool = True
+    keep_question: bool = False
     same_context: bool = False
     golden: bool = False
     chat: bool = True
@@ -42,7 +44,7 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
     """Ask every turn of a sample.
 
     Where the query is not known beforehand, the context is compressed first and the question comes
-    as a further turn, compressed with what is left.
+    as a further turn, compressed with what is left, or kept whole.
 
     Returns:
         Per turn its `prediction`, `references` and `new_tokens`.
@@ -63,7 +65,8 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
                 ids = bench.encode_on(text)
             else:
                 ids = bench.encode(prompt.context + text, special=prompt.special)
-            bench.feed(cache, ids, new_tokens=_answer_tokens(bench, turn))
+            with cache.budgets.raising() if options.keep_question else contextlib.nullcontext():
+                bench.feed(cache, ids, new_tokens=_answer_tokens(bench, turn))
             with cache.rollback() if goes_on and options.golden else contextlib.nullcontext():
                 answers.append(_answer(bench, cache, turn, options))
         read_so_far = True

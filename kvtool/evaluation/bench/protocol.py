@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -12,6 +12,8 @@ class Protocol:
 
     Attributes:
         query_aware: whether the question is in the prompt that is compressed.
+        keep_question: whether a question that comes after the context has been compressed is kept
+            whole, beside the budget; else it is compressed with what is left.
         max_length: tokens of a prompt, above which it is cut; None: what the model was trained for.
         temperature: 0 takes the most likely token.
         stop: texts that end an answer, on top of the task's own.
@@ -25,3 +27,11 @@ class Protocol:
     temperature: float = 0.0
     stop: tuple[str, ...] = ()
     seed: int = 0
+    keep_question: bool = False
+
+    def identity(self) -> dict[str, Any]:
+        """Return what of it tells measurements apart; what earlier versions lack only if set."""
+        fields = asdict(self)
+        if not self.keep_question:
+            del fields["keep_question"]
+        return fields

@@ -38,6 +38,7 @@ class Measured:
     failed: int
     planned: int
     query_aware: bool
+    keep_question: bool
     fingerprint: str
 
 
@@ -63,6 +64,7 @@ def task_result(measured: Measured, summary: Summary | None = None) -> TaskResul
         lower_is_better=task.lower_is_better,
         droppable=task.droppable,
         query_aware=measured.query_aware,
+        keep_question=measured.keep_question,
         protocol=_protocol(task, records),
         settings=task.model_dump(mode="json", exclude={"name"}),
         fingerprint=measured.fingerprint,

@@ -274,6 +274,7 @@ class Run:
             failed=sum(record is not None and "error" in record for record in found),
             planned=len(found),
             query_aware=task.knows_query(self._place.protocol),
+            keep_question=task.keeps_question(self._place.protocol),
             fingerprint=entry.fingerprint,
         )
 

@@ -51,7 +51,7 @@ class Place:
 
     def configuration(self, variant: Variant, task: Task) -> str:
         """Return the hash of everything but the sample."""
-        protocol = asdict(self.protocol)
+        protocol = self.protocol.identity()
         plan = None if variant.plan is None else json.dumps(variant.plan.to_data(), sort_keys=True)
         return _hash(
             {

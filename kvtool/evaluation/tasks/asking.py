@@ -73,6 +73,7 @@ class Asking(Task):
         """Return how the questions are asked."""
         return AskOptions(
             query_aware=self.knows_query(protocol),
+            keep_question=self.keeps_question(protocol),
             same_context=self.same_context,
             golden=self.after_references,
             chat=self.chat,

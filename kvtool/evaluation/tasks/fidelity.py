@@ -10,6 +10,7 @@ package and far fewer samples. METEOR is left out: it needs a download.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -91,6 +92,7 @@ class FidelityTask(Task):
             (sample.context, turn.question + turn.answer_prefix),
             self.new_tokens,
             query_aware=self.knows_query(bench.protocol),
+            keep_question=self.keeps_question(bench.protocol),
         )
 
     def score(self, record: Json) -> dict[str, float]:
@@ -150,12 +152,18 @@ def overlap_protocol() -> str:
 
 
 def compare_with_full(
-    bench: Bench, prompt: tuple[str, str], new_tokens: int, *, query_aware: bool
+    bench: Bench,
+    prompt: tuple[str, str],
+    new_tokens: int,
+    *,
+    query_aware: bool,
+    keep_question: bool,
 ) -> Json:
     """Let the variant follow the full cache's answer, then answer by itself.
 
     Args:
         prompt: the context, and the rest, which comes as a turn of its own unless `query_aware`.
+        keep_question: whether that turn is kept whole.
     """
     import torch
 
@@ -166,8 +174,9 @@ def compare_with_full(
         "full answer", lambda: _full_answer(bench, torch.cat(parts, 1), new_tokens)
     )
     cache = bench.new_cache()
-    for part in parts:
-        logits = bench.feed(cache, part)
+    for i, part in enumerate(parts):
+        with cache.budgets.raising() if keep_question and i > 0 else nullcontext():
+            logits = bench.feed(cache, part)
     with cache.rollback():
         followed = follow(bench.model, cache, logits, token_ids)
     close = compare_logits(full_logits, followed)

@@ -86,6 +86,10 @@ class Task(BaseModel, ABC):
         """Tell whether the question is in the prompt that is compressed."""
         return self.query_aware if protocol.query_aware is None else protocol.query_aware
 
+    def keeps_question(self, protocol: Protocol) -> bool:
+        """Tell whether a question that is not in that prompt is kept whole."""
+        return protocol.keep_question and not self.knows_query(protocol)
+
     def work(self, sample: Sample) -> int:
         """Return how long a sample takes beside those of other tasks, roughly: its characters."""
         return 1 + len(sample.context) + sum(len(turn.question) for turn in sample.turns)

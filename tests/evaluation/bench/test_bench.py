@@ -136,6 +136,26 @@ def test_an_unknown_query_comes_after_the_context_is_compressed(loaded):
     assert answer["prediction"].strip() == "7429103."
 
 
+def test_a_kept_question_is_not_compressed(loaded):
+    bench = Recorder([]).bench(loaded, H2O, Protocol(query_aware=False, keep_question=True))
+    (answer,) = asked_of(bench, first_turn(SAMPLE), Questions(name="q"))
+    cache = kvtool.build_cache(loaded.model, H2O.policy, H2O.budget)
+    generation.prefill(loaded.model, cache, bench.encode(SAMPLE.context, special=True))
+    context = cache.kept_positions(0)[0, 0].tolist()
+    more = bench.encode(question("falcon") + cue("falcon"), special=False)
+    with cache.budgets.raising():
+        logits = generation.prefill(loaded.model, cache, more)
+    seen = cache.tokens_seen()[0]
+    kept = [*context, *range(seen - more.shape[1], seen)]
+    assert cache.kept_positions(0)[0, 0].tolist() == kept
+    assert answer["prediction"].startswith(loaded.tokenizer.decode(logits.argmax(-1)))
+
+
+def test_what_earlier_versions_lack_is_told_only_if_it_is_set():
+    assert "keep_question" not in Protocol(query_aware=False).identity()
+    assert Protocol(query_aware=False, keep_question=True).identity()["keep_question"]
+
+
 def test_turns_follow_each_other_after_the_reference_answer(loaded):
     recorder = Recorder([])
     answers = asked_of(recorder.bench(loaded, FULL), SAMPLE, Questions(name="q"))
