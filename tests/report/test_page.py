@@ -151,7 +151,7 @@ def test_what_was_run_and_how_to_run_it_again(no_matplotlib):
         "kvtool 0.2.0 (commit 0123abc), Python 3.11.9, torch 2.13.0",
         "the plain mean of ruler/niah_multikey_1, ruler/vt.",
         "1 of 2 gates are not met",
-        "unknown to compression",
+        "later: the context is compressed before the question is known",
     ):
         assert word in text
 

@@ -38,8 +38,8 @@ class Measured:
     failed: int
     planned: int
     query_aware: bool
-    keep_question: bool
     fingerprint: str
+    keep_question: bool = False
 
 
 def task_result(measured: Measured, summary: Summary | None = None) -> TaskResult:
