@@ -225,6 +225,8 @@ def _check_processes(settings: GenerationSettings) -> None:
     if not settings.tensor_parallel:
         if settings.loaded is None:
             check_alone("generate")
+    elif settings.show is not None:
+        raise UsageError("--tensor-parallel excludes --show: each process has its own heads")
     elif settings.save is not None or settings.cache is not None:
         flag = "--save" if settings.save is not None else "--cache"
         raise UsageError(

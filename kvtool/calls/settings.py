@@ -116,8 +116,6 @@ class PromptSettings(ModelSettings):
                 f"--show writes a page or, with -, to the terminal, got {quote(self.show)}",
                 hint="--show kept.html",
             )
-        if self.tensor_parallel:
-            raise UsageError("--tensor-parallel excludes --show: each process has its own heads")
         if self.show_path == self.save_path:
             raise UsageError(f"--save and --show both write `{self.show_path}`")
 

@@ -104,5 +104,3 @@ def _check(settings: GenerationSettings, policies: Sequence[str]) -> None:
     for flag in ("save", "cache", "turns"):
         if getattr(settings, flag) is not None:
             raise UsageError(f"--{flag} goes with one policy, not with {both}")
-    if settings.tensor_parallel:
-        raise UsageError("--tensor-parallel excludes --show: each process has its own heads")

@@ -167,6 +167,8 @@ def test_a_plan_serves_both(kvtool, tmp_path):
         (("-p", "h2o", "--show", "none/kept.html"), "none"),
         (("-p", "h2o", "--show", "k.html", "-o", "k.html"), "--show and --output both write"),
         (("-p", "h2o", "--show", "k.html", "--save", "k.html"), "--save and --show both write"),
+        (("-p", "h2o", "--show", "-", "--tensor-parallel"), "excludes --show: each process has"),
+        (("-p", "h2o,tova", "--show", "-", "--tensor-parallel"), "excludes --show: each process"),
         (("-p", "h2o,tova"), "`generate` runs one policy, got 2: h2o, tova"),
         (("-p", "h2o,tova,roco", "--show", "-"), "two policies side by side, got 3"),
         (("-p", "h2o,tova", "--show", "-", "-f", "json"), "--format json describes one answer"),
