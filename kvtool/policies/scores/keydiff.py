@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.errors import UsageError
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
+from kvtool.policies.scores.ends import check_ends, ends
 
 
 def distance_from_anchor(keys: Tensor, stored: Tensor | None) -> Tensor:
@@ -57,9 +57,7 @@ class KeyDiff(Score):
     evidence: ClassVar = Evidence.KEYS
 
     def __post_init__(self) -> None:
-        for field in ("sinks", "recent"):
-            if getattr(self, field) < 0:
-                raise UsageError(f"keydiff: {field} must be 0 or more, got {getattr(self, field)}")
+        check_ends(self)
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         layers, stored = len(view.keys), view.stored
@@ -68,9 +66,7 @@ class KeyDiff(Score):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
-        if self.sinks == 0 and self.recent == 0:
-            return None
-        return view.sinks(self.sinks) | view.recent(self.recent)
+        return ends(self, view)
 
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"sinks": self.sinks, "recent": self.recent}

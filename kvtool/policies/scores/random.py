@@ -19,6 +19,7 @@ from kvtool.errors import UsageError
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Score, SlotView
+from kvtool.policies.scores.ends import check_ends, ends
 
 
 def uniform_draws(positions: Tensor, stream: Tensor) -> Tensor:
@@ -75,9 +76,9 @@ class Random(Score):
     paper: ClassVar = "https://arxiv.org/abs/2402.06262"
 
     def __post_init__(self) -> None:
-        for field in ("sinks", "recent", "seed"):
-            if getattr(self, field) < 0:
-                raise UsageError(f"random: {field} must be 0 or more, got {getattr(self, field)}")
+        check_ends(self)
+        if self.seed < 0:
+            raise UsageError(f"random: seed must be 0 or more, got {self.seed}")
 
     @property
     def keeps_prompt(self) -> bool:
@@ -93,9 +94,7 @@ class Random(Score):
         return uniform_draws(view.positions, stream)
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
-        if self.sinks == 0 and self.recent == 0:
-            return None
-        return view.sinks(self.sinks) | view.recent(self.recent)
+        return ends(self, view)
 
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"sinks": self.sinks, "recent": self.recent}

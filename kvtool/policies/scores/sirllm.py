@@ -29,6 +29,7 @@ from kvtool.maths.selection import top_mask
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State, at_least_zero, minimum
 from kvtool.policies.parts import Evidence, Score, SlotView
+from kvtool.policies.scores.ends import check_ends
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,7 @@ class SirLLM(Score):
     layers: ClassVar = "same"
 
     def __post_init__(self) -> None:
-        for field in ("sinks", "recent"):
-            if getattr(self, field) < 0:
-                raise UsageError(f"sirllm: {field} must be 0 or more, got {getattr(self, field)}")
+        check_ends(self)
         if not 0 < self.decay <= 1:
             raise UsageError(f"sirllm: decay must be above 0 and at most 1, got {self.decay}")
 
