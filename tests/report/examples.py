@@ -254,3 +254,19 @@ def document(
     }
     fields.update(changes)
     return ResultsDocument(**fields)
+
+
+def changed(run: ResultsDocument, arm: str, **update) -> ResultsDocument:
+    """The same run with other results of one arm."""
+    results = [r.model_copy(update=update) if r.arm == arm else r for r in run.results]
+    return run.model_copy(update={"results": results})
+
+
+def container(panel, label):
+    """Points with their whiskers, by their place in the legend."""
+    return next(c for c in panel.containers if c.get_label() == label)
+
+
+def line(panel, label):
+    """A line of a picture, by its place in the legend."""
+    return next(x for x in panel.get_lines() if x.get_label() == label)

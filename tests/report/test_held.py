@@ -11,26 +11,13 @@ from kvtool.report.dodge import covered, dodge
 from kvtool.report.front import pareto_front
 from kvtool.report.held import front_of, held_figure, held_points, held_tasks
 from kvtool.report.style import drawing
-from tests.report.examples import document, ppl
+from tests.report.examples import changed, container, document, line, ppl
 
 
 def panel_of(run, task):
     with drawing():
         figure = held_figure(run)
     return next(panel for panel in figure.axes if panel.get_title() == task)
-
-
-def container(panel, label):
-    return next(c for c in panel.containers if c.get_label() == label)
-
-
-def line(panel, label):
-    return next(x for x in panel.get_lines() if x.get_label() == label)
-
-
-def changed(run, arm, **update):
-    results = [r.model_copy(update=update) if r.arm == arm else r for r in run.results]
-    return run.model_copy(update={"results": results})
 
 
 def test_points_stand_at_buffers_and_policy_state():

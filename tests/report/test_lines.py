@@ -10,7 +10,7 @@ from kvtool.documents.results import CellEntry, CurveEntry
 from kvtool.report.budgets import budget_figure
 from kvtool.report.curves import curve_figure, curves, is_geometric
 from kvtool.report.style import drawing, looks
-from tests.report.examples import document, ppl
+from tests.report.examples import changed, container, document, line, ppl
 
 
 def panels(figure):
@@ -25,19 +25,6 @@ def budgets(run):
 def curve(run, task, name):
     with drawing():
         return panels(curve_figure(run, task, name))
-
-
-def container(panel, label):
-    return next(c for c in panel.containers if c.get_label() == label)
-
-
-def line(panel, label):
-    return next(x for x in panel.get_lines() if x.get_label() == label)
-
-
-def changed(run, arm, **update):
-    results = [r.model_copy(update=update) if r.arm == arm else r for r in run.results]
-    return run.model_copy(update={"results": results})
 
 
 def test_a_point_is_a_budget_and_its_score():
