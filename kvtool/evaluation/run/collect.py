@@ -167,8 +167,8 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
 
 
 def _mean_per_layer(kept: Sequence[Sequence[float]]) -> list[float]:
-    """Return the mean of each layer; nothing where a sample did not record its layers."""
-    if not all(kept):
+    """Return the mean of each layer; nothing where samples do not tell of the same layers."""
+    if len({len(layers) for layers in kept}) != 1:
         return []
     return [statistics.fmean(layer) for layer in zip(*kept, strict=True)]
 

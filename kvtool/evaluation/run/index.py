@@ -96,16 +96,23 @@ def read_variant(entry: ArmEntry, plan: PlanDocument | None) -> Variant:
     """Return the variant that a document tells of.
 
     Raises:
+        KvtoolError: its name is not the one of its policy and budget.
         UsageError: its policy or budget cannot be read, or its policy is of a module that nobody
             has imported.
     """
-    return make_variants(
+    variant = make_variants(
         [parse_policy(entry.policy, imports=False)],
         [] if entry.budget is None else [Budget.parse(entry.budget)],
         prefill=spell_prefill(entry.prefill),
         baseline=False,
         plan=plan if entry.planned else None,
     )[0]
+    if variant.name != entry.name:
+        raise KvtoolError(
+            f"`{SAMPLES}` is damaged: it calls `{variant.name}` {quote(entry.name)}",
+            hint="start anew with --overwrite",
+        )
+    return variant
 
 
 def task_entry(job: Job) -> TaskSamples:

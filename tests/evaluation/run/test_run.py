@@ -150,6 +150,7 @@ def put(*way, value):
         ("samples.json", put("tasks", 0, "settings", "depths", value=0), "damaged: niah: depths"),
         ("samples.json", put("tasks", 0, "settings", "name", value=[1]), None),
         ("samples.json", put("tasks", 0, "task", value="nniah"), "damaged: no task `nniah`"),
+        ("samples.json", put("arms", 0, "name", value="../full"), "it calls `full` `../full`"),
         ("results.json", put("arms", value=3), "results.json` is damaged: arms: must be a list"),
         ("results.json", lambda text: text.replace("null", "NaN", 1), "`NaN` is not a finite"),
     ],
