@@ -13,6 +13,9 @@ import json
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+import kvtool
+from kvtool.cache.storage.repetition import Instructions
+
 SINK = 1  # the token that attracts queries
 SIZES = {
     "vocab_size": 96,
@@ -204,3 +207,17 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     source = torch.Generator().manual_seed(seed)
     rest = torch.randint(2, SIZES["vocab_size"], (length - 1,), generator=source).tolist()
     return [SINK, *rest]
+
+
+def any_cache(model, policy, budget=None, prefill="full", **options):
+    """Any policy's empty cache; one whose prompt is repeated is told so, and is fed no blocks."""
+    repeats = kvtool.parse_policy(policy).repetition is not None
+    mode = "full" if repeats else prefill
+    return instructed(kvtool.build_cache(model, policy, budget, prefill=mode, **options))
+
+
+def instructed(cache):
+    """The cache, told to repeat prompts by tokens that say nothing, if its policy has it repeat."""
+    if cache.repetition is not None:
+        cache.repetition.instruct(Instructions([5, 9, 2], [7, 3]))
+    return cache

@@ -25,6 +25,7 @@ from kvtool.planning.held import planned_heads
 from kvtool.planning.run import check_run
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
+from kvtool.policies.whole_prompt import check_blocks
 from kvtool.sizes import Budget, parse_prefill
 
 
@@ -84,6 +85,7 @@ def build_cache(
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
     block = parse_prefill(prefill)
+    check_blocks(policy, block)
     attach(model)
     split, rotations = policy.head_split, []
     if policy.score.positions == "cache":
@@ -134,16 +136,24 @@ def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:
     Raises:
         UsageError: unequal budgets for a policy that keeps the same tokens in all layers; budgets
             that grow for one that keeps in each layer part of what it keeps in the layer above.
+            Also unequal ones for a policy whose layers compete for one budget.
     """
     tokens = [plan.layers.tokens[i] for i in plan.free_layers]
     hint = "plan with --allocator uniform, or give a budget"
-    if policy.score.layers == "same" and len(set(tokens)) > 1:
+    split = policy.head_split
+    if split is not None and split.across_layers and len(set(tokens)) > 1:
+        raise UsageError(
+            f"the layers of policy `{policy}` compete for one budget, "
+            f"and the plan gives them {min(tokens)} to {max(tokens)}",
+            hint=hint,
+        )
+    if policy.score.layer_tokens == "same" and len(set(tokens)) > 1:
         raise UsageError(
             f"policy `{policy.score.name}` keeps the same tokens in all layers, "
             f"and the plan gives them {min(tokens)} to {max(tokens)}",
             hint=hint,
         )
-    if policy.score.layers == "nested" and tokens != sorted(tokens, reverse=True):
+    if policy.score.layer_tokens == "nested" and tokens != sorted(tokens, reverse=True):
         raise UsageError(
             f"policy `{policy.score.name}` keeps in each layer part of what the layer above keeps, "
             "and the plan gives a layer more than the one above",

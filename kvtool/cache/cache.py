@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from kvtool.cache.in_words import InWords
+from kvtool.cache.repeats import beside_slots
 from kvtool.cache.state import CacheState
-from kvtool.cache.steps.block import cut_deferred
 from kvtool.cache.steps.call import Call, StepContext
+from kvtool.cache.steps.cut_block import cut_deferred
 from kvtool.cache.steps.pending import (
     IMPLEMENTATION,
     PendingStep,
@@ -23,7 +24,6 @@ from kvtool.cache.steps.static import may_grow
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.cache.storage.tensor_parallel import heads_of_layer
-from kvtool.errors import KvtoolError
 from kvtool.sizes import DEFAULT_BLOCK
 
 Watcher = Callable[[PendingStep, Call, Tensor], None]
@@ -53,10 +53,19 @@ class KVCache(InWords, CacheState):
         if self.surprisals is not None:
             self.surprisals.check_arriving()
         if self.settings.policy.score.positions == "cache":
-            self._check_placed(layer)
-        self.changing = True
+            running.check_placed(layer)
         begun = layer.seen_device is not None or layer.seen > 0
         decoding = q_len == 1 and begun and not running.in_prompt
+        repeats = None
+        if self.repetition is not None and not decoding:
+            repeats = self.repetition.weights()
+        self.changing = True
+        if repeats is not None:
+            raw_key, raw_value = beside_slots(layer, key_states, value_states)
+            context = StepContext(self.settings.kernel, told=False, repeats=repeats)
+            taken = raw_key, raw_value, key_states, value_states
+            set_pending(PendingStep(self, layer, *taken, decoding, context))
+            return raw_key, raw_value
         if not decoding:
             self.ungroup()
             self.static.forget()
@@ -73,20 +82,11 @@ class KVCache(InWords, CacheState):
             block, last, group = None, True, self.groups.by_layer.get(layer.index)
         placement = running.placement
         told = not decoding or placement is not None or self._watcher is not None
-        lent = layer.index in self.lending
+        lent = layer.index in self.settings.lending
         context = StepContext(self.settings.kernel, block, last, placement, group, told, lent)
         taken = raw_key, raw_value, key_states, value_states
         set_pending(PendingStep(self, layer, *taken, decoding, context))
         return raw_key, raw_value
-
-    def _check_placed(self, layer: SlotLayer) -> None:
-        placement = self.running.placement
-        if placement is None or not placement.follows(layer):
-            raise KvtoolError(
-                f"`{self.policy}` numbers tokens by their place in the cache, "
-                "and this forward has not asked for it",
-                hint="call kvtool.attach(model) first, and pass the cache as past_key_values=cache",
-            )
 
     def decodes(self, layer: SlotLayer, q_len: int) -> bool:
         """Whether so many new tokens are one decoded token, and not a block of a prompt."""
@@ -154,6 +154,10 @@ class KVCache(InWords, CacheState):
         Raises:
             KvtoolError: what is cached is not split over processes like the query heads.
         """
+        if self.repetition is not None:
+            if self.repetition.running is not None:
+                return
+            layer.grow_exactly(not self.repetition.ended)
         index = SparseIndex.of(layer)
         if index is not None:
             index.forget_tables()

@@ -16,6 +16,7 @@ from kvtool.cache.hooks.attachment import attachment
 from kvtool.cache.hooks.generate_calls import LOCK, CacheMaker, GenerateCalls, generate_calls
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget
 
@@ -111,6 +112,13 @@ def _maker(
     for_good: bool,
 ) -> CacheMaker:
     """Check a request by making a cache of it."""
+    policy = parse_policy(policy)
+    if policy.repetition is not None:
+        raise UsageError(
+            f"`{policy.score.name}` has a prompt repeated before it is cut, "
+            "and `generate` of transformers reads it once",
+            hint="kvtool.compress(..), then kvtool.generate(.., cache=cache)",
+        )
     plan = None if plan is None else read_plan(plan)
     make = functools.partial(build_cache, policy=policy, budget=budget, prefill=prefill, plan=plan)
     thread = None if for_good else threading.get_ident()

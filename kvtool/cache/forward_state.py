@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvtool.cache.steps.call import Placement
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.errors import KvtoolError
 
 
 class ForwardState:
@@ -36,6 +38,19 @@ class ForwardState:
     def say_last(self, last: bool) -> None:
         """Say whether the next forward ends its prompt."""
         self.last_block = last
+
+    def check_placed(self, layer: SlotLayer) -> None:
+        """Refuse a forward that nobody has placed, over a layer that places tokens anew.
+
+        Raises:
+            KvtoolError: it is such a one.
+        """
+        if self.placement is None or not self.placement.follows(layer):
+            raise KvtoolError(
+                f"`{layer.policy}` numbers tokens by their place in the cache, "
+                "and this forward has not asked for it",
+                hint="call kvtool.attach(model) first, and pass the cache as past_key_values=cache",
+            )
 
     def place(self, placement: Placement | None) -> None:
         """Say where the running forward has placed its tokens."""

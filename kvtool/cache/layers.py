@@ -113,7 +113,7 @@ def make_layers(
             parts.append(RopeShift(rotation))
         if own.moments is not None:
             parts.append(Moments(own.moments, rotation))
-        if own.score.layers == "nested":
+        if own.score.layer_tokens == "nested":
             parts.append(Parents(free[0], free[-1]) if free else Parents())
         if kind.startswith("hybrid"):
             states = options.get("number_of_states", 1)

@@ -21,17 +21,18 @@ from kvtool.cache.report import CacheReport, make_report
 from kvtool.cache.steps.grouped import LayerGroups
 from kvtool.cache.steps.static import StaticSteps
 from kvtool.cache.steps.surprisal import Surprisals
-from kvtool.cache.storage.head_budgets import HeadBudgets
+from kvtool.cache.storage.head_budgets import rank_heads
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.meter import ByteMeter
+from kvtool.cache.storage.repetition import Repetition
 from kvtool.cache.storage.trace import Trace
 from kvtool.cache.text import CacheSettings, ModelLink, Text
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
 from kvtool.maths.rope import Rotation
 from kvtool.policies.policy import Policy
+from kvtool.policies.whole_prompt import reads_whole
 from kvtool.sizes import Budget
-from kvtool.transformers_versions import lending_layers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,12 +45,12 @@ class CacheState(Cache):
         settings: what it was made with.
         link: the model that it was built for.
         slot_layers: the attention layers.
-        lending: the layers whose keys and values later ones read.
         recurrent: whether any layer has a recurrence.
         linear: which layers have nothing else.
         meter: bytes of keys and values of all layers.
         budgets: what layers and batch entries may keep.
         surprisals: of a policy that goes by the model's logits.
+        repetition: of a policy that has its prompt repeated.
         running: what is known of the running forward.
         changing: whether a forward has begun to change the cache and has not ended.
         text: the text so far.
@@ -76,31 +77,19 @@ class CacheState(Cache):
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]
         self.recurrent = any(recurrent)
-        self.lending = lending_layers(config)
         slots = [isinstance(layer, SlotLayer) for layer in layers]
         self.linear = [a and not b for a, b in zip(recurrent, slots, strict=True)]
         self.link = link or ModelLink()
         facts = ModelFacts(config)
         self.budgets = StoredBudgets(self.slot_layers, policy, budget, plan, facts)
-        split = policy.head_split
-        whole = split is not None and split.whole_prompt and plan is None
-        if self.budgets.deferred or whole or policy.score.layers == "nested":
-            block = None
+        block = None if reads_whole(policy, planned=plan is not None) else block
         self.settings = CacheSettings(config, policy, budget, block, kernel, plan)
         self.surprisals = Surprisals.of(self.slot_layers, policy)
+        self.repetition = Repetition.of(policy)
         self.running, self.text, self.changing = ForwardState(), Text(), False
         self.groups, self.static = LayerGroups(), StaticSteps()
         if self.link.head_ranks is not None:
-            self._rank_heads(self.link.head_ranks)
-
-    def _rank_heads(self, ranks: Tensor) -> None:
-        """Tell every layer which of its heads most need the whole text."""
-        free = [i for i, layer in enumerate(self.slot_layers) if layer.window is None]
-        among = ranks[free].flatten().argsort().argsort().view(len(free), -1)
-        for i, own in zip(free, among, strict=True):
-            part = HeadBudgets.of(self.slot_layers[i])
-            if part is not None:
-                part.set_ranks(own, among.numel())
+            rank_heads(self.slot_layers, self.link.head_ranks)
 
     # ---- what it was made with, and what is in it
 
@@ -267,6 +256,8 @@ class CacheState(Cache):
         self.static.forget()
         if self.surprisals is not None:
             self.surprisals.reset()
+        if self.repetition is not None:
+            self.repetition.reset()
         self.running, self.text, self.changing = ForwardState(), Text(), False
         self.budgets.reset()
         super().reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget
+from kvtool.transformers_versions import lending_layers
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class CacheSettings:
     block: int | None
     kernel: str
     plan: PlanDocument | None
+
+    @cached_property
+    def lending(self) -> frozenset[int]:
+        """The layers whose keys and values later ones read."""
+        return frozenset(lending_layers(self.config))
 
     def __deepcopy__(self, memo: dict) -> CacheSettings:
         return self  # never changed

@@ -132,7 +132,7 @@ class CompressionRun:
         request.check_length(prompt_ids.shape[1], watcher)
         note_text(cache, model.config, prompt_ids.shape[1], 0, watcher)
         if talk is None:
-            return compress_prompt(model, cache, prompt_ids)
+            return compress_prompt(model, cache, prompt_ids, tokenizer=loaded.tokenizer)
         return talk.read(self.prompt)
 
     def run(self, watcher: Watcher) -> CompressionDocument:

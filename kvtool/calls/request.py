@@ -10,7 +10,8 @@ from kvtool.evaluation.watcher import Watcher
 from kvtool.models.folder import REFERENCE
 from kvtool.models.load import Loaded
 from kvtool.models.notes import handful_note
-from kvtool.sizes import Budget, spell_prefill
+from kvtool.policies.whole_prompt import check_blocks
+from kvtool.sizes import Budget, parse_prefill, spell_prefill
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
@@ -37,6 +38,9 @@ class Request:
     budget: Budget | None
     prefill: str
     plan: PlanDocument | None = None
+
+    def __post_init__(self) -> None:
+        check_blocks(self.policy, parse_prefill(self.prefill))
 
     def new_cache(self, model: Any, *, record: bool = False) -> KVCache:
         """Return an empty cache as it is asked for.

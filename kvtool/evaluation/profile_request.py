@@ -103,10 +103,15 @@ def _error_settings(
     policy = parse_policy(name or POLICY)
     if not policy.takes_budget:
         raise UsageError(f"policy `{policy}` keeps everything, so it has no output error")
-    if policy.score.layers == "same":
+    if policy.score.layer_tokens == "same":
         raise UsageError(
             f"policy `{policy}` goes by the model's logits, "
             "and output errors are measured layer by layer"
+        )
+    if policy.repetition is not None:
+        raise UsageError(
+            f"the layers of `{policy}` are cut together, by what all of them need to repeat a "
+            "prompt, and output errors are measured layer by layer"
         )
     if policy.allocator is not None:
         base = "snapkv" if policy.allocate is None else replace(policy, allocate=None)

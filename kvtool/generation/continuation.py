@@ -73,6 +73,7 @@ def compress(
     attention_mask: Tensor | None = None,
     *,
     new_tokens: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Compressed:
     """Feed a prompt and keep its compressed cache.
 
@@ -80,12 +81,15 @@ def compress(
         prompt_ids: (batch, n) int64.
         attention_mask: (batch, n), 0 = padding; None: no padding.
         new_tokens: how many will be generated from the cache, as far as is known.
+        tokenizer: for a policy that tells the model to repeat its prompt (kvzip).
 
     Raises:
-        UsageError: the prompt is empty.
+        UsageError: the prompt is empty; no tokenizer where one is needed.
         BrokenNumbers: the logits are not finite.
     """
-    ids, logits, seconds = _run_prompt(model, cache, prompt_ids, attention_mask, new_tokens)
+    ids, logits, seconds = _run_prompt(
+        model, cache, prompt_ids, attention_mask, new_tokens, tokenizer
+    )
     ids, logits = ids.cpu(), logits.cpu()
     cache.remember(ids, logits)
     return Compressed(prompt_ids.shape[1], ids, logits, seconds)
@@ -136,7 +140,9 @@ def generate(
         raise UsageError(f"max-new-tokens must be 1 or more, got {max_new_tokens}")
     if compare_full and attention_mask is not None and not bool(attention_mask.bool().all()):
         raise UsageError("the comparison with the full cache needs rows of equal length")
-    ids, logits, prefill_s = _run_prompt(model, cache, prompt_ids, attention_mask, max_new_tokens)
+    ids, logits, prefill_s = _run_prompt(
+        model, cache, prompt_ids, attention_mask, max_new_tokens, tokenizer
+    )
     kept: list[Tensor] | None = [] if compare_full else None
     step = _decode_steps(model, max_new_tokens, compiled)
     if stop_when is not None:
@@ -198,6 +204,7 @@ def _run_prompt(
     prompt_ids: Tensor | None,
     attention_mask: Tensor | None,
     new_tokens: int,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> tuple[Tensor, Tensor, float]:
     """Feed what has not been fed; all ids so far, the next logits and the seconds it took."""
     known = cache.input_ids
@@ -208,14 +215,16 @@ def _run_prompt(
         if prompt_ids is None:
             raise UsageError("there is nothing to continue: no prompt, and the cache is empty")
         ids = prompt_ids.to(model.device)
-        logits = prefill(model, cache, ids, attention_mask, new_tokens=new_tokens)
+        logits = prefill(
+            model, cache, ids, attention_mask, new_tokens=new_tokens, tokenizer=tokenizer
+        )
     else:
         known = known.to(model.device)
         unfed = known[:, max(cache.tokens_seen()) :]
         if prompt_ids is not None:
             new = torch.cat([unfed, prompt_ids.to(model.device)], 1)
             ids = torch.cat([known, prompt_ids.to(model.device)], 1)
-            logits = prefill(model, cache, new, new_tokens=new_tokens)
+            logits = prefill(model, cache, new, new_tokens=new_tokens, tokenizer=tokenizer)
         else:
             ids = known
             left = cache.next_logits

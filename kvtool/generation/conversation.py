@@ -17,6 +17,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.documents.turns import UserTurn
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.continuation import Compressed, Generation, compress, generate
+from kvtool.generation.repeating import instruct_chat
 from kvtool.models.chat import Frame, continued_ids, make_frame
 
 _LINES = Frame(next="\n")  # without a template a line end parts what is said
@@ -77,13 +78,13 @@ class Conversation:
 
         The message stays open: what is said next goes on with it.
         """
-        read = compress(self.model, self.cache, self.context_ids(context))
+        read = self._feed(self.context_ids(context), "")
         self._stand("open")
         return read
 
     def hear(self, turn: UserTurn) -> Compressed:
         """Feed a turn whose answer is given."""
-        heard = compress(self.model, self.cache, self.turn_ids(turn))
+        heard = self._feed(self.turn_ids(turn), self._frame.closing)
         self._stand("answer")
         return heard
 
@@ -94,6 +95,8 @@ class Conversation:
             drawing: as for `kvtool.generation.generate`.
         """
         ids = self.turn_ids(turn)
+        if not turn.verbatim:
+            instruct_chat(self.cache, self.tokenizer, self._frame, ids, self._frame.closing)
         outside = turn.verbatim and self._frame.closing and self._behind in ("nothing", "text")
         said = generate(self.model, self.tokenizer, self.cache, ids, **drawing)
         self._stand("text" if outside else "answer")
@@ -128,6 +131,11 @@ class Conversation:
     def context_ids(self, context: str) -> Tensor:
         """Return what the beginning of a message feeds: (1, n) int64."""
         return self._ids(self._lead() + self._frame.message(context))
+
+    def _feed(self, ids: Tensor, ending: str) -> Compressed:
+        """Feed what a turn begins with, or all of it; `ending` is the text behind what is said."""
+        instruct_chat(self.cache, self.tokenizer, self._frame, ids, ending)
+        return compress(self.model, self.cache, ids, tokenizer=self.tokenizer)
 
     def _stand(self, behind: Literal["open", "text", "answer"]) -> None:
         """Remember what the text so far ends with, in the cache, too, if in a template's words."""

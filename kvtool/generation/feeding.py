@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtool.cache.cache import KVCache
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.finite import check_logits, explaining
+from kvtool.generation.repeating import begin_prompt, repeat_prompt
 
 
 @torch.no_grad()
@@ -22,6 +24,7 @@ def prefill(
     attention_mask: Tensor | None = None,
     *,
     new_tokens: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Tensor:
     """Feed a prompt, or a further turn, whole or in the blocks that the cache was built for.
 
@@ -32,12 +35,13 @@ def prefill(
         input_ids: (batch, n) new tokens only.
         attention_mask: (batch, n), 0 = padding, on any side; None: no padding.
         new_tokens: how many will be generated after it, as far as is known.
+        tokenizer: for a policy that tells the model to repeat its prompt (kvzip).
 
     Returns:
         (batch, vocab) float32 logits after the last token of each row.
 
     Raises:
-        UsageError: no token in any row.
+        UsageError: no token in any row; no tokenizer where one is needed.
         KvtoolError: padded rows in blocks on a model with recurrent layers.
         BrokenNumbers: the logits are not finite.
     """
@@ -59,6 +63,7 @@ def prefill(
         order = (~mask).long().argsort(dim=1, stable=True)
         input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
     logits: Tensor | None = None
+    begin_prompt(cache, tokenizer)
     with explaining(model, input_ids), cache.prompt(lengths, new_tokens):
         for ids, valid in _blocks(cache, input_ids, mask, counts, lengths):
             last = _last_columns(valid, batch, ids.shape[1])
@@ -68,6 +73,12 @@ def prefill(
             else:
                 ends_here = valid.any(1)[:, None]
                 logits = torch.where(ends_here, out, logits)
+        if cache.repetition is not None:
+            rows = [
+                ids[own].tolist()
+                for ids, own in zip(input_ids, _tokens(input_ids, mask), strict=True)
+            ]
+            repeat_prompt(cache, rows, partial(_run, model, cache))
     if logits is None:
         raise UsageError("the prompt is empty")
     check_logits(model, logits, input_ids)
@@ -104,6 +115,15 @@ def _blocks(
             ends, sizes = torch.tensor([fed, taken], device=input_ids.device)[..., None]
             places = (ends - sizes + columns).clamp(max=width - 1)
             yield input_ids.gather(1, places), columns < sizes
+
+
+def _tokens(input_ids: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
+
+
+def _run(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, valid: Tensor | None) -> None:
+    """Run a forward whose logits nobody wants."""
+    forward(model, cache, input_ids, valid, [0] * len(input_ids))
 
 
 def _last_columns(valid: Tensor | None, batch: int, width: int) -> list[int]:

@@ -132,7 +132,7 @@ def forecast(
     """
     free = [layer for layer in layers if layer is not None and layer.window is None]
     storage, kv, traffic, full_traffic, place = 0, 0, 0, 0, 0
-    if free and policy is not None and policy.score.layers == "same":
+    if free and policy is not None and policy.score.layer_tokens == "same":
         storage += _shared(policy, free[0], budgets[0], text)
     for index, layer in enumerate(layers):
         if layer is None:
@@ -225,7 +225,7 @@ def _read(policy: Policy, tokens: int, text: Text) -> int:
         over = grown if grown <= policy.spare else (grown - 1) % policy.spare + 1
         return tokens + over  # cut back to the budget each time that it has read the spare ones
     if policy.score.when == "always":
-        return tokens + (policy.score.layers != "same")  # a slot more takes in the token
+        return tokens + (policy.score.layer_tokens != "same")  # a slot more takes in the token
     stored = text.prompt if policy.score.when == "never" else tokens
     return min(stored, text.prompt) + max(text.new, 1)
 

@@ -97,7 +97,7 @@ def computing_bytes(
     heads = max(layer.heads for layer in stored)
     weights = 2 * rows * keys * heads * _FLOAT  # and their softmax
     repeated = keys * heads * stored[0].token_bytes if 1 < block < keys else 0  # beside a mask
-    judged = block if policy.score.layers == "same" else 1
+    judged = block if policy.score.layer_tokens == "same" else 1
     logits = 2 * judged * (text.vocabulary or decoder.vocab_size) * _FLOAT
     return text.rows * (block * bytes_per_token + weights + repeated + logits)
 

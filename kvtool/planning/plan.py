@@ -197,7 +197,7 @@ def _total(drafts: _Drafts) -> tuple[int, list[str]]:
     def fits(total: int) -> bool:
         return drafts.forecast(drafts.of(total).document).storage <= size
 
-    same = policy is not None and policy.score.layers == "same"
+    same = policy is not None and policy.score.layer_tokens == "same"
     step = count if same else 1  # equal in all layers
     least, most = min(drafts.least, layers.prompt_tokens) * count, layers.prompt_tokens * count
     if policy is not None and policy.two_stages:

@@ -12,8 +12,12 @@ def check_evidence(score: Score) -> None:
     Raises:
         UsageError: such a score.
     """
-    if (score.layers == "same") != (score.evidence is Evidence.LOGITS):
+    if (score.layer_tokens == "same") != (score.evidence is Evidence.LOGITS):
         raise UsageError(f"`{score.name}`: layers are cut together by logits, and by nothing else")
+    if score.evidence is Evidence.REPETITION and score.when != "prompt":
+        raise UsageError(
+            f"`{score.name}` has a prompt repeated, so it can cut prompts only, not {score.when}"
+        )
     if score.evidence is not Evidence.MOMENTS:
         return
     if score.when != "prompt":
@@ -34,16 +38,17 @@ def check_select(select: Select, score: Score, split: HeadSplit | None) -> None:
     Raises:
         UsageError: such a score, or a split over heads.
     """
-    if score.when != "prompt" or score.layers == "nested":
+    if score.when != "prompt" or score.layer_tokens == "nested":
         raise UsageError(
             f"`{select.name}` chooses among the tokens of a prompt by their scores, "
             f"and `{score.name}` does not cut a prompt so",
             hint=f"put it on a policy that does: snapkv+{select.name}",
         )
     if split is not None:
+        differs = split.modifier if score.head_split is None else score.name
         raise UsageError(
             f"`{select.name}` keeps the same tokens in all KV heads of a layer, "
-            f"and `{split.modifier}` lets them differ"
+            f"and `{differs}` lets them differ"
         )
 
 
@@ -60,12 +65,18 @@ def check_budget_split(split: Allocator, over: str, score: Score) -> None:
         raise UsageError(
             f"`{split.modifier}` splits a budget over {over}, and `{score.name}` keeps everything"
         )
-    if score.layers == "nested":
+    if score.evidence is Evidence.REPETITION:
+        raise UsageError(
+            f"the KV heads of `{score.name}` compete for one budget, of all layers or of each, "
+            f"which excludes `{split.modifier}`",
+            hint=f"{score.name}(layers=each)",
+        )
+    if score.layer_tokens == "nested":
         raise UsageError(
             f"`{score.name}` splits its budget by a schedule of its own, "
             f"which excludes `{split.modifier}`"
         )
-    if score.layers == "same":
+    if score.layer_tokens == "same":
         raise UsageError(
             f"`{split.modifier}` lets {over} keep different tokens, "
             f"and `{score.name}` keeps the same in all of them"
@@ -102,7 +113,7 @@ def check_pace(pace: Pace, score: Score) -> None:
             f"`{score.name}` cuts every so many tokens by itself, which excludes `{pace.name}`",
             hint=f"{score.name}(buffer={pace.spare})",
         )
-    if score.layers == "same":
+    if score.layer_tokens == "same":
         raise UsageError(
             f"`{pace.name}` says when a layer is cut, and `{score.name}` cuts all layers at once"
         )
@@ -122,7 +133,7 @@ def check_evicted(evicted: Evicted, score: Score) -> None:
         raise UsageError(
             f"`{name}` makes something of evicted tokens, and `{score.name}` evicts none"
         )
-    if score.layers == "same":
+    if score.layer_tokens == "same":
         raise UsageError(
             f"`{name}` makes something of tokens that a layer evicts by itself, "
             f"and `{score.name}` cuts all layers at once"

@@ -1,8 +1,7 @@
 """The roles of a policy, and what each is shown: all that a policy author reads.
 
-A policy never runs attention and never moves a key: it says what evidence it wants to see, keeps
-small statistics beside the slots and gives every slot a number; the cache does the rest. Shapes
-come in one order: batch, kv_heads, group, q_len, slots, head_dim. The words:
+A policy runs no attention and moves no key: it names its evidence, keeps numbers beside the slots
+and ranks them. Shapes come in one order: batch, kv_heads, group, q_len, slots, head_dim. Words:
 
 slots       buffers of a layer for keys and values, one token of one KV head each, in no order
 budget      slots that a layer may keep per KV head, sinks and recent included
@@ -12,8 +11,7 @@ window      the last queries of a prompt, which vote on what stays; also a model
 protected   slots that stay whatever their score
 evidence    what a score is shown: nothing, keys, moments of queries, attention rows, the logits
 group       query heads that share a KV head
-score       the role that gives each slot its importance
-importance  a number for each slot, higher = keep
+score       the role that gives each slot its importance, a number, higher = keep
 rescore     the role that turns importance into another one that looks at values, too (CAOTE)
 select      the role that keeps tokens together instead of one by one (ChunkKV)
 pace        the role that says how many tokens are decoded between two cuts
@@ -35,6 +33,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.heads import HeadSizes
 from kvtool.policies.query_moments import MomentsAsked
+from kvtool.policies.repetition import RepetitionAsked
 from kvtool.policies.slot_view import Evidence as Evidence
 from kvtool.policies.slot_view import SlotView as SlotView
 
@@ -55,14 +54,13 @@ class Score:
     Attributes:
         evidence: which attention rows `observe` and `importance` are given.
         window: how many rows or queries, when the evidence is LAST_ROWS or QUERIES.
-        when: `always` holds the budget after every block and token; `prompt` cuts the prompt and
-            then appends; `never` keeps everything.
+        when: `always` holds the budget at every step; `prompt` cuts prompts, then appends; `never`.
         statistics: names of the float32 numbers kept beside each slot, which start at 0 and move
             with it. With COLUMNS those in `kvtool.maths.columns.COLUMNS` are summed for the score.
         distinct: whether no two tokens of a head ever have the same number.
-        layers: whose tokens a layer may keep: `own`, whichever it chooses; `nested`, only such that
-            the layer above keeps, of which the view tells, and budgets must not grow with depth;
-            `same`, those of all layers, which are cut at once, before a forward.
+        layer_tokens: which tokens a layer may keep: `own`, whichever it chooses; `nested`, only
+            such that the layer above keeps, of which the view tells, and budgets must not grow with
+            depth; `same`, those of all layers, which are cut at once, before a forward.
         positions: what keys and queries are turned by, see `Positions`.
     """
 
@@ -73,7 +71,7 @@ class Score:
     when: ClassVar[Literal["always", "prompt", "never"]] = "always"
     statistics: ClassVar[tuple[str, ...]] = ()
     distinct: ClassVar[bool] = False
-    layers: ClassVar[Literal["own", "nested", "same"]] = "own"
+    layer_tokens: ClassVar[Literal["own", "nested", "same"]] = "own"
     positions: Positions = "text"
 
     @property
@@ -85,6 +83,11 @@ class Score:
     def moments(self) -> MomentsAsked:
         """Return what of the queries' moments is wanted, when the evidence is MOMENTS."""
         return MomentsAsked()
+
+    @property
+    def repetition(self) -> RepetitionAsked:
+        """Return how the model repeats its prompt, when the evidence is REPETITION."""
+        return RepetitionAsked()
 
     def observe(self, state: State, view: SlotView, rows: AttentionRows) -> None:
         """Add a chunk of rows to the statistics, in place; only with ALL_ROWS."""

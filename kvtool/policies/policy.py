@@ -18,6 +18,7 @@ from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.numbers import PROMPT, SHIFT
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Rescore, Score, Select
 from kvtool.policies.query_moments import MomentsAsked
+from kvtool.policies.repetition import RepetitionAsked
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, part_name, spell_settings
 
@@ -250,6 +251,12 @@ class Policy:
     def moments(self) -> MomentsAsked | None:
         """Return what of the queries' moments is kept beside the slots; None: nothing."""
         return self.ranking.moments if self.ranking.evidence is Evidence.MOMENTS else None
+
+    @property
+    def repetition(self) -> RepetitionAsked | None:
+        """Return how the model repeats a prompt before it is cut; None: it does not."""
+        asks = self.ranking.evidence is Evidence.REPETITION
+        return self.ranking.repetition if asks else None
 
     def check_budget(self, tokens: int) -> None:
         """Refuse a budget that the protected tokens alone would fill.

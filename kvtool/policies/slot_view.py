@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from kvtool.policies.numbers import Count
     from kvtool.policies.query_moments import QueryMoments
+    from kvtool.policies.repetition import Repeated
 
 
 class Evidence(enum.Enum):
@@ -22,6 +23,7 @@ class Evidence(enum.Enum):
     KEYS = "keys"  # those of all slots, as `view.keys`
     QUERIES = "queries"  # the newest `window` of them, as `view.queries`, and all keys
     MOMENTS = "moments"  # of a prompt's queries before RoPE, as `view.moments`, and all keys
+    REPETITION = "repetition"  # rows of a prompt said once more, as `view.repeated`
     LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
     ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
     COLUMNS = "columns"  # sums over every query: statistics named as in `kvtool.maths.columns`
@@ -85,6 +87,7 @@ class SlotView:
     keys: tuple[Tensor, ...] = ()
     queries: NewestQueries | None = None
     moments: QueryMoments | None = None
+    repeated: Repeated | None = None
 
     @property
     def stored(self) -> Tensor | None:

@@ -30,6 +30,7 @@ BASES: dict[str, str] = {
     "rkv": "scores.rkv:RKV",
     "keydiff": "scores.keydiff:KeyDiff",
     "expected": "scores.expected:Expected",
+    "kvzip": "scores.kvzip:KVzip",
     "sirllm": "scores.sirllm:SirLLM",
     "pyramidinfer": "scores.pyramidinfer:PyramidInfer",
     "exact-topk": "read.exact_topk:ExactTopK",

@@ -16,7 +16,7 @@ from kvtool.generation.feeding import decode_step, prefill
 from kvtool.models.load import load
 from kvtool.policies.table import BASES, MODIFIERS
 from kvtool.processes import joined
-from tests.models_for_tests import random_ids
+from tests.models_for_tests import any_cache, random_ids
 
 BUDGET, PROMPT, NEW = 24, 61, 16
 
@@ -43,7 +43,7 @@ def cases(model) -> dict[str, dict]:
     for policy in policies():
         for prefill_mode in ("full", "block:16"):
             try:
-                cache = kvtool.build_cache(model, policy, BUDGET, prefill=prefill_mode)
+                cache = any_cache(model, policy, BUDGET, prefill=prefill_mode)
             except UsageError:
                 continue
             found[f"{policy} {prefill_mode}"] = one(model, cache)

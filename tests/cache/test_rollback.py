@@ -10,7 +10,7 @@ from kvtool.generation import compress, decode_step, generate, prefill
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.table import BASES
-from tests.models_for_tests import RECURRENT, family_model, peaky_model, random_ids
+from tests.models_for_tests import RECURRENT, any_cache, family_model, peaky_model, random_ids
 
 pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
 
@@ -32,7 +32,7 @@ def model(request):
 
 def new_cache(model, policy, prefill="full", budget=BUDGET):
     kept = budget if parse_policy(policy).takes_budget else None
-    return kvtool.build_cache(model, policy, kept, prefill=prefill)
+    return any_cache(model, policy, kept, prefill=prefill)
 
 
 def tokens(batch, *ids):

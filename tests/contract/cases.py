@@ -24,6 +24,7 @@ SMALL = {
     "length": 5,
     "steps": 6,
     "buffer": 7,
+    "chunk": 11,
     "min_context": 2,
     "m": 5,
     "calibration_size": 9,
@@ -65,6 +66,11 @@ class Case:
     def reads(self) -> bool:
         """Whether the budget is what a step reads."""
         return "read per decoded token" in self.entry.budget_kind
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a prompt is repeated before it is cut, so that nobody but kvtool feeds it."""
+        return self.policy.repetition is not None
 
     @property
     def appends(self) -> bool:

@@ -24,7 +24,7 @@ from kvtool.cli.main import main
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding
 from tests.contract.cases import Case
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import any_cache, instructed, peaky_model, random_ids
 
 PROMPT, NEW, BLOCK = 46, 7, "block:16"
 LAYERS, KV_HEADS = 2, 2
@@ -50,7 +50,7 @@ def attached() -> PreTrainedModel:
 def new_cache(case: Case, mode: str = "full", budget: int | None = None, **options):
     kept = None if "plan" in options else budget or case.budget
     kept = kept if case.bounded else None
-    return kvtool.build_cache(attached(), case.text, kept, prefill=mode, **options)
+    return any_cache(attached(), case.text, kept, mode, **options)
 
 
 def feed(cache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -153,8 +153,12 @@ BEAMS = {"num_beams": 3, "max_new_tokens": NEW, "do_sample": False}
 @check
 def beams_are_reordered_with_all_that_is_known_of_them(case: Case) -> None:
     cache = new_cache(case, budget=2 * (PROMPT + NEW))
-    found = attached().generate(random_ids(PROMPT), past_key_values=cache, **BEAMS)
-    assert found.tolist() == plain_beams()
+    if case.repeats:
+        with pytest.raises(kvtool.KvtoolError, match="has a prompt repeated"):
+            attached().generate(random_ids(PROMPT), past_key_values=cache, **BEAMS)
+    else:
+        found = attached().generate(random_ids(PROMPT), past_key_values=cache, **BEAMS)
+        assert found.tolist() == plain_beams()
     ids, mask, rows = padded()
     new, order = random_ids(NEW, seed=9, batch=3), [2, 0, 0]
     cache = new_cache(case)
@@ -252,7 +256,7 @@ def blocks_are_counted_from_the_text_whoever_feeds_them(case: Case) -> None:
     expected = torch.cat([feed(whole, ids), steps(whole, new)])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     same_slots(one_block, whole)
-    if case.policy.score.layers == "same":
+    if case.policy.score.layer_tokens == "same" or case.repeats:
         return  # a plain forward has the logits of its prompt all at once, and cuts afterwards
     driven, generated = new_cache(case, BLOCK), new_cache(case, BLOCK)
     likeliest = feed(driven, ids)[0].argmax(-1)
@@ -306,8 +310,11 @@ def a_plan_of_unequal_layers_is_obeyed_to_the_byte(case: Case) -> None:
         return
     plan = make_plan(case, "pyramid")
     assert len(set(plan["layers"]["tokens"])) > 1
-    if case.policy.score.layers == "same":
-        with pytest.raises(kvtool.UsageError, match="keeps the same tokens in all layers"):
+    split = case.policy.head_split
+    across = split is not None and split.across_layers
+    if case.policy.score.layer_tokens == "same" or across:
+        told = "compete for one budget" if across else "keeps the same tokens in all layers"
+        with pytest.raises(kvtool.UsageError, match=told):
             new_cache(case, plan=plan)
         plan = make_plan(case, "uniform")
     planned, cache = plan["layers"]["tokens"], new_cache(case, plan=plan)
@@ -362,7 +369,7 @@ def compiled_steps_are_the_eager_ones(case: Case) -> None:
     ids, mask, _ = padded()
     eager, compiled = (kvtool.build_cache(model, case.text, case.budget) for _ in range(2))
     for cache in (eager, compiled):
-        prefill(model, cache, ids, mask)
+        prefill(model, instructed(cache), ids, mask)
     step = CompiledDecoding(model, NEW, backend="eager", required=False)
     for token in random_ids(NEW, seed=9, batch=3).T:
         found, expected = step(model, compiled, token), decode_step(model, eager, token)

@@ -23,6 +23,7 @@ from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.table import BASES
 from kvtool.sizes import Budget
+from tests.models_for_tests import any_cache
 
 PAGE = Path(__file__).parents[2] / "kvtool" / "planning" / "README.md"
 TARGETS = ("384KiB", "1MiB", "3MiB")
@@ -59,7 +60,7 @@ def plan_for(model, policy, **target):
 
 def held_by(model, policy, plan, *, batch=1, new=NEW) -> int:
     """Most bytes that a run holds, from the end of its prompt to its last token."""
-    cache = kvtool.build_cache(model, policy, plan=plan)
+    cache = any_cache(model, policy, plan=plan)
     ids = torch.randint(5, 400, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
     prefill(model, cache, ids, new_tokens=new)
     most = 0

@@ -13,7 +13,7 @@ from kvtool.planning.forecast import Text, forecast
 from kvtool.planning.growth import grown
 from kvtool.planning.held import even_budgets
 from kvtool.policies.table import ALLOCATORS, BASES, MODIFIERS
-from tests.models_for_tests import family_model, peaky_model, random_ids
+from tests.models_for_tests import any_cache, family_model, peaky_model, random_ids
 from tests.planning.documents import shape
 
 pytestmark = pytest.mark.few(2)
@@ -53,7 +53,7 @@ def model():
 
 def most_held(model, policy, budget, n, new, batch=2, mode="full", tight=True):
     """Bytes that are held at most, after the prompt and after every new token; and the cache."""
-    cache = kvtool.build_cache(model, policy, budget, prefill=mode)
+    cache = any_cache(model, policy, budget, prefill=mode)
     for layer in cache.slot_layers:
         part = HeadBudgets.of(layer)
         if part is not None:
@@ -147,7 +147,7 @@ def test_padded_rows_hold_no_more_than_so_many_of_the_longest(model, name, n):
     policy, new = kvtool.parse_policy(name), 9
     ids, mask = random_ids(n, batch=3), torch.ones(3, n, dtype=torch.long)
     mask[1, :11], mask[2, :20] = 0, 0
-    cache = kvtool.build_cache(model, policy, BUDGET)
+    cache = any_cache(model, policy, BUDGET)
     for layer in cache.slot_layers:
         part = HeadBudgets.of(layer)
         if part is not None:

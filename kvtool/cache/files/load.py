@@ -76,6 +76,8 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
     if cache.surprisals is not None:
         own = [tensors[f"state.{name}"].to(model.device) for name in ("surprisal", "next_logits")]
         cache.surprisals.fill(*own)
+    if cache.repetition is not None:
+        cache.repetition.end()
     if cache.budgets.traffic is not None:
         cache.budgets.traffic.load(tensors["read.ends"].tolist())
         cache.budgets.expect(int(tensors["read.reserve"]))

@@ -73,7 +73,7 @@ def _before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None
             f"`{aside.part.name}` compares queries, "
             f"and the eager attention of `{cache.config.model_type}` does not show them"
         )
-    if QueryWindow.of(layer) is not None:
+    if QueryWindow.of(layer) is not None or cache.repetition is not None:
         raise KvtoolError(
             f"`{cache.policy.score.name}` looks back from queries, "
             f"and the eager attention of `{cache.config.model_type}` does not show them"

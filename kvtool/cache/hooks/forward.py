@@ -68,7 +68,7 @@ def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any]
         return given, None
     if given.get("use_cache") is False:
         raise _unused()
-    if cache.lending:
+    if cache.settings.lending:
         forget_lent()
     return given, cache
 
@@ -78,7 +78,7 @@ def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object)
     cache = given.get("past_key_values")
     if not isinstance(cache, KVCache):
         return
-    if cache.lending:
+    if cache.settings.lending:
         forget_lent()
     if cache.surprisals is None:
         cache.end_forward()

@@ -67,11 +67,8 @@ class OwnBlock:
             calibration.set_scale(call.scale, call.softcap)
             calibration.begin_block(call.query, call.value.shape[-1], block.new)
         corrected = calibration is not None and calibration.active
-        if not (observed or call.needs_weights or corrected):
-            masked = needs_mask(layer, call, block) and can_run(call, Family.ROWS, layer.window)
-            if masked and not _odd(layer, call):
-                return count_block(layer, call, block, False)
-            return fused_block(layer, call, block)
+        if not (observed or corrected):
+            return attend_plain(layer, call, block)
         if not (corrected or _odd(layer, call)) and can_count(layer, call, Family.ROWS):
             return count_block(layer, call, block, observed)
         return explicit_block(layer, call, block, observed)
@@ -106,6 +103,18 @@ class OwnBlock:
         positions = last.positions
         count = (positions >= 0).sum(1)[:, None, None] if layer.padded else positions.shape[1]
         return replace(block, view=replace(block.view, block=block.view.block + count))
+
+
+def attend_plain(layer: SlotLayer, call: Call, block: Block) -> Tensor:
+    """Attend a block whose weights nobody wants: (batch, heads, q_len, value_dim)."""
+    if call.needs_weights:
+        if not _odd(layer, call) and can_count(layer, call, Family.ROWS):
+            return count_block(layer, call, block, False)
+        return explicit_block(layer, call, block, False)
+    masked = needs_mask(layer, call, block) and can_run(call, Family.ROWS, layer.window)
+    if masked and not _odd(layer, call):
+        return count_block(layer, call, block, False)
+    return fused_block(layer, call, block)
 
 
 def needs_mask(layer: SlotLayer, call: Call, block: Block) -> bool:

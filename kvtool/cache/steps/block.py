@@ -8,19 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.steps.evicted import part_block
-from kvtool.cache.steps.view import make_view, observe, score, used_view, values_by_kv_head
+from kvtool.cache.steps.cut_block import cut, trace_scores
+from kvtool.cache.steps.view import make_view, observe, score, values_by_kv_head
 from kvtool.cache.storage.deferred import Deferred
 from kvtool.cache.storage.head_budgets import HeadBudgets
-from kvtool.cache.storage.last_queries import LastQueries
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.moments import Moments
 from kvtool.cache.storage.ragged import to_ragged
 from kvtool.cache.storage.sparse_index import SparseIndex
-from kvtool.cache.storage.trace import Trace
 from kvtool.errors import UsageError
 from kvtool.maths.selection import keep_top
-from kvtool.policies.allocate.problem import Heads
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import PROMPT, Count, State, at_least_zero
 from kvtool.policies.parts import Evidence, SlotView
@@ -175,7 +172,7 @@ def leave_block(
         return None
     evicted = at_least_zero(view.held - layer.budget.tokens)
     importance, protected = score(layer.policy, view, block.state, rows, evicted)
-    _trace(layer, view, importance, protected)
+    trace_scores(layer, view, importance, protected)
     if layer.policy.select_only:
         slots = min(layer.budget.max_budget, view.positions.shape[2])
         budget = layer.budget.tokens
@@ -183,7 +180,7 @@ def leave_block(
             index.select(keep_top(importance, view.positions, budget, protected, slots)[1])
         store_block(layer, block, raw_key, raw_value)
         return None
-    return _cut(layer, view, block.state, raw_key, raw_value, importance, protected)
+    return cut(layer, view, block.state, raw_key, raw_value, importance, protected)
 
 
 def _with_moments(layer: SlotLayer, view: SlotView) -> SlotView:
@@ -199,88 +196,12 @@ def store_block(layer: SlotLayer, block: Block, raw_key: Tensor, raw_value: Tens
     layer.slots.extend(keys, values, block.view.positions, block.state)
 
 
-def cut_deferred(layer: SlotLayer) -> None:
-    """Cut what was deferred to the budget that the layer has got meanwhile."""
-    part, heads = Deferred.of(layer), HeadBudgets.of(layer)
-    scores = None if part is None else part.end()
-    layer.grow_exactly(False)
-    split = heads is not None and heads.tokens is not None
-    if scores is None or (layer.slots.used <= layer.budget.min_budget and not split):
-        return
-    used = layer.slots.used_slots()
-    view = replace(used_view(layer, used.values), block=scores.block)
-    evicted = at_least_zero(view.held - layer.budget.tokens)
-    protected = layer.policy.ranking.protected(used.state, view, evicted)
-    _trace(layer, view, scores.importance, protected)
-    _cut(layer, view, used.state, used.keys, used.values, scores.importance, protected)
-    if layer.ragged is None:
-        layer.slots.shrink(layer.slots.used + layer.policy.spare)
-
-
-def _trace(layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None) -> None:
-    trace = Trace.of(layer)
-    if trace is not None:
-        trace.judge(importance, view.positions, protected)
-
-
-def _cut(
-    layer: SlotLayer,
-    view: SlotView,
-    state: State,
-    keys: Tensor,
-    values: Tensor,
-    importance: Tensor,
-    protected: Tensor | None,
-) -> Tensor:
-    """Store what stays of (batch, kv_heads, slots), and return its indices."""
-    split = _split_heads(layer, view, importance, protected)
-    if split is None:
-        budget, most = layer.budget.tokens, layer.budget.max_budget
-    else:
-        budget, most = split[..., None], int(split.max())
-    slots, order = min(most, view.positions.shape[2]), importance
-    if layer.policy.select is not None:
-        order = layer.policy.select.order(importance, view, protected).expand_as(importance)
-    chosen, positions = keep_top(order, view.positions, budget, protected, slots)
-    kept = part_block(layer, (keys, values), view, state, importance, chosen, positions)
-    if split is not None:
-        to_ragged(layer, kept)
-    else:
-        layer.slots.replace(kept)
-        if LastQueries.of(layer) is not None:  # the whole prompt was stored
-            layer.slots.shrink(layer.slots.used)
-    return chosen
-
-
-def _split_heads(
-    layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
-) -> Tensor | None:
-    """What each KV head may keep, (batch, kv_heads); None: all the same."""
-    part, heads = HeadBudgets.of(layer), layer.heads
-    if part is None:
-        return None
-    part.assign(None)
-    if view.positions.shape[1] * heads.processes == 1:
-        return None
-    wanted = Heads(
-        budget=layer.budget.tokens,
-        importance=heads.all(importance, 0),
-        positions=heads.all(view.positions, -1),
-        protected=None if protected is None else heads.all(protected, False),
-        min_free=not layer.appends,
-        tokens_seen=view.tokens_seen,
-        rank=None if part.rank is None else part.rank.to(view.positions.device),
-        of=part.ranked,
-    )
-    tokens = heads.own(part.split.tokens(wanted))
-    part.assign(tokens)
-    return tokens
-
-
 def _over_budget(layer: SlotLayer, block: Block) -> bool:
     score = layer.policy.ranking
-    if score.when == "never" or score.layers == "same" or layer.budget.whole:
+    if score.when == "never" or score.layer_tokens == "same" or layer.budget.whole:
         return False
+    if score.evidence is Evidence.REPETITION:
+        return False  # it is cut once it has been repeated
     heads = HeadBudgets.of(layer)
     if heads is not None and heads.tokens is not None:
         return True  # heads that were cut are full, whatever the mean over all heads

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvtool.cache.steps.grouped import LayerGroup
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.repetition import RepeatedWeights
 from kvtool.policies.numbers import Count
 
 
@@ -53,6 +54,8 @@ class StepContext:
         group: the layers that this one decides with; None: it decides alone.
         told: whether the cache wants to know when the step has run.
         lent: whether later layers read the keys and values of this one.
+        repeats: notes the weights of tokens that repeat the prompt and are not stored; None: they
+            are.
     """
 
     kernel: str = "sdpa"
@@ -62,6 +65,7 @@ class StepContext:
     group: LayerGroup | None = None
     told: bool = True
     lent: bool = False
+    repeats: RepeatedWeights | None = None
 
 
 @dataclass(frozen=True)

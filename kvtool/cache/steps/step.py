@@ -25,6 +25,7 @@ from kvtool.cache.steps.block import (
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.evict import evict_after_token
 from kvtool.cache.steps.grouped import LayerGroup
+from kvtool.cache.steps.repeat import attend_repetition
 from kvtool.cache.steps.sparse import sparse_decode
 from kvtool.cache.steps.view import values_by_kv_head
 from kvtool.cache.storage.calibration import Calibration
@@ -86,6 +87,8 @@ def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
     """
     if call.key is not call.raw_key:
         _check_latent(layer)
+    if call.context.repeats is not None:
+        return attend_repetition(layer, call, call.context.repeats)
     if not decoding:
         block = call.context.block
         if block is None or call.q_len <= block:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.part import Part
 from kvtool.policies.allocate.head_split import HeadSplit
 
@@ -56,3 +57,17 @@ class HeadBudgets(Part):
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.tokens = tensors.get(self.name)
+
+
+def rank_heads(layers: Sequence[SlotLayer], ranks: Tensor) -> None:
+    """Tell every layer of free budget which of its heads most need the whole text.
+
+    Args:
+        ranks: (layers, kv_heads) integers, 0 for the head that most needs it.
+    """
+    free = [i for i, layer in enumerate(layers) if layer.window is None]
+    among = ranks[free].flatten().argsort().argsort().view(len(free), -1)
+    for i, own in zip(free, among, strict=True):
+        part = HeadBudgets.of(layers[i])
+        if part is not None:
+            part.set_ranks(own, among.numel())

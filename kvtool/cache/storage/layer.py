@@ -185,7 +185,7 @@ class SlotLayer(TokenCounts, BatchLayer):
     def evicts_tokens(self) -> bool:
         """Whether the layer holds its budget after every token by its own choice of what leaves."""
         score = self.policy.ranking
-        return score.when == "always" and score.layers != "same"
+        return score.when == "always" and score.layer_tokens != "same"
 
     @property
     def appends(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.evaluation.bench.prompts import Prompt, first_prompt, text_before
 from kvtool.evaluation.samples.sample import Json, Sample, Turn
+from kvtool.generation.repeating import instruct_chat
 from kvtool.model_shape import trained_length
 from kvtool.models.chat import Frame, make_frame
 
@@ -53,7 +54,9 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
     prompt = _first_prompt(bench, sample, frame)
     cache, read_so_far = bench.new_cache(), False
     if not options.query_aware:
-        bench.feed(cache, bench.encode(prompt.context, special=prompt.special))
+        ids = bench.encode(prompt.context, special=prompt.special)
+        instruct_chat(cache, bench.tokenizer, frame, ids, "")
+        bench.feed(cache, ids)
         read_so_far = True
     answers: list[Json] = []
     lead = ""
@@ -65,6 +68,8 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
                 ids = bench.encode_on(text)
             else:
                 ids = bench.encode(prompt.context + text, special=prompt.special)
+                ending = frame.closing + turn.answer_prefix
+                instruct_chat(cache, bench.tokenizer, frame, ids, ending)
             with cache.budgets.raising() if options.keep_question else contextlib.nullcontext():
                 bench.feed(cache, ids, new_tokens=_answer_tokens(bench, turn))
             with cache.rollback() if goes_on and options.golden else contextlib.nullcontext():

@@ -52,6 +52,8 @@ def cuts_at_the_end(variant: Variant) -> bool:
     """Tell whether layers are cut only once all of them have read a prompt."""
     allocator, heads = variant.policy.allocator, variant.policy.head_split
     measures = allocator is not None and allocator.metric is not None
+    if variant.policy.repetition is not None:
+        return True
     return variant.plan is None and variant.budget is not None and (measures or heads is not None)
 
 

@@ -72,7 +72,7 @@ class Bench:
         with contextlib.suppress(Exception):
             ids = torch.ones(1, min(_WARM_UP, longest), dtype=torch.long, device=self.model.device)
             cache = self.new_cache()
-            compress(self.model, cache, ids)
+            compress(self.model, cache, ids, tokenizer=self.tokenizer)
             self.decode(cache, max_new_tokens=_WARM_UP_DECODED)
 
     def warm_up_for(self, size: tuple[Any, ...], run: Callable[[], object]) -> None:
@@ -139,7 +139,7 @@ class Bench:
         Returns:
             (batch, vocab) float32 logits of the next token, on the CPU.
         """
-        done = compress(self.model, cache, ids, new_tokens=new_tokens)
+        done = compress(self.model, cache, ids, new_tokens=new_tokens, tokenizer=self.tokenizer)
         self.meter.count_prefill(cache, tokens=ids.numel(), seconds=done.prefill_s)
         return done.next_logits
 

@@ -19,6 +19,7 @@ from kvtool.planning.held import (
 )
 from kvtool.planning.peak import SPARE, computing_bytes, reading_bytes
 from kvtool.policies.allocate.split import AllocatedSplit
+from kvtool.policies.whole_prompt import reads_whole
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
 
 if TYPE_CHECKING:
@@ -155,12 +156,10 @@ def _on_host(
 
 def _block(variant: Variant, policy: Policy, stored: Sequence[int], n: int) -> int:
     """Return the tokens of a prompt that run through the model at a time."""
-    block, split = parse_prefill(variant.prefill), policy.head_split
-    measures = policy.allocator is not None and policy.allocator.metric is not None
-    whole = measures or (split is not None and split.whole_prompt)
-    if policy.score.layers == "nested" or (whole and variant.plan is None):
+    block = parse_prefill(variant.prefill)
+    if reads_whole(policy, planned=variant.plan is not None):
         block = None
-    if policy.score.layers == "same":  # whose logits are judged block by block
+    if policy.score.layer_tokens == "same":  # whose logits are judged block by block
         block = min(block or DEFAULT_BLOCK, max(1, min(stored) // 2))
     return min(block or n, n)
 

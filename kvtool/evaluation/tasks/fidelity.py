@@ -203,7 +203,7 @@ def _full_answer(
     from kvtool.generation import compress, follow, generate
 
     cache = bench.full_cache()
-    read = compress(bench.model, cache, prompt)
+    read = compress(bench.model, cache, prompt, tokenizer=bench.tokenizer)
     with cache.rollback():
         answer = generate(bench.model, bench.tokenizer, cache, None, max_new_tokens=new_tokens)
     ids = answer.input_ids[:, read.input_ids.shape[1] :]

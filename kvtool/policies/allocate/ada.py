@@ -76,6 +76,50 @@ def split_heads(
     return _apportion(heads * (whole - part) * counts + part * total, total, offered)
 
 
+def total_tokens(heads: Heads) -> Tensor:
+    """Count the tokens that all heads of a layer may keep together: (batch, 1) int64."""
+    budget = torch.as_tensor(heads.budget, device=heads.positions.device)
+    batch, count = heads.positions.shape[:2]
+    return budget.expand(batch, 1, 1)[..., 0] * count
+
+
+def competing_tokens(
+    heads: Heads,
+    total: Tensor,
+    *,
+    floor: float,
+    safeguard: Literal["mix", "force"],
+    normalise: bool = False,
+) -> Tensor:
+    """Count the tokens of heads that compete for what protection leaves of a total.
+
+    Args:
+        total: (batch, 1) int64 tokens of all heads together.
+        floor, safeguard, normalise: as for `split_heads`.
+
+    Returns:
+        (batch, kv_heads) int64; a row whose text fits gives every head an equal part of what is to
+        spare.
+    """
+    among = heads.positions >= 0
+    stored = among.sum(-1)
+    forced = torch.zeros_like(stored)
+    if heads.protected is not None:
+        forced = (heads.protected & among).sum(-1)
+        among = among & ~heads.protected
+    counts = split_heads(
+        heads.importance,
+        (total - forced.sum(1, keepdim=True)).clamp(min=0),
+        floor=floor,
+        safeguard=safeguard,
+        normalise=normalise,
+        among=among,
+        min_tokens=heads.min_free,
+    )
+    spare = total - stored.sum(1, keepdim=True)
+    return torch.where(spare >= 0, stored + spare // among.shape[1], counts + forced)
+
+
 def _as_ratio(part: float) -> tuple[int, int]:
     """Return a part as the ratio of whole numbers that was meant: 0.2 as 1 / 5."""
     return Fraction(str(part)).limit_denominator(_FINEST).as_integer_ratio()
@@ -168,23 +212,7 @@ class Ada(HeadSplit):
             raise UsageError(f"{self.name}: share must be between 0 and 1, got {self.share}")
 
     def tokens(self, heads: Heads) -> Tensor:
-        among = heads.positions >= 0
-        stored = among.sum(-1)
-        forced = torch.zeros_like(stored)
-        if heads.protected is not None:
-            forced = (heads.protected & among).sum(-1)
-            among = among & ~heads.protected
-        mean = torch.as_tensor(heads.budget, device=among.device).expand(len(among), 1, 1)[..., 0]
-        total = mean * among.shape[1]
-        counts = split_heads(
-            heads.importance,
-            # what protection leaves of the layer's budget
-            (total - forced.sum(1, keepdim=True)).clamp(min=0),
-            floor=self.share,
-            safeguard=self.safeguard,
-            normalise=self.normalise,
-            among=among,
-            min_tokens=heads.min_free,
+        floor, total = self.share, total_tokens(heads)
+        return competing_tokens(
+            heads, total, floor=floor, safeguard=self.safeguard, normalise=self.normalise
         )
-        spare = total - stored.sum(1, keepdim=True)
-        return torch.where(spare >= 0, stored + spare // among.shape[1], counts + forced)

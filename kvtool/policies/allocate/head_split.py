@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.maths.allocation import Allocation
@@ -26,6 +27,11 @@ class HeadSplit(Allocator):
     whole_prompt: ClassVar[bool] = True
     scores: str | None = None
 
+    @property
+    def across_layers(self) -> bool:
+        """Tell whether heads of different layers compete for one budget."""
+        return False
+
     def split(self, problem: AllocationProblem) -> Allocation:
         return problem.by_weight([0.0] * problem.layers)
 
@@ -46,3 +52,7 @@ class HeadSplit(Allocator):
         A row whose text fits its budget gives every head that budget, as it would have alone.
         """
         raise NotImplementedError
+
+    def tokens_of(self, layers: Sequence[Heads]) -> list[Tensor]:
+        """Count the tokens of the heads of layers that are cut at once; no device sync."""
+        return [self.tokens(heads) for heads in layers]

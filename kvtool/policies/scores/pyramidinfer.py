@@ -49,7 +49,7 @@ class PyramidInfer(Score):
     paper: ClassVar = "https://arxiv.org/abs/2405.12532"
     evidence: ClassVar = Evidence.LAST_ROWS
     when: ClassVar = "prompt"
-    layers: ClassVar = "nested"
+    layer_tokens: ClassVar = "nested"
 
     def __post_init__(self) -> None:
         if not 0 < self.recent_ratio < 1:

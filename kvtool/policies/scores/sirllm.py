@@ -49,7 +49,7 @@ class SirLLM(Score):
     name: ClassVar = "sirllm"
     paper: ClassVar = "https://arxiv.org/abs/2405.12528"
     evidence: ClassVar = Evidence.LOGITS
-    layers: ClassVar = "same"
+    layer_tokens: ClassVar = "same"
 
     def __post_init__(self) -> None:
         check_ends(self)

@@ -1,0 +1,160 @@
+"""Have a model repeat its prompt, chunk by chunk, over a cache that holds it whole; then cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from kvtool.cache.cache import KVCache
+from kvtool.cache.repeats import end_repetition, repeating, row_budgets
+from kvtool.cache.storage.repetition import Instructions, RepeatedWeights
+from kvtool.errors import UsageError
+from kvtool.models.chat import Frame, continued_ids
+from kvtool.policies.repetition import RepetitionAsked
+
+Forward = Callable[[Tensor, Tensor | None], object]
+Span = tuple[int, int]
+
+
+def plain_instructions(tokenizer: PreTrainedTokenizerBase, asked: RepetitionAsked) -> Instructions:
+    """Return what goes around a prompt that stands in no chat template."""
+    first, later = (continued_ids(tokenizer, text) for text in (asked.first, asked.later))
+    return Instructions(first, later)
+
+
+def chat_instructions(
+    tokenizer: PreTrainedTokenizerBase,
+    asked: RepetitionAsked,
+    frame: Frame,
+    ids: Sequence[int],
+    ending: str,
+) -> Instructions:
+    """Return what goes around a prompt that stands in a chat template.
+
+    The instruction ends the user's message that is still open, or is the next one.
+
+    Args:
+        ids: of the prompt.
+        ending: the text behind the user's message; empty where that is still open.
+    """
+
+    def tell(text: str) -> list[int]:
+        asks = frame.next + frame.message(text) if ending else text
+        return continued_ids(tokenizer, asks + frame.closing)
+
+    opening = tokenizer(frame.opening, add_special_tokens=frame.special)["input_ids"]
+    behind = continued_ids(tokenizer, ending)[::-1]
+    return Instructions(
+        tell(asked.first), tell(asked.later), _shared(ids, opening), _shared(ids[::-1], behind)
+    )
+
+
+def _shared(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Count the tokens with which both begin."""
+    equal = (a == b for a, b in zip(ids, others, strict=False))
+    return sum(1 for _ in takewhile(bool, equal))
+
+
+def instruct_chat(
+    cache: KVCache, tokenizer: PreTrainedTokenizerBase, frame: Frame, ids: Tensor, ending: str
+) -> None:
+    """Tell a cache how a prompt of one row in a chat template is repeated, if it is.
+
+    Args:
+        ids: (1, n) int64.
+        ending: as for `chat_instructions`.
+    """
+    part = cache.repetition
+    if part is not None and not part.ended and frame.closing:
+        row = ids[0].tolist()
+        part.instruct(chat_instructions(tokenizer, part.asked, frame, row, ending))
+
+
+def begin_prompt(cache: KVCache, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Tell a cache that the prompt which comes will be repeated, if its policy has it so.
+
+    Raises:
+        UsageError: nobody has said how, and there is no tokenizer.
+    """
+    part = cache.repetition
+    if part is None:
+        return
+    if part.instructions is None and tokenizer is not None:
+        part.instruct(plain_instructions(tokenizer, part.asked))
+    part.begin()
+
+
+def repeat_prompt(cache: KVCache, rows: Sequence[Sequence[int]], forward: Forward) -> None:
+    """Repeat a prompt that has just been read, and cut it; nothing where it fits the budget.
+
+    Args:
+        cache: holds the prompt whole.
+        rows: token ids of each batch entry.
+        forward: runs the model over (batch, n) int64 tokens and bool, which of them are no padding;
+            None: all.
+
+    Raises:
+        UsageError: what is not repeated fills the budget of an entry.
+    """
+    part = cache.repetition
+    if part is None or part.ended or part.instructions is None:
+        return
+    budgets = row_budgets(cache)
+    spans = [
+        _span(part.asked, part.instructions, len(row), budget)
+        for row, budget in zip(rows, budgets, strict=True)
+    ]
+    weights = RepeatedWeights(part.asked.sinks) if any(a < b for a, b in spans) else None
+    if weights is not None:
+        for chunk, fed in _passes(part.asked, part.instructions, rows, spans):
+            weights.begin_chunk(chunk)
+            with repeating(cache, weights):
+                forward(*_padded(fed, cache.first_layer.slots.device))
+    end_repetition(cache, weights, spans)
+
+
+def _span(asked: RepetitionAsked, around: Instructions, length: int, budget: int) -> Span:
+    """Return the positions of a row that are repeated: none where all of it fits."""
+    start, end = max(asked.sinks, around.before), length - around.behind
+    if length <= budget or start >= end:
+        return length, length
+    outside = length - (end - start)
+    if outside >= budget:
+        raise UsageError(
+            f"budget {budget} is not above the {outside} tokens around the text, which all stay"
+        )
+    return start, end
+
+
+def _passes(
+    asked: RepetitionAsked,
+    instructions: Instructions,
+    rows: Sequence[Sequence[int]],
+    spans: Sequence[Span],
+) -> Iterator[tuple[list[Span], list[list[int]]]]:
+    """Yield the chunk of each row that is repeated at once, and what is fed for it."""
+    longest = max(end - start for start, end in spans)
+    for done in range(0, longest, asked.chunk):
+        chunks, fed = [], []
+        for row, (begin, end) in zip(rows, spans, strict=True):
+            start = min(begin + done, end)
+            stop = min(start + asked.chunk, end)
+            lead = row[max(begin, start - asked.lead) : start]
+            told = [*instructions.later, *lead] if done else [*instructions.first]
+            chunks.append((start, stop))
+            fed.append([*told, *row[start:stop]] if start < stop else [])
+        yield chunks, fed
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Pad rows behind their tokens: (batch, n) ids, and which of them are tokens; None: all."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    if all(len(row) == width for row in rows):
+        return ids, None
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    return ids, torch.arange(width, device=device) < lengths[:, None]

@@ -1,0 +1,76 @@
+"""KVzip: keep what the model needs to say its prompt once more.
+
+Kim et al., 2025, https://arxiv.org/abs/2505.23416, section 3: the score of a token in a KV head is
+the highest weight that it receives while the prompt, which is whole in the cache, is repeated chunk
+by chunk. The softmax is over the first tokens, the chunk and the repetition alone; the repetition
+itself attends to everything, as the authors' code has it.
+
+Ties go to the lower position, then to the lower layer and head. What the chat template sets around
+the text is not repeated, and always kept; so are the first tokens, for which the authors' code
+takes the system message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from kvtool.policies.allocate.joint import Joint
+from kvtool.policies.parts import Evidence, Score
+from kvtool.policies.repetition import RepetitionAsked
+from kvtool.policies.spelling import check_least, computed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtool.policies.attention_rows import AttentionRows
+    from kvtool.policies.numbers import Count, State
+    from kvtool.policies.slot_view import SlotView
+
+
+@dataclass(frozen=True)
+class KVzip(Score):
+    """Keep what the model attends to when it repeats its prompt; then append.
+
+    Args:
+        sinks: first tokens that are always kept.
+        chunk: tokens that are repeated at a time.
+        layers: whether the KV heads of all layers compete for the budget (`joint`), or those of
+            `each` layer.
+        instruction: what tells the model to repeat; None: the words of its authors.
+    """
+
+    sinks: int = 4
+    chunk: int = 2048
+    layers: Literal["joint", "each"] = "joint"
+    instruction: str | None = computed("KVzip's words")
+
+    name: ClassVar = "kvzip"
+    paper: ClassVar = "https://arxiv.org/abs/2505.23416"
+    evidence: ClassVar = Evidence.REPETITION
+    when: ClassVar = "prompt"
+
+    def __post_init__(self) -> None:
+        check_least(self, {"sinks": 0, "chunk": 1})
+
+    @property
+    def repetition(self) -> RepetitionAsked:
+        return RepetitionAsked(self.chunk, self.sinks, self.instruction)
+
+    @property
+    def head_split(self) -> Joint:
+        return Joint(self.layers)
+
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
+        if view.repeated is None:
+            raise ValueError("this score has REPETITION as its evidence, and was given none")
+        return view.repeated.weights
+
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
+        if view.repeated is None:
+            raise ValueError("this score has REPETITION as its evidence, and was given none")
+        return ~view.repeated.tokens & (view.positions >= 0)
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"sinks": self.sinks}

@@ -1,0 +1,286 @@
+"""KVzip: scores and choice against plain loops on a model, and what it is refused for."""
+
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import kvtool
+from kvtool import KvtoolError, UsageError, parse_policy
+from kvtool.cache import repeats
+from kvtool.cache.storage.repetition import Instructions
+from kvtool.generation import compress, generate, prefill
+from kvtool.models.load import load
+from kvtool.policies.parts import Evidence, Score
+from kvtool.policies.policy import Policy
+from tests.models_for_tests import family_model, peaky_model, random_ids
+from tests.reference import kvzip as slow
+from tests.tiers import few
+
+FIRST, LATER = [5, 9, 2, 44], [7, 3]
+PROMPT, BUDGET = 37, 12
+
+
+def attached(name="llama", **changes):
+    return kvtool.attach(peaky_model(name, num_hidden_layers=2, **changes))
+
+
+def cut(model, policy, ids, budget=BUDGET, mask=None, around=(0, 0)):
+    """A cache that has read a prompt, and the weights that it was cut by, by layer."""
+    cache, noted = kvtool.build_cache(model, policy, budget), []
+    cache.repetition.instruct(Instructions(FIRST, LATER, *around))
+    whole = repeats.cut_repeated
+
+    def note(layers, weights, spans):
+        noted.append(weights.by_layer)
+        whole(layers, weights, spans)
+
+    with patch.object(repeats, "cut_repeated", note):
+        prefill(model, cache, ids, mask)
+    return cache, (noted[0] if noted else {})
+
+
+def looped(model, ids, chunk, sinks=4, around=(0, 0)):
+    """The same weights by plain loops: of each layer and KV head, by position."""
+    row, (before, behind) = ids[0].tolist(), around
+    begin, end = max(sinks, before), len(row) - behind
+    found = [[{}, {}] for _ in range(2)]
+    for start in range(begin, end, chunk):
+        own = range(start, min(start + chunk, end))
+        told = FIRST if start == begin else LATER + row[max(begin, start - 8) : start]
+        seen, cache = [], kvtool.build_cache(model, "full")
+        prefill(model, cache, ids)
+        cache.watch_steps(lambda step, call, out, seen=seen: seen.append(call))
+        prefill(model, cache, torch.tensor([told + [row[j] for j in own]]))
+        for layer, call in enumerate(seen):
+            given = call.query[0].tolist(), call.key[0].tolist()
+            group = len(given[0]) // len(given[1])
+            by_head = slow.weights(*given, group, call.scale, len(row), sinks, own)
+            for head, scores in enumerate(by_head):
+                found[layer][head] |= scores
+    return found
+
+
+def positions(cache, layer, row=0):
+    return [[j for j in head if j >= 0] for head in cache.kept_positions(layer)[row].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "sinks", "around"), [(2048, 4, (0, 0)), (13, 2, (0, 0)), (9, 4, (6, 3))]
+)
+def test_weights_and_choice_equal_plain_loops(chunk, sinks, around):
+    model, ids = attached(), random_ids(PROMPT)
+    expected = looped(model, ids, chunk, sinks, around)
+    cache, found = cut(model, f"kvzip(chunk={chunk},sinks={sinks})", ids, around=around)
+    for layer, heads in enumerate(expected):
+        for head, scores in enumerate(heads):
+            ours = found[layer][0, head][list(scores)]
+            torch.testing.assert_close(ours, torch.tensor(list(scores.values())))
+            scores.update(zip(scores, ours.tolist(), strict=True))  # near 1 they differ by rounding
+    stay = slow.kept(expected, PROMPT, BUDGET)
+    for (layer, head), own in stay.items():
+        assert positions(cache, layer)[head] == own
+    assert len({len(own) for own in stay.values()}) > 1  # heads do hold unequal counts
+    assert sum(map(len, stay.values())) == 4 * BUDGET
+    outside = [*range(max(sinks, around[0])), *range(PROMPT - around[1], PROMPT)]
+    assert all(set(outside) <= set(own) for own in stay.values())
+
+
+def test_heads_of_each_layer_compete_where_that_is_asked_for():
+    model, ids = attached(), random_ids(PROMPT)
+    expected = looped(model, ids, 2048)
+    cache, found = cut(model, "kvzip(layers=each)", ids)
+    for layer in range(2):
+        for head, scores in enumerate(expected[layer]):
+            scores.update((j, found[layer][0, head, j].item()) for j in scores)
+        stay = slow.kept([expected[layer]], PROMPT, BUDGET)
+        assert positions(cache, layer) == [stay[0, 0], stay[0, 1]]
+        assert sum(map(len, stay.values())) == 2 * BUDGET
+
+
+def test_what_fits_is_fed_once():
+    model, ids = attached(), random_ids(PROMPT)
+    with patch.object(repeats, "repeating", side_effect=AssertionError("fed twice")):
+        cache, noted = cut(model, "kvzip", ids, budget=PROMPT)
+    assert noted == {}
+    assert cache.report().kept_per_layer == [PROMPT, PROMPT]
+
+
+def test_a_padded_row_that_fits_stays_beside_one_that_is_cut():
+    model, rows = attached(), [random_ids(PROMPT), random_ids(9, seed=3)]
+    ids, mask = torch.zeros(2, PROMPT, dtype=torch.long), torch.zeros(2, PROMPT, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, PROMPT - row.shape[1] :], mask[i, PROMPT - row.shape[1] :] = row[0], 1
+    both, _ = cut(model, "kvzip(chunk=13)", ids, mask=mask)
+    for i, row in enumerate(rows):
+        alone, _ = cut(model, "kvzip(chunk=13)", row)
+        for layer in range(2):
+            assert positions(both, layer, i) == positions(alone, layer)
+    assert positions(both, 0, 1) == [list(range(9))] * 2
+
+
+def test_later_texts_are_appended_and_nothing_is_cut_again():
+    model = attached()
+    cache, _ = cut(model, "kvzip", random_ids(PROMPT))
+    before = [positions(cache, layer) for layer in range(2)]
+    prefill(model, cache, random_ids(40, seed=2))
+    later = list(range(PROMPT, PROMPT + 40))
+    for layer in range(2):
+        assert positions(cache, layer) == [own + later for own in before[layer]]
+
+
+def test_memory_is_the_full_caches_until_the_cut_and_then_the_budgets():
+    model, ids = attached(), random_ids(200)
+    cache, _ = cut(model, "kvzip", ids, budget=20)
+    report, token = cache.report(), 2 * 2 * 16 * 4 * 2  # layers, KV heads, dim, bytes, K and V
+    assert report.kv_bytes == 20 * token
+    assert report.allocated_bytes <= report.kv_bytes * 8 / 7
+    assert report.peak_bytes >= 200 * token
+    assert kvtool.build_cache(model, "kvzip", 20).report().peak_bytes == 0
+
+
+FAMILIES = ["gemma2", "gemma3", "mistral-window", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2"]
+
+
+@pytest.mark.parametrize("name", few(3, FAMILIES))
+def test_families_hold_the_budget_and_go_on_as_before(name):
+    """Sliding windows, soft caps, learned sinks, latents and recurrent states."""
+    model, ids = kvtool.attach(family_model(name)), random_ids(64)
+    cache, fits = (kvtool.build_cache(model, "kvzip(chunk=25)", tokens) for tokens in (20, 64))
+    for each in (cache, fits):
+        each.repetition.instruct(Instructions(FIRST, LATER))
+    first, full = prefill(model, cache, ids), kvtool.build_cache(model, "full")
+    assert torch.equal(first, prefill(model, full, ids))  # which come before the cut
+    prefill(model, fits, ids)
+    free = [layer for layer in cache.slot_layers if layer.window is None]
+    kept = [(cache.kept_positions(layer.index) >= 0).sum(-1) for layer in free]
+    assert sum(each.sum() for each in kept) == sum(20 * each.numel() for each in kept)
+    turn = random_ids(5, seed=4)
+    torch.testing.assert_close(
+        prefill(model, fits, turn), prefill(model, full, turn), atol=2e-5, rtol=2e-5
+    )
+    assert torch.isfinite(prefill(model, cache, turn)).all()
+    assert cache.tokens_seen() == [69]
+
+
+def test_recurrent_states_are_those_of_the_prompt_alone():
+    model, ids = kvtool.attach(family_model("qwen3_next")), random_ids(64)
+    cache, full = kvtool.build_cache(model, "kvzip", 20), kvtool.build_cache(model, "full")
+    cache.repetition.instruct(Instructions(FIRST, LATER))
+    prefill(model, cache, ids), prefill(model, full, ids)
+    states = [
+        (mine.recurrent_states, theirs.recurrent_states)
+        for mine, theirs in zip(cache.layers, full.layers, strict=True)
+        if hasattr(mine, "recurrent_states")
+    ]
+    assert states
+    for mine, theirs in states:
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.fixture
+def reference():
+    loaded = load()
+    kvtool.attach(loaded.model)
+    return loaded.model, loaded.tokenizer
+
+
+def test_a_tokenizer_says_the_instruction(reference):
+    model, tokenizer = reference
+    ids = tokenizer("The code is 7429103. " * 20, return_tensors="pt").input_ids
+    cache = kvtool.build_cache(model, "kvzip", 40)
+    with pytest.raises(UsageError, match="no tokenizer to say so") as refused:
+        compress(model, cache, ids)
+    assert "tokenizer=tokenizer" in refused.value.hint
+    assert cache.get_seq_length() == 0
+    compress(model, cache, ids, tokenizer=tokenizer)
+    said = tokenizer.decode(cache.repetition.instructions.first)
+    assert said == "\n\nRepeat the previous context exactly."
+    generate(model, tokenizer, kvtool.build_cache(model, "kvzip", 40), ids, max_new_tokens=2)
+    own = kvtool.build_cache(model, "kvzip(instruction=Say it again.)", 40)
+    compress(model, own, ids, tokenizer=tokenizer)
+    for told in (own.repetition.instructions.first, own.repetition.instructions.later):
+        assert tokenizer.decode(told) == "Say it again."
+
+
+def test_a_loaded_cache_is_appended_to(reference, tmp_path):
+    model, tokenizer = reference
+    ids = tokenizer("The code is 7429103. " * 20, return_tensors="pt").input_ids
+    cache = kvtool.build_cache(model, "kvzip", 40)
+    compress(model, cache, ids, tokenizer=tokenizer)
+    kvtool.save_cache(cache, tmp_path / "a.safetensors")
+    loaded = kvtool.load_cache(tmp_path / "a.safetensors", model)
+    torch.testing.assert_close(prefill(model, loaded, ids), prefill(model, cache, ids))
+    assert loaded.report().kept_per_layer == cache.report().kept_per_layer
+
+
+def test_plain_forwards_and_compressed_calls_are_refused():
+    model, ids = attached(), random_ids(PROMPT)
+    cache = kvtool.build_cache(model, "kvzip", BUDGET)
+    for feed in (
+        lambda: model(ids, past_key_values=cache),
+        lambda: model.generate(ids, past_key_values=cache),
+    ):
+        with pytest.raises(KvtoolError, match="`generate` of transformers, reads it once"):
+            feed()
+    for refuse in (
+        lambda: kvtool.attach(model, "kvzip", 20),
+        lambda: kvtool.compressed(model, "kvzip", 20).__enter__(),
+    ):
+        with pytest.raises(UsageError, match="`generate` of transformers reads it once"):
+            refuse()
+    with pytest.raises(UsageError, match="cannot be read in blocks"):
+        kvtool.build_cache(model, "kvzip", 20, prefill="block")
+
+
+def test_what_is_never_repeated_must_leave_room():
+    with pytest.raises(UsageError, match="budget 4 is not above sinks 4 of policy `kvzip`"):
+        parse_policy("kvzip").check_budget(4)
+    with pytest.raises(UsageError, match="budget 12 is not above the 14 tokens around the text"):
+        cut(attached(), "kvzip", random_ids(PROMPT), around=(10, 4))
+
+
+@pytest.mark.parametrize(
+    ("modifier", "told"),
+    [
+        ("caote", "weighs values by attention scores"),
+        ("fastcaote", "weighs values by attention scores"),
+        ("ada", "compete for one budget, of all layers or of each"),
+        ("duo", "compete for one budget, of all layers or of each"),
+        ("pyramid", "compete for one budget, of all layers or of each"),
+        ("d2o-alloc", "compete for one budget, of all layers or of each"),
+        ("chunk", "`kvzip` lets them differ"),
+        ("every", "cuts prompts only"),
+    ],
+)
+def test_modifiers_without_sense_are_refused_with_the_reason(modifier, told):
+    with pytest.raises(UsageError, match=told):
+        parse_policy(f"kvzip+{modifier}")
+
+
+@pytest.mark.parametrize("modifier", ["d2o-merge", "cam", "calidrop"])
+def test_evicted_tokens_may_be_merged_or_set_aside(modifier):
+    assert str(parse_policy(f"kvzip+{modifier}")) == f"kvzip+{modifier}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("sinks=-1", "kvzip: sinks must be 0 or more, got -1"),
+        ("chunk=0", "kvzip: chunk must be 1 or more, got 0"),
+        ("layers=all", "layers"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings, told):
+    with pytest.raises(UsageError, match=told):
+        parse_policy(f"kvzip({settings})")
+
+
+def test_scores_that_cannot_go_by_a_repetition_are_refused():
+    @dataclass(frozen=True)
+    class Other(Score):
+        name, paper, evidence, when = "other", "-", Evidence.REPETITION, "always"
+
+    with pytest.raises(UsageError, match="so it can cut prompts only, not always"):
+        Policy(Other())
