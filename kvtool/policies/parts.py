@@ -1,7 +1,8 @@
 """The roles of a policy, and what each is shown: all that a policy author reads.
 
 A policy runs no attention and moves no key: it names its evidence, keeps numbers beside the slots
-and ranks them. Shapes come in one order: batch, kv_heads, group, q_len, slots, head_dim. Words:
+and ranks them. Shapes come in one order: batch, kv_heads, group, q_len, slots, head_dim. A role has
+a `name`, as typed in a policy string, and a `paper`, where it comes from. Words:
 
 slots       buffers of a layer for keys and values, one token of one KV head each, in no order
 budget      slots that a layer may keep per KV head, sinks and recent included
@@ -11,7 +12,8 @@ window      the last queries of a prompt, which vote on what stays; also a model
 protected   slots that stay whatever their score
 evidence    what a score is shown: nothing, keys, moments of queries, attention rows, the logits
 group       query heads that share a KV head
-score       the role that gives each slot its importance, a number, higher = keep
+score       the role that gives each slot its importance
+importance  a number for each slot, higher = keep
 rescore     the role that turns importance into another one that looks at values, too (CAOTE)
 select      the role that keeps tokens together instead of one by one (ChunkKV)
 pace        the role that says how many tokens are decoded between two cuts
@@ -21,8 +23,6 @@ read        the role that chooses which of the kept tokens a decode step looks a
 prefill     reading a prompt; after it tokens are decoded, one at a time
 block       tokens that are read at once: a prompt whole, a part of it, or a decoded token
 traffic     pairs of key and value that a decode step reads, which is what a reader's budget bounds
-
-Every role has a `name`, as typed in a policy string, and a `paper`, where it comes from.
 """
 
 from __future__ import annotations
@@ -103,8 +103,7 @@ class Score:
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         """Give each slot a number, higher = keep: (batch, kv_heads or 1, slots) float32.
 
-        `rows` are the last rows for LAST_ROWS, None for all other evidence.
-        """
+        `rows` are the last ones for LAST_ROWS, else None."""
         raise NotImplementedError
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:

@@ -109,7 +109,7 @@ def test_policies_that_cut_a_prompt_take_it(policy):
         ("full+chunk", "`full` does not cut a prompt so"),
         ("quest+chunk", "`chunk` has nothing to do there"),
         ("rocketkv+chunk", "`chunk` has no part in it"),
-        ("snapkv+ada+chunk", "and `adakv` lets them differ"),
+        ("snapkv+ada+chunk", "and `ada` lets them differ"),
         ("adakv+chunk", "and `adakv` lets them differ"),
         ("snapkv+chunk(length=0)", "length must be 1 or more, got 0"),
         ("snapkv+chunk+chunk", "`chunk` is given twice"),
