@@ -52,7 +52,7 @@ class EvalOptions(RecipeOptions):
         Option(
             "--depths",
             metavar="N|PCT,..",
-            help="Needle depths: how many from 0 to 100 %, or which (0,25,90).",
+            help="Needle depths: how many from 0 to 100 %, or which (0,25,90); of trace: steps.",
         ),
     ] = None
     samples: Annotated[

@@ -29,6 +29,7 @@ METRICS: dict[str, Metric] = {
     "word_set": Metric(
         "words found", "share of the reference's words that are words of the answer"
     ),
+    "steps": Metric("steps right", "share of the steps of a chain whose result is right"),
     "string_match_all": Metric(
         "references found", "share of the references that stand in the answer"
     ),

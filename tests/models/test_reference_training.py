@@ -6,7 +6,7 @@ import torch
 from kvtool.errors import KvtoolError
 from kvtool.models.reference import train
 from kvtool.models.reference.training.muon import Muon, orthogonalise
-from kvtool.models.reference.training.stages import STAGES
+from kvtool.models.reference.training.stages import RECALL
 
 
 def options(out, *more):
@@ -51,10 +51,20 @@ def test_the_rate_warms_up_and_falls_to_the_end_of_the_cool_down(tmp_path):
 def test_the_stages_follow_each_other_and_end_in_the_cool_down(tmp_path):
     run = train.Run(options(tmp_path))
     names = [run.stage.name]
-    for _ in STAGES:
+    for _ in RECALL.stages:
         run.advance()
         names.append(run.stage.name)
     assert names == ["look up", "short", "middle", "long", "longest", "cool down"]
+
+
+def test_the_curriculum_of_the_second_model_is_chosen_by_name(tmp_path):
+    run = train.Run(options(tmp_path, "--curriculum", "trace", "--stage", "2"))
+    assert run.stage.name == "most steps"
+    run.advance()
+    assert run.progress["cooling"]
+    assert run.stage.mixture.draw_kind(run.rng) == "trace"
+    with pytest.raises(KvtoolError, match="no stage 3: the curriculum has 0 to 2"):
+        train.Run(options(tmp_path, "--curriculum", "trace", "--stage", "3"))
 
 
 def test_a_missing_first_checkpoint_is_refused(tmp_path):

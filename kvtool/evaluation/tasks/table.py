@@ -76,6 +76,7 @@ TASKS: dict[str, str] = {
     **{f"infinitebench/{name}": "infinitebench_files:BookFile" for name in _INFINITEBENCH_FILES},
     **{f"longbench/{name}": "longbench:LongBench" for name in sorted(_LONGBENCH)},
     **{f"longbench_e/{name}": "longbench:LongBench" for name in sorted(_LONGBENCH_E)},
+    "trace": "trace:Trace",
     "ppl": "perplexity:Perplexity",
     "fidelity": "fidelity:FidelityTask",
     "reconstruct": "reconstruct:Reconstruct",

@@ -7,6 +7,7 @@ import numpy as np
 from kvtool.errors import KvtoolError
 from kvtool.models.reference import facts, frequent
 from kvtool.models.reference.filler import Filler
+from kvtool.models.reference.trace import draw_trace, longest_within
 from kvtool.models.reference.vocabulary import BOS, encode
 
 TASKS = {
@@ -19,6 +20,7 @@ TASKS = {
     "route": "three routes of five names; the four names after a given one",
     "variables": "three values passed on through five variables; all holders of one value",
     "frequent": "the three most common words of a list",
+    "trace": "a chain of steps, all written out; for the second model",
 }
 
 
@@ -103,8 +105,17 @@ def _frequent(rng: np.random.Generator, tokens: int) -> Example:
             return Example(context, question.prompt, question.answer)
 
 
+def _trace(rng: np.random.Generator, tokens: int) -> Example:
+    """Draw steps of which problem and answer together have at most `tokens` tokens."""
+    problem = draw_trace(rng, longest_within(tokens))
+    context, question = encode(problem.context), encode(problem.question)
+    return Example([BOS, *context], question, encode(problem.answer))
+
+
 def draw_example(rng: np.random.Generator, task: str, tokens: int, filler: Filler) -> Example:
     """Draw a prompt of `tokens` tokens or slightly fewer, with its answer.
+
+    Of `trace`, the answer counts, too.
 
     Raises:
         KvtoolError: the task is unknown, or its facts and question do not fit in `tokens`.
@@ -113,6 +124,8 @@ def draw_example(rng: np.random.Generator, task: str, tokens: int, filler: Fille
         raise KvtoolError(f"no task named `{task}`; choose one of: {', '.join(sorted(TASKS))}")
     if task == "frequent":
         return _frequent(rng, tokens)
+    if task == "trace":
+        return _trace(rng, tokens)
     groups, question = _plant(rng, task, tokens)
     planted = sum(len(sentence) for group in groups for sentence in group)
     room = tokens - 1 - planted - len(question.prompt)

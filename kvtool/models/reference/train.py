@@ -1,6 +1,6 @@
-"""Train the reference model from scratch, or further from a checkpoint.
+"""Train a bundled model from scratch, or further from a checkpoint.
 
-    python -m kvtool.models.reference.train --out DIR
+    python -m kvtool.models.reference.train --out DIR [--curriculum trace]
 
 A stage ends when its measured accuracy is reached, so no clock drives the schedule. The run may be
 killed at any time, or ended by `--minutes`: the same command goes on from the last checkpoint,
@@ -16,16 +16,15 @@ import torch
 
 from kvtool.errors import KvtoolError
 from kvtool.models.reference.training.run import Run
-from kvtool.models.reference.training.stages import STAGES
+from kvtool.models.reference.training.stages import CURRICULA
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--init", type=Path, help="start from this checkpoint's weights")
-    parser.add_argument(
-        "--stage", type=int, default=0, choices=range(len(STAGES)), help="the first"
-    )
+    parser.add_argument("--curriculum", choices=CURRICULA, default="recall")
+    parser.add_argument("--stage", type=int, default=0, help="the first, from 0")
     parser.add_argument("--cool-down-now", action="store_true", help="skip to the last stage")
     parser.add_argument("--cool-down", type=float, default=12.0, help="its millions of tokens")
     parser.add_argument("--width", type=int, default=128)

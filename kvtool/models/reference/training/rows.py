@@ -11,7 +11,8 @@ import numpy as np
 from kvtool.models.reference import facts, frequent
 from kvtool.models.reference.facts import Question
 from kvtool.models.reference.filler import Filler
-from kvtool.models.reference.vocabulary import BOS, EOS, SPECIAL, TOKENS
+from kvtool.models.reference.trace import draw_trace, longest_within
+from kvtool.models.reference.vocabulary import BOS, EOS, SPECIAL, TOKENS, encode
 
 FILLER_WEIGHT = 0.1
 DECISION_WEIGHT = 3.0  # how a part of an answer begins and ends; the rest is copying
@@ -33,6 +34,7 @@ class Mixture:
     variables: float = 0.2
     everything: float = 0.15
     frequent: float = 0.05
+    trace: float = 0.0
     shortest_code: int = 5
     longest_code: int = 7
     recap: float = 0.25
@@ -47,6 +49,7 @@ class Mixture:
             "variables",
             "everything",
             "frequent",
+            "trace",
         )
         shares = np.array([getattr(self, kind) for kind in kinds])
         return kinds[rng.choice(len(kinds), p=shares / shares.sum())]
@@ -79,6 +82,7 @@ class Row:
             self.ends.append(len(self.ids) - 1)
 
 
+_TRACE_WORDS = 6, 17  # from, and below which
 _ECHOED = np.arange(len(SPECIAL), len(TOKENS))  # bytes too: nowhere else are they seen
 
 
@@ -113,6 +117,16 @@ def _frequent(rng: np.random.Generator, tokens: int) -> Row:
         row.add(question.prompt)
         row.add(question.answer, weights)
         row.ends.append(len(row.ids) - 1)
+    return row
+
+
+def _trace(rng: np.random.Generator, tokens: int) -> Row:
+    """Draw a problem that is solved step by step, of half of the row to all of it."""
+    words = int(rng.integers(*_TRACE_WORDS))
+    most = longest_within(tokens, words)
+    problem = draw_trace(rng, int(rng.integers((most + 1) // 2, most + 1)), words)
+    row = Row()
+    row.ask(Question(encode(problem.context + problem.question), encode(problem.answer)), end=True)
     return row
 
 
@@ -256,6 +270,8 @@ def draw_row(rng: np.random.Generator, tokens: int, filler: Filler, mixture: Mix
         return _echo(rng, tokens)
     if kind == "frequent":
         return _frequent(rng, tokens)
+    if kind == "trace":
+        return _trace(rng, tokens)
     return _planted(rng, tokens, filler, _draw_plan(rng, mixture, kind, tokens))
 
 

@@ -22,7 +22,7 @@ from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.tokenizer import MAX_TOKENS, save_tokenizer
 from kvtool.models.reference.training.muon import Muon
 from kvtool.models.reference.training.rows import draw_batch
-from kvtool.models.reference.training.stages import COOL_DOWN, STAGES, Stage
+from kvtool.models.reference.training.stages import CURRICULA, Stage
 from kvtool.models.reference.vocabulary import BOS, EOS, PAD, TOKENS
 
 _TRAIN_FILLER_SEED = 1
@@ -57,6 +57,10 @@ class Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.curriculum = CURRICULA[options.curriculum]
+        stages = len(self.curriculum.stages)
+        if not 0 <= options.stage < stages:
+            raise KvtoolError(f"no stage {options.stage}: the curriculum has 0 to {stages - 1}")
         self.rank, self.ranks = _ranks()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda":
@@ -96,7 +100,9 @@ class Run:
     @property
     def stage(self) -> Stage:
         """The stage the run is in."""
-        return COOL_DOWN if self.progress["cooling"] else STAGES[self.progress["stage"]]
+        if self.progress["cooling"]:
+            return self.curriculum.cool_down
+        return self.curriculum.stages[self.progress["stage"]]
 
     def say(self, text: str) -> None:
         """Write one line of the log, on the first process only."""
@@ -213,7 +219,7 @@ class Run:
     def advance(self) -> None:
         """Go to the next stage, or begin to cool down after the last."""
         self.progress["stage_tokens"] = 0
-        if self.progress["stage"] + 1 < len(STAGES):
+        if self.progress["stage"] + 1 < len(self.curriculum.stages):
             self.progress["stage"] += 1
         else:
             self.progress["cooling"] = True

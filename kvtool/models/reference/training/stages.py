@@ -41,11 +41,43 @@ LOOK_UP = Mixture(
 SHORT = Mixture(echo=0.02, several_values=0.25, variables=0.25, frequent=0.03, shortest_code=2)
 FULL = Mixture(echo=0.01, several_values=0.35)
 
-STAGES = (
-    Stage("look up", (64, 128), LOOK_UP, ("words", "route"), 128, 0.9),
-    Stage("short", (128, 256), SHORT, _ALL, 256, 0.9, patience=8.0),
-    Stage("middle", (256, 512), FULL, _ALL, 512, 0.95, patience=5.0),
-    Stage("long", (256, 512, 1024), FULL, _ALL, 1024, 0.95, patience=4.0),
-    Stage("longest", (256, 512, 1024, 2048), FULL, _ALL, 2048, 0.97, patience=3.5),
+
+@dataclass(frozen=True)
+class Curriculum:
+    """The stages of a run, and what its rows are while the rates fall to zero."""
+
+    stages: tuple[Stage, ...]
+    cool_down: Stage
+
+
+RECALL = Curriculum(
+    (
+        Stage("look up", (64, 128), LOOK_UP, ("words", "route"), 128, 0.9),
+        Stage("short", (128, 256), SHORT, _ALL, 256, 0.9, patience=8.0),
+        Stage("middle", (256, 512), FULL, _ALL, 512, 0.95, patience=5.0),
+        Stage("long", (256, 512, 1024), FULL, _ALL, 1024, 0.95, patience=4.0),
+        Stage("longest", (256, 512, 1024, 2048), FULL, _ALL, 2048, 0.97, patience=3.5),
+    ),
+    Stage("cool down", (256, 512, 1024, 2048, 2048, 4096), FULL, _ALL, 2048),
 )
-COOL_DOWN = Stage("cool down", (256, 512, 1024, 2048, 2048, 4096), FULL, _ALL, 2048)
+
+_STEPS = Mixture(
+    needles=0.0,
+    several_values=0.0,
+    routes=0.0,
+    variables=0.0,
+    everything=0.0,
+    frequent=0.0,
+    trace=1.0,
+)
+_ASKED = ("trace",)
+TRACE = Curriculum(
+    (
+        Stage("steps", (96, 128), _STEPS, _ASKED, 128, 0.9, batch=4096),
+        Stage("more steps", (128, 192, 320), _STEPS, _ASKED, 320, 0.9, batch=4096),
+        Stage("most steps", (192, 320, 576), _STEPS, _ASKED, 576, 0.9, batch=4608),
+    ),
+    Stage("cool down", (128, 320, 576), _STEPS, _ASKED, 576, batch=4608),
+)
+
+CURRICULA = {"recall": RECALL, "trace": TRACE}

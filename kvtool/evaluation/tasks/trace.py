@@ -1,0 +1,83 @@
+"""Reasoning: a chain of steps that must be written out, each of which needs an earlier result.
+
+Our own. It asks what R-KV asks (https://arxiv.org/abs/2505.24133), how much of its own trace a
+model still needs, without data and without a judge. Half of the variables follow the one before,
+the others any earlier one, so that what was worked out long ago may be needed again. Of 64 steps
+the answer is twice as long as the prompt. `kvtool.models.reference.trace` writes both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator
+
+from kvtool.errors import UsageError
+from kvtool.evaluation.samples.fit import generator
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.tasks.asking import Asking
+from kvtool.evaluation.tasks.settings import Lengths, Samples
+from kvtool.models.reference.trace import EXAMPLE, LONGEST, draw_trace
+
+_SPARE = 1.25  # of the answer's tokens: a model that stumbles may still come to an end
+_STATED = re.compile(r"\b([A-Z]{2}):? ([a-z]+)\b")
+
+
+def _nameable(depths: tuple[int, ...]) -> tuple[int, ...]:
+    """Refuse chains that there are no names for."""
+    for depth in depths:
+        if not 1 <= depth <= LONGEST:
+            raise UsageError(f"a depth is 1 to {LONGEST} steps, got {depth}")
+    return depths
+
+
+class Trace(Asking):
+    """Work out the word of the last variable, step by step.
+
+    Attributes:
+        depths: steps of the chain.
+        samples: how many of each depth.
+        example: whether a worked example comes first, for a model that has not been trained on the
+            form of the answer.
+    """
+
+    depths: Annotated[Lengths, AfterValidator(_nameable)] = (4, 8, 16, 32, 64)
+    samples: Samples = 20
+    example: bool = False
+
+    metric: ClassVar[str] = "em"
+    best: ClassVar[float | None] = 1.0
+
+    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
+        """Draw `samples` of each depth."""
+        for depth in self.depths:
+            for index in range(self.samples):
+                rng = generator(self.seed, self.name, depth, index)
+                problem = draw_trace(rng, depth)
+                turn = Turn(
+                    problem.question,
+                    tuple(f"{step.name} {step.after}" for step in problem.steps),
+                    round(_SPARE * tokens.count(problem.answer)),
+                )
+                context = EXAMPLE + problem.context if self.example else problem.context
+                yield Sample(f"depth={depth}/{index}", context, (turn,), {"depth": depth})
+
+    def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
+        """Return 1 if the answer gives the last variable its word, else 0."""
+        return float(_right(prediction, references)[-1])
+
+    def score(self, record: Json) -> dict[str, float]:
+        """Return `em`, and `steps`: the share of variables that the answer gives their word."""
+        (turn,) = record["turns"]
+        right = _right(turn["prediction"], turn["references"])
+        return {**super().score(record), "steps": sum(right) / len(right)}
+
+
+def _right(prediction: str, references: Sequence[str]) -> list[bool]:
+    """Tell of each variable and its word whether the answer gives that word first."""
+    stated: dict[str, str] = {}
+    for name, word in _STATED.findall(prediction):
+        stated.setdefault(name, word)
+    return [stated.get(name) == word for name, word in map(str.split, references)]
