@@ -60,6 +60,7 @@ def test_the_stages_follow_each_other_and_end_in_the_cool_down(tmp_path):
 def test_the_curriculum_of_the_second_model_is_chosen_by_name(tmp_path):
     run = train.Run(options(tmp_path, "--curriculum", "trace", "--stage", "2"))
     assert run.stage.name == "most steps"
+    assert run.model.config.max_position_embeddings == 1024
     run.advance()
     assert run.progress["cooling"]
     assert run.stage.mixture.draw_kind(run.rng) == "trace"

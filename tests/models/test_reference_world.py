@@ -42,7 +42,7 @@ def work_out(context: str) -> str:
             continue
         before = held[source]
         held[name] = words[before]
-        written += f" {name}: {source} {before} {held[name]} {name} {held[name]}"
+        written += f" {name}: {source} {before}: {held[name]} {name} {held[name]}"
     return written + "."
 
 

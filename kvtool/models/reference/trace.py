@@ -5,8 +5,8 @@ answer writes all of it out, variable by variable:
 
      Words: lamp: harbor harbor: falcon falcon: lamp.
      List: BA: falcon BE: BA BI: BE.
-     Question: What is the value for BI? Answer: BE: BA falcon lamp BE lamp BI: BE lamp harbor BI
-     harbor.
+     Question: What is the value for BI? Answer: BE: BA falcon: lamp BE lamp BI: BE lamp: harbor
+     BI harbor.
 
 A step is the variable, the one it follows, that one's word, the word after it, and what is stated
 at last: the variable and its word. The answer is three times as long as its part of the list.
@@ -43,7 +43,7 @@ class Step:
 
     def text(self) -> str:
         """Write the step out."""
-        return f" {self.name}: {self.source} {self.before} {self.after} {self.name} {self.after}"
+        return f" {self.name}: {self.source} {self.before}: {self.after} {self.name} {self.after}"
 
 
 @dataclass(frozen=True)

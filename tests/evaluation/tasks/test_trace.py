@@ -27,7 +27,7 @@ def solve(sample):
 
 
 def written(steps):
-    return "".join(f" {a}: {b} {word} {after} {a} {after}" for a, b, word, after in steps) + "."
+    return "".join(f" {a}: {b} {word}: {after} {a} {after}" for a, b, word, after in steps) + "."
 
 
 @pytest.mark.parametrize("depth", [1, 4, 32, 117])

@@ -71,6 +71,7 @@ class Run:
             model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
         else:
             model = new_model(options)
+        model.config.max_position_embeddings = self.curriculum.positions
         self.model = model.to(self.device)
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
         self.others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvtool.models.reference.tokenizer import MAX_TOKENS
 from kvtool.models.reference.training.rows import Mixture
 
 _ALL = ("multikey", "words", "multiquery", "multivalue", "route", "variables")
@@ -44,10 +45,15 @@ FULL = Mixture(echo=0.01, several_values=0.35)
 
 @dataclass(frozen=True)
 class Curriculum:
-    """The stages of a run, and what its rows are while the rates fall to zero."""
+    """The stages of a run, and what its rows are while the rates fall to zero.
+
+    Attributes:
+        positions: the most tokens that the model says it reads.
+    """
 
     stages: tuple[Stage, ...]
     cool_down: Stage
+    positions: int = MAX_TOKENS
 
 
 RECALL = Curriculum(
@@ -78,6 +84,7 @@ TRACE = Curriculum(
         Stage("most steps", (192, 320, 576), _STEPS, _ASKED, 576, 0.9, batch=4608),
     ),
     Stage("cool down", (128, 320, 576), _STEPS, _ASKED, 576, batch=4608),
+    positions=1024,
 )
 
 CURRICULA = {"recall": RECALL, "trace": TRACE}
