@@ -57,7 +57,12 @@ class EvalOptions(RecipeOptions):
     ] = None
     samples: Annotated[
         int | None,
-        Option("--samples", min=1, metavar="N", help="Samples of a task, or of each cell of it."),
+        Option(
+            "--samples",
+            min=1,
+            metavar="N",
+            help="Samples of a task, or of each cell of it; answers to each problem of gsm8k ..",
+        ),
     ] = None
     limit: Annotated[
         int | None,

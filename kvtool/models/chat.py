@@ -34,6 +34,11 @@ class Frame:
     special: bool = True
     trims: bool = False
 
+    @property
+    def thinks(self) -> bool:
+        """Tell whether an answer begins inside a thought, which the template has opened."""
+        return self.closing.rstrip().endswith("<think>")
+
     def message(self, text: str) -> str:
         """Return what stands in the template for a message."""
         return text.strip() if self.trims else text
@@ -44,6 +49,7 @@ def make_frame(
     wanted: Literal["auto", "on", "off"],
     chat: bool,
     system: str | None = None,
+    thinking: bool | None = None,
 ) -> Frame:
     """Return what goes around messages.
 
@@ -51,6 +57,7 @@ def make_frame(
         wanted: `auto` uses the tokenizer's chat template if it has one and the task takes one.
         chat: whether the task takes one.
         system: the system message.
+        thinking: what templates that know `enable_thinking` are told; None: their own default.
 
     Raises:
         UsageError: a template is wanted, or needed for a system message, and there is none, or it
@@ -70,21 +77,26 @@ def make_frame(
             )
         return Frame()
     try:
-        return _read_frame(tokenizer, system)
+        return _read_frame(tokenizer, system, thinking)
     except Exception as error:  # any: the template is a program of the checkpoint
         raise UsageError(
             f"the tokenizer's chat template cannot be used: {error}", hint="--chat-template off"
         ) from error
 
 
-def _read_frame(tokenizer: PreTrainedTokenizerBase, system: str | None) -> Frame:
+def _read_frame(
+    tokenizer: PreTrainedTokenizerBase, system: str | None, thinking: bool | None
+) -> Frame:
     """Find out what a template sets around marks in place of messages."""
     first, answer, second = _MARKS
     spaced = f" {first} "
+    told_thinking = {} if thinking is None else {"enable_thinking": thinking}
 
     def render(*talk: tuple[str, str]) -> str:
         messages = [{"role": role, "content": text} for role, text in talk]
-        told = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        told = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **told_thinking
+        )
         if len(told) > _LONGEST:
             raise ValueError(
                 f"it makes {len(told) >> 20} MiB of a message, {_LONGEST >> 20} at most"

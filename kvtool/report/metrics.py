@@ -37,6 +37,10 @@ METRICS: dict[str, Metric] = {
         "any reference found", "share of answers in which one of the references stands"
     ),
     "accuracy": Metric("accuracy", "share of answers that are right"),
+    "pass@1": Metric(
+        "pass@1", "share of answers that are right, mean of the answers to each problem"
+    ),
+    "answered": Metric("answered", "share of answers that come to a final answer"),
     "leading_share": Metric(
         "right before the first error", "share of the values that come before the first wrong one"
     ),

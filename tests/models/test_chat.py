@@ -123,3 +123,23 @@ def test_other_tokenizers_encode_a_text_that_goes_on_as_any_other(loaded):
     for text in (" 7429103\n Question: Why?", "\n Question: Why?", "\n\nWhy", "It", "  a", ""):
         plain = loaded.tokenizer(text, add_special_tokens=False).input_ids
         assert continued_ids(loaded.tokenizer, text) == plain
+
+
+def test_a_template_that_can_be_told_is_told_whether_to_think(loaded):
+    """As Qwen3's: thoughts by default, an empty one where they are not wanted."""
+    thinks = "{% if enable_thinking is false %}<think></think>{% endif %}"
+    loaded.tokenizer.chat_template = CHAT + thinks
+    plain = make_frame(loaded.tokenizer, "auto", True)
+    assert plain == make_frame(loaded.tokenizer, "auto", True, thinking=True)
+    quick = make_frame(loaded.tokenizer, "auto", True, thinking=False)
+    assert quick.closing == plain.closing + "<think></think>"
+    loaded.tokenizer.chat_template = CHAT
+    assert make_frame(loaded.tokenizer, "auto", True, thinking=False) == plain
+
+
+@pytest.mark.parametrize(
+    ("closing", "thinks"),
+    [("[assistant] <think>\n", True), ("[assistant] <think>\n\n</think>\n", False), ("", False)],
+)
+def test_a_frame_that_opens_a_thought_says_so(closing, thinks):
+    assert Frame(closing=closing).thinks is thinks

@@ -30,6 +30,9 @@ class AskOptions:
         chat: whether a chat template may go around the prompt.
         stop: texts that end an answer.
         min_new_tokens: tokens that an answer has at least.
+        thinking: whether the model thinks first, for chat templates that can be told; None: theirs.
+        temperature: in place of the run's.
+        seed: of the draws, in place of the run's.
     """
 
     query_aware: bool = True
@@ -39,6 +42,9 @@ class AskOptions:
     chat: bool = True
     stop: tuple[str, ...] = ()
     min_new_tokens: int = 0
+    thinking: bool | None = None
+    temperature: float | None = None
+    seed: int | None = None
 
 
 def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
@@ -50,7 +56,9 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
     Returns:
         Per turn its `prediction`, `references` and `new_tokens`.
     """
-    frame = make_frame(bench.tokenizer, bench.protocol.chat_template, options.chat)
+    frame = make_frame(
+        bench.tokenizer, bench.protocol.chat_template, options.chat, thinking=options.thinking
+    )
     prompt = _first_prompt(bench, sample, frame)
     cache, read_so_far = bench.new_cache(), False
     if not options.query_aware:
@@ -117,6 +125,8 @@ def _answer(bench: Bench, cache: KVCache, turn: Turn, options: AskOptions) -> Js
         max_new_tokens=_answer_tokens(bench, turn),
         stop=stop,
         min_new_tokens=fewest,
+        temperature=options.temperature,
+        seed=options.seed,
     )
     begun = bench.tokenizer.decode(result.token_ids[0][:fewest], skip_special_tokens=True)
     return {

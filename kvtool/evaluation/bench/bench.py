@@ -151,8 +151,13 @@ class Bench:
         stop: Sequence[str] = (),
         min_new_tokens: int = 0,
         temperature: float | None = None,
+        seed: int | None = None,
     ) -> Generation:
-        """Generate after what a cache has been fed."""
+        """Generate after what a cache has been fed.
+
+        Args:
+            temperature, seed: None: the run's.
+        """
         result = generate(
             self.model,
             self.tokenizer,
@@ -160,7 +165,7 @@ class Bench:
             None,
             max_new_tokens=max_new_tokens,
             temperature=self.protocol.temperature if temperature is None else temperature,
-            seed=self.protocol.seed,
+            seed=self.protocol.seed if seed is None else seed,
             stop=stop,
             min_new_tokens=min_new_tokens,
         )

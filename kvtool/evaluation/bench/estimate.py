@@ -178,7 +178,8 @@ class Estimate:
             return None if length is None else int(length)
         frame, limit = Frame(), None
         if isinstance(task, Asking):
-            frame = make_frame(self.tokenizer, self.protocol.chat_template, task.chat)
+            wanted = self.protocol.chat_template
+            frame = make_frame(self.tokenizer, wanted, task.chat, thinking=task.enable_thinking)
             limit = self.protocol.max_length or trained_length(self.config)
         whole = first_prompt(self.tokenizer, frame, sample, max_length=None, truncate="error")
         count = self._count(whole.context + whole.question, special=whole.special)

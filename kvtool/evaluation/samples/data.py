@@ -38,6 +38,10 @@ PRESETS: dict[str, dict[str, str]] = {
     "longbench": {"hub": "Xnhyacinth/LongBench"},
     "scbench": {"hub": "microsoft/SCBench"},
     "infinitebench": {"hub": "xinrongzhang2022/InfiniteBench"},
+    "gsm8k": {"hub": "openai/gsm8k", "config": "main"},
+    "math500": {"hub": "HuggingFaceH4/MATH-500"},
+    "aime24": {"hub": "HuggingFaceH4/aime_2024", "split": "train"},
+    "aime25": {"hub": "math-ai/aime25"},
 }
 
 _TEXT_COLUMNS = ("text", "article", "document", "content", "chapter")
@@ -119,6 +123,20 @@ class Rows:
             for number, row in enumerate(self.rows, 1):
                 if column not in row:
                     raise KvtoolError(f"`{self.source}` row {number} lacks column `{column}`")
+
+    def first_of(self, names: Sequence[str]) -> str:
+        """Return the name by which the data have a column that is published under several.
+
+        Raises:
+            KvtoolError: none of them is there, or not in every row.
+        """
+        name = next((name for name in names if name in self.columns), None)
+        if name is None:
+            has = ", ".join(self.columns)
+            wanted = " or ".join(f"`{name}`" for name in names)
+            raise KvtoolError(f"`{self.source}` lacks column {wanted}; it has: {has}")
+        self.require([name])
+        return name
 
 
 def read_rows(

@@ -65,6 +65,11 @@ class Asking(Task):
         """Whether a turn follows the reference answer to the one before, not the model's own."""
         return False
 
+    @property
+    def enable_thinking(self) -> bool | None:
+        """Whether the model thinks first, for chat templates that can be told; None: theirs."""
+        return None
+
     def knows_query(self, protocol: Protocol) -> bool:
         """Tell whether the question is in the prompt that is compressed."""
         return not self.same_context and super().knows_query(protocol)
@@ -79,6 +84,7 @@ class Asking(Task):
             chat=self.chat,
             stop=self.stop,
             min_new_tokens=self.min_new_tokens,
+            thinking=self.enable_thinking,
         )
 
     @abstractmethod

@@ -116,7 +116,6 @@ class BookFile(Read):
     """One question about a long text."""
 
     metric: ClassVar[str] = "score"
-    suite: ClassVar[str] = "infinitebench"
 
     @property
     def form(self) -> Form:

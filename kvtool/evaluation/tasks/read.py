@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
@@ -25,7 +23,10 @@ class Read(Asking):
     data: Data | None = None
     samples: Samples | None = None
 
-    suite: ClassVar[str]  # also the preset of its data
+    @property
+    def preset(self) -> str:
+        """The name of the usual data: that of the suite."""
+        return self.name.partition("/")[0]
 
     @property
     def part(self) -> str:
@@ -37,12 +38,12 @@ class Read(Asking):
         """Which data are needed."""
         if self.data is not None:
             return None
-        hub = PRESETS[self.suite]["hub"]
-        return f"data: a file, or `{self.suite}` for {hub} on the hub"
+        hub = PRESETS[self.preset]["hub"]
+        return f"data: a file, or `{self.preset}` for {hub} on the hub"
 
-    @abstractmethod
     def on_hub(self, data: Data) -> Data:
         """Return the part of the benchmark's dataset on the hub that this task reads."""
+        return data
 
     def read(self, columns: Sequence[str], stem: str) -> Rows:
         """Read the rows.
@@ -57,6 +58,6 @@ class Read(Asking):
         """
         if self.data is None:
             raise UsageError(f"task `{self.name}` needs {self.missing}")
-        own = self.data.hub == PRESETS[self.suite]["hub"]
+        own = self.data.hub == PRESETS[self.preset]["hub"]
         data = self.on_hub(self.data) if own else self.data
         return read_rows(data, columns, task=self.name, stem=stem)

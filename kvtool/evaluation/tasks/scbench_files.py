@@ -130,7 +130,6 @@ class SharedContextFile(SharedContext, Read):
     """Several questions about one long text."""
 
     metric: ClassVar[str] = "score"
-    suite: ClassVar[str] = "scbench"
 
     @property
     def form(self) -> Form:
