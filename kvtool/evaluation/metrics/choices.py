@@ -1,9 +1,10 @@
-"""Whether an answer names the right one of four options, as InfiniteBench and SCBench decide it.
+"""Whether an answer names the right one of four options, as long benchmarks decide it.
 
-https://github.com/OpenBMB/InfiniteBench and https://github.com/microsoft/MInference (scbench). The
-rules are lenient in odd ways, kept so that scores compare: the first letter of an answer counts
-even if it only begins a word ("Dickens says B" means D), and after "answer is" one character is
-skipped, whatever it is.
+InfiniteBench (https://github.com/OpenBMB/InfiniteBench), SCBench
+(https://github.com/microsoft/MInference), LongBench v2 (https://github.com/THUDM/LongBench). The
+rules of the first two are lenient in odd ways, kept so that scores compare: the first letter of an
+answer counts even if it only begins a word ("Dickens says B" means D), and after "answer is" one
+character is skipped, whatever it is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ _BOOK_CUES = ("answer is:", "answer:", "answer is", "option is")
 _CODE_CUES = ("answer is:", "is:", "answer:")
 _AROUND_BOOK = re.compile(r"[\n\"'.,?!{}]")
 _AROUND_CODE = re.compile(r"[\n`'\"*-]|[Oo]ption")
+_IN_BRACKETS = re.compile(r"The correct answer is \(([A-D])\)")
+_STATED = re.compile(r"The correct answer is ([A-D])")
 _BARE_LETTER = re.compile(r"([A-D])(?:[.:)\n]|$)")
 
 
@@ -71,6 +74,17 @@ def names_function(prediction: str, letter: str, function: str) -> bool:
         return True
     after = _after_cue(_spaced(said, _AROUND_CODE), _CODE_CUES)
     return after is not None and after.startswith((letter, function))
+
+
+def stated_letter(prediction: str) -> str | None:
+    """Return the letter that an answer states as LongBench v2 wants it, None if it states none.
+
+    >>> stated_letter("**The correct answer is (B)**"), stated_letter("(B)")
+    ('B', None)
+    """
+    text = prediction.replace("*", "")
+    found = _IN_BRACKETS.search(text) or _STATED.search(text)
+    return found[1] if found else None
 
 
 def _spaced(text: str, unwanted: re.Pattern[str]) -> str:

@@ -36,6 +36,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "cnn_dailymail": {"hub": "abisee/cnn_dailymail", "config": "3.0.0", "field": "article"},
     "xsum": {"hub": "EdinburghNLP/xsum", "revision": _PARQUET_COPY, "field": "document"},
     "longbench": {"hub": "Xnhyacinth/LongBench"},
+    "longbench-v2": {"hub": "zai-org/LongBench-v2", "split": "train"},
     "scbench": {"hub": "microsoft/SCBench"},
     "infinitebench": {"hub": "xinrongzhang2022/InfiniteBench"},
     "gsm8k": {"hub": "openai/gsm8k", "config": "main"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
@@ -21,6 +21,10 @@ from kvtool.sizes import LARGEST_SEED
 if TYPE_CHECKING:
     from kvtool.evaluation.bench.bench import Bench
     from kvtool.evaluation.bench.protocol import Protocol
+
+
+Place = Mapping[str, int | float | str]
+"""A cell of the tables, such as one length and depth."""
 
 
 class Task(BaseModel, ABC):
@@ -106,13 +110,17 @@ class Task(BaseModel, ABC):
     def score(self, record: Json) -> dict[str, float]:
         """Score one record; the headline `metric` is among the names."""
 
+    def places(self, cell: Place) -> list[Place]:
+        """Return the cells of the tables that a sample counts in: its own, if it has one."""
+        return [cell] if cell else []
+
     def summarise(self, records: Sequence[Json]) -> Summary:
         """Put the scored records of one variant together: means and standard errors."""
         scores = [self.score(record) for record in records]
         cells: dict[tuple, list[float]] = defaultdict(list)
         for record, score in zip(records, scores, strict=True):
-            if record.get("cell"):
-                cells[tuple(record["cell"].items())].append(score[self.metric])
+            for place in self.places(record.get("cell") or {}):
+                cells[tuple(place.items())].append(score[self.metric])
         names = dict.fromkeys(name for score in scores for name in score)
         return Summary(
             metrics={

@@ -1,0 +1,147 @@
+"""LongBench v2: questions with four choices on texts of 8,000 to 2 million words.
+
+Bai et al., 2024, https://arxiv.org/abs/2412.15204, https://github.com/THUDM/LongBench. A row of
+`data.json` (or of the dataset on the hub) has `context`, `question`, `choice_A` to `choice_D`,
+`answer` (a letter), `difficulty` (easy, hard) and `length` (short, medium, long). The length of an
+answer, the way a choice is read from it, and truncation in the middle are the benchmark's; the
+wording is our own in its shape, unless its `prompts/0shot.txt` is given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from kvtool.documents.reading import expand
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.evaluation.metrics.choices import LETTERS, stated_letter
+from kvtool.evaluation.metrics.thinking import said
+from kvtool.evaluation.samples.data_files import check_file, digest
+from kvtool.evaluation.samples.questions import require
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.tasks.read import Read
+from kvtool.evaluation.tasks.task import Place
+
+_CHOICES = tuple(f"choice_{letter}" for letter in LETTERS)
+_COLUMNS = ("context", "question", *_CHOICES, "answer", "difficulty", "length")
+_NEW_TOKENS = 128
+_FIELD = re.compile(r"\$(DOC|Q|C_[A-D])\$")
+_TEMPLATE = """A long text, and a question about it with four choices.
+
+<text>
+$DOC$
+</text>
+
+Question: $Q$
+Choices:
+(A) $C_A$
+(B) $C_B$
+(C) $C_C$
+(D) $C_D$
+
+One choice is right. Answer with one sentence, its letter in brackets, and nothing else:
+"The correct answer is (letter)"."""
+
+
+class LongBenchV2(Read):
+    """Choose one of four answers.
+
+    Attributes:
+        prompts: LongBench v2's `0shot.txt`, or another text with `$DOC$`, `$Q$` and `$C_A$` to
+            `$C_D$` in it.
+        thinking: whether the model thinks before it answers, for chat templates that know
+            `enable_thinking`; None leaves it to them. Set it only with enough `max_new_tokens`.
+    """
+
+    prompts: str | None = None
+    thinking: bool | None = False
+
+    metric: ClassVar[str] = "accuracy"
+
+    @property
+    def enable_thinking(self) -> bool | None:
+        return self.thinking
+
+    @property
+    def protocol(self) -> str:
+        """Whose wording the prompts have."""
+        return "kvtool-wording" if self.prompts is None else "user-prompts"
+
+    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
+        """Read the samples.
+
+        Raises:
+            UsageError: no data are given, no such file, a prompt that lacks a field.
+            KvtoolError: data that cannot be read, lack a column, or have no such choice.
+        """
+        table = self.read(_COLUMNS, "data")
+        template, facts = self._template()
+        for number, row in enumerate(table.rows[: self.samples], 1):
+            where = f"{self.name}: `{table.source}` row {number}"
+            yield self._sample(row, number, template, facts, where)
+
+    def _template(self) -> tuple[tuple[str, str], Json]:
+        """Return what stands before and after the text, and the facts of all samples."""
+        text, facts = _TEMPLATE, {"protocol": self.protocol}
+        if self.prompts is not None:
+            file = expand(self.prompts)
+            check_file(file, task=f"{self.name}: prompts")
+            text, facts["prompts"] = _read_text(file, self.name), digest(file)
+        for name in ("DOC", "Q", *(f"C_{letter}" for letter in LETTERS)):
+            if text.count(f"${name}$") != 1:
+                raise UsageError(
+                    f"{self.name}: `{self.prompts}` must have `${name}$` once, "
+                    f"has it {text.count(f'${name}$')} times"
+                )
+        before, _, after = text.partition("$DOC$")
+        if _FIELD.search(before):
+            raise UsageError(
+                f"{self.name}: in `{self.prompts}` the question stands before the text",
+                hint="put `$DOC$` before `$Q$` and the choices, so that the text can be "
+                "compressed without them",
+            )
+        return (before, after), facts
+
+    def _sample(
+        self,
+        row: Mapping[str, Any],
+        number: int,
+        template: tuple[str, str],
+        facts: Json,
+        where: str,
+    ) -> Sample:
+        require(row, _COLUMNS, where)
+        for column in _COLUMNS:
+            if not isinstance(row[column], str):
+                raise KvtoolError(
+                    f"{where}: `{column}` holds {type(row[column]).__name__}, no text"
+                )
+        answer = row["answer"].strip()
+        if answer not in tuple(LETTERS):
+            raise KvtoolError(f"{where}: `answer` must be A, B, C or D, got `{answer}`")
+        before, after = template
+        filled = {"Q": "question", **{f"C_{letter}": f"choice_{letter}" for letter in LETTERS}}
+        question = _FIELD.sub(lambda found: row[filled[found[1]]].strip(), after)
+        return Sample(
+            str(number),
+            before + row["context"].strip(),
+            (Turn(question, (answer,), _NEW_TOKENS),),
+            {"difficulty": row["difficulty"], "length_bucket": row["length"]},
+            dict(facts),
+        )
+
+    def places(self, cell: Place) -> list[Place]:
+        """Return difficulty and length apart, as the benchmark tells them."""
+        return [{name: value} for name, value in cell.items()]
+
+    def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
+        """Return 100 if the answer states the right letter, else 0."""
+        return 100.0 * (stated_letter(said(prediction)) == references[0])
+
+
+def _read_text(file: Any, name: str) -> str:
+    try:
+        return file.read_text("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{name}: `{file}` is not UTF-8") from None
