@@ -32,6 +32,10 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
         rescore_run(options, split_policies(options.policy), gates_of(options), terminal)
         return
     comparison = _read(options)
+    if options.format == "csv":
+        from kvtool.report.board import check_board
+
+        check_board(task.name for task in comparison.tasks)
     pictures = check_pictures(options, comparison.recipe.output.plots)
     watcher = EvalWatcher(options, terminal, pictures)
     prepared = _prepare(comparison, options, watcher)

@@ -56,7 +56,11 @@ class EvalWatcher(TerminalWatcher):
             draw(results, folder / "plots", formats=pictures)
         write_page(results, folder / "report.html", wrong_answers(folder, results))
         form = options.choose_format("text" if terminal.interactive else "json")
-        if form == "text":
+        if options.format == "csv":
+            from kvtool.report.board import board_csv
+
+            terminal.write(board_csv(results))
+        elif form == "text":
             from kvtool.report.tables import results_tables
 
             terminal.print(results_tables(results))

@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from kvtool.cli.options import Format, RecipeOptions
+from kvtool.cli.options import RecipeOptions
 from kvtool.sizes import DEFAULT_TOKENS
+
+EvalFormat = Literal["text", "json", "yaml", "csv"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +152,16 @@ class EvalOptions(RecipeOptions):
         Option("--output", "-o", metavar="DIR", help="Folder of the run.  [default: under runs/]"),
     ] = None
 
+    # other commands have no scores for a csv
     format: Annotated[
-        Format | None,
+        EvalFormat | None,
         Option(
-            "--format", "-f", help="Form of the data.  [default: text on a terminal, else json]"
+            "--format",
+            "-f",
+            help="Form of the data; csv: RULER's scores in the layout of kvpress' leaderboard.  "
+            "[default: text on a terminal, else json]",
         ),
-    ] = None
+    ] = None  # type: ignore[assignment]
 
     @property
     def output_path(self) -> Path | None:

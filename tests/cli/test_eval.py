@@ -219,6 +219,17 @@ def test_rescoring_needs_no_model_and_sees_changed_answers(kvtool, monkeypatch):
     assert json.loads(Path("run/results.json").read_text())["results"][0]["value"] < 1
 
 
+def test_a_run_is_exported_as_rows_of_the_leaderboard(kvtool):
+    run = ("-t", "ruler/niah_single_1", "--lengths", "256", "--samples", "1", "--no-plots")
+    done = kvtool("eval", *run, "-p", "streaming", "-b", "32", "-o", "run", "-f", "csv")
+    head, full, streaming = done.out.splitlines()
+    assert head.startswith("dataset,data_dir,model,method,compression_ratio,query_aware,question,")
+    assert full.startswith("ruler,256,reference,full,0.0,True,known,")
+    assert streaming.startswith("ruler,256,reference,streaming,0.75,")
+    again = kvtool("eval", "--rescore", "run", "-f", "csv", "--no-plots", "-q")
+    assert (again.code, again.out, again.err) == (0, done.out, "")
+
+
 @pytest.mark.exhaustive
 def test_gates_decide_the_exit_code(kvtool):
     run = (*QUICK, "-p", "streaming", "-b", "32", "-o", "run")
@@ -376,6 +387,7 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
         (["-t", "niah", "-m", "./nowhere"], "`./nowhere` does not exist"),
         (["-t", "niah", "-s", "eval.tasks.0.lenths=3"], "did you mean `lengths`?"),
         (["-t", "niah,niah"], "given twice"),
+        (["-t", "niah", "-f", "csv"], "-f csv has RULER's scores in its columns"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
