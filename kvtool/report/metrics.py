@@ -44,6 +44,9 @@ METRICS: dict[str, Metric] = {
     "leading_share": Metric(
         "right before the first error", "share of the values that come before the first wrong one"
     ),
+    "match_ratio": Metric(
+        "text recited", "likeness of answer and text (difflib), 0 without the prefix asked for"
+    ),
     "score": Metric(
         "score", "the metric of the benchmark for this task, against the best reference"
     ),

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtool.evaluation.bench.prompts import Prompt, first_prompt, text_before
+from kvtool.evaluation.bench.prompts import Prompt, first_prompt, spoken, text_before
 from kvtool.evaluation.samples.sample import Json, Sample, Turn
 from kvtool.generation.repeating import instruct_chat
 from kvtool.model_shape import trained_length
@@ -31,6 +31,7 @@ class AskOptions:
         stop: texts that end an answer.
         min_new_tokens: tokens that an answer has at least.
         thinking: whether the model thinks first, for chat templates that can be told; None: theirs.
+        conversation: whether the context is the JSON list of messages.
         temperature: in place of the run's.
         seed: of the draws, in place of the run's.
     """
@@ -43,6 +44,7 @@ class AskOptions:
     stop: tuple[str, ...] = ()
     min_new_tokens: int = 0
     thinking: bool | None = None
+    conversation: bool = False
     temperature: float | None = None
     seed: int | None = None
 
@@ -59,7 +61,8 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
     frame = make_frame(
         bench.tokenizer, bench.protocol.chat_template, options.chat, thinking=options.thinking
     )
-    prompt = _first_prompt(bench, sample, frame)
+    frame = spoken(frame) if options.conversation else frame
+    prompt = _first_prompt(bench, sample, frame, conversation=options.conversation)
     cache, read_so_far = bench.new_cache(), False
     if not options.query_aware:
         ids = bench.encode(prompt.context, special=prompt.special)
@@ -93,13 +96,14 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
     return answers
 
 
-def _first_prompt(bench: Bench, sample: Sample, frame: Frame) -> Prompt:
+def _first_prompt(bench: Bench, sample: Sample, frame: Frame, *, conversation: bool) -> Prompt:
     return first_prompt(
         bench.tokenizer,
         frame,
         sample,
         max_length=_max_length(bench, sample),
         truncate=bench.protocol.truncate,
+        conversation=conversation,
     )
 
 

@@ -167,7 +167,7 @@ class Estimate:
 
     def prompt_tokens(self, task: Task, sample: Sample) -> int | None:
         """Return the tokens of a sample up to its first answer, cut where they are cut."""
-        from kvtool.evaluation.bench.prompts import first_prompt
+        from kvtool.evaluation.bench.prompts import first_prompt, spoken
         from kvtool.model_shape import trained_length
         from kvtool.models.chat import Frame, make_frame
 
@@ -176,12 +176,19 @@ class Estimate:
                 return self._count(sample.context, special=True)
             length = sample.cell.get("length")
             return None if length is None else int(length)
-        frame, limit = Frame(), None
+        frame, limit, talk = Frame(), None, isinstance(task, Asking) and task.conversation
         if isinstance(task, Asking):
             wanted = self.protocol.chat_template
             frame = make_frame(self.tokenizer, wanted, task.chat, thinking=task.enable_thinking)
             limit = self.protocol.max_length or trained_length(self.config)
-        whole = first_prompt(self.tokenizer, frame, sample, max_length=None, truncate="error")
+        whole = first_prompt(
+            self.tokenizer,
+            spoken(frame) if talk else frame,
+            sample,
+            max_length=None,
+            truncate="error",
+            conversation=talk,
+        )
         count = self._count(whole.context + whole.question, special=whole.special)
         return count if limit is None else min(count, limit)
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvtool.errors import KvtoolError
+from kvtool.models.chat import Frame
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvtool.evaluation.samples.sample import Sample
-    from kvtool.models.chat import Frame
+
+SPOKEN = Frame(
+    opening="User: ", closing="\n\nAssistant:", given="\n\nAssistant: ", next="\n\nUser: "
+)
+"""What stands around messages where there is no chat template."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ def first_prompt(
     *,
     max_length: int | None,
     truncate: Literal["middle", "left", "error"],
+    conversation: bool = False,
 ) -> Prompt:
     """Put the first turn of a sample into words, cut to `max_length` tokens if it is longer.
 
@@ -45,15 +52,39 @@ def first_prompt(
     not exactly, `max_length`. Other than there, the question is never cut: one of more than half of
     the tokens leaves less than half to the context, which then keeps its beginning.
 
+    Args:
+        conversation: whether the context is the JSON list of messages, of user and assistant in
+            turn; such a one is never cut.
+
     Raises:
         KvtoolError: the prompt is too long and may not be cut, or its question alone is too long.
     """
     turn = sample.turns[0]
     context, question = sample.context, turn.question + turn.answer_prefix
+    if conversation:
+        context, truncate = transcript(frame, [*json.loads(context), ""]), "error"
+        context = context.removeprefix(frame.opening).removesuffix(frame.closing)
     if max_length is not None:
         context = _shorten(tokenizer, context, question, max_length, truncate)
     ending = turn.question + frame.closing + turn.answer_prefix
     return Prompt(frame.opening + context, ending, frame.special)
+
+
+def spoken(frame: Frame) -> Frame:
+    """Return a frame that says who speaks: words, where there is no chat template."""
+    return SPOKEN if frame == Frame() else frame
+
+
+def transcript(frame: Frame, messages: Sequence[str]) -> str:
+    """Put a conversation into one text, up to where the next answer begins.
+
+    Args:
+        messages: of user and assistant in turn, the last one the user's.
+    """
+    text = frame.opening + frame.message(messages[0])
+    for answer, message in zip(messages[1::2], messages[2::2], strict=True):
+        text += frame.given + frame.message(answer) + frame.next + frame.message(message)
+    return text + frame.closing
 
 
 def _shorten(

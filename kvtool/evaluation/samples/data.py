@@ -37,6 +37,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "xsum": {"hub": "EdinburghNLP/xsum", "revision": _PARQUET_COPY, "field": "document"},
     "longbench": {"hub": "Xnhyacinth/LongBench"},
     "longbench-v2": {"hub": "zai-org/LongBench-v2", "split": "train"},
+    "mrcr": {"hub": "openai/mrcr", "split": "train"},
     "scbench": {"hub": "microsoft/SCBench"},
     "infinitebench": {"hub": "xinrongzhang2022/InfiniteBench"},
     "gsm8k": {"hub": "openai/gsm8k", "config": "main"},

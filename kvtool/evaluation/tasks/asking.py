@@ -31,6 +31,7 @@ class Facts(BaseModel):
     all_classes: list[str] | None = None
     kinds: list[str] | None = None
     functions: list[str] | None = None
+    prefix: str | None = None
 
 
 class AskedRecord(BaseModel):
@@ -70,6 +71,11 @@ class Asking(Task):
         """Whether the model thinks first, for chat templates that can be told; None: theirs."""
         return None
 
+    @property
+    def conversation(self) -> bool:
+        """Whether a context is the JSON list of messages, of user and assistant in turn."""
+        return False
+
     def knows_query(self, protocol: Protocol) -> bool:
         """Tell whether the question is in the prompt that is compressed."""
         return not self.same_context and super().knows_query(protocol)
@@ -85,6 +91,7 @@ class Asking(Task):
             stop=self.stop,
             min_new_tokens=self.min_new_tokens,
             thinking=self.enable_thinking,
+            conversation=self.conversation,
         )
 
     @abstractmethod

@@ -77,6 +77,7 @@ TASKS: dict[str, str] = {
     **{f"longbench/{name}": "longbench:LongBench" for name in sorted(_LONGBENCH)},
     **{f"longbench_e/{name}": "longbench:LongBench" for name in sorted(_LONGBENCH_E)},
     "trace": "trace:Trace",
+    "mrcr": "mrcr:Mrcr",
     "longbench-v2": "longbench_v2:LongBenchV2",
     **dict.fromkeys(("gsm8k", "math500", "aime24", "aime25"), "reasoning:Reasoning"),
     "ppl": "perplexity:Perplexity",
