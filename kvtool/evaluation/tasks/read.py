@@ -58,6 +58,6 @@ class Read(Asking):
         """
         if self.data is None:
             raise UsageError(f"task `{self.name}` needs {self.missing}")
-        own = self.data.hub == PRESETS[self.preset]["hub"]
-        data = self.on_hub(self.data) if own else self.data
+        own = PRESETS.get(self.preset, {}).get("hub")
+        data = self.on_hub(self.data) if own and self.data.hub == own else self.data
         return read_rows(data, columns, task=self.name, stem=stem)

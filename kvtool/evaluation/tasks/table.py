@@ -52,6 +52,7 @@ _INFINITEBENCH_FILES = [
     "longdialogue_qa_eng",
     "code_debug",
 ]
+_HELMET_RECALL = ["json_kv", "ruler_niah_mk_2", "ruler_niah_mk_3", "ruler_niah_mv"]
 
 TASKS: dict[str, str] = {
     "niah": "niah:Needle",
@@ -77,6 +78,7 @@ TASKS: dict[str, str] = {
     **{f"longbench/{name}": "longbench:LongBench" for name in sorted(_LONGBENCH)},
     **{f"longbench_e/{name}": "longbench:LongBench" for name in sorted(_LONGBENCH_E)},
     "trace": "trace:Trace",
+    **{f"helmet/{name}": "helmet:Helmet" for name in _HELMET_RECALL},
     "mrcr": "mrcr:Mrcr",
     "longbench-v2": "longbench_v2:LongBenchV2",
     **dict.fromkeys(("gsm8k", "math500", "aime24", "aime25"), "reasoning:Reasoning"),
