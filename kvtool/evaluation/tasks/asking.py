@@ -32,6 +32,7 @@ class Facts(BaseModel):
     kinds: list[str] | None = None
     functions: list[str] | None = None
     prefix: str | None = None
+    abstain: bool | None = None
 
 
 class AskedRecord(BaseModel):

@@ -79,6 +79,7 @@ TASKS: dict[str, str] = {
     **{f"longbench_e/{name}": "longbench:LongBench" for name in sorted(_LONGBENCH_E)},
     "trace": "trace:Trace",
     **{f"helmet/{name}": "helmet:Helmet" for name in _HELMET_RECALL},
+    "longmemeval": "longmemeval:LongMemEval",
     "nolima": "nolima:NoLiMa",
     "mrcr": "mrcr:Mrcr",
     "longbench-v2": "longbench_v2:LongBenchV2",
