@@ -219,6 +219,23 @@ def test_rescoring_needs_no_model_and_sees_changed_answers(kvtool, monkeypatch):
     assert json.loads(Path("run/results.json").read_text())["results"][0]["value"] < 1
 
 
+def test_problems_are_answered_several_times_and_scored_anew(kvtool):
+    rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in (1, 2)]
+    Path("test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ("--samples", "2", "-s", "eval.tasks.0.max_new_tokens=4", "-o", "run")
+    run = ("-t", "gsm8k", "--data", "gsm8k=test.jsonl", *settings)
+    (result,) = evaluate(kvtool, *run, "-p", "full").results
+    assert (result.metric, result.n, result.query_aware) == ("pass@1", 2, True)
+    path = Path("run/samples/full/gsm8k.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [len(line["turns"]) for line in lines] == [2, 2]
+    lines[0]["turns"][1]["prediction"] = "<think>1 + 1</think> so #### 2.00"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    again = evaluate(kvtool, "--rescore", "run").of("full", "gsm8k")
+    assert (again.value, again.n, again.stderr) == (25, 2, 25)  # of 50 and 0
+    assert "resumed 2/2" in kvtool("eval", *run, "-p", "full", "-f", "json", "--no-plots").err
+
+
 def test_a_run_is_exported_as_rows_of_the_leaderboard(kvtool):
     run = ("-t", "ruler/niah_single_1", "--lengths", "256", "--samples", "1", "--no-plots")
     done = kvtool("eval", *run, "-p", "streaming", "-b", "32", "-o", "run", "-f", "csv")
