@@ -6,10 +6,13 @@ import re
 import pytest
 
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.evaluation.bench.bench import Bench
+from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.samples.fit import needed_tokens
 from kvtool.evaluation.tasks.nolima import NoLiMa, read_tests
 from kvtool.evaluation.tasks.table import task_class
 from tests.evaluation.tasks.counters import WORDS
+from tests.evaluation.variants import make_variants
 
 NEEDLE = {
     "id": "0401",
@@ -137,6 +140,30 @@ def test_needle_sets_of_another_form_are_refused_in_a_line(changes, message, tmp
     with pytest.raises(KvtoolError, match=re.escape(message)) as caught:
         list(make(tmp_path, needle).draw(WORDS))
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_knows_the_words_finds_the_character(loaded, counter, tmp_path):
+    """The needle is one of those that the bundled model was trained to find, numbers for names."""
+    stated = "The secret code for {1}: {CHAR}."
+    needle = {
+        "id": "0001",
+        "needle": stated,
+        "questions": {"literal": "What is the secret code for {1}? Answer: The code for {1}:"},
+        "character_set": ["7429103", "5581272", "9034118"],
+        "tests": {"T1": {"input_args": ["falcon"]}, "T2": {"input_args": ["tiger"]}},
+        "task_template": "{haystack}\n Question: {question}",
+    }
+    task = make(tmp_path, needle, depths="10,60", lengths=600)
+    (full, streaming) = make_variants(["streaming"], ["32"])
+    protocol = Protocol(max_new_tokens=10)
+    scores = {
+        variant: [
+            task.score(task.run(Bench(loaded, variant, protocol), sample))["accuracy"]
+            for sample in task.draw(counter)
+        ]
+        for variant in (full, streaming)
+    }
+    assert scores == {full: [100] * 4, streaming: [0] * 4}
 
 
 def test_without_data_it_says_which_file_is_needed():
