@@ -20,7 +20,7 @@ from kvtool.evaluation.metrics.contains import string_match_all
 from kvtool.evaluation.metrics.thinking import said
 from kvtool.evaluation.samples.questions import require, texts_of
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.read import Read
+from kvtool.evaluation.tasks.read import ShortAnswer
 
 _PAIR = "Key: {}\nCorresponding value:"
 _HIDDEN = "{several} special magic {kind} {are} hidden in the text below. A question follows.\n\n"
@@ -48,17 +48,14 @@ FORMS = {
 }
 
 
-class Helmet(Read):
+class Helmet(ShortAnswer):
     """Find one value, or all values of a key.
 
     Attributes:
         shots: examples of a key and its value before the question of `json_kv`.
-        thinking: whether the model thinks before it answers, for chat templates that know
-            `enable_thinking`; None leaves it to them.
     """
 
     shots: Annotated[int, Field(ge=0, le=100)] = 2
-    thinking: bool | None = False
 
     metric: ClassVar[str] = "string_match_all"
 
@@ -66,10 +63,6 @@ class Helmet(Read):
     def form(self) -> Form:
         """How this task is put."""
         return FORMS[self.part]
-
-    @property
-    def enable_thinking(self) -> bool | None:
-        return self.thinking
 
     @property
     def missing(self) -> str | None:

@@ -20,7 +20,7 @@ from kvtool.evaluation.metrics.thinking import said
 from kvtool.evaluation.samples.data_files import check_file, digest
 from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.read import Read
+from kvtool.evaluation.tasks.read import ShortAnswer
 from kvtool.evaluation.tasks.task import Place
 
 _CHOICES = tuple(f"choice_{letter}" for letter in LETTERS)
@@ -44,24 +44,17 @@ One choice is right. Answer with one sentence, its letter in brackets, and nothi
 "The correct answer is (letter)"."""
 
 
-class LongBenchV2(Read):
+class LongBenchV2(ShortAnswer):
     """Choose one of four answers.
 
     Attributes:
         prompts: LongBench v2's `0shot.txt`, or another text with `$DOC$`, `$Q$` and `$C_A$` to
             `$C_D$` in it.
-        thinking: whether the model thinks before it answers, for chat templates that know
-            `enable_thinking`; None leaves it to them. Set it only with enough `max_new_tokens`.
     """
 
     prompts: str | None = None
-    thinking: bool | None = False
 
     metric: ClassVar[str] = "accuracy"
-
-    @property
-    def enable_thinking(self) -> bool | None:
-        return self.thinking
 
     @property
     def protocol(self) -> str:

@@ -26,7 +26,7 @@ from kvtool.evaluation.metrics.thinking import said
 from kvtool.evaluation.metrics.words import best, qa_f1
 from kvtool.evaluation.samples.questions import require, texts_of
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.read import Read
+from kvtool.evaluation.tasks.read import ShortAnswer
 
 _COLUMNS = (
     "question_id",
@@ -46,21 +46,10 @@ _QUESTION = (
 )
 
 
-class LongMemEval(Read):
-    """Answer a question from many chats.
-
-    Attributes:
-        thinking: whether the model thinks before it answers, for chat templates that know
-            `enable_thinking`; None leaves it to them. Set it only with enough `max_new_tokens`.
-    """
-
-    thinking: bool | None = False
+class LongMemEval(ShortAnswer):
+    """Answer a question from many chats."""
 
     metric: ClassVar[str] = "qa_f1"
-
-    @property
-    def enable_thinking(self) -> bool | None:
-        return self.thinking
 
     @property
     def missing(self) -> str | None:

@@ -22,7 +22,7 @@ from kvtool.evaluation.metrics.thinking import said
 from kvtool.evaluation.samples.data import Rows
 from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.read import Read
+from kvtool.evaluation.tasks.read import ShortAnswer
 from kvtool.evaluation.tasks.settings import Tokens
 
 _COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
@@ -31,26 +31,19 @@ _SHORTEST_BIN = 4096  # tokens; each further bin is twice as long
 _CHARACTERS = 16  # more than a token has in the mean: longer texts need not be counted
 
 
-class Mrcr(Read):
+class Mrcr(ShortAnswer):
     """Recite one of several texts of the same kind from a conversation.
 
     Attributes:
         samples: how many rows of those that are taken, from the first; all by default.
         needles: take only rows with so many texts of one kind; all by default.
         longest: tokens of a prompt with its answer; by default what the model was trained for.
-        thinking: whether the model thinks before it answers, for chat templates that know
-            `enable_thinking`; None leaves it to them. Set it only with enough `max_new_tokens`.
     """
 
     needles: Literal[2, 4, 8] | None = None
     longest: Tokens | None = None
-    thinking: bool | None = False
 
     metric: ClassVar[str] = "match_ratio"
-
-    @property
-    def enable_thinking(self) -> bool | None:
-        return self.thinking
 
     @property
     def conversation(self) -> bool:

@@ -27,7 +27,7 @@ from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.niah import Depths
-from kvtool.evaluation.tasks.read import Read
+from kvtool.evaluation.tasks.read import ShortAnswer
 from kvtool.evaluation.tasks.settings import Lengths
 
 _COLUMNS = ("id", "needle", "questions", "tests")
@@ -59,7 +59,7 @@ class HiddenFact:
     template: str
 
 
-class NoLiMa(Read):
+class NoLiMa(ShortAnswer):
     """Say which character a sentence is about that is described in other words.
 
     Attributes:
@@ -67,20 +67,13 @@ class NoLiMa(Read):
         lengths: tokens of a prompt and the longest answer together.
         depths: percentages of the haystack before the needle, or how many of them.
         haystack: the text of a book (`haystack/rand_shuffle/rand_book_1.txt`), `builtin`, `noise`.
-        thinking: whether the model thinks before it answers, for chat templates that know
-            `enable_thinking`; None leaves it to them. Set it only with enough `max_new_tokens`.
     """
 
     lengths: Lengths = (1024,)
     depths: Depths = Field(default=5, validate_default=True)
     haystack: str = "builtin"
-    thinking: bool | None = False
 
     metric: ClassVar[str] = "accuracy"
-
-    @property
-    def enable_thinking(self) -> bool | None:
-        return self.thinking
 
     @property
     def missing(self) -> str | None:

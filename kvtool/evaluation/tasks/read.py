@@ -61,3 +61,19 @@ class Read(Asking):
         own = PRESETS.get(self.preset, {}).get("hub")
         data = self.on_hub(self.data) if own and self.data.hub == own else self.data
         return read_rows(data, columns, task=self.name, stem=stem)
+
+
+class ShortAnswer(Read):
+    """A task that reads its samples and wants short answers, before which no model need think.
+
+    Attributes:
+        thinking: whether the model thinks before it answers, for chat templates that know
+            `enable_thinking`; None leaves it to them. A thought needs more `max_new_tokens` than
+            these tasks allow by themselves.
+    """
+
+    thinking: bool | None = False
+
+    @property
+    def enable_thinking(self) -> bool | None:
+        return self.thinking
