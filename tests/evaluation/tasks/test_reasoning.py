@@ -100,9 +100,8 @@ def test_answers_are_as_long_as_the_benchmark_needs_or_the_model_can(tmp_path):
     short = TokenCounter(WORDS.encode, WORDS.decode, limit=4096)
     turn = next(make("aime24", data=data).draw(short)).turns[0]
     assert turn.max_new_tokens == 4096 - len(turn.question.split()) - 256
-    assert next(make("aime24", data=data, max_new_tokens="8K").draw(short)).turns[
-        0
-    ].max_new_tokens == (8192)
+    turn = next(make("aime24", data=data, max_new_tokens="8K").draw(short)).turns[0]
+    assert turn.max_new_tokens == 8192
 
 
 def test_pass_at_1_is_the_mean_over_answers_and_its_error_one_over_problems(tmp_path):
