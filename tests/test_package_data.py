@@ -6,10 +6,12 @@ import pytest
 
 from kvtool.cli.main import main
 from kvtool.errors import KvtoolError
+from kvtool.models.reference import CHECKPOINTS
 from kvtool.package_data import data_file
 
 FILES = (
     "models/reference/checkpoint",
+    "models/reference/checkpoint-trace",
     "evaluation/tasks/longbench_prompts.yaml",
     "report/page.html",
     "report/page.css",
@@ -41,6 +43,6 @@ def test_all_files_but_code_and_pages_are_package_data():
     odd = {
         path.suffix
         for path in package.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and "checkpoint" not in path.parts
+        if path.is_file() and not {"__pycache__", *CHECKPOINTS.values()} & set(path.parts)
     }
     assert odd == {".py", ".md", ".yaml", ".css", ".html", ".js", ".typed"} | ({""} & odd)

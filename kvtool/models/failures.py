@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.models.folder import REFERENCE
+from kvtool.models.folder import is_bundled
 
 UNQUANTISED = "give the checkpoint that it was made from"
 _SENTENCE_END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)\. ")
@@ -101,7 +101,7 @@ def _translate(part: str, name: str, error: Exception, trust_remote_code: bool) 
         return KvtoolError(
             f"the architecture of model `{name}` is not supported: {_one_line(error)}"
         )
-    if not Path(name).is_dir() and name != REFERENCE:
+    if not Path(name).is_dir() and not is_bundled(name):
         return _translate_hub(name, text, error)
     return KvtoolError(f"cannot read the {part} of model `{name}`: {_one_line(error)}")
 

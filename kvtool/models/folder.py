@@ -8,6 +8,7 @@ from pathlib import Path
 from kvtool.documents.files import check_name
 from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
+from kvtool.models import reference
 
 REFERENCE = "reference"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -23,12 +24,17 @@ _TOKENIZERS = (
 )
 
 
-def find_source(model: str | None) -> tuple[str, str]:
-    """Find the name to report and the place to load from; None is the bundled model."""
-    if model is None or (model == REFERENCE and not Path(model).exists()):
-        from kvtool.models import reference
+def is_bundled(model: str) -> bool:
+    """Tell whether a name is that of a bundled model; a folder of that name goes first."""
+    return model in reference.CHECKPOINTS and not Path(model).exists()
 
+
+def find_source(model: str | None) -> tuple[str, str]:
+    """Find the name to report and the place to load from; None is the bundled reference model."""
+    if model is None:
         return REFERENCE, str(reference.path())
+    if is_bundled(model):
+        return model, str(reference.path(model))
     home = expand(model)  # which refuses what is no path
     return model, str(home) if model.startswith("~") else model
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.reading import expand
 from kvtool.model_shape import trained_length
-from kvtool.models.folder import REFERENCE
+from kvtool.models.folder import REFERENCE, is_bundled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -18,7 +18,7 @@ def model_note(model: str | None) -> str | None:
     """Say that the bundled model is used where nobody asked for it, or that the hub is asked."""
     if model is None:
         return f"model: {REFERENCE} (bundled; choose another with --model)"
-    if model != REFERENCE and not expand(model).is_dir():
+    if not is_bundled(model) and not expand(model).is_dir():
         return f"model: {model} (no such folder here, asking the hub)"
     return None
 

@@ -1,0 +1,53 @@
+"""The second bundled model works in steps, under its own name."""
+
+import pytest
+import torch
+
+from kvtool.cli.main import main
+from kvtool.models.folder import find_source
+from kvtool.models.load import load
+from kvtool.models.notes import model_note
+from kvtool.models.reference import path
+from kvtool.models.reference.evaluate import measure
+from kvtool.models.reference.filler import Filler
+from tests.models.test_reference_model import FILLER_SEED
+
+NAME = "reference-trace"
+MOST_BYTES = 2 * 2**20
+
+
+def test_it_is_loaded_by_its_name():
+    loaded, first = load(NAME), load()
+    assert loaded.name == loaded.model.name_or_path == NAME
+    assert loaded.config_hash != first.config_hash  # a cache of one is refused by the other
+    assert loaded.model.config.max_position_embeddings == 1024
+    assert loaded.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    assert model_note(NAME) is None
+
+
+def test_a_folder_of_its_name_goes_first(tmp_path, monkeypatch):
+    assert find_source(NAME) == (NAME, str(path(NAME)))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / NAME).mkdir()
+    assert find_source(NAME) == (NAME, NAME)
+    assert find_source(None) == ("reference", str(path()))
+
+
+def test_the_folder_is_small():
+    assert sum(file.stat().st_size for file in path(NAME).iterdir()) <= MOST_BYTES
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(96, 5), (320, 33), (563, 64)])
+def test_nearly_every_chain_is_worked_out_to_its_end(tokens, steps):
+    model = load(NAME, dtype="float32").model
+    with torch.no_grad():
+        result = measure(model, "trace", tokens, samples=20, filler=Filler(FILLER_SEED, 50), seed=5)
+    assert result["exact"] >= 0.9
+
+
+def test_the_task_runs_from_the_command_line(tmp_path, capsys):
+    command = ["eval", "-m", NAME, "-t", "trace", "--depths", "8", "--samples", "2"]
+    assert main([*command, "-p", "full", "-o", str(tmp_path / "run"), "-q", "-f", "json"]) == 0
+    told = capsys.readouterr()
+    assert '"name": "steps"' in told.out or '"steps"' in told.out
+    assert "error" not in told.err
