@@ -16,7 +16,6 @@ from kvtool.policies.parts import Evidence, Score
 from kvtool.policies.policy import Policy
 from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.reference import kvzip as slow
-from tests.tiers import few
 
 FIRST, LATER = [5, 9, 2, 44], [7, 3]
 PROMPT, BUDGET = 37, 12
@@ -143,7 +142,8 @@ def test_memory_is_the_full_caches_until_the_cut_and_then_the_budgets():
 FAMILIES = ["gemma2", "gemma3", "mistral-window", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2"]
 
 
-@pytest.mark.parametrize("name", few(3, FAMILIES))
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_families_hold_the_budget_and_go_on_as_before(name):
     """Sliding windows, soft caps, learned sinks, latents and recurrent states."""
     model, ids = kvtool.attach(family_model(name)), random_ids(64)
