@@ -10,7 +10,6 @@ from kvtool.evaluation.watcher import Watcher
 from kvtool.models.folder import REFERENCE
 from kvtool.models.load import Loaded
 from kvtool.models.notes import handful_note
-from kvtool.policies.whole_prompt import check_blocks
 from kvtool.sizes import Budget, parse_prefill, spell_prefill
 
 if TYPE_CHECKING:
@@ -40,6 +39,8 @@ class Request:
     plan: PlanDocument | None = None
 
     def __post_init__(self) -> None:
+        from kvtool.policies.whole_prompt import check_blocks
+
         check_blocks(self.policy, parse_prefill(self.prefill))
 
     def new_cache(self, model: Any, *, record: bool = False) -> KVCache:
