@@ -74,12 +74,12 @@ class KVCache(InWords, CacheState):
             block = self.layer_block
             last, group = running.last_block, None
         else:
-            if layer.parts:
-                self.build_index(layer)
             if layer is self.slot_layers[0] and not self.groups.formed:
                 self.groups.form(self.slot_layers)
-            raw_key, raw_value = layer.write_token(key_states, value_states)
             block, last, group = None, True, self.groups.by_layer.get(layer.index)
+            if group is None and layer.parts:
+                self.build_index(layer)
+            raw_key, raw_value = layer.write_token(key_states, value_states)
         placement = running.placement
         told = not decoding or placement is not None or self._watcher is not None
         lent = layer.index in self.settings.lending

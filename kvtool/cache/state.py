@@ -18,7 +18,7 @@ from kvtool.cache.budgets.stored import StoredBudgets
 from kvtool.cache.forward_state import ForwardState
 from kvtool.cache.layers import make_layers
 from kvtool.cache.report import CacheReport, make_report
-from kvtool.cache.steps.grouped import LayerGroups
+from kvtool.cache.steps.groups import LayerGroups
 from kvtool.cache.steps.static import StaticSteps
 from kvtool.cache.steps.surprisal import Surprisals
 from kvtool.cache.storage.head_budgets import rank_heads

@@ -39,15 +39,17 @@ class NewestQueries(Protocol):
     """The queries of the newest tokens of a layer.
 
     Attributes:
-        query: (batch, heads, rows, head_dim), after RoPE.
-        positions: (batch, rows), -1 where there is none.
         scale, softcap: as for `kvtool.maths.attention.attention_weights`.
     """
 
-    query: Tensor | None
-    positions: Tensor | None
     scale: float
     softcap: float | None
+
+    def by_kv_head(self, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """Return queries after RoPE, (batch, kv_heads, group, rows, head_dim), and which there are.
+
+        The latter is bool (batch, rows).
+        """
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class SlotView:
         first_layer_budget: what the first layer may keep, for such a score.
         keys: (batch, kv_heads, slots, key_dim) of each layer, as they are stored, for a score that
             needs keys; else none.
-        queries: of the newest tokens, for a score that looks back from them.
+        queries: of the newest tokens of each layer, for a score that looks back from them.
         moments: of the queries of the text's prompts, for a score that goes by them.
     """
 
@@ -85,7 +87,7 @@ class SlotView:
     kept_in_parent: Tensor | None = None
     first_layer_budget: Count | None = None
     keys: tuple[Tensor, ...] = ()
-    queries: NewestQueries | None = None
+    queries: tuple[NewestQueries, ...] = ()
     moments: QueryMoments | None = None
     repeated: Repeated | None = None
 

@@ -137,6 +137,11 @@ def test_budgets_that_make_no_sense_are_refused(policy, budget, message):
         kvtool.build_cache(peaky_model("llama"), policy, budget)
 
 
+PACED = ["h2o+every(steps=7)", "roco+caote+every(steps=7)", "tova+every(steps=5)"]
+PACED += ["keydiff+every(steps=7)", "rkv(window=4,buffer=5)", "h2o(positions=cache)+every(steps=7)"]
+PACED += ["h2o+d2o-merge+every(steps=7)", "streaming+calidrop+every(steps=7)"]
+
+
 @pytest.mark.exhaustive
 def test_layers_decide_together_what_they_decide_alone(monkeypatch):
     """In steady state one set of operations chooses for all layers, with equal bits."""
@@ -144,8 +149,8 @@ def test_layers_decide_together_what_they_decide_alone(monkeypatch):
     results = []
     for together in (True, False):
         if not together:
-            monkeypatch.setattr("kvtool.cache.steps.grouped.LayerGroups.form", lambda *_: None)
-        for policy in STEADY:
+            monkeypatch.setattr("kvtool.cache.steps.groups.LayerGroups.form", lambda *_: None)
+        for policy in (*STEADY, *PACED):
             cache = kvtool.build_cache(model, policy, 20)
             steps = [prefill(model, cache, random_ids(50, batch=2))]
             for i, tokens in enumerate(random_ids(30, seed=1, batch=2).T):
@@ -155,11 +160,13 @@ def test_layers_decide_together_what_they_decide_alone(monkeypatch):
                     cache.reorder_cache(torch.tensor([1, 0]))
                 steps.append(decode_step(model, cache, tokens))
                 grouped = len(cache.groups.by_layer) == 4
-                assert grouped == (together and i not in (0, 12))
+                assert grouped == (together and (policy in PACED or i not in (0, 12)))
             kept = [cache.kept_positions(layer).tolist() for layer in range(4)]
             results.append((torch.stack(steps), kept, cache.report()))
-    for ours, theirs in zip(results[: len(STEADY)], results[len(STEADY) :], strict=True):
-        assert torch.equal(ours[0], theirs[0])
+    half = len(results) // 2
+    for i, (ours, theirs) in enumerate(zip(results[:half], results[half:], strict=True)):
+        # alone a paced layer asks for weights it may not need, which another kernel computes
+        torch.testing.assert_close(ours[0], theirs[0], atol=0 if i < len(STEADY) else 1e-4, rtol=0)
         assert ours[1:] == theirs[1:]
 
 

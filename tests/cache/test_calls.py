@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvtool
 from tests.models_for_tests import peaky_model, random_ids
@@ -41,6 +42,40 @@ def test_a_decoded_token_takes_a_short_way():
     calls = traced(lambda: model(input_ids=token, past_key_values=cache))
     assert 40 <= calls.total() <= 121
     assert len({file for file, _ in calls}) <= 16
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_between_two_cuts_a_token_costs_less_than_a_cut_at_every_token():
+    model, token = kvtool.attach(peaky_model("llama", num_hidden_layers=4)), random_ids(1)
+    operations, calls = {}, {}
+    for policy in ("h2o", "h2o+every(steps=64)", "rkv(window=4)"):
+        cache = kvtool.build_cache(model, policy, 16)
+        model(input_ids=random_ids(40), past_key_values=cache)
+        for _ in range(4):
+            model(input_ids=token, past_key_values=cache)
+        with Operations() as counted:
+            model(input_ids=token, past_key_values=cache)
+        operations[policy] = counted.count
+        calls[policy] = traced(lambda: model(input_ids=token, past_key_values=cache))  # noqa: B023
+    assert operations["h2o+every(steps=64)"] <= operations["h2o"] - 15
+    assert operations["rkv(window=4)"] <= operations["h2o"] - 60
+    assert calls["h2o+every(steps=64)"].total() <= calls["h2o"].total()
+    assert calls["rkv(window=4)"].total() <= 140
+    for policy in ("h2o+every(steps=64)", "rkv(window=4)"):
+        chosen = {"score", "keep_top", "lowest", "importance", "protected", "replace"}
+        assert not chosen & {name for _, name in calls[policy]}
 
 
 @pytest.mark.exhaustive

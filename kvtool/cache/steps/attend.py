@@ -44,7 +44,7 @@ class AttendedToken:
 
 def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken:
     """Attend the slots in use by a token that stands among them."""
-    if layer.parts:
+    if layer.policy.score.positions == "cache":
         call = shift_decoded(layer, call)
     visible = visible_slots(layer)
     if call.context.lent:

@@ -36,4 +36,4 @@ def cut_to_budget(layer: SlotLayer, due: Due, view: SlotView, rows: AttentionRow
     chosen, positions = keep_top(importance, view.positions, target, protected, most)
     pair = used.keys, used.values
     layer.slots.replace(part_block(layer, pair, view, used.state, importance, chosen, positions))
-    due.count(target, budget)
+    due.count(target, budget, layer.seen)

@@ -37,14 +37,10 @@ def evict_after_token(
     policy, slots, budget = layer.policy, layer.slots, layer.budget
     observed = policy.needs_all_rows and not counted
     due = Due.of(layer) if layer.parts else None
-    full = layer.evicts_tokens and slots.used > budget.min_budget
-    if due is not None:
-        if due.left is None:
-            held = held_slots(layer, slots.positions[:, :, : slots.used])
-            due.count(held, budget.tokens)
-        else:
-            due.pass_token()
-        full = due.left == 0
+    if due is None:
+        full = layer.evicts_tokens and slots.used > budget.min_budget
+    else:
+        full = layer.seen_device is None and _is_due(layer, due)
     if not (observed or full):
         return
     view, state = used_view(layer, value), used_state(layer)
@@ -72,3 +68,11 @@ def evict_after_token(
         shift_behind(state, view.positions, evicted)
     if layer.parts:
         evict_decoded(layer, view.tokens_seen)
+
+
+def _is_due(layer: SlotLayer, due: Due) -> bool:
+    """Whether a cut may be due after the running token."""
+    if due.until is None:
+        slots, budget = layer.slots, layer.budget.tokens
+        due.count(held_slots(layer, slots.positions[:, :, : slots.used]), budget, layer.seen)
+    return due.left(layer.seen) == 0

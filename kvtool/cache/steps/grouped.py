@@ -8,8 +8,6 @@ Keys and values stay where they are.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import torch
 from torch import Tensor
 
@@ -22,10 +20,16 @@ from kvtool.policies.numbers import SHIFT
 
 
 class LayerGroup:
-    """Layers in the same steady state, in the order in which a forward runs them."""
+    """Layers in the same steady state, in the order in which a forward runs them.
+
+    Attributes:
+        layers: of the group.
+        joined: whether anything beside their slots has a say while a token is attended.
+    """
 
     def __init__(self, layers: list[SlotLayer]) -> None:
         self.layers = layers
+        self.joined = any(part.joins_decode for each in layers for part in each.parts.values())
         slots = [layer.slots for layer in layers]
         self._batch = slots[0].batch
         with torch.inference_mode(False):  # what is made inside it could not be written outside
@@ -41,7 +45,12 @@ class LayerGroup:
             each.group(self._positions[own], state)
         self._values: list[Tensor] = []
         self._rows: list[Tensor] = []
-        self._reuse(torch.cat([each.reuse_slot for each in slots if each.reuse_slot is not None]))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Prepare the slots of the next token."""
+        slots = [layer.slots.reuse_slot for layer in self.layers]
+        self._reuse(torch.cat([slot for slot in slots if slot is not None]))
 
     def ungroup(self) -> None:
         """Let the layers decide alone again, on numbers of their own."""
@@ -64,9 +73,11 @@ class LayerGroup:
         if rows is not None:
             self._rows.append(rows.weights)
         if layer is self.layers[-1]:
-            self._evict(counted)
+            self._end(counted)
+            self._values, self._rows = [], []
 
-    def _evict(self, counted: bool) -> None:
+    def _end(self, counted: bool) -> None:
+        """Choose what every layer evicts, from what all have left."""
         first = self.layers[0]
         policy, state, positions = first.policy, self._state, self._positions
         rows = AttentionRows(torch.cat(self._rows)) if self._rows else None
@@ -84,7 +95,6 @@ class LayerGroup:
         if SHIFT in state:
             shift_behind(state, positions, evicted)
         self._reuse(evicted)
-        self._values, self._rows = [], []
 
     def _reuse(self, evicted: Tensor) -> None:
         """Clear what is beside the slots to reuse and give them the position of the next token."""
@@ -92,39 +102,3 @@ class LayerGroup:
         self._positions.scatter_(2, slot, self.layers[0].seen)
         for number in self._state.values():
             number.scatter_(2, slot, 0)
-
-
-class LayerGroups:
-    """The groups of a cache's layers; none unless all layers are in their steady state.
-
-    Attributes:
-        formed: whether they are.
-        by_layer: the group that a layer decides with, by the layer's index.
-    """
-
-    def __init__(self) -> None:
-        self.formed = False
-        self.by_layer: dict[int, LayerGroup] = {}
-
-    def form(self, layers: list[SlotLayer]) -> None:
-        """Group the layers, if all of them that ever will are in their steady state."""
-        if layers[0].seen_device is not None:
-            return  # a static step, whose addresses stay
-        steady = [layer for layer in layers if layer.evicts_tokens]
-        if any(layer.slots.reuse_slot is None or layer.padded for layer in steady):
-            return
-        alike = defaultdict(list)
-        for layer in steady:
-            shape, device = layer.slots.positions.shape, layer.slots.device
-            alike[layer.policy, layer.budget.max_budget, shape, device].append(layer)
-        for members in alike.values():
-            if len(members) > 1:
-                group = LayerGroup(members)
-                self.by_layer |= {layer.index: group for layer in members}
-        self.formed = True
-
-    def ungroup(self) -> None:
-        """Let every layer decide alone again: their slots are about to change."""
-        for group in {id(group): group for group in self.by_layer.values()}.values():
-            group.ungroup()
-        self.formed, self.by_layer = False, {}

@@ -95,11 +95,12 @@ def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
             return run_block(layer, OwnBlock(call), call.q_len).out
         _check_split(call)
         return _run_blocks(layer, call, block)
-    if layer.parts:
+    group = call.context.group
+    if layer.parts and (group is None or group.joined):
         return _decode_with_parts(layer, call)
     layer.enter_token(call.positions)
     token = attend_token(layer, call, False)
-    end_token(layer, token, call.value, call.context.group)
+    end_token(layer, token, call.value, group)
     return token.out
 
 

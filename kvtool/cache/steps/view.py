@@ -35,9 +35,10 @@ def make_view(
         block: tokens of each batch entry in the running block.
         keys: (batch, kv_heads, slots, key_dim) of each layer, for a policy that needs them.
     """
-    first, above = layer.budget.tokens, None
+    first, above, window = layer.budget.tokens, None, None
     plain = layer.lengths is None and layer.seen_device is None
     if layer.parts:
+        window = QueryWindow.of(layer)
         parents = Parents.of(layer)
         if parents is not None and parents.first is not None:
             first = parents.first.budget.tokens
@@ -54,7 +55,7 @@ def make_view(
         kept_in_parent=above,
         first_layer_budget=first,
         keys=keys,
-        queries=QueryWindow.of(layer) if layer.parts else None,
+        queries=() if window is None else (window,),
     )
 
 
@@ -119,7 +120,9 @@ def decode_needs_rows(layer: SlotLayer) -> bool:
     if not layer.evicts_tokens or evidence is Evidence.NOTHING or evidence.shows_keys:
         return False
     due = Due.of(layer)
-    return layer.slots.used > layer.budget.min_budget if due is None else due.soon
+    if due is None:
+        return layer.slots.used > layer.budget.min_budget
+    return layer.seen_device is None and due.left(layer.seen) == 0
 
 
 def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> AttentionRows:

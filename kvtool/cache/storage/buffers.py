@@ -130,12 +130,13 @@ class SlotBuffers(SlotMemory):
                 self.reuse_slot = None
             self.ordered = False
         else:
-            self.grow(used + 1)
-            self.keys[:, :, used] = key[:, :, 0]
-            self.values[:, :, used] = value[:, :, 0]
+            if used == self.keys.shape[2]:
+                self.grow(used + 1)
+            self.keys.narrow(2, used, 1).copy_(key)
+            self.values.narrow(2, used, 1).copy_(value)
             self.written = None
             self.used = used = used + 1
-            return self.keys[:, :, :used], self.values[:, :, :used]
+            return self.keys.narrow(2, 0, used), self.values.narrow(2, 0, used)
         place = self.written[..., None]
         self.keys.scatter_(2, place.expand_as(key), key)
         self.values.scatter_(2, place.expand_as(value), value)
@@ -152,7 +153,8 @@ class SlotBuffers(SlotMemory):
         if isinstance(position, Tensor):
             position = position.to(torch.int32)[:, None, None]
         if self.written is None:
-            self.positions[:, :, self.used - 1 : self.used] = position
+            newest = self.positions.narrow(2, self.used - 1, 1)
+            newest.copy_(position) if isinstance(position, Tensor) else newest.fill_(position)
         elif isinstance(position, Tensor):
             self.positions.scatter_(2, self.written, position.expand_as(self.written))
         else:

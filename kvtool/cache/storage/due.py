@@ -10,45 +10,44 @@ from kvtool.cache.storage.part import Part
 
 
 class Due(Part):
-    """How many decoded tokens there are to the next cut.
+    """How many tokens a layer will have seen when it is cut next.
+
+    Nothing is counted while tokens are decoded: the layer counts what it has seen.
 
     Attributes:
         spare: tokens above the budget at which a batch entry is cut.
-        left: tokens until one of them may be; None: nobody has counted since the last prompt.
+        until: tokens, padding included, that the layer will have seen when one of them may be;
+            None: nobody has counted since the last prompt.
     """
 
     name = "due"
+    joins_decode = False
 
     def __init__(self, spare: int) -> None:
         self.spare = spare
-        self.left: int | None = None
+        self.until: int | None = None
 
     def copy(self) -> Due:
         """The same for a part of the layer's heads, whose cuts come at other times."""
         return Due(self.spare)
 
     def clear(self) -> None:
-        self.left = None
+        self.until = None
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.left = None
+        self.until = None
 
-    @property
-    def soon(self) -> bool:
-        """Whether the running token may be the last before a cut."""
-        return self.left is None or self.left <= 1
+    def left(self, seen: int) -> int:
+        """Count the tokens until a cut, for a layer that has seen so many; 0 where nobody knows."""
+        return 0 if self.until is None else max(0, self.until - seen)
 
-    def pass_token(self) -> None:
-        """Count a decoded token, where somebody has counted before."""
-        if self.left:
-            self.left -= 1
-
-    def count(self, held: int | Tensor, budget: int | Tensor) -> None:
+    def count(self, held: int | Tensor, budget: int | Tensor, seen: int) -> None:
         """Count anew; a device sync where entries differ.
 
         Args:
             held: tokens of each entry or head.
             budget: of each.
+            seen: tokens that the layer has seen.
         """
         left = budget + self.spare - held
-        self.left = max(0, int(left.min()) if isinstance(left, Tensor) else left)
+        self.until = seen + max(0, int(left.min()) if isinstance(left, Tensor) else left)

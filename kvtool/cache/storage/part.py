@@ -27,9 +27,11 @@ class Part:
 
     Attributes:
         name: by which a layer knows it.
+        joins_decode: whether it has a say while a decoded token is written and attended.
     """
 
     name: ClassVar[str]
+    joins_decode: ClassVar[bool] = True
 
     @classmethod
     def of(cls, layer: HasParts) -> Self | None:

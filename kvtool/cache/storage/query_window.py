@@ -6,17 +6,22 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvtool.cache.storage.part import Part, tensor_bytes
+from kvtool.maths.attention import group_queries
 from kvtool.maths.selection import take
 
 
 class QueryWindow(Part):
     """The queries of the newest tokens of each batch entry, prompt or decoded.
 
+    The row of a token is its position modulo the rows, so that a new one is written over the
+    oldest without asking where that is.
+
     Attributes:
         rows: how many.
-        query: (batch, heads, rows, head_dim), after RoPE, in no order; None before the first token.
+        query: (batch, heads, rows, head_dim), after RoPE; None before the first token.
         positions: (batch, rows) int64, -1 where there was none yet.
         scale, softcap: as for `kvtool.maths.attention.attention_weights`.
     """
@@ -32,7 +37,12 @@ class QueryWindow(Part):
         self.positions: Tensor | None = None
         self.scale: float = 1.0
         self.softcap: float | None = None
-        self._oldest = 0  # the row that the next token is written over
+
+    def by_kv_head(self, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """Return queries as (batch, kv_heads, group, rows, head_dim), and which there are."""
+        if self.query is None or self.positions is None:
+            raise RuntimeError("no prompt has been seen")
+        return group_queries(self.query, kv_heads), self.positions >= 0
 
     @torch.no_grad()
     def see(self, query: Tensor, positions: Tensor, scale: float, softcap: float | None) -> None:
@@ -43,17 +53,14 @@ class QueryWindow(Part):
             positions: (batch or 1, q_len) of them, -1 = padding.
         """
         self.scale, self.softcap = scale, softcap
-        query, positions = self._newest(query, positions.expand(len(query), -1))
-        if self.query is None or self.positions is None:
-            batch, heads, _, dim = query.shape
-            before = query.new_zeros(batch, heads, self.rows, dim)
-            unknown = positions.new_full((batch, self.rows), -1)
+        positions = positions.expand(len(query), -1)
+        if self.query is not None and self.positions is not None:
+            query = torch.cat([self.query, query], 2)
+            positions = torch.cat([self.positions, positions], 1)
         else:
-            before, unknown = self._in_order(self.query, self.positions)
-        both = torch.cat([before, query], 2), torch.cat([unknown, positions], 1)
-        with torch.inference_mode(False):  # what is made inside it could not be written outside
-            self.query, self.positions = (each.clone() for each in self._newest(*both))
-        self._oldest = 0
+            query = functional.pad(query, (0, 0, self.rows, 0))
+            positions = functional.pad(positions, (self.rows, 0), value=-1)
+        self._keep(query, positions)
 
     @torch.no_grad()
     def see_token(
@@ -63,29 +70,33 @@ class QueryWindow(Part):
 
         Args:
             query: (batch, heads, 1, head_dim).
-            position: one number, or (batch, 1).
+            position: one number, or (batch or 1, 1).
         """
         if self.query is None or self.positions is None:
             raise RuntimeError("no prompt has been seen")
         self.scale, self.softcap = scale, softcap
-        self.query[:, :, self._oldest] = query[:, :, 0]
-        own = slice(self._oldest, self._oldest + 1)
-        self.positions[:, own] = position
-        self._oldest = own.stop % self.rows
+        if isinstance(position, Tensor):
+            position = position.expand(len(query), 1)
+            rows = position % self.rows
+            self.query.scatter_(2, rows[:, None, :, None].expand_as(query), query)
+            self.positions.scatter_(1, rows, position)
+        else:
+            row = position % self.rows
+            self.query.narrow(2, row, 1).copy_(query)
+            self.positions.narrow(1, row, 1).fill_(position)
 
-    @staticmethod
-    def _in_order(query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        order = positions.argsort(1)
-        index = order[:, None].expand(-1, query.shape[1], -1)
-        return take(query, index), positions.gather(1, order)
-
-    def _newest(self, query: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the last rows that are no padding; what is missing stands in front."""
-        place = torch.arange(positions.shape[1], device=positions.device)
-        order = torch.where(positions >= 0, place, -1).argsort(stable=True, dim=1)
-        newest = order[:, -self.rows :]
-        index = newest[:, None].expand(-1, query.shape[1], -1)
-        return take(query, index), positions.gather(1, newest)
+    def _keep(self, query: Tensor, positions: Tensor) -> None:
+        """Keep copies of the newest of some rows, each at its place."""
+        order = positions.argsort(1)[:, -self.rows :]
+        positions = positions.gather(1, order)
+        rows = positions.remainder(self.rows)  # of those that are missing: one behind the others
+        batch, heads, _, dim = query.shape
+        newest = take(query, order[:, None].expand(-1, heads, -1))
+        with torch.inference_mode(False):  # what is made inside it could not be written outside
+            self.query = query.new_zeros(batch, heads, self.rows, dim)
+            self.positions = positions.new_full((batch, self.rows), -1)
+        self.query.scatter_(2, rows[:, None, :, None].expand_as(newest), newest)
+        self.positions.scatter_(1, rows, positions)
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.query is not None and self.positions is not None:
@@ -94,11 +105,13 @@ class QueryWindow(Part):
     def tensors(self) -> dict[str, Tensor]:
         if self.query is None or self.positions is None:
             return {}
-        query, positions = self._in_order(self.query, self.positions)
+        order = self.positions.argsort(1)
+        index = order[:, None].expand(-1, self.query.shape[1], -1)
+        query, positions = take(self.query, index), self.positions.gather(1, order)
         return {"window.query": query, "window.positions": positions}
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self.query, self.positions = tensors["window.query"], tensors["window.positions"]
+        self._keep(tensors["window.query"], tensors["window.positions"])
 
     @property
     def nbytes(self) -> int:

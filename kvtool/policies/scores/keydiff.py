@@ -20,6 +20,8 @@ from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.scores.ends import check_ends, ends
 
+_EPSILON = 1e-12
+
 
 def distance_from_anchor(keys: Tensor, stored: Tensor | None) -> Tensor:
     """Compute minus the cosine between each key and the mean of the unit keys.
@@ -31,11 +33,25 @@ def distance_from_anchor(keys: Tensor, stored: Tensor | None) -> Tensor:
     Returns:
         (batch, kv_heads, slots) float32, in [-1, 1].
     """
-    unit = functional.normalize(keys.float(), dim=-1)
-    if stored is not None:
-        unit = unit * stored[..., None]
-    anchor = functional.normalize(unit.sum(2), dim=-1)  # of the length of a mean or a sum
-    return -torch.matmul(unit, anchor[..., None])[..., 0]
+    return distances_from_anchors((keys,), stored)
+
+
+def distances_from_anchors(keys: tuple[Tensor, ...], stored: Tensor | None) -> Tensor:
+    """Compute the same for several layers, stacked along the batch.
+
+    The unit keys are never written down: a sum of them, and a dot product with one, are those of
+    the keys weighted by their inverse lengths.
+    """
+    wide = [each.float() for each in keys]
+    inverse = torch.cat([torch.linalg.vector_norm(each, dim=-1) for each in wide])
+    inverse = inverse.clamp_(min=_EPSILON).reciprocal_()
+    weights = inverse if stored is None else inverse * stored
+    rows = weights[:, :, None].split([len(each) for each in wide])
+    sums = [row @ each for row, each in zip(rows, wide, strict=True)]
+    anchors = functional.normalize(torch.cat(sums), dim=-1)  # of the length of a mean or a sum
+    columns = anchors.transpose(-1, -2).neg().split([len(each) for each in wide])
+    dots = [each @ column for each, column in zip(wide, columns, strict=True)]
+    return torch.cat(dots)[..., 0] * weights
 
 
 @dataclass(frozen=True)
@@ -60,10 +76,7 @@ class KeyDiff(Score):
         check_ends(self)
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        layers, stored = len(view.keys), view.stored
-        marks = [None] * layers if stored is None else stored.chunk(layers)
-        parts = [distance_from_anchor(*each) for each in zip(view.keys, marks, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return distances_from_anchors(view.keys, view.stored)
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
         return ends(self, view)

@@ -25,7 +25,7 @@ from kvtool.policies.numbers import Count, State
 from kvtool.policies.pace.every import Every
 from kvtool.policies.parts import Evidence, Score, SlotView
 
-_CHUNK = 512  # keys whose cosines with all others are held at a time
+_CHUNK = 128  # keys whose cosines with all others are held at a time
 
 
 def votes_of_queries(
@@ -66,18 +66,19 @@ def redundancy(keys: Tensor, positions: Tensor, threshold: float) -> Tensor:
     """
     stored = positions >= 0
     unit = functional.normalize(keys.float(), dim=-1) * stored[..., None]
-    last = torch.iinfo(positions.dtype).max
-    first = positions.masked_fill(~stored, last).argmin(-1, keepdim=True)
-    total = torch.zeros(positions.shape, device=keys.device)
+    order = positions.masked_fill(~stored, torch.iinfo(positions.dtype).max).argsort(-1)
+    places = torch.arange(positions.shape[2], device=keys.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, places).float()  # exact below 2**24
+    rank = rank.masked_fill_(~stored, 0)[:, :, None]
+    total = unit @ unit.sum(2)[..., None]  # of whole columns: what does not count is taken off
+    total = (total - unit.square().sum(-1, keepdim=True))[..., 0]
     for start in range(0, positions.shape[2], _CHUNK):
-        part = slice(start, start + _CHUNK)
-        cosine = unit[:, :, part] @ unit.transpose(-1, -2)
-        own = torch.arange(start, start + cosine.shape[2], device=keys.device)
-        cosine[:, :, own - start, own] = 0
-        alike = torch.where(cosine > threshold, positions[:, :, None], -1)
-        latest = torch.where(alike.amax(-1) >= 0, alike.argmax(-1), first)
-        cosine.scatter_(3, latest[..., None], 0)
-        total += cosine.sum(2)  # rows of empty slots are 0
+        cosine = unit[:, :, start : start + _CHUNK] @ unit.transpose(-1, -2)
+        cosine.diagonal(start, -2, -1).zero_()
+        alike = torch.gt(cosine, threshold, out=torch.empty_like(cosine))  # in floats: faster
+        latest = alike.mul_(rank).amax(-1).long()  # the first slot where nothing is alike
+        latest = order.gather(-1, latest)[..., None]
+        total.scatter_add_(2, latest[..., 0], -cosine.gather(-1, latest)[..., 0])
     mean = total / stored.sum(-1, keepdim=True).clamp(min=1)
     return torch.softmax(mean.masked_fill(~stored, float("-inf")), -1)
 
@@ -123,18 +124,26 @@ class RKV(Score):
         return Every(self.buffer)
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        seen = view.queries
-        if seen is None or seen.query is None or seen.positions is None:
+        if len(view.queries) != len(view.keys):
             raise RuntimeError("nobody has shown the newest queries")
         newest = view.recent(self.window)
         older = (view.positions >= 0) & ~newest
-        keys = view.keys[0]
-        batch, heads, _ = view.positions.shape
-        query = seen.query.view(batch, heads, -1, *seen.query.shape[2:])
-        votes = votes_of_queries(query, seen.positions >= 0, keys, older, seen.scale, seen.softcap)
-        votes = pool_votes(votes, view.positions, newest, kernel=self.kernel, pool="max")
-        repeated = redundancy(keys, view.positions, self.threshold)
-        return self.mix * votes - (1 - self.mix) * repeated
+        votes, repeated = [], []
+        parts = zip(
+            view.keys,
+            view.queries,
+            view.positions.chunk(len(view.keys)),
+            older.chunk(len(view.keys)),
+            strict=True,
+        )
+        for keys, seen, positions, past in parts:
+            query, valid = seen.by_kv_head(keys.shape[1])
+            votes.append(votes_of_queries(query, valid, keys, past, seen.scale, seen.softcap))
+            repeated.append(redundancy(keys, positions, self.threshold))
+        pooled = pool_votes(
+            torch.cat(votes), view.positions, newest, kernel=self.kernel, pool="max"
+        )
+        return self.mix * pooled - (1 - self.mix) * torch.cat(repeated)
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         return view.recent(self.window)

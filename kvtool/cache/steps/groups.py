@@ -1,0 +1,56 @@
+"""Which layers of a cache decide together what they evict."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from kvtool.cache.steps.grouped import LayerGroup
+from kvtool.cache.steps.paced import PacedGroup, may_pace
+from kvtool.cache.storage.due import Due
+from kvtool.cache.storage.layer import SlotLayer
+
+
+class LayerGroups:
+    """The groups of a cache's layers; none unless all layers are in their steady state.
+
+    Attributes:
+        formed: whether they are.
+        by_layer: the group that a layer decides with, by the layer's index.
+    """
+
+    def __init__(self) -> None:
+        self.formed = False
+        self.by_layer: dict[int, LayerGroup] = {}
+
+    def form(self, layers: list[SlotLayer]) -> None:
+        """Group the layers, if all of them that ever will are in their steady state."""
+        if layers[0].seen_device is not None:
+            return  # a static step, whose addresses stay
+        steady = [layer for layer in layers if layer.evicts_tokens]
+        if not all(map(_is_steady, steady)):
+            return
+        alike = defaultdict(list)
+        for layer in steady:
+            slots, due = layer.slots, Due.of(layer)
+            until = None if due is None else due.until
+            budget, shape = layer.budget.max_budget, slots.positions.shape
+            alike[layer.policy, budget, shape, slots.device, slots.used, until].append(layer)
+        for members in alike.values():
+            if len(members) > 1:
+                paced = Due.of(members[0]) is not None
+                group = PacedGroup(members) if paced else LayerGroup(members)
+                self.by_layer |= {layer.index: group for layer in members}
+        self.formed = True
+
+    def ungroup(self) -> None:
+        """Let every layer decide alone again: their slots are about to change."""
+        for group in {id(group): group for group in self.by_layer.values()}.values():
+            group.ungroup()
+        self.formed, self.by_layer = False, {}
+
+
+def _is_steady(layer: SlotLayer) -> bool:
+    """Whether nothing but contents of slots changes with a token, or their count until a cut."""
+    if layer.padded or layer.ragged is not None:
+        return False
+    return layer.slots.reuse_slot is not None or may_pace(layer)
