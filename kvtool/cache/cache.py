@@ -20,7 +20,7 @@ from kvtool.cache.steps.pending import (
     set_pending,
 )
 from kvtool.cache.steps.sparse import build_index
-from kvtool.cache.steps.static import may_grow
+from kvtool.cache.steps.static import may_grow, reserve_slots
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.cache.storage.tensor_parallel import heads_of_layer
@@ -284,10 +284,7 @@ class KVCache(InWords, CacheState):
             return False
         self.ungroup()
         for layer in self.slot_layers:
-            if layer.appends and layer.stores[0].slots.write_pos is None:
-                wanted = layer.expected or tokens
-                for store in layer.stores:
-                    store.slots.reserve(wanted)
+            reserve_slots(layer, tokens)
         return True
 
     @contextmanager

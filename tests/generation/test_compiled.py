@@ -28,6 +28,8 @@ from tests.models_for_tests import family_model, peaky_model, random_ids
 STEADY = ["streaming", "h2o+caote", "roco", "tova", "d2o+uniform", "streaming+cam"]
 STEADY += ["h2o(positions=cache)"]
 APPENDING = ["full", "snapkv(window=4)"]
+PACED = ["h2o+every(steps=6)", "rkv(window=4,buffer=6)", "tova+caote+every(steps=6)"]
+PACED += ["keydiff+every(steps=6)", "roco+ada+every(steps=6)", "d2o+uniform+every(steps=6)"]
 ROOMY = [*APPENDING, "adakv(window=4)"]
 
 
@@ -76,6 +78,21 @@ def test_compiled_steps_equal_eager_ones_and_share_one_graph(policy, padded):
     assert report.compile_s > 0
 
 
+@pytest.mark.few(2)
+@pytest.mark.each_once
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("policy", PACED)
+def test_steps_between_two_cuts_share_one_graph(policy, padded):
+    model = kvtool.attach(peaky_model("llama"))
+    worst, step, *_ = run_both(model, policy, padded, room=64, steps=20)
+    assert worst < 1e-4
+    report = step.report()
+    if "ada" not in policy:  # heads that are cut at times of their own
+        assert report.graphs == 1
+        assert report.compiled_steps >= 12
+    assert 4 <= report.eager_steps == 20 - report.compiled_steps
+
+
 class Graphs:
     """A backend that keeps what it is given and runs it as it is."""
 
@@ -94,7 +111,7 @@ class Graphs:
 @pytest.mark.few(1)
 @pytest.mark.each_once
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("policy", [*STEADY, *APPENDING, "adakv(window=4)", "h2o+ada"])
+@pytest.mark.parametrize("policy", [*STEADY, *APPENDING, *PACED[:3], "adakv(window=4)", "h2o+ada"])
 def test_a_graph_can_be_a_cuda_graph(policy, padded):
     """No number of the host, nothing but logits returned, changes only at fixed addresses."""
     model = kvtool.attach(peaky_model("llama"))

@@ -51,7 +51,8 @@ def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken
         lend(Lent(layer, call.key, call.context, visible=visible))
     observed = layer.policy.needs_all_rows or decode_needs_rows(layer)
     if not (observed or needs_lse or call.needs_weights):
-        return AttendedToken(attend_unseen(call, visible))
+        explicit = call.needs_weights or (layer.seen_device is not None and call.query.is_cpu)
+        return AttendedToken(attend_unseen(call, visible, explicit=explicit))
     on_device = call.query.device.type in TRITON_DEVICES
     if on_device and not needs_lse and can_count(layer, call, Family.SLOTS):
         out, rows = count_slots(layer, call)
@@ -89,9 +90,14 @@ def visible_slots(layer: SlotLayer) -> Tensor | None:
     return visible[:, :, None, None]
 
 
-def attend_unseen(call: Call, visible: Tensor | None) -> Tensor:
-    """Attend by a decoded token whose weights nobody wants: (batch, heads, 1, value_dim)."""
-    if call.needs_weights:
+def attend_unseen(call: Call, visible: Tensor | None, *, explicit: bool) -> Tensor:
+    """Attend by a decoded token whose weights nobody wants: (batch, heads, 1, value_dim).
+
+    Args:
+        explicit: whether to write the weights down all the same. A compiled step on a CPU does: it
+            makes one kernel of mask and softmax, and the fused kernel wants a mask of floats.
+    """
+    if explicit:
         weights = call_weights(call, call.query, call.key, visible)
         return weighted_values(weights, call.value)
     mask = None if visible is None else visible[:, :, 0]

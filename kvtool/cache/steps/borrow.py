@@ -27,7 +27,7 @@ def attend_borrowed(lent: Lent, call: Call) -> Tensor:
         (batch, heads, q_len, value_dim).
     """
     if lent.block is None:
-        return attend_unseen(call, lent.visible)
+        return attend_unseen(call, lent.visible, explicit=call.needs_weights)
     earlier = lent.block.new.shape[1] - call.q_len
     new, kept = lent.block.new[:, earlier:], lent.block.kept + earlier
     return OwnBlock(call).attend(lent.layer, replace(lent.block, new=new, kept=kept), False)

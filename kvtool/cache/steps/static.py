@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.merge_memory import MergeMemory
+from kvtool.cache.storage.query_window import QueryWindow
+from kvtool.cache.storage.rope_shift import RopeShift
 from kvtool.cache.storage.trace import Trace
 
 
@@ -27,7 +30,33 @@ def may_grow(layer: SlotLayer) -> bool:
         return True  # what is evicted is noted on the host, or fetched when it decides
     if layer.policy.reader is not None:
         return True  # what is read grows, and the tables with it
-    return any(store.grows for store in layer.stores)
+    return any(store.grows if Due.of(store) is None else _is_due(store) for store in layer.stores)
+
+
+def _is_due(store: SlotLayer) -> bool:
+    """Whether the next token may have heads cut that are cut every so many, or has no slot yet."""
+    due, slots = Due.of(store), store.slots
+    if due is None or RopeShift.of(store) is not None:  # which counts the slots in use
+        return True
+    left, full = due.left(store.seen), slots.kept >= store.budget.max_budget
+    return left <= 1 or not full or slots.kept + left > store.budget.max_budget + due.spare
+
+
+def reserve_slots(layer: SlotLayer, tokens: int) -> None:
+    """Take slots for coming tokens at once, in a layer that appends them, for good or until a cut.
+
+    Args:
+        tokens: how many are to come, as far as nobody knows better.
+    """
+    wanted = layer.expected or tokens
+    for store in layer.stores:
+        slots, due = store.slots, Due.of(store)
+        if slots.write_pos is not None:
+            continue
+        if due is not None:
+            slots.reserve(store.budget.max_budget + due.spare - slots.used)
+        elif layer.appends:
+            slots.reserve(wanted)
 
 
 class StaticSteps:
@@ -97,8 +126,10 @@ def _counting(layer: SlotLayer) -> list[SlotLayer]:
 
 def stationary(layer: SlotLayer) -> list[Tensor]:
     """The tensors of a layer that a static step reads or writes, where they are."""
-    merged = MergeMemory.of(layer)
+    merged, window = MergeMemory.of(layer), QueryWindow.of(layer)
     own = [*layer.slots.tensors(), *([] if merged is None else merged.state.values())]
+    if window is not None and window.query is not None and window.positions is not None:
+        own += [window.query, window.positions]
     return own if layer.lengths is None else [*own, layer.lengths]
 
 

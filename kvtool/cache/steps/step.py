@@ -194,13 +194,12 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
 
 def _show_token(window: QueryWindow, layer: SlotLayer, call: Call) -> None:
     """Show the query of the token that has just been counted, where it is no padding."""
-    how = call.scale, call.softcap
+    newest: int | Tensor = layer.tokens_seen - 1
     if call.positions is not None:
-        window.see(call.query, call.positions, *how)
-    elif layer.lengths is not None:
-        window.see_token(call.query, layer.lengths[:, None] - 1, *how)
-    else:
-        window.see_token(call.query, layer.seen - 1, *how)
+        newest = call.positions
+    elif isinstance(newest, Tensor):
+        newest = newest[..., 0]
+    window.see_token(call.query, newest, call.scale, call.softcap)
 
 
 def _decode_ragged(

@@ -137,9 +137,15 @@ class SlotBuffers(SlotMemory):
             self.written = None
             self.used = used = used + 1
             return self.keys.narrow(2, 0, used), self.values.narrow(2, 0, used)
-        place = self.written[..., None]
-        self.keys.scatter_(2, place.expand_as(key), key)
-        self.values.scatter_(2, place.expand_as(value), value)
+        if static:
+            entries, heads = (torch.arange(n, device=self.device) for n in self.written.shape[:2])
+            place = entries[:, None, None], heads[:, None], self.written
+            self.keys.index_put_(place, key)  # a compiler copies the whole buffer to scatter
+            self.values.index_put_(place, value)
+        else:
+            index = self.written[..., None]
+            self.keys.scatter_(2, index.expand_as(key), key)
+            self.values.scatter_(2, index.expand_as(value), value)
         return self.keys[:, :, :used], self.values[:, :, :used]
 
     @torch.no_grad()

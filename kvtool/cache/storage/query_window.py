@@ -70,15 +70,18 @@ class QueryWindow(Part):
 
         Args:
             query: (batch, heads, 1, head_dim).
-            position: one number, or (batch or 1, 1).
+            position: one number, or (batch or 1, 1), -1 where an entry has padding instead.
         """
         if self.query is None or self.positions is None:
             raise RuntimeError("no prompt has been seen")
         self.scale, self.softcap = scale, softcap
         if isinstance(position, Tensor):
             position = position.expand(len(query), 1)
-            rows = position % self.rows
-            self.query.scatter_(2, rows[:, None, :, None].expand_as(query), query)
+            rows, valid = position % self.rows, position >= 0
+            index = rows[:, None, :, None].expand_as(query)
+            query = torch.where(valid[:, None, :, None], query, self.query.gather(2, index))
+            self.query.scatter_(2, index, query)
+            position = torch.where(valid, position, self.positions.gather(1, rows))
             self.positions.scatter_(1, rows, position)
         else:
             row = position % self.rows
