@@ -37,7 +37,7 @@ from tests.benchmarks.models import SHAPES, build_models
 from tests.benchmarks.prefilling import PrefillLine, prefill_lines
 
 LENGTHS = (8192, 32768, 102400)
-POLICIES = ("h2o", "h2o+caote", "roco", "snapkv", "tova")
+POLICIES = ("h2o", "h2o+caote", "roco", "snapkv", "tova", "h2o+every(steps=64)", "rkv", "keydiff")
 
 
 def note(text: str) -> None:
