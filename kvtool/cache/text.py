@@ -36,6 +36,9 @@ class CacheSettings:
     kernel: str
     plan: PlanDocument | None
 
+    def __post_init__(self) -> None:
+        _ = self.lending  # found now: torch.compile cannot trace the lock of the first time
+
     @cached_property
     def lending(self) -> frozenset[int]:
         """The layers whose keys and values later ones read."""
