@@ -95,6 +95,7 @@ def test_kept_positions_and_logits_equal_the_oracle(model, mode, options):
     follow(model, lambda: Expected(20, **twin), expected(**options), *texts, 4, kind=AskingOracle)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama"])
 def test_with_modifiers_they_equal_the_oracle(model):
     options = {"future": 8, "values": False}

@@ -31,6 +31,7 @@ def ran(kvtool, command, *arguments):
     return json.loads(done.out)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.few(14)
 @pytest.mark.parametrize("mode", ["full", "block:32"])
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -42,6 +42,7 @@ def alone(run, *arguments):
     return document["text"].strip(), code in document["text"], held(document["cache"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("policy", "budget"),
     [("h2o+caote", None), ("tova", "20%"), ("quest", "256"), ("snapkv", "300KiB")],

@@ -173,6 +173,7 @@ def test_text_and_pictures(kvtool):
     assert Path("plan.txt").read_text() == done.out
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_shows_a_table_with_bars(on_terminal):
     text = on_terminal(KVTOOL, "plan-budget", "profile.yaml", "--ratio", "20%", columns=100)
     assert "20% of a full cache" in text

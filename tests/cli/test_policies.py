@@ -101,6 +101,7 @@ def test_a_narrow_terminal_wraps(at_terminal, columns):
                 assert f"{parameter}={value}" in whole
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_in_full(kvtool, name):
     entry = ENTRIES[name]

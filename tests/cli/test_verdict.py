@@ -89,6 +89,7 @@ def cost_by_hand(result, by):
     }[by]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("within", [20, 40])
 def test_the_verdict_is_that_of_a_count_by_hand(folder, within):
     rescore(folder, [], Watcher(), within=within)
@@ -179,6 +180,7 @@ def run_command(printed, folder, text):
     return json.loads(done.stdout)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.few(1)
 @pytest.mark.parametrize("size", [320_000, 10**7])
 def test_the_recommended_command_runs_and_holds_the_bytes_it_promised(

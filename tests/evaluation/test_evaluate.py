@@ -33,6 +33,7 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_call_is_the_command_with_the_same_settings(tmp_path):
     from kvtool.cli.main import main
 

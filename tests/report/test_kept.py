@@ -133,6 +133,7 @@ return [found, document.getElementById("told").textContent, text.textContent];
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mark", ["merged", "read"])
 def test_a_browser_shades_what_the_switches_choose(mark, tmp_path):
     text = shaded(mark)

@@ -58,6 +58,7 @@ def page(tmp_path_factory):
     return path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.each_once
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1400, 700])

@@ -101,6 +101,7 @@ def test_fidelity_without_the_text_metrics(loaded, counter, monkeypatch):
     assert "pip install" in task.protocol
 
 
+@pytest.mark.exhaustive
 def test_reconstruction_compares_with_full_or_with_the_source(loaded, counter):
     task = Reconstruct(name="reconstruct", lengths="64", samples=1)
     samples, records = measure(loaded, counter, task, FULL, TINY)
