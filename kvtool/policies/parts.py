@@ -10,7 +10,7 @@ sinks       the first tokens of a text, on which attention rests whatever they s
 recent      the newest tokens
 window      the last queries of a prompt, which vote on what stays; also a model's sliding window
 protected   slots that stay whatever their score
-evidence    what a score is shown: nothing, keys, moments of queries, attention rows, the logits
+evidence    what a score is shown: nothing, keys, queries, attention, logits, a prompt repeated
 group       query heads that share a KV head
 score       the role that gives each slot its importance
 importance  a number for each slot, higher = keep

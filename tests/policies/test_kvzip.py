@@ -119,6 +119,16 @@ def test_a_padded_row_that_fits_stays_beside_one_that_is_cut():
     assert positions(both, 0, 1) == [list(range(9))] * 2
 
 
+def test_a_reset_cache_forgets_what_stood_around_its_text():
+    model, ids = attached(), random_ids(PROMPT)
+    cache, _ = cut(model, "kvzip", ids, around=(6, 3))
+    fresh, _ = cut(model, "kvzip", ids)
+    cache.reset()
+    prefill(model, cache, ids)
+    for layer in range(2):
+        assert positions(cache, layer) == positions(fresh, layer)
+
+
 def test_later_texts_are_appended_and_nothing_is_cut_again():
     model = attached()
     cache, _ = cut(model, "kvzip", random_ids(PROMPT))

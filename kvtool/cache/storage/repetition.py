@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -112,8 +112,10 @@ class Repetition:
         return None if asked is None else cls(asked, policy.score.name)
 
     def reset(self) -> None:
-        """Forget the text."""
+        """Forget the text, and what stood around it."""
         self.ended = self.driven = False
+        if self.instructions is not None:
+            self.instructions = replace(self.instructions, before=0, behind=0)
 
     def instruct(self, instructions: Instructions) -> None:
         """Say what goes around the prompt that comes."""
