@@ -23,6 +23,7 @@ from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.planning.held import planned_heads
 from kvtool.planning.run import check_run
+from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.policies.whole_prompt import check_blocks
@@ -141,7 +142,8 @@ def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:
     tokens = [plan.layers.tokens[i] for i in plan.free_layers]
     hint = "plan with --allocator uniform, or give a budget"
     split = policy.head_split
-    if split is not None and split.across_layers and len(set(tokens)) > 1:
+    uniform = plan.layers.allocator == Uniform.name  # which may leave layers a token apart
+    if split is not None and split.across_layers and len(set(tokens)) > 1 and not uniform:
         raise UsageError(
             f"the layers of policy `{policy}` compete for one budget, "
             f"and the plan gives them {min(tokens)} to {max(tokens)}",

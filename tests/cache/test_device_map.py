@@ -15,7 +15,7 @@ from kvtool.cache.files.save import save_cache
 from kvtool.generation.feeding import decode_step, prefill
 from kvtool.policies.table import BASES
 from tests.cache.split_model import BUDGET, one
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import any_cache, peaky_model, random_ids
 from tests.tiers import first
 
 SETTINGS = {"snapkv": "(window=4)", "pyramidkv": "(window=4)", "adakv": "(window=4)"}
@@ -49,9 +49,7 @@ def offloaded(whole, tmp_path_factory):
 @pytest.mark.parametrize("policy", first(6, [*reversed(BASES), "tova+d2o-alloc"]))
 def test_an_offloaded_model_keeps_and_says_the_same(whole, offloaded, policy):
     policy += SETTINGS.get(policy, "")
-    expected, found = (
-        one(model, kvtool.build_cache(model, policy, BUDGET)) for model in (whole, offloaded)
-    )
+    expected, found = (one(model, any_cache(model, policy, BUDGET)) for model in (whole, offloaded))
     logits = (torch.tensor(result.pop("logits")) for result in (found, expected))
     torch.testing.assert_close(*logits)
     assert found == expected
@@ -85,7 +83,7 @@ def on_two_devices():
 @pytest.mark.parametrize("mode", ["full", "block:16"])
 def test_slots_live_beside_their_layer(policy, mode):
     model = on_two_devices()
-    cache = kvtool.build_cache(model, policy, BUDGET, prefill=mode)
+    cache = any_cache(model, policy, BUDGET, prefill=mode)
     with torch.no_grad():
         prefill(model, cache, random_ids(61))
         for token in range(5):

@@ -12,7 +12,7 @@ import torch
 import kvtool
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.table import BASES, MODIFIERS, describe, policy_class
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import any_cache, peaky_model, random_ids
 
 PAGE = Path(__file__).parents[2] / "kvtool" / "policies" / "README.md"
 README = PAGE.read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def model():
 
 
 def run(model, policy):
-    cache = kvtool.build_cache(model, policy, BUDGET)
+    cache = any_cache(model, policy, BUDGET)
     logits = [prefill(model, cache, random_ids(PROMPT))]
     logits += [decode_step(model, cache, torch.tensor([token])) for token in (5, 9, 11)]
     return torch.stack(logits), [cache.kept_positions(layer) for layer in range(3)]
