@@ -18,6 +18,7 @@ TINY = ("--shape", "tiny", "--backend", "eager", "--budget", "16", "--policies",
 def test_the_headline_sets_a_policy_beside_each_full_cache_and_a_prompt(tmp_path, capsys):
     file = tmp_path / "headline.json"
     prompt = ("--prefill-length", "96", "--prefill-budget", "16", "--block", "8")
+    prompt += ("--turns", "9")
     headline.main([*TINY, *prompt, "--steps", "3", "--lengths", "48", "--json", str(file)])
     found = json.loads(file.read_text())
     assert [(line["attention"], line["length"]) for line in found["decode"]] == [
@@ -27,9 +28,12 @@ def test_the_headline_sets_a_policy_beside_each_full_cache_and_a_prompt(tmp_path
         ("unmasked", 48),
     ]
     assert all(line["graphs"] > 0 for line in found["decode"])  # no step of ours stayed eager
+    (turns,) = found["turns"]
+    assert (turns["policy"], turns["steps"], turns["ratio"]) == ("h2o", 9, 1)
     assert [line["kv_ratio"] for line in found["prefill"]] == [16 / 96]
     out = capsys.readouterr().out
     assert "decode at budget 16" in out
+    assert "9 eager steps at budget 16 in turns" in out
     assert "prompt of 96 tokens in blocks of 8 at budget 16" in out
 
 
@@ -48,7 +52,7 @@ SMOKE = {
     "profile": "--lengths 40 --samples 1 --decode 4 --metrics entropy",
     "calidrop": "--bases h2o --length 64 --budget 16 --rounds 1",
 }
-DRIVEN = ("headline", "models", "decoding", "prefilling")  # by the headline's tests above
+DRIVEN = ("headline", "models", "decoding", "prefilling", "turns")  # by the headline's tests above
 
 
 def test_no_benchmark_is_left_out():

@@ -12,6 +12,9 @@ step must read (weights, but of the input embedding; keys and values attended to
 over the bandwidth of a large copy in the same process; reading alone can be faster than that.
 A policy's prompt is of twice its budget: what a step costs does not depend on a longer one.
 
+The turns table sets the eager steps of each policy against those of the first one, step by step in
+the same round, the steps that cut included: less noise than the ratios above have among each other.
+
 The prefill table sets a prompt in blocks against DynamicCache with sdpa: time, K/V bytes from the
 tensors, and the growth of memory at its peak.
 """
@@ -35,6 +38,7 @@ from rich.table import Table
 from tests.benchmarks.decoding import ATTENTIONS, WARM, DecodeLine, copy_bandwidth, decode_lines
 from tests.benchmarks.models import SHAPES, build_models
 from tests.benchmarks.prefilling import PrefillLine, prefill_lines
+from tests.benchmarks.turns import TurnLine, turn_lines
 
 LENGTHS = (8192, 32768, 102400)
 POLICIES = ("h2o", "h2o+caote", "roco", "snapkv", "tova", "h2o+every(steps=64)", "rkv", "keydiff")
@@ -94,6 +98,18 @@ def decode_table(lines: list[DecodeLine]) -> Table:
     return table
 
 
+def turns_table(lines: list[TurnLine]) -> Table:
+    one = lines[0]
+    title = f"{one.steps} eager steps at budget {one.budget} in turns, cuts included"
+    table = Table(title=title)
+    table.add_column("policy")
+    for name in ("mean ms", f"over {one.first}", "median of pairs"):
+        table.add_column(name, justify="right")
+    for line in lines:
+        table.add_row(line.policy, f"{line.ms:.2f}", f"{line.ratio:.3f}", f"{line.paired:.3f}")
+    return table
+
+
 def prefill_table(lines: list[PrefillLine]) -> Table:
     one = lines[0]
     table = Table(
@@ -130,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16", "float16"),
         help="default: float32, on a GPU bfloat16",
     )
-    parser.add_argument("--tables", nargs="+", choices=("decode", "prefill"))
+    parser.add_argument("--tables", nargs="+", choices=("decode", "turns", "prefill"))
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument(
@@ -141,6 +157,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--attentions", nargs="+", choices=ATTENTIONS, help="of the full caches")
     parser.add_argument("--steps", type=int, default=60, help="decoded tokens of each")
+    parser.add_argument("--turns", type=int, default=128, help="eager steps of each in turns")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--prefill-policies", nargs="+", default=["h2o"])
     parser.add_argument("--prefill-length", type=int, default=32768)
@@ -158,7 +175,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     gpu = args.device == "cuda"
     if gpu and not torch.cuda.is_available():
         parser.error("no CUDA device is there")
-    args.tables = args.tables or ("decode", "prefill")
+    args.tables = args.tables or ("decode", "turns", "prefill")
     args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
     args.lengths = (LENGTHS if gpu else ()) if args.lengths is None else args.lengths
     if min((args.budget, *args.lengths)) <= args.steps + WARM:
@@ -189,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bandwidth = machine["copy_bytes_per_s"]
     parts = {
         "decode": (lambda: decode_lines(ours, plain, args, bandwidth, note), decode_table),
+        "turns": (lambda: turn_lines(ours, args, note), turns_table),
         "prefill": (lambda: prefill_lines(ours, plain, args, note), prefill_table),
     }
     console, found = Console(width=120), {name: [] for name in parts}
