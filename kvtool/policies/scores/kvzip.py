@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.policies.allocate.joint import Joint
 from kvtool.policies.parts import Evidence, Score
-from kvtool.policies.repetition import RepetitionAsked
+from kvtool.policies.repetition import Repeated, RepetitionAsked
 from kvtool.policies.spelling import check_least, computed
 
 if TYPE_CHECKING:
@@ -63,14 +63,16 @@ class KVzip(Score):
         return Joint(self.layers)
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        if view.repeated is None:
-            raise ValueError("this score has REPETITION as its evidence, and was given none")
-        return view.repeated.weights
+        return _repeated(view).weights
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
-        if view.repeated is None:
-            raise ValueError("this score has REPETITION as its evidence, and was given none")
-        return ~view.repeated.tokens & (view.positions >= 0)
+        return ~_repeated(view).tokens & (view.positions >= 0)
 
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"sinks": self.sinks}
+
+
+def _repeated(view: SlotView) -> Repeated:
+    if view.repeated is None:
+        raise ValueError("this score has REPETITION as its evidence, and was given none")
+    return view.repeated
