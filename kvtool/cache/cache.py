@@ -157,7 +157,7 @@ class KVCache(InWords, CacheState):
         if self.repetition is not None:
             if self.repetition.running is not None:
                 return
-            layer.grow_exactly(not self.repetition.ended)
+            layer.grow_exactly(layer.window is None and not self.repetition.ended)
         index = SparseIndex.of(layer)
         if index is not None:
             index.forget_tables()
