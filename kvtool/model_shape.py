@@ -11,6 +11,9 @@ from typing import Any
 
 from kvtool.transformers_versions import layer_types
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Size of a number in the dtypes that a model can be loaded in."""
+
 FREE = ("full_attention", "hybrid")
 """Kinds of layers whose budget is free, by transformers' names."""
 
@@ -42,12 +45,12 @@ class LayerShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the key and value of one token in one KV head."""
+        """Bytes of the key and value of one token in one KV head, in the model's dtype."""
         return (self.key_dim + self.value_dim) * self.itemsize
 
     @property
     def bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
+        """Bytes of the keys and values of one token, in the model's dtype."""
         return self.kv_heads * self.token_bytes
 
 
@@ -58,10 +61,8 @@ def layer_shapes(config: Any, dtype: str | None = None) -> list[LayerShape | Non
         config: a transformers configuration.
         dtype: in which keys and values are stored; None or `auto`: the checkpoint's own.
     """
-    import torch
-
     text = config.get_text_config(decoder=True)
-    size = getattr(torch, stored_dtype(text, dtype)).itemsize
+    size = _itemsize(stored_dtype(text, dtype))
     known: dict[tuple[str, int | None], LayerShape] = {}  # entries of a config read slowly
     shapes: list[LayerShape | None] = []
     for (kind, options), own in zip(layer_types(text), text.per_layer_config, strict=True):
@@ -75,6 +76,15 @@ def layer_shapes(config: Any, dtype: str | None = None) -> list[LayerShape | Non
             known[key] = known.get(key) or _layer_shape(own, kind, width, size)
             shapes.append(known[key])
     return shapes
+
+
+def _itemsize(dtype: str) -> int:
+    """Return the bytes of a number, asking torch for uncommon dtypes alone."""
+    if dtype in DTYPE_BYTES:
+        return DTYPE_BYTES[dtype]
+    import torch
+
+    return int(getattr(torch, dtype).itemsize)
 
 
 def _layer_shape(config: Any, kind: str, width: int | None, itemsize: int) -> LayerShape:

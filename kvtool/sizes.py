@@ -16,6 +16,10 @@ MOST_TOKENS = 2**31 - 1  # of a text: a cache stores positions in 32 bits
 MOST_BYTES = 2**63 - 1
 LARGEST_SEED = 2**63 - 1
 
+LONG_PROMPT = 1024
+"""Tokens of the shortest prompt whose attention is summed from the log-sum-exp of its rows, not
+from weights in full."""
+
 _BYTE_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _DECIMAL_UNITS = {"KB": "KiB", "MB": "MiB", "GB": "GiB", "TB": "TiB"}
 _COUNT_UNITS = {"": 1, "K": 2**10, "M": 2**20}

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import re
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvtool.errors import KvtoolError
 
 OLDEST = (5, 17)
+_PLAIN = ("5.17.", "5.23.")  # releases that `kvtool.plain_config` reads a config.json like
 _WINDOWS = {
     "sliding_attention": "sliding_window",
     "hybrid_sliding": "sliding_window",
@@ -28,6 +28,8 @@ def check_transformers() -> None:
     Raises:
         KvtoolError: it is missing or too old.
     """
+    from importlib.metadata import PackageNotFoundError, version
+
     oldest = ".".join(map(str, OLDEST))
     hint = f"pip install 'transformers>={oldest}'"
     try:
@@ -41,6 +43,16 @@ def check_transformers() -> None:
         )
 
 
+def reads_plain_configs() -> bool:
+    """Tell whether the installed transformers reads a config.json as `kvtool.plain_config` does."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("transformers").startswith(_PLAIN)
+    except PackageNotFoundError:
+        return False
+
+
 def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return the kind of every cache layer and the arguments that make it.
 
@@ -50,6 +62,10 @@ def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
     Args:
         config: of a decoder.
     """
+    from kvtool.plain_config import PlainConfig
+
+    if isinstance(config, PlainConfig):
+        return config.cache_layers()
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     kinds, options = get_layer_types_and_kwargs(config)

@@ -25,6 +25,7 @@ def launch(count: int, *arguments: str, folder: Path, **variables: str) -> list[
             text=True,
             env=os.environ
             | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            | {"PYTHONFAULTHANDLER": "1"}  # a crash of native code says where Python was
             | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
             | variables,
         )
@@ -34,5 +35,9 @@ def launch(count: int, *arguments: str, folder: Path, **variables: str) -> list[
 
 def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
     """Return exit code, stdout and stderr of each."""
-    ends = [process.communicate(timeout=300) for process in processes]
+    try:
+        ends = [process.communicate(timeout=900) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # where one has not come to its end in time, or this was interrupted
     return [(p.returncode, *end) for p, end in zip(processes, ends, strict=True)]

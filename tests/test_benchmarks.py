@@ -1,6 +1,7 @@
 """The benchmarks behind what the README and the notes say of speed and memory still run."""
 
 import json
+import subprocess
 import sys
 from functools import partial
 from importlib import import_module
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.benchmarks import __main__ as all_of_them
 from tests.benchmarks import headline
 from tests.benchmarks.models import build_models
 
@@ -18,7 +20,8 @@ TINY = ("--shape", "tiny", "--backend", "eager", "--budget", "16", "--policies",
 def test_the_headline_sets_a_policy_beside_each_full_cache_and_a_prompt(tmp_path, capsys):
     file = tmp_path / "headline.json"
     prompt = ("--prefill-length", "96", "--prefill-budget", "16", "--block", "8")
-    prompt += ("--turns", "9")
+    prompt += ("--turns", "9", "--tables", "decode", "turns", "prefill", "whole")
+    prompt += ("--whole-lengths", "48", "64", "--whole-policies", "h2o", "roco")
     headline.main([*TINY, *prompt, "--steps", "3", "--lengths", "48", "--json", str(file)])
     found = json.loads(file.read_text())
     assert [(line["attention"], line["length"]) for line in found["decode"]] == [
@@ -31,10 +34,17 @@ def test_the_headline_sets_a_policy_beside_each_full_cache_and_a_prompt(tmp_path
     (turns,) = found["turns"]
     assert (turns["policy"], turns["steps"], turns["ratio"]) == ("h2o", 9, 1)
     assert [line["kv_ratio"] for line in found["prefill"]] == [16 / 96]
+    assert [(line["policy"], line["kv_ratio"], line["block"]) for line in found["whole"]] == [
+        ("h2o", 16 / 48, None),
+        ("roco", 16 / 48, None),
+        ("h2o", 16 / 64, None),
+        ("roco", 16 / 64, None),
+    ]
     out = capsys.readouterr().out
     assert "decode at budget 16" in out
     assert "9 eager steps at budget 16 in turns" in out
     assert "prompt of 96 tokens in blocks of 8 at budget 16" in out
+    assert "prompts read at once at budget 16" in out
 
 
 @pytest.mark.exhaustive
@@ -50,14 +60,43 @@ SMOKE = {
     "reading": "--length 64 --budget 16 --policies quest --steps 3",
     "streams": "--tokens 1100 --budget 32 --block 32 --policies streaming(positions=cache)",
     "profile": "--lengths 40 --samples 1 --decode 4 --metrics entropy",
+    "long": "--lengths 64 96 --budget 16 --block 16 --policies h2o --holding quest",
+    "serving": "--prompts 4 --length 64 --new 8 --rows 2 --policies h2o",
     "calidrop": "--bases h2o --length 64 --budget 16 --rounds 1",
+    "startup": "--runs 1",
 }
 DRIVEN = ("headline", "models", "decoding", "prefilling", "turns")  # by the headline's tests above
 
 
 def test_no_benchmark_is_left_out():
     files = (Path(__file__).parent / "benchmarks").glob("*.py")
-    assert {file.stem for file in files} - {"__init__"} == {*SMOKE, *DRIVEN}
+    assert {file.stem for file in files} - {"__init__", "__main__"} == {*SMOKE, *DRIVEN}
+
+
+def test_the_list_tells_what_every_benchmark_answers_and_how_long_it_takes(capsys):
+    assert {each.name for each in all_of_them.benchmarks()} == {*SMOKE, "headline", "gpu"}
+    assert all_of_them.main([]) == 0
+    told = capsys.readouterr().out
+    for each in all_of_them.benchmarks():
+        assert " min" in each.takes
+        assert each.name in told
+    assert {each.name for each in all_of_them.benchmarks()} > {*all_of_them.WAITS}
+
+
+def test_benchmarks_run_one_after_another_each_with_its_arguments(monkeypatch, capfd):
+    run = []
+
+    def record(program, check):
+        run.append(program[2:])
+        return subprocess.CompletedProcess(program, len(run) % 2)
+
+    monkeypatch.setattr(subprocess, "run", record)
+    assert all_of_them.main(["long", "calidrop"]) == 1
+    assert run == [["tests.benchmarks.long"], ["tests.benchmarks.calidrop"]]
+    assert all_of_them.main(["waits"]) == 1
+    assert [program[0].rpartition(".")[2] for program in run[2:]] == [*all_of_them.WAITS]
+    assert all_of_them.main(["long", "quick"]) == 2
+    assert capfd.readouterr().err == "no such benchmark: quick\n"
 
 
 @pytest.mark.exhaustive

@@ -23,6 +23,7 @@ from kvtool.cli.main import main
 from kvtool.models.reference import path as reference_path
 from kvtool.models.reference.prompt import needle_prompt
 from kvtool.policies.table import BASES, MODIFIERS, describe
+from tests.models.published import LLAMA_3
 
 ROOT = Path(__file__).parents[1]
 FIRST = ROOT / "README.md"
@@ -35,29 +36,6 @@ PAGES = [
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 OTHERS = r"\b(MODEL|FOLDER)\b"  # a model and data of the reader's
-LLAMA_CONFIG = {  # of the checkpoint, as it stands on the hub
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 CHAT = [
     '{"user": "The secret code for falcon: 7429103."}',
     '{"user": "The secret code for falcon:"}',
@@ -117,7 +95,7 @@ def folder(tmp_path) -> Path:
     """A folder with the files that commands read, and Llama 3.1 8B without its weights."""
     llama = tmp_path / "llama"
     shutil.copytree(reference_path(), llama, ignore=shutil.ignore_patterns("*.safetensors"))
-    (llama / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    (llama / "config.json").write_text(json.dumps(LLAMA_3))
     (llama / "generation_config.json").unlink(missing_ok=True)
     save_file({}, llama / "model.safetensors")
     text, _ = needle_prompt(tokens=2600, seed=1)

@@ -49,7 +49,7 @@ def installed(monkeypatch):
                 raise PackageNotFoundError(name)
             return version
 
-        monkeypatch.setattr("kvtool.transformers_versions.version", find)
+        monkeypatch.setattr("importlib.metadata.version", find)
         check_transformers.cache_clear()
 
     yield pretend

@@ -21,8 +21,10 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
+from kvtool.model_shape import layer_shapes
 from kvtool.planning.held import planned_heads
 from kvtool.planning.run import check_run
+from kvtool.planning.slots import check_dims
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
@@ -62,13 +64,15 @@ def build_cache(
     Raises:
         UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot
             be read; a plan beside a budget, one of another model, or one whose bytes this policy or
-            dtype would exceed; head scores that do not fit.
+            dtype would exceed; head scores that do not fit; a codec that cannot store the model's
+            heads, or not on its device.
         KvtoolError: a model whose layers cannot be compressed.
     """
     policy = parse_policy(policy)
     config = model.config.get_text_config(decoder=True)
     check_layers(config)
     check_shared(config, policy)
+    check_codec(model, policy)
     plan = None if plan is None else read_plan(plan)
     if plan is not None:
         if budget is not None:
@@ -100,6 +104,17 @@ def build_cache(
     link = ModelLink(weakref.ref(model), shards_of(model), head_ranks)
     kernel = kernel_of(model)
     return KVCache(config, policy, request, block, kernel, plan, link=link, rotations=rotations)
+
+
+def check_codec(model: PreTrainedModel, policy: Policy) -> None:
+    """Refuse a codec that cannot store a model's keys and values, or not where the model is.
+
+    Raises:
+        UsageError: such a codec.
+    """
+    if policy.codec is not None:
+        check_dims(policy, layer_shapes(model.config))
+        policy.codec.check_device(str(model.device))
 
 
 def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:

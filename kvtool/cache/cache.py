@@ -19,6 +19,7 @@ from kvtool.cache.steps.pending import (
     set_mask_target,
     set_pending,
 )
+from kvtool.cache.steps.row_norms import RowNorms
 from kvtool.cache.steps.sparse import build_index
 from kvtool.cache.steps.static import may_grow, reserve_slots
 from kvtool.cache.storage.layer import SlotLayer
@@ -74,16 +75,17 @@ class KVCache(InWords, CacheState):
             block = self.layer_block
             last, group = running.last_block, None
         else:
-            if layer is self.slot_layers[0] and not self.groups.formed:
-                self.groups.form(self.slot_layers)
+            if layer is self.slot_layers[0] and layer.seen_device is None:
+                self.groups.form(self.slot_layers, running)
             block, last, group = None, True, self.groups.by_layer.get(layer.index)
             if group is None and layer.parts:
                 self.build_index(layer)
             raw_key, raw_value = layer.write_token(key_states, value_states)
         placement = running.placement
         told = not decoding or placement is not None or self._watcher is not None
-        lent = layer.index in self.settings.lending
-        context = StepContext(self.settings.kernel, block, last, placement, group, told, lent)
+        norms = RowNorms() if self._watcher is not None and not decoding else None
+        kernel, lent = self.settings.kernel, layer.index in self.settings.lending
+        context = StepContext(kernel, block, last, placement, group, told, lent, norms)
         taken = raw_key, raw_value, key_states, value_states
         set_pending(PendingStep(self, layer, *taken, decoding, context))
         return raw_key, raw_value

@@ -13,6 +13,7 @@ class ForwardState:
     """The running forward.
 
     Attributes:
+        masked: whether batch entries may have padding in it, as its mask would say.
         placement: where it has placed its tokens; None: by their place in the text.
         logits_asked: its `logits_to_keep`.
         in_prompt: whether it is a part of a prompt that somebody has announced.
@@ -21,6 +22,7 @@ class ForwardState:
     """
 
     def __init__(self) -> None:
+        self.masked = True
         self.placement: Placement | None = None
         self.logits_asked: int | Tensor = 0
         self.prompt_lengths: list[int] | None = None
@@ -51,6 +53,10 @@ class ForwardState:
                 "and this forward has not asked for it",
                 hint="call kvtool.attach(model) first, and pass the cache as past_key_values=cache",
             )
+
+    def begin(self, *, masked: bool) -> None:
+        """Take note of a forward that begins."""
+        self.masked = masked
 
     def place(self, placement: Placement | None) -> None:
         """Say where the running forward has placed its tokens."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
 
+from kvtool.cache.steps.pending import IMPLEMENTATION
 from kvtool.cache.storage.calibration import Calibration
 from kvtool.cache.storage.chunked import ChunkedSlotLayer
 from kvtool.cache.storage.deferred import Deferred
@@ -24,7 +25,7 @@ from kvtool.cache.storage.rope_shift import RopeShift
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.errors import KvtoolError
 from kvtool.maths.rope import Rotation
-from kvtool.model_shape import FREE, SLIDING
+from kvtool.model_shape import FREE, SLIDING, stores_latents
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.parts import Evidence
@@ -97,7 +98,8 @@ def make_layers(
         exact: whether bytes have been promised, so that no head takes a slot more than it holds.
         rotations: of each attention layer, where something turns keys or queries.
     """
-    sliding = Policy(Recency(positions=policy.score.positions))
+    sliding = Policy(Recency(positions=policy.score.positions), codec=policy.codec)
+    shown = stores_latents(config) or config._attn_implementation != IMPLEMENTATION
     layers: list = []
     slot_layers: list[SlotLayer] = []
     free: list[SlotLayer] = []
@@ -117,10 +119,10 @@ def make_layers(
             parts.append(Parents(free[0], free[-1]) if free else Parents())
         if kind.startswith("hybrid"):
             states = options.get("number_of_states", 1)
-            layer: SlotLayer = HybridSlotLayer(i, own, window, parts, meter, states)
+            layer: SlotLayer = HybridSlotLayer(i, own, window, parts, meter, states, shown=shown)
         else:
             made = ChunkedSlotLayer if kind == "chunked_attention" else SlotLayer
-            layer = made(i, own, window, parts, meter)
+            layer = made(i, own, window, parts, meter, shown=shown)
         layers.append(layer)
         slot_layers.append(layer)
         if window is None:

@@ -20,12 +20,13 @@ class CacheReport:
         tokens_seen: tokens of the longest row, padding excluded.
         kept_per_layer: filled slots of the fullest KV head of each layer; 0 for layers without
             attention.
-        kv_bytes: keys and values in filled slots.
+        kv_bytes: keys and values in filled slots, as they are stored (codes and scales).
         allocated_bytes: the key and value buffers.
         state_bytes: positions, the policy's numbers and a reader's tables; with CaliDrop, too, what
             is held of each query head and what waits on the device to be set aside.
-        full_bytes: keys and values that a full cache would hold now.
-        peak_bytes: most key and value bytes that existed at a time, running blocks included.
+        full_bytes: keys and values that a full cache in the model's dtype would hold now.
+        peak_bytes: most key and value bytes that existed at a time, the running block included,
+            which a layer sees beside its kept tokens in the model's dtype.
         host_bytes: evicted keys and values in host memory (CaliDrop).
         traffic_bytes: what the last decoded token has read of all layers, rows and heads: keys,
             values and what a reader looked at in order to choose; host memory is not counted.
@@ -143,4 +144,4 @@ def _full_bytes(layer: SlotLayer, seen: list[int]) -> int:
     if not layer.is_initialized:
         return 0
     tokens = sum(n if layer.window is None else min(n, layer.window - 1) for n in seen)
-    return tokens * layer.slots.kv_heads * layer.slots.token_bytes
+    return tokens * layer.slots.kv_heads * layer.slots.full_token_bytes

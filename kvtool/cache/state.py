@@ -276,7 +276,7 @@ class CacheState(Cache):
         while it appends; one that writes over a stored key copies its layer once. May be nested.
         """
         stores = [store.slots for layer in self.slot_layers for store in layer.stores_in_use]
-        before = self._copy_but([tensor for each in stores for tensor in (each.keys, each.values)])
+        before = self._copy_but([tensor for each in stores for tensor in each.stored.values()])
         for each in stores:
             each.share()
         try:

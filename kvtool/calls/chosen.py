@@ -32,7 +32,11 @@ def given_policy(settings: PromptSettings) -> Policy | None:
 def choose_policy(
     settings: PromptSettings, plan: PlanDocument | None, watcher: Watcher
 ) -> tuple[Policy, Budget | None]:
-    """Read policy and budget, fill in what was not given, and refuse a budget that is too small."""
+    """Read policy and budget, and fill in what was not given.
+
+    Raises:
+        UsageError: a budget that is too small; a codec that cannot store the model's heads.
+    """
     size = None if settings.budget is None else Budget.parse(settings.budget)
     if plan is not None:
         size = plan.target.budget
@@ -45,6 +49,7 @@ def choose_policy(
 
         watcher.note("policy: full (everything is kept; choose another with --policy)")
         return Policy(Full()), None
+    _check_heads(settings, chosen)
     if not chosen.takes_budget:
         if size is not None:
             watcher.note(f"note: policy `{chosen}` keeps everything; --budget {size} has no effect")
@@ -65,6 +70,16 @@ def choose_policy(
             f"{DEFAULT_TOKENS} pairs of key and value per layer and KV head"
         )
     return chosen, size
+
+
+def _check_heads(settings: PromptSettings, policy: Policy) -> None:
+    """Refuse a codec that cannot store the model's heads, of which only the sizes are read."""
+    if policy.codec is None:
+        return
+    from kvtool.model_shape import layer_shapes
+    from kvtool.planning.slots import check_dims
+
+    check_dims(policy, layer_shapes(settings.source().config()))
 
 
 def _take_plan(

@@ -19,6 +19,7 @@ from kvtool.calls.settle import settle
 from kvtool.errors import UsageError
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
+from kvtool.transformers_versions import check_transformers
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
@@ -177,6 +178,7 @@ def prepare_compression(settings: PromptSettings, watcher: Watcher) -> Compressi
     """
     settings.check()
     settings, plan = settle(settings, "kvtool compress")
+    check_transformers()
     settings.check_paths()
     return _resolve(settings, plan, watcher)
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings, PromptSettings
-from kvtool.documents.memory import RunMemory
 from kvtool.errors import KvtoolError
 from kvtool.models.placement import resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
+    from kvtool.documents.memory import RunMemory
     from kvtool.documents.turns import Turns
 
 
@@ -30,6 +30,7 @@ def foretell(
     Raises:
         UsageError: a budget that is too small for this prompt.
     """
+    from kvtool.documents.memory import RunMemory
     from kvtool.evaluation.bench.needs import device_memory, needs
     from kvtool.evaluation.bench.variants import Variant
     from kvtool.planning.forecast import Text

@@ -24,6 +24,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
 from kvtool.processes import check_alone, joined
+from kvtool.transformers_versions import check_transformers
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
@@ -214,6 +215,7 @@ def prepare_generation(settings: GenerationSettings, watcher: Watcher) -> Genera
     """
     settings.check()
     settings, plan = settle(settings, "kvtool generate")
+    check_transformers()
     _check_processes(settings)
     settings.check_paths()
     turns = None if settings.turns is None else read_said(settings, settings.turns)

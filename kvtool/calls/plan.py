@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.given import check_choice, check_text, read_policy, spell_dtype
-from kvtool.calls.plan_settings import PlanModel, PlanSettings, positive, read_target
+from kvtool.calls.plan_settings import (
+    PlanModel,
+    PlanSettings,
+    policy_to_plan,
+    positive,
+    read_target,
+)
 from kvtool.calls.planned_model import PlannedModel, find_model, usual_context
 from kvtool.errors import UsageError, quote
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.folder import check_folder
 from kvtool.sizes import parse_count
+from kvtool.transformers_versions import check_transformers
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument, Target
@@ -225,13 +232,16 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
         results = read_run(settings.recommend)
         settings = for_results(settings, results, watcher)
     profile = _read_profile(settings.profile)
+    from kvtool.planning.slots import check_dims
     from kvtool.policies.allocate.table import parse_allocator
 
     allocator = parse_allocator(settings.allocator or ("uniform" if profile is None else "d2o"))
     least = settings.min_tokens
     least = None if least is None else positive(least, "--min-tokens")
-    policy = _read_policy(settings.policy)
+    policy = policy_to_plan(settings.policy)
+    check_transformers()
     model = find_model(settings.model, profile, watcher)
+    check_dims(policy, model.layers)
     target = _target(settings, model, profile, watcher)
     run = PlanRun(settings, model, allocator, target, profile, policy, least)
     return run if results is None else _recommended(run, results)
@@ -261,18 +271,6 @@ def _read_profile(profile: str | ProfileDocument | None) -> ProfileDocument | No
     source = read_source(profile, option="profile")
     check_kind(source, takes=("profile",), command="kvtool plan-budget")
     return source.validate(ProfileDocument)
-
-
-def _read_policy(policy: str | Policy | None) -> Policy | None:
-    """Return the policy to plan for."""
-    if policy is None:
-        return None
-    from kvtool.policies.grammar import parse_policy
-
-    policy = parse_policy(policy)
-    if not policy.takes_budget:
-        raise UsageError(f"policy `{policy}` keeps everything, so there is no budget to plan")
-    return policy
 
 
 def _target(

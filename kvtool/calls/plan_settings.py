@@ -84,6 +84,18 @@ def read_target(budget: str | None, ratio: str | None, size: str | None) -> Budg
     return target
 
 
+def policy_to_plan(policy: str | Policy | None) -> Policy | None:
+    """Return the policy to plan for."""
+    if policy is None:
+        return None
+    from kvtool.policies.grammar import parse_policy
+
+    policy = parse_policy(policy)
+    if not policy.takes_budget:
+        raise UsageError(f"policy `{policy}` keeps everything, so there is no budget to plan")
+    return policy
+
+
 def positive(text: str | int, flag: str) -> int:
     """Read a number of tokens, 1 or more."""
     count = parse_count(text)

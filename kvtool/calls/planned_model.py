@@ -32,7 +32,7 @@ def find_model(given: PlanModel, profile: ProfileDocument | None, watcher: Watch
         watcher.note(f"model: {REFERENCE} (bundled; choose another with --model)")
     from kvtool.documents.model_shape import ModelShape
     from kvtool.model_shape import layer_shapes
-    from kvtool.models.load import load_config
+    from kvtool.models.configuration import read_config
     from kvtool.models.placement import resolve_device, resolve_dtype
 
     dtype: str = given.dtype or "auto"
@@ -40,7 +40,7 @@ def find_model(given: PlanModel, profile: ProfileDocument | None, watcher: Watch
         dtype = resolve_dtype(dtype, resolve_device(given.device or "auto", given.device_map))
     config = given.config
     if config is None:
-        config = load_config(
+        config = read_config(
             given.name, revision=given.revision, trust_remote_code=given.trust_remote_code
         )
     shape = ModelShape.of(
@@ -60,7 +60,7 @@ def find_model(given: PlanModel, profile: ProfileDocument | None, watcher: Watch
 
 def _of_profile(given: PlanModel, profile: ProfileDocument) -> PlannedModel:
     """Return the model of a profile, without asking for its configuration."""
-    from kvtool.documents.model_shape import DTYPE_BYTES
+    from kvtool.model_shape import DTYPE_BYTES
 
     shape, memory = profile.model, profile.metrics.memory
     sizes = None if memory is None else memory.layer_bytes_per_token

@@ -22,6 +22,7 @@ def check_stdin(settings: PromptSettings) -> None:
     """Refuse to read stdin for two things."""
     files = {"the recipe": settings.recipe, "--prompt-file": settings.prompt_file}
     files["--turns"] = getattr(settings, "turns", None)
+    files["--prompts"] = getattr(settings, "prompts", None)
     readers = [name for name, path in files.items() if path == "-"]
     if len(readers) > 1:
         raise UsageError(f"{' and '.join(readers)} both read stdin; name a file for one of them")

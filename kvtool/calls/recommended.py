@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.plan_settings import PlanSettings
 from kvtool.documents.document import Document
-from kvtool.documents.model_shape import DTYPE_BYTES
 from kvtool.documents.reading import expand
 from kvtool.documents.results import ResultsDocument
 from kvtool.errors import UsageError
+from kvtool.model_shape import DTYPE_BYTES
 from kvtool.models.folder import REFERENCE
 from kvtool.sizes import DEFAULT_NEW_TOKENS, bytes_in_words
 
@@ -132,7 +132,7 @@ def _standing(arm: str, results: ResultsDocument) -> str:
 
 def _budget(evidence: Evidence, document: PlanDocument) -> str:
     """Say what the policy is given."""
-    if not evidence.tasks:
+    if not evidence.policy.takes_budget:
         return "the whole prompt"
     prompt = document.target.prompt_tokens
     if evidence.policy.two_stages and document.rocketkv is not None:

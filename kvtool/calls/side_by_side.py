@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from kvtool.report.kept.text import KeptText
 
 
-def listed_policies(policy: object) -> list[str]:
-    """Return the policies of a list such as `h2o,snapkv`; none where it is one policy."""
-    from kvtool.policies.spelling import split_outside
-
-    parts = split_outside(policy, ",") if isinstance(policy, str) else []
-    return [part.strip() for part in parts] if len(parts) > 1 else []
-
-
 @dataclass(frozen=True)
 class SideBySide:
     """Runs of the same prompt, all checked: the full cache first, then each policy."""

@@ -38,17 +38,27 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
         check_board(task.name for task in comparison.tasks)
     pictures = check_pictures(options, comparison.recipe.output.plots)
     watcher = EvalWatcher(options, terminal, pictures)
-    prepared = _prepare(comparison, options, watcher)
     if options.dry_run:
-        _describe(prepared, options, terminal)
+        _describe(comparison, options, watcher, terminal)
         return
+    prepared = _prepare(comparison, options, watcher)
     exit_with(_run(prepared, options, watcher))
 
 
-def _describe(prepared: Prepared, options: EvalOptions, terminal: Terminal) -> None:
+def _describe(
+    comparison: Comparison, options: EvalOptions, watcher: Watcher, terminal: Terminal
+) -> None:
+    """Print what would be run; without the hub, what is known without it."""
+    from kvtool.evaluation.outline import outline
+
+    outlined = outline(comparison, options.output)
+    if outlined is not None:
+        write_configuration(outlined.describe(), options, terminal)
+        terminal.note(outlined.missing)
+        return
     from kvtool.evaluation.prepare import needs_in_words
 
-    description = prepared.describe()
+    description = _prepare(comparison, options, watcher).describe()
     write_configuration(description, options, terminal)
     for line in needs_in_words(description):
         terminal.note(line)

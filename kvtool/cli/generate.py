@@ -7,10 +7,12 @@ from typer import Exit
 from kvtool.cli.generate_options import GenerateOptions
 from kvtool.cli.generated import listen, show
 from kvtool.cli.interruption import Interruption
+from kvtool.cli.many_prompts import answer_many
 from kvtool.cli.output import write_configuration
 from kvtool.cli.side_by_side import set_side_by_side
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
+from kvtool.errors import UsageError
 
 
 def generate(options: GenerateOptions, terminal: Terminal) -> None:
@@ -19,7 +21,12 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     Without a prompt, a built-in one plants a code in a long text and asks for it.
     """
     options.check_output()
-    from kvtool.calls.side_by_side import listed_policies
+    if options.prompts is not None:
+        answer_many(options, terminal)
+        return
+    if options.memory is not None:
+        raise UsageError("--memory goes with --prompts", hint="--prompts FILE.jsonl")
+    from kvtool.policies.grammar import listed_policies
 
     policies = listed_policies(options.policy)
     if policies:

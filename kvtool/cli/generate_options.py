@@ -24,6 +24,23 @@ class GenerateOptions(PromptOptions):
             "array, after the prompt.",
         ),
     ] = None
+    prompts: Annotated[
+        str | None,
+        Option(
+            "--prompts",
+            metavar="FILE.jsonl|-",
+            help="Answer many prompts, one a line of JSON, several at a time.",
+        ),
+    ] = None
+    memory: Annotated[
+        str | None,
+        Option(
+            "--memory",
+            metavar="BYTES",
+            help="Run as many of --prompts at a time as fit this cache (8GiB).  [default: half of "
+            "what is free, up to 64]",
+        ),
+    ] = None
     cache: Annotated[
         str | None,
         Option("--cache", metavar="CACHE.safetensors", help="Go on from this saved cache."),

@@ -7,25 +7,49 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic import ValidationError
+from typer.core import TyperGroup
 
-from kvtool.cli.compress import compress
-from kvtool.cli.eval import evaluate
-from kvtool.cli.generate import generate
-from kvtool.cli.options import OneOfEach, command
-from kvtool.cli.plan_budget import plan_budget
-from kvtool.cli.policies import policies
-from kvtool.cli.profile import profile
+from kvtool.cli.plain_values import PlainParameters
 from kvtool.cli.terminal import ReaderGone, tell
-from kvtool.documents.validation import first_mistake
 from kvtool.errors import KvtoolError, did_you_mean
 from kvtool.version import VERSION
 
+COMMANDS = {
+    "generate": "generate:generate",
+    "compress": "compress:compress",
+    "policies": "policies:policies",
+    "profile": "profile:profile",
+    "plan-budget": "plan_budget:plan_budget",
+    "eval": "eval:evaluate",
+}
+"""Every command and its function, whose file is imported once it is run or told of."""
+
+
+class Commands(PlainParameters, TyperGroup):
+    """The commands by name."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        from kvtool.cli.options import OneOfEach, command
+
+        file, _, function = COMMANDS[cmd_name].partition(":")
+        one = typer.Typer(rich_markup_mode=None, add_completion=False)
+        run = command(getattr(import_module(f"kvtool.cli.{file}"), function))
+        one.command(cmd_name, cls=OneOfEach)(run)
+        return typer.main.get_command(one)
+
+
 app = typer.Typer(
     name="kvtool",
+    cls=Commands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -44,18 +68,6 @@ def root(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(2)
-
-
-COMMANDS = (
-    ("generate", generate),
-    ("compress", compress),
-    ("policies", policies),
-    ("profile", profile),
-    ("plan-budget", plan_budget),
-    ("eval", evaluate),
-)
-for name, function in COMMANDS:
-    app.command(name, cls=OneOfEach)(command(function))
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -103,15 +115,19 @@ def _explain(error: Exception) -> KvtoolError | None:
 def _explain_usage(error: typer.TyperException) -> KvtoolError:
     """Tell in our words what typer and pydantic say of the command line."""
     param = getattr(error, "param", None)
-    if param is not None and isinstance(error.__cause__, ValidationError):
-        text = f"{param.opts[0]}: {first_mistake(error.__cause__)}"
-    else:
-        text = error.format_message()
+    text = error.format_message()
+    if param is not None and error.__cause__ is not None:
+        from pydantic import ValidationError
+
+        from kvtool.documents.validation import first_mistake
+
+        if isinstance(error.__cause__, ValidationError):
+            text = f"{param.opts[0]}: {first_mistake(error.__cause__)}"
     message, _, suggestion = text.replace("'", "`").rstrip(".").partition(" Did you mean ")
     hint = f"did you mean {suggestion}" if suggestion else None
     unknown = re.fullmatch("No such command `(.*)`", message)
     if unknown and hint is None:
-        hint = did_you_mean(unknown[1], [name for name, _ in COMMANDS])
+        hint = did_you_mean(unknown[1], COMMANDS)
     return KvtoolError(message[:1].lower() + message[1:], hint=hint, exit_code=error.exit_code)
 
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 from typer import Argument, Option
 from typer.core import TyperCommand, TyperOption
 
+from kvtool.cli.plain_values import PlainParameters
 from kvtool.cli.terminal import Terminal, open_terminal
 from kvtool.documents.files import check_writable
 from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.sizes import LARGEST_SEED
-from kvtool.transformers_versions import check_transformers
 
 if TYPE_CHECKING:
     from kvtool.calls.settings import PromptSettings
@@ -169,7 +169,16 @@ class RecipeOptions(ModelOptions):
         return kind(**{name: getattr(self, name) for name in names})
 
 
-class OneOfEach(TyperCommand):
+def _check_policies(options: Any) -> None:
+    """Refuse a policy that is misspelled before anything else is imported."""
+    given = getattr(options, "policy", None)
+    if given:
+        from kvtool.policies.grammar import check_policies
+
+        check_policies([given] if isinstance(given, str) else given)
+
+
+class OneOfEach(PlainParameters, TyperCommand):
     """A command that refuses an option given twice, where it would take the last one only."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -194,8 +203,8 @@ def command(function: Callable[[Any, Terminal], None]) -> Callable[..., None]:
     ]
 
     def run(**values: Any) -> None:
-        check_transformers()
         options = options_type(**values)
+        _check_policies(options)
         with open_terminal(quiet=options.quiet, progress=options.progress) as terminal:
             function(options, terminal)
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvtool.policies.about import About
     from kvtool.policies.table import Entry
 
+_KEEPS_ALL = "full"
 _NARROWEST, _WIDEST = 100, 120  # letters of a line between which columns are easy to read
 
 
@@ -72,8 +73,12 @@ class AllPolicies:
         return [entry for entry in self.entries if entry.kind == "modifier"]
 
     def _evicting(self) -> list[str]:
-        """Return the bases that the most accommodating modifier goes on as they are."""
-        plain = ([name for name in each.goes_on if "(" not in name] for each in self._modifiers())
+        """Return the bases that most modifiers of evicting policies go on, as they are spelled."""
+        plain = (
+            [name for name in each.goes_on if "(" not in name]
+            for each in self._modifiers()
+            if _KEEPS_ALL not in each.goes_on  # codecs, which need no eviction
+        )
         return max(plain, key=len)
 
 

@@ -15,6 +15,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.profile_request import ProfileRequest, read_request
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.processes import check_alone
+from kvtool.transformers_versions import check_transformers
 
 if TYPE_CHECKING:
     from kvtool.evaluation.profile import Profiled
@@ -33,6 +34,7 @@ def profile(options: ProfileOptions, terminal: Terminal) -> None:
     if options.dry_run:
         write_configuration(_configuration(options, request), options, terminal)
         return
+    check_transformers()
     from kvtool.evaluation.profile import run_profile
 
     source, watcher = _source(options), TerminalWatcher(terminal)

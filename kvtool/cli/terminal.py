@@ -84,6 +84,7 @@ def open_terminal(*, quiet: bool, progress: bool | None) -> Iterator[Terminal]:
     wanted = not quiet and (sys.stderr.isatty() if progress is None else progress)
     for library in ("TRANSFORMERS", "HF_HUB"):  # the hub's client tells each of its attempts
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # it reads all packages for one
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a home that is read-only works, too
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads leave busy cores alone
     with _real_stdout() if first else _nowhere() as data:

@@ -36,7 +36,7 @@ PER_HEAD, PER_LAYER = Unit("per layer and KV head"), Unit("per layer")
 class Section(BaseModel):
     """A part of a document; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     def units(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield the units of fields, with the keys that lead there."""

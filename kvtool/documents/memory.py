@@ -40,10 +40,10 @@ class CacheNeeds(Section):
         new_tokens: that are generated at most.
         tokens: of the prompt that each layer stores; the mean where the prompt itself decides.
         reads: what a decoded token looks at, where the budget is that.
-        kv_bytes: of the buffers of keys and values, at the end.
+        kv_bytes: of the buffers of keys and values, or of their codes and scales, at the end.
         state_bytes: of positions, numbers beside slots, and a reader's tables, at the end.
         host_bytes: of evicted tokens in host memory, at most.
-        full_bytes: of the keys and values of a full cache.
+        full_bytes: of the keys and values of a full cache in the model's dtype.
         peak_bytes: an estimate of all that lives at a time on the device: weights, the cache while
             the prompt is read or answered, and what layers compute with; None without the weights.
         fits: whether the peak does; None where that is not known.

@@ -11,6 +11,7 @@ from kvtool.documents.document import Section, TokenCount
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.model_shape import (
+    DTYPE_BYTES,
     FREE,
     SLIDING,
     LayerShape,
@@ -23,9 +24,6 @@ from kvtool.model_shape import (
     window_width,
 )
 from kvtool.sizes import MOST_BYTES
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Size of a number in the dtypes that a model can be loaded in."""
 
 
 class ModelShape(Section):

@@ -154,7 +154,7 @@ class RocketKVSection(Section):
 
 
 class Amount(Section):
-    """Bytes, and the share of what a full cache of the whole context takes, or reads."""
+    """Bytes, and the share of what a full cache of the model's dtype takes, or reads."""
 
     bytes: NonNegativeInt
     share_of_full: NonNegativeFloat

@@ -185,7 +185,7 @@ class Recipe(Document):
 
     kind: Literal["recipe"] = "recipe"
     name: Name | None = None
-    model: Annotated[ModelChoice, BeforeValidator(_identified)] = ModelChoice()
+    model: Annotated[ModelChoice, BeforeValidator(_identified)] = Field(default_factory=ModelChoice)
     policy: Annotated[list[PolicyChoice], Field(min_length=1, max_length=MOST), Listed] | None = (
         None
     )
@@ -195,10 +195,10 @@ class Recipe(Document):
     budget: BudgetChoice | None = None
     allocator: Name | None = None
     prefill: Annotated[PrefillChoice, WrapValidator(_spelled)] | None = None
-    generation: Generation = Generation()
-    eval: Evaluation = Evaluation()
+    generation: Generation = Field(default_factory=Generation)
+    eval: Evaluation = Field(default_factory=Evaluation)
     gates: Annotated[list[Gate], Field(max_length=MOST)] = Field(default_factory=list)
-    output: Output = Output()
+    output: Output = Field(default_factory=Output)
     seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)] = 0
 
     def policies(self) -> list[str]:

@@ -33,7 +33,8 @@ class ArmEntry(Section):
     """One policy under one budget; `full` keeps everything and is what others are held against.
 
     `planned` says that a plan splits the budget over the layers, `reads` that the budget is what a
-    decoded token reads and not what is stored.
+    decoded token reads and not what is stored, `codec` how the policy spells the format that keys
+    and values are stored in, None for the model's own.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ArmEntry(Section):
     prefill: str
     planned: bool = False
     reads: bool = False
+    codec: str | None = None
 
 
 class MetricEntry(Section):

@@ -13,8 +13,6 @@ from kvtool.documents.recipe import Recipe
 from kvtool.documents.results import ResultsDocument
 from kvtool.documents.source import Source
 from kvtool.evaluation.comparison import read_comparison
-from kvtool.evaluation.measure import run_prepared
-from kvtool.evaluation.prepare import prepare
 from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.tasks.selection import TaskFlags
 from kvtool.evaluation.watcher import Watcher
@@ -111,6 +109,9 @@ def evaluate(
         source, flags, TaskFlags(values, data or {}), gates, command="kvtool.evaluate"
     )
     watcher = Watcher() if watcher is None else watcher
+    from kvtool.evaluation.measure import run_prepared
+    from kvtool.evaluation.prepare import prepare
+
     prepared = prepare(
         comparison,
         None if folder is None else str(folder),

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from kvtool.documents.files import check_name
-from kvtool.documents.reading import expand
 from kvtool.documents.recipe import ModelChoice
-from kvtool.errors import UsageError
 from kvtool.evaluation.bench.estimate import Estimate, check_bytes, largest_batch_of
 from kvtool.evaluation.bench.needs import device_memory
 from kvtool.evaluation.comparison import Comparison
+from kvtool.evaluation.folder import run_folder
 from kvtool.evaluation.run.runner import Job, draw_jobs
 from kvtool.evaluation.samples.sample import Json, token_counter
 from kvtool.evaluation.tasks.selection import hub_data
@@ -22,14 +18,12 @@ from kvtool.evaluation.watcher import Watcher
 from kvtool.model_shape import stored_dtype, trained_length
 from kvtool.models.attached import ModelSource
 from kvtool.models.chat import make_frame
-from kvtool.models.folder import REFERENCE
 from kvtool.models.load import Loaded
 from kvtool.models.notes import handful_note, length_note
 from kvtool.models.placement import check_attention, resolve_device, resolve_dtype
 from kvtool.planning.run import beyond_plan, check_run, use_plan
 from kvtool.sizes import DEFAULT_TOKENS
-
-_FILES = (".json", ".yaml", ".yml", ".txt")
+from kvtool.transformers_versions import check_transformers
 
 
 @dataclass(frozen=True)
@@ -121,6 +115,7 @@ def prepare(
     Raises:
         UsageError, KvtoolError: the first of these that is wrong.
     """
+    check_transformers()
     if comparison.left_out:
         watcher.note(f"left out, they need --data: {', '.join(comparison.left_out)}")
     sizes = [
@@ -130,7 +125,7 @@ def prepare(
     ]
     if sizes:
         watcher.note_any(handful_note(min(sizes)))
-    place = _folder(comparison, folder)
+    place = run_folder(comparison, folder)
     settings = comparison.recipe.model.model_dump(exclude={"id"})
     model = ModelSource(comparison.recipe.model.id, settings, trust_remote_code, loaded)
     dtype = _check_model(model, comparison.recipe.model)
@@ -147,32 +142,6 @@ def prepare(
     estimate = Estimate(tokenizer, config, dtype, comparison.protocol)
     _note_samples(comparison, jobs, estimate, watcher)
     return Prepared(comparison, place, jobs, estimate, model)
-
-
-def _folder(comparison: Comparison, output: str | None) -> Path:
-    """Return the folder of the run, once it is known that it can be one."""
-    if output is not None and not output.strip():
-        raise UsageError("--output is empty", hint="--output runs/NAME")
-    recipe = comparison.recipe
-    given = recipe.output.dir if output in (None, "-") else output
-    if given is not None:
-        folder = expand(given)
-    else:
-        model = Path(recipe.model.id or REFERENCE).name
-        tasks = "+".join(dict.fromkeys(task.name.partition("/")[0] for task in comparison.tasks))
-        name = recipe.name or f"{model}_{tasks}_{date.today()}"
-        folder = Path("runs") / re.sub(r"[^A-Za-z0-9.+_-]", "_", name)
-    check_name(folder, "--output")
-    for variant in comparison.variants:
-        check_name(Path(variant.folder), "--policy")
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--output: `{folder}` is a file, a run needs a folder")
-    if folder.suffix.lower() in _FILES and not folder.exists():
-        raise UsageError(
-            f"--output is the folder of a run, `{folder}` looks like a file",
-            hint=f"--output {folder.with_suffix('')}; to save what is printed, redirect it with >",
-        )
-    return folder
 
 
 def _check_model(model: ModelSource, choice: ModelChoice) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -101,6 +102,11 @@ def _error_settings(
     from kvtool.policies.grammar import parse_policy
 
     policy = parse_policy(name or POLICY)
+    if not policy.takes_budget and policy.codec is not None:
+        raise UsageError(
+            f"policy `{policy}` keeps everything, and a profile measures output errors by budget",
+            hint=f"kvtool eval -t output-error -p {shlex.quote(str(policy))}",
+        )
     if not policy.takes_budget:
         raise UsageError(f"policy `{policy}` keeps everything, so it has no output error")
     if policy.score.layer_tokens == "same":

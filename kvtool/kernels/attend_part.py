@@ -7,7 +7,7 @@ its values.
 import triton
 import triton.language as tl
 
-from kvtool.kernels.tiles import load_tile, logits_of
+from kvtool.kernels.tiles import load_tile, logits_of, softmax_step, store_part
 
 
 @triton.jit(do_not_specialize=["capacity", "slots", "split"])
@@ -89,25 +89,24 @@ def attend_part_kernel(
             found,
             mask=(members < share)[:, None] & (places < stop)[None, :],
         )
-        top = tl.maximum(highest, tl.max(found, 1))
-        finite = tl.where(top == float("-inf"), 0.0, top)  # nothing stored so far
-        weights = tl.exp(found - finite[:, None])
-        shrink = tl.exp(highest - finite)
-        total = total * shrink + tl.sum(weights, 1)
+        highest, total, weights, shrink = softmax_step(found, highest, total)
         seen += stored.to(tl.float32)
         values = load_tile(value, rows, value_row, limit, VALUE_DIM, VALUE_WIDTH)
         mean = mean * shrink[:, None]
         mean += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        highest = top
 
-    line = line * parts + part
-    columns = tl.arange(0, VALUE_WIDTH)
-    real = members < share
-    tl.store(
-        part_mean + line[:, None] * VALUE_DIM + columns[None, :],
+    store_part(
+        part_mean,
+        part_top,
+        part_total,
+        part_seen,
+        line * parts + part,
+        members < share,
+        tl.arange(0, VALUE_WIDTH),
         mean,
-        mask=real[:, None] & (columns < VALUE_DIM)[None, :],
+        highest,
+        total,
+        seen,
+        VALUE_DIM,
+        VALUE_WIDTH,
     )
-    tl.store(part_top + line, highest, mask=real)
-    tl.store(part_total + line, total, mask=real)
-    tl.store(part_seen + line, tl.zeros((SHARE_WIDTH,), tl.float32) + tl.sum(seen, 0), mask=real)

@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtool.kernels.tiles import dense, load_tile, logits_of, tile_edge, visible_tile, width
+from kvtool.kernels.tiles import (
+    dense,
+    load_tile,
+    logits_of,
+    softmax_step,
+    tile_edge,
+    visible_tile,
+    width,
+)
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "window"])
@@ -87,16 +95,11 @@ def attend_rows_kernel(
         visible = visible_tile(new, stored, window, WINDOWED) & there[None, :]
         logits = logits_of(tile, keys, scale, softcap, CAPPED)
         logits = tl.where(visible, logits, float("-inf"))
-        top = tl.maximum(highest, tl.max(logits, 1))
-        finite = tl.where(top == float("-inf"), 0.0, top)  # nothing visible so far
-        weights = tl.exp(logits - finite[:, None])
-        shrink = tl.exp(highest - finite)
-        total = total * shrink + tl.sum(weights, 1)
+        highest, total, weights, shrink = softmax_step(logits, highest, total)
         keys_seen += tl.sum(visible.to(tl.float32), 1)
         values = load_tile(value, places, value_row, stop, VALUE_DIM, VALUE_WIDTH)
         mean = mean * shrink[:, None]
         mean += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        highest = top
     if SINKS:
         sink = tl.load(sinks + batch * sinks_batch + head).to(tl.float32)
         top = tl.maximum(highest, sink)

@@ -7,17 +7,11 @@ sums of the policy: nothing is read twice but the logits, which are small beside
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from kvtool.kernels.attend_part import attend_part_kernel
-from kvtool.kernels.join_parts import join_parts_kernel
+from kvtool.kernels.join_parts import allocate_parts, join_parts
 from kvtool.kernels.tiles import dense, tile_edge, width
-from kvtool.maths.columns import COLUMNS, NEARLY_ONE
-
-_SPLIT = 512  # slots that one program reads, at least
-_PARTS = 64  # at most
-_KEYS = 128  # slots whose weights one program of the second launch finds
 
 
 def attend_slots(
@@ -45,7 +39,8 @@ def attend_slots(
         valid: bool (batch,), False where the row's query is padding and counts for nothing.
         weights: whether the weights are wanted themselves.
         chosen: (batch, kv_heads or heads, count) int64, the slots to attend to, in any order; then
-            there are no `positions`, and the sums and the weights have `count` in place of slots.
+            `positions` are by place in these lists, -1 = nothing is read, and the sums and the
+            weights have `count` in place of slots.
 
     Returns:
         (batch, heads, 1, value_dim) in the dtype of the values, and the weights, (batch, heads,
@@ -57,23 +52,19 @@ def attend_slots(
     lists = key_heads if chosen is None else chosen.shape[1]
     slots = capacity if chosen is None else chosen.shape[2]
     share = heads // lists
-    split = max(_SPLIT, triton.cdiv(slots, _PARTS))
-    parts = triton.cdiv(slots, split)
-    logits = query.new_empty((batch, heads, slots), dtype=torch.float32)
-    part_mean = query.new_empty((batch, heads, parts, value_dim), dtype=torch.float32)
-    part_numbers = query.new_empty((3, batch, heads, parts), dtype=torch.float32).unbind()
+    parts = allocate_parts(query, slots, value_dim)
     stored = query if positions is None else dense(positions)
     listed = query if chosen is None else dense(chosen)
     with torch.cuda.device_of(query):
-        attend_part_kernel[(batch * lists, parts)](
+        attend_part_kernel[(batch * lists, parts.count)](
             query,
             key,
             value,
             stored,
             listed,
-            logits,
-            part_mean,
-            *part_numbers,
+            parts.logits,
+            parts.mean,
+            *parts.numbers,
             *query.stride()[:2],
             *key.stride()[:3],
             *value.stride()[:3],
@@ -85,7 +76,7 @@ def attend_slots(
             heads // stored.shape[1],
             capacity,
             slots,
-            split,
+            parts.split,
             scale,
             softcap or 1.0,
             DIM=head_dim,
@@ -98,34 +89,6 @@ def attend_slots(
             MASKED=positions is not None,
             CHOSEN=chosen is not None,
         )
-    out = value.new_empty((batch, heads, 1, value_dim))
-    strides = {total.stride() for total in sums.values()} or {(0, 0, 1)}
-    (stride,) = strides  # alike, or this raises
-    sums_heads = next((total.shape[1] for total in sums.values()), key_heads)
-    tiles = triton.cdiv(slots, _KEYS) if sums or weights else 1
-    with torch.cuda.device_of(query):
-        join_parts_kernel[(batch * sums_heads, tiles)](
-            logits,
-            part_mean,
-            *part_numbers,
-            query if sinks is None else sinks,
-            query if valid is None else valid.to(torch.int32),
-            out,
-            *(sums.get(name, out) for name in COLUMNS),
-            0 if sinks is None else sinks.stride(0),
-            *stride[:2],
-            sums_heads,
-            heads // sums_heads,
-            slots,
-            parts,
-            VALUE_DIM=value_dim,
-            VALUE_WIDTH=width(value_dim),
-            PARTS_WIDTH=triton.next_power_of_2(parts),
-            KEYS=_KEYS,
-            SINKS=sinks is not None,
-            RAGGED=valid is not None,
-            WEIGHTS=weights,
-            **{name.upper(): name in sums for name in COLUMNS},
-            LEAST=NEARLY_ONE,
-        )
-    return out, logits if weights else None
+    return join_parts(
+        parts, value.dtype, sums, key_heads, sinks=sinks, valid=valid, weights=weights
+    )

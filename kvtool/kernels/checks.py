@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from kvtool.kernels import reference
-from kvtool.kernels.kind import Family, Kind
+from kvtool.kernels.kind import CODES, Family, Kind
 from kvtool.maths.columns import COLUMNS
+from kvtool.maths.quantise import fp8_codes, int4_codes, int8_codes
 
 _ROWS, _HEADS = 2, 2
 _KEPT, _NEW = 150, 70  # several tiles
 _STORED = 600  # several parts
+
+QUANTISED = {"int8": int8_codes, "fp8": fp8_codes, "int4": int4_codes}
+"""What makes codes and scales, by their form."""
 
 Pair = tuple[Tensor, Tensor]
 
@@ -49,6 +53,10 @@ class _Draw:
         floats = tensor.is_floating_point()
         return tensor.to(self.kind.device, self.kind.dtype if floats else tensor.dtype, copy=True)
 
+    def placed(self, codes: Tensor, scales: Tensor) -> Pair:
+        """Copy quantised slots to the device as they are."""
+        return codes.to(self.kind.device, copy=True), scales.to(self.kind.device, copy=True)
+
     def shown_if_any(self, tensor: Tensor | None) -> Tensor | None:
         """Copy to the device what there is."""
         return None if tensor is None else self.shown(tensor)
@@ -62,6 +70,13 @@ class _Draw:
         """Draw keys and values."""
         sizes = _ROWS, _HEADS, length
         return self.normal(*sizes, self.kind.head_dim), self.normal(*sizes, self.kind.value_dim)
+
+    def stored(self) -> Tensor:
+        """Draw positions of slots, of which some and whole tiles are empty."""
+        stored = self.order(_ROWS, _HEADS, _STORED)
+        stored[..., ::5] = -1
+        stored[0, :, :130] = -1
+        return stored
 
     @property
     def scale(self) -> float:
@@ -135,6 +150,21 @@ def _ragged(draw: _Draw) -> Pair:
     return new, torch.cat([kept, own], 2).to(torch.int32)
 
 
+def _pairs(
+    out: Tensor,
+    weights: Tensor | None,
+    sums: dict[str, Tensor],
+    plain_out: Tensor,
+    plain_weights: Tensor | None,
+    plain: dict[str, Tensor],
+) -> Iterator[tuple[str, Pair]]:
+    """Pair what attention over slots gives with what its reference gives."""
+    yield "output", (out, plain_out)
+    if weights is not None and plain_weights is not None:
+        yield "weights", (weights, plain_weights)
+    yield from ((name, (sums[name], plain[name])) for name in COLUMNS)
+
+
 def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     from kvtool.kernels.attend_slots import attend_slots
 
@@ -143,9 +173,7 @@ def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     key, value = draw.pairs(_STORED)
     sinks = draw.sinks()
     sums, plain = draw.sums(_STORED)
-    stored = draw.order(_ROWS, _HEADS, _STORED)
-    stored[..., ::5] = -1
-    stored[0, :, :130] = -1  # whole tiles without a key
+    stored = draw.stored()
     valid = torch.arange(_ROWS) > 0
     out, weights = attend_slots(
         *(shown(query), shown(key), shown(value), shown(stored), sums),
@@ -163,26 +191,60 @@ def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
         valid=valid,
         weights=True,
     )
-    yield "output", (out, plain_out)
-    if weights is not None and plain_weights is not None:
-        yield "weights", (weights, plain_weights)
-    yield from ((name, (sums[name], plain[name])) for name in COLUMNS)
+    yield from _pairs(out, weights, sums, plain_out, plain_weights, plain)
     chosen = draw.order(_ROWS, _HEADS, _STORED)[..., :90]
-    out, _ = attend_slots(
-        *(shown(query), shown(key), shown(value), None, {}),
-        scale=scale,
-        softcap=softcap,
+    for places in (None, chosen.masked_fill(chosen < _STORED // 4, -1)):
+        out, _ = attend_slots(
+            *(shown(query), shown(key), shown(value), draw.shown_if_any(places), {}),
+            scale=scale,
+            softcap=softcap,
+            sinks=draw.shown_if_any(sinks),
+            chosen=shown(chosen),
+        )
+        plain_out, _ = reference.attend_slots(
+            *(query, key, value, places, {}),
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            chosen=chosen,
+        )
+        yield "output", (out, plain_out)
+
+
+def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
+    from kvtool.kernels.attend_codes import attend_codes
+
+    form = next(form for form, family in CODES.items() if family is draw.kind.family)
+    query = draw.normal(_ROWS, _HEADS * draw.kind.group, 1, draw.kind.head_dim)
+    key, value = (QUANTISED[form](each) for each in draw.pairs(_STORED))
+    sinks, stored = draw.sinks(), draw.stored()
+    sums, plain = draw.sums(_STORED)
+    valid = torch.arange(_ROWS) > 0
+    out, weights = attend_codes(
+        draw.shown(query),
+        *draw.placed(*key),
+        *draw.placed(*value),
+        draw.shown(stored),
+        sums,
+        form=form,
+        value_dim=draw.kind.value_dim,
+        scale=draw.scale,
+        softcap=draw.softcap,
         sinks=draw.shown_if_any(sinks),
-        chosen=shown(chosen),
+        valid=draw.shown(valid),
+        weights=True,
     )
-    plain_out, _ = reference.attend_slots(
-        *(query, key, value, None, {}),
-        scale=scale,
-        softcap=softcap,
+    plain_out, plain_weights = reference.attend_codes(
+        *(query, *key, *value, stored, plain),
+        form=form,
+        value_dim=draw.kind.value_dim,
+        scale=draw.scale,
+        softcap=draw.softcap,
         sinks=sinks,
-        chosen=chosen,
+        valid=valid,
+        weights=True,
     )
-    yield "output", (out, plain_out)
+    yield from _pairs(out, weights, sums, plain_out, plain_weights, plain)
 
 
 def _check_pages(draw: _Draw) -> Iterator[tuple[str, Pair]]:
@@ -208,6 +270,7 @@ def _check_products(draw: _Draw) -> Iterator[tuple[str, Pair]]:
 _CHECKS = {
     Family.ROWS: _check_rows,
     Family.SLOTS: _check_slots,
+    **dict.fromkeys(CODES.values(), _check_codes),
     Family.PAGES: _check_pages,
     Family.PRODUCTS: _check_products,
 }

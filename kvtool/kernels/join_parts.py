@@ -1,7 +1,18 @@
 """Second launch of attention over slots: joins the parts, and counts the weights meanwhile."""
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from kvtool.kernels.tiles import width
+from kvtool.maths.columns import COLUMNS, NEARLY_ONE
+
+_SPLIT = 512  # slots that one program of the first launch reads, at least
+_PARTS = 64  # at most
+_KEYS = 128  # slots whose weights one program of the second launch finds
 
 
 @triton.jit(do_not_specialize=["slots", "parts"])
@@ -100,3 +111,100 @@ def join_parts_kernel(
         old = tl.load(above_average + line, mask=there, other=0.0)
         above = (mean * seen >= LEAST).to(tl.float32)
         tl.store(above_average + line, old + above, mask=there)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the first launch leaves to the second.
+
+    Attributes:
+        split: slots of a part.
+        logits: (batch, heads, slots) float32, -inf for an empty slot.
+        mean: (batch, heads, parts, value_dim) float32, weighted values, not divided by the total.
+        numbers: of each part, (batch, heads, parts) float32: the largest logit, the sum of
+            exponentials and the count of stored slots.
+    """
+
+    split: int
+    logits: Tensor
+    mean: Tensor
+    numbers: tuple[Tensor, ...]
+
+    @property
+    def count(self) -> int:
+        """Return the number of parts."""
+        return self.mean.shape[2]
+
+
+def allocate_parts(query: Tensor, slots: int, value_dim: int) -> Parts:
+    """Split the slots of a head among programs, and allocate what these leave.
+
+    Args:
+        query: (batch, heads, head_dim).
+    """
+    batch, heads, _ = query.shape
+    split = max(_SPLIT, triton.cdiv(slots, _PARTS))
+    parts = triton.cdiv(slots, split)
+    return Parts(
+        split,
+        query.new_empty((batch, heads, slots), dtype=torch.float32),
+        query.new_empty((batch, heads, parts, value_dim), dtype=torch.float32),
+        query.new_empty((3, batch, heads, parts), dtype=torch.float32).unbind(),
+    )
+
+
+def join_parts(
+    parts: Parts,
+    dtype: torch.dtype,
+    sums: dict[str, Tensor],
+    kv_heads: int,
+    *,
+    sinks: Tensor | None,
+    valid: Tensor | None,
+    weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Join the parts into the output, and count the weights in place.
+
+    Args:
+        dtype: of the output.
+        sums: some of `COLUMNS` by name, (batch, heads that are counted, slots) float32.
+        kv_heads: heads that the weights are averaged over where nothing is counted.
+        sinks, valid, weights: as for `kvtool.kernels.attend_slots.attend_slots`.
+
+    Returns:
+        (batch, heads, 1, value_dim), and the weights, (batch, heads, slots) float32, if wanted.
+    """
+    logits = parts.logits
+    batch, heads, slots = logits.shape
+    value_dim = parts.mean.shape[3]
+    out = logits.new_empty((batch, heads, 1, value_dim), dtype=dtype)
+    strides = {total.stride() for total in sums.values()} or {(0, 0, 1)}
+    (stride,) = strides  # alike, or this raises
+    kv_heads = next((total.shape[1] for total in sums.values()), kv_heads)
+    tiles = triton.cdiv(slots, _KEYS) if sums or weights else 1
+    with torch.cuda.device_of(logits):
+        join_parts_kernel[(batch * kv_heads, tiles)](
+            logits,
+            parts.mean,
+            *parts.numbers,
+            logits if sinks is None else sinks,
+            logits if valid is None else valid.to(torch.int32),
+            out,
+            *(sums.get(name, out) for name in COLUMNS),
+            0 if sinks is None else sinks.stride(0),
+            *stride[:2],
+            kv_heads,
+            heads // kv_heads,
+            slots,
+            parts.count,
+            VALUE_DIM=value_dim,
+            VALUE_WIDTH=width(value_dim),
+            PARTS_WIDTH=triton.next_power_of_2(parts.count),
+            KEYS=_KEYS,
+            SINKS=sinks is not None,
+            RAGGED=valid is not None,
+            WEIGHTS=weights,
+            **{name.upper(): name in sums for name in COLUMNS},
+            LEAST=NEARLY_ONE,
+        )
+    return out, logits if weights else None

@@ -13,8 +13,15 @@ class Family(str, Enum):
 
     ROWS = "attention of a block"
     SLOTS = "attention of a decoded token"
+    INT8 = "attention of a decoded token to int8 slots"
+    FP8 = "attention of a decoded token to fp8 slots"
+    INT4 = "attention of a decoded token to int4 slots"
     PAGES = "page bounds"
     PRODUCTS = "products with chosen rows"
+
+
+CODES = {"int8": Family.INT8, "fp8": Family.FP8, "int4": Family.INT4}
+"""The family that attends to quantised slots, by the form of their codes."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ from kvtool.maths.attention import (
 )
 from kvtool.maths.channels import take_rows
 from kvtool.maths.columns import add_columns
+from kvtool.maths.quantise import from_fp8, from_int4, from_int8
+
+_DEQUANTISED = {"int8": from_int8, "fp8": from_fp8, "int4": from_int4}
 
 
 def _logits(
@@ -125,6 +128,40 @@ def attend_slots(
         visible = None if positions is None else (positions >= 0)[:, :, None]
         add_columns(sums, group_queries(full, kv_heads), visible, valid)
     return out, full[:, :, 0] if weights else None
+
+
+def attend_codes(
+    query: Tensor,
+    key_codes: Tensor,
+    key_scales: Tensor,
+    value_codes: Tensor,
+    value_scales: Tensor,
+    positions: Tensor | None,
+    sums: dict[str, Tensor],
+    *,
+    form: str,
+    value_dim: int,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    valid: Tensor | None = None,
+    weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute what `kvtool.kernels.attend_codes.attend_codes` does, in float32."""
+    dequantised = _DEQUANTISED[form]
+    out, found = attend_slots(
+        query.float(),
+        dequantised(key_codes, key_scales),
+        dequantised(value_codes, value_scales),
+        positions,
+        sums,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        valid=valid,
+        weights=weights,
+    )
+    return out.view(*query.shape[:3], value_dim).to(query.dtype), found
 
 
 def _take_lists(slots: Tensor, chosen: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """What readers compute over their tables: by a kernel where one can run, else in plain torch."""
 
-from torch import Tensor
+from __future__ import annotations
 
-from kvtool.kernels import reference, trust
-from kvtool.kernels.kind import Family
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
@@ -20,6 +22,9 @@ def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
     Returns:
         (batch, kv_heads, pages) float32.
     """
+    from kvtool.kernels import reference, trust
+    from kvtool.kernels.kind import Family
+
     if trust.usable(Family.PAGES, query, group=query.shape[2]):
         from kvtool.kernels import page_scores as kernel
 
@@ -38,6 +43,9 @@ def row_product(part: Tensor, table: Tensor, rows: Tensor, width: int) -> Tensor
     Returns:
         (batch, kv_heads, group, width) float32.
     """
+    from kvtool.kernels import reference, trust
+    from kvtool.kernels.kind import Family
+
     if trust.usable(Family.PRODUCTS, part, group=part.shape[2]):
         from kvtool.kernels import row_product as kernel
 

@@ -49,6 +49,50 @@ def logits_of(query, key, scale, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def softmax_step(logits, highest, total):
+    """Add a tile of logits to a running softmax of each row.
+
+    Returns the new maximum, the new sum of exponentials, the tile's exponentials, and the factor
+    that brings earlier ones down to the new maximum.
+    """
+    top = tl.maximum(highest, tl.max(logits, 1))
+    finite = tl.where(top == float("-inf"), 0.0, top)  # nothing visible so far
+    weights = tl.exp(logits - finite[:, None])
+    shrink = tl.exp(highest - finite)
+    return top, total * shrink + tl.sum(weights, 1), weights, shrink
+
+
+@triton.jit
+def store_part(
+    part_mean,
+    part_top,
+    part_total,
+    part_seen,
+    line,
+    real,
+    channels,
+    mean,
+    highest,
+    total,
+    seen,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Store what a part of the slots gives to each row of a tile: line by line, where it is real.
+
+    Column i of the mean is channel `channels[i]`; columns beyond the last channel are left out.
+    """
+    tl.store(
+        part_mean + line[:, None] * DIM + channels[None, :],
+        mean,
+        mask=real[:, None] & (tl.arange(0, WIDTH) < DIM)[None, :],
+    )
+    tl.store(part_top + line, highest, mask=real)
+    tl.store(part_total + line, total, mask=real)
+    tl.store(part_seen + line, tl.zeros_like(total) + tl.sum(seen, 0), mask=real)
+
+
+@triton.jit
 def visible_tile(query_positions, key_positions, window, WINDOWED: tl.constexpr):
     """Mark the keys that each query may see, as `kvtool.maths.attention.visible_keys` does."""
     query = query_positions[:, None]

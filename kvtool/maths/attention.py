@@ -4,8 +4,12 @@ Query head h reads KV head h // group: with 6 query heads and 2 KV heads, heads 
 and 3-5 KV head 1.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def group_queries(query: Tensor, kv_heads: int) -> Tensor:
@@ -44,7 +48,21 @@ def attention_weights(
     Returns:
         (batch, kv_heads, group, q_len, kv_len) float32.
     """
-    logits = _logits(query, keys, scale, visible, softcap)
+    products = dot_products(query, keys)
+    return weights_of_products(products, scale, visible, softcap, sinks)
+
+
+def weights_of_products(
+    products: Tensor,
+    scale: float,
+    visible: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute the same of dot products, (batch, kv_heads, group, q_len, kv_len), in place."""
+    import torch
+
+    logits = _logits(products, scale, visible, softcap)
     if sinks is None:
         in_place = logits.is_cpu and not logits.requires_grad  # a fifth faster on long rows
         return torch.softmax(logits, -1, out=logits if in_place else None)
@@ -71,7 +89,27 @@ def attention_weights_lse(
         (batch, kv_heads, group, q_len, kv_len) and (batch, kv_heads, group, q_len) float32, -inf
         for a row that sees nothing.
     """
-    logits = _logits(query, keys, scale, visible, softcap)
+    products = dot_products(query, keys)
+    return weights_lse_of_products(products, scale, visible, softcap, sinks)
+
+
+def weights_lse_of_products(
+    products: Tensor,
+    scale: float,
+    visible: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the same of dot products, in place."""
+    import torch
+
+    logits = _logits(products, scale, visible, softcap)
+    if visible is None and sinks is None:
+        # the largest weight is exp(largest logit - lse): two maxima cost less than a log-sum-exp
+        top = logits.amax(-1)
+        in_place = logits.is_cpu and not logits.requires_grad
+        weights = torch.softmax(logits, -1, out=logits if in_place else None)
+        return weights, top - weights.amax(-1).log_()
     lse = logits.logsumexp(-1)
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks.float()[..., None])
@@ -79,13 +117,34 @@ def attention_weights_lse(
     return logits.sub_(finite[..., None]).exp_(), lse
 
 
-def _logits(
-    query: Tensor, keys: Tensor, scale: float, visible: Tensor | None, softcap: float | None
-) -> Tensor:
+def dot_products(query: Tensor, keys: Tensor) -> Tensor:
+    """Multiply queries and keys.
+
+    Args:
+        query: (batch, kv_heads, group, q_len, head_dim).
+        keys: (batch, kv_heads, kv_len, head_dim).
+
+    Returns:
+        (batch, kv_heads, group, q_len, kv_len) float32.
+    """
+    import torch
+
     batch, kv_heads, group, q_len, head_dim = query.shape
-    flat = query.reshape(batch, kv_heads, group * q_len, head_dim)
-    logits = torch.matmul(flat, keys.transpose(2, 3)).float().mul_(scale)
-    logits = logits.view(batch, kv_heads, group, q_len, -1)
+    flat = query.reshape(batch * kv_heads, group * q_len, head_dim)
+    # bmm on batch and heads together: matmul does the same, and expands both sides before
+    products = torch.bmm(flat, keys.flatten(0, 1).transpose(1, 2))
+    if products.dtype != torch.float32:  # a conversion to what it is takes time, too
+        products = products.float()
+    return products.view(batch, kv_heads, group, q_len, -1)
+
+
+def _logits(
+    products: Tensor, scale: float, visible: Tensor | None, softcap: float | None
+) -> Tensor:
+    """Scale dot products, cap and mask them, in place."""
+    import torch
+
+    logits = products.mul_(scale)
     if softcap is not None:
         logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
     if visible is not None:
@@ -107,6 +166,8 @@ def join_attention(
     Returns:
         The output and the log-sum-exp over both.
     """
+    import torch
+
     weight = torch.sigmoid(lse - other_lse)
     weight = torch.where(other_lse == float("-inf"), 1.0, weight)[..., None]
     return torch.lerp(other_out, out, weight), torch.logaddexp(lse, other_lse)
@@ -122,9 +183,13 @@ def weighted_values(weights: Tensor, values: Tensor) -> Tensor:
     Returns:
         (batch, kv_heads * group, q_len, value_dim) in the dtype of the values.
     """
+    import torch
+
     batch, kv_heads, group, q_len, kv_len = weights.shape
-    flat = weights.to(values.dtype).view(batch, kv_heads, group * q_len, kv_len)
-    return torch.matmul(flat, values).view(batch, kv_heads * group, q_len, -1)
+    if weights.dtype != values.dtype:
+        weights = weights.to(values.dtype)
+    flat = weights.view(batch * kv_heads, group * q_len, kv_len)
+    return torch.bmm(flat, values.flatten(0, 1)).view(batch, kv_heads * group, q_len, -1)
 
 
 def visible_keys(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def moments(keys: Tensor) -> Tensor:
@@ -15,6 +17,8 @@ def moments(keys: Tensor) -> Tensor:
     Returns:
         (..., head_dim + 1, head_dim) float32.
     """
+    import torch
+
     keys = keys.float()
     products = torch.matmul(keys.transpose(-1, -2), keys) / keys.shape[-2]
     return torch.cat([products, keys.mean(-2, keepdim=True)], -2)
@@ -31,6 +35,8 @@ def principal_components(moments: Tensor) -> tuple[Tensor, Tensor]:
         Variances, (..., head_dim), and the directions, (..., head_dim, head_dim), orthonormal, a
         direction a column.
     """
+    import torch
+
     products, mean = moments[..., :-1, :], moments[..., -1, :]
     covariance = products - mean[..., :, None] * mean[..., None, :]
     variances, directions = torch.linalg.eigh(covariance)

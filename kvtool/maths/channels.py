@@ -1,9 +1,13 @@
 """The channels of a query that weigh most, and what a dot product over them alone is worth."""
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from kvtool.maths.selection import top_slots
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TINY = 1e-30  # keeps a query of zeros from dividing by zero
 
@@ -39,6 +43,8 @@ def partial_scale(query: Tensor, part: Tensor, scale: float) -> Tensor:
     Returns:
         (batch, kv_heads, group, 1) float32.
     """
+    import torch
+
     norm, whole = (q.float().abs().sum(-1, keepdim=True) for q in (part, query))
     return scale * torch.sqrt(whole.clamp(min=_TINY) / norm.clamp(min=_TINY))
 
@@ -53,6 +59,8 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     Returns:
         (batch, kv_heads, count, width), or (batch, kv_heads, group, count, width).
     """
+    import torch
+
     batch, heads, height, width = table.shape
     first = torch.arange(0, batch * heads * height, height, device=table.device)
     first = first.view(batch, heads, *[1] * (rows.dim() - 2))

@@ -4,7 +4,13 @@ A weight here is the mean over the query heads that share a KV head. Everything 
 queries, so it can be added up in chunks, or by a kernel that never writes the weights down.
 """
 
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 COLUMNS = (
     "attention_sum",  # of the weights

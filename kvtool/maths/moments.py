@@ -7,7 +7,10 @@ cancels, however far the mean is from 0.
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def add_moments(

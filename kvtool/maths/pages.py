@@ -3,8 +3,12 @@
 Page p holds the tokens p * page .. (p + 1) * page - 1, the last one perhaps fewer.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def page_bounds(keys: Tensor, page: int) -> Tensor:
@@ -18,6 +22,8 @@ def page_bounds(keys: Tensor, page: int) -> Tensor:
         (batch, kv_heads, 2 * head_dim, pages) in the keys' dtype, contiguous: `head_dim` rows of
         upper bounds, then as many of lower bounds.
     """
+    import torch
+
     whole = keys.shape[2] // page
     full = keys[:, :, : whole * page].unflatten(2, (whole, page))
     upper, lower = [full.amax(3)], [full.amin(3)]
@@ -36,6 +42,8 @@ def widen_page(bounds: Tensor, key: Tensor, at: int, page: int) -> None:
         bounds: as of `page_bounds`, with a column for the page.
         key: (batch, kv_heads, head_dim).
     """
+    import torch
+
     column = bounds[..., at // page]
     upper, lower = column.chunk(2, -1)
     if at % page == 0:
@@ -44,6 +52,24 @@ def widen_page(bounds: Tensor, key: Tensor, at: int, page: int) -> None:
     else:
         upper.copy_(torch.maximum(upper, key))
         lower.copy_(torch.minimum(lower, key))
+
+
+def widen_pages(bounds: Tensor, key: Tensor, at: Tensor, page: Tensor) -> None:
+    """Let a token of each row join its page, in place; rows differ in length and in their pages.
+
+    Args:
+        bounds: as of `page_bounds`, with a column for the page of each row.
+        key: (batch, kv_heads, head_dim).
+        at: (batch, 1, 1) int64, the number of each row's token.
+        page: (batch, 1, 1) int64, tokens of a page.
+    """
+    import torch
+
+    column = (at // page)[..., None].expand(*bounds.shape[:3], 1)
+    upper, lower = bounds.gather(3, column)[..., 0].chunk(2, -1)
+    bound = torch.cat([torch.maximum(upper, key), torch.minimum(lower, key)], -1)
+    bound = torch.where(at % page == 0, torch.cat([key, key], -1), bound)
+    bounds.scatter_(3, column, bound[..., None])
 
 
 def pages_of(tokens: int, page: int) -> int:

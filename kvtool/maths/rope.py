@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvtool.maths.rotation import (
     cosines_and_sines,
@@ -11,6 +10,9 @@ from kvtool.maths.rotation import (
     rope_shift,
     rope_shift_table,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LONGEST_TABLE = 8192  # positions; beyond, angles are computed when they are needed
 
@@ -25,6 +27,8 @@ class Rotation:
             frequencies: (pairs,) float32, radians a position.
             interleaved: whether the numbers of a pair are neighbours.
         """
+        import torch
+
         self.frequencies, self.interleaved = frequencies, interleaved
         self._table = 0, cosines_and_sines(torch.zeros(1, device=frequencies.device), frequencies)
 
@@ -58,6 +62,8 @@ class Rotation:
         Returns:
             (batch or 1, 1, 1, 2 * pairs) float32.
         """
+        import torch
+
         first = torch.as_tensor(start, device=self.frequencies.device).view(-1, 1, 1)
         return mean_cosines_and_sines(first, count, self.frequencies)
 

@@ -7,8 +7,12 @@ number i beside number i + pairs (half-split) or numbers 2i and 2i + 1 (interlea
 behind the pairs has no position.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def rope_shift_table(frequencies: Tensor, max_shift: int) -> Tensor:
@@ -20,6 +24,8 @@ def rope_shift_table(frequencies: Tensor, max_shift: int) -> Tensor:
     Returns:
         (2 * max_shift + 1, 2 * pairs) float32: cosines, then sines; row d + max_shift is for d.
     """
+    import torch
+
     shifts = torch.arange(-max_shift, max_shift + 1, device=frequencies.device)
     return cosines_and_sines(shifts, frequencies)
 
@@ -34,6 +40,8 @@ def cosines_and_sines(shifts: Tensor, frequencies: Tensor) -> Tensor:
     Returns:
         (.., 2 * pairs) float32: cosines, then sines.
     """
+    import torch
+
     angles = shifts.float()[..., None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], -1)
 
@@ -51,6 +59,8 @@ def mean_cosines_and_sines(start: Tensor, count: int, frequencies: Tensor) -> Te
     Returns:
         (.., 2 * pairs) float32: cosines, then sines.
     """
+    import torch
+
     half = frequencies.double() / 2
     still = half.sin() == 0
     length = (count * half).sin() / (count * half.sin()).masked_fill(still, 1)
@@ -71,6 +81,8 @@ def rope_shift(states: Tensor, shifts: Tensor, *, interleaved: bool) -> Tensor:
     Returns:
         A new tensor like `states`, computed in float32.
     """
+    import torch
+
     width = shifts.shape[-1]
     cosine, sine = shifts.chunk(2, -1)
     if interleaved:

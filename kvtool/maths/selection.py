@@ -4,8 +4,13 @@ Slots need not be in order of position: after some decoding they are not. Every 
 position.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
 _EMPTY = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity included
@@ -25,6 +30,8 @@ def order_key(scores: Tensor, positions: Tensor) -> Tensor:
     Returns:
         (..., slots) int64.
     """
+    import torch
+
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     return (ordered << 32) - positions
@@ -45,6 +52,9 @@ def top_mask(
     Returns:
         bool (batch, kv_heads, slots).
     """
+    import torch
+    from torch import Tensor
+
     allowed = positions >= 0 if among is None else among
     key = torch.where(allowed, order_key(scores, positions), _EMPTY)
     if isinstance(count, Tensor):
@@ -53,7 +63,7 @@ def top_mask(
         return (key >= threshold) & allowed & (count > 0)
     if count == 0:
         return torch.zeros_like(allowed)
-    return key >= key.topk(count, -1).values[..., -1:]
+    return key >= key.kthvalue(key.shape[-1] - count + 1, -1, keepdim=True).values
 
 
 def top_slots(scores: Tensor, count: int) -> Tensor:
@@ -68,6 +78,8 @@ def top_slots(scores: Tensor, count: int) -> Tensor:
     Returns:
         (..., count) int64.
     """
+    import torch
+
     places = torch.arange(scores.shape[-1], device=scores.device)
     return order_key(scores, places).topk(count, -1).indices
 
@@ -88,6 +100,9 @@ def keep_top(
         indices (batch, kv_heads, slots) into kv_len, in ascending position, and the positions found
         there; where a row keeps fewer than `slots` its tail has position -1.
     """
+    import torch
+    from torch import Tensor
+
     key = order_key(scores, positions)
     if forced is not None:
         key = torch.where(forced, _FORCED - positions.long(), key)
@@ -116,6 +131,8 @@ def lowest(
     Returns:
         (batch, kv_heads) int64 index of a slot.
     """
+    import torch
+
     if protected is not None:
         scores = scores.masked_fill(protected, float("inf"))
     if distinct:

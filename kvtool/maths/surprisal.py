@@ -1,7 +1,12 @@
 """Surprisal: how unexpected a token was to the model, -log p in nats."""
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _COLUMNS = 64  # logits that are turned into float32 at a time
 
@@ -17,6 +22,8 @@ def surprisals(logits: Tensor, tokens: Tensor, at: Tensor) -> Tensor:
     Returns:
         (batch, n) float32, 0 or more.
     """
+    import torch
+
     parts = logits.split(_COLUMNS, 1)
     normaliser = torch.cat([part.float().logsumexp(-1) for part in parts], 1)
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]

@@ -1,8 +1,11 @@
 """Votes of the last queries for the tokens before them, smoothed over neighbours."""
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def pool_votes(
@@ -22,6 +25,9 @@ def pool_votes(
     Returns:
         (batch, kv_heads, slots); inside the window the votes as they came.
     """
+    import torch
+    from torch.nn import functional
+
     width = min(kernel, 2 * votes.shape[-1] - 1)  # a wider one sees no more, and takes long
     last = torch.iinfo(positions.dtype).max
     order = positions.masked_fill(positions < 0, last).argsort(-1)

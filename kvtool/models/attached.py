@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvtool.cache.hooks.attach import attach, detach
-from kvtool.cache.hooks.attachment import attachment
-from kvtool.cache.hooks.families import notes
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.models.folder import check_folder
@@ -129,6 +126,9 @@ _BORROWED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 def _borrow(model: Any) -> None:
     """Attach a model until it is given back as often as it was borrowed."""
+    from kvtool.cache.hooks.attach import attach
+    from kvtool.cache.hooks.attachment import attachment
+
     with _LOCK:
         if attachment(model) is None:
             attach(model)
@@ -138,6 +138,8 @@ def _borrow(model: Any) -> None:
 
 
 def _give_back(model: Any, *, keep: bool) -> None:
+    from kvtool.cache.hooks.attach import detach
+
     with _LOCK:
         if model not in _BORROWED:
             return  # its caller has attached it, or it is kept
@@ -178,6 +180,9 @@ def load_attached(
     """
     given = {name: value for name, value in settings.items() if value is not None}
     loaded = load(model, **given, trust_remote_code=trust_remote_code, progress=progress)
+    from kvtool.cache.hooks.attach import attach
+    from kvtool.cache.hooks.families import notes
+
     attach(loaded.model)
     for line in notes(loaded.model.config):
         note(line)

@@ -102,24 +102,34 @@ def _translate(part: str, name: str, error: Exception, trust_remote_code: bool) 
             f"the architecture of model `{name}` is not supported: {_one_line(error)}"
         )
     if not Path(name).is_dir() and not is_bundled(name):
-        return _translate_hub(name, text, error)
+        return translate_hub(name, text, error)
     return KvtoolError(f"cannot read the {part} of model `{name}`: {_one_line(error)}")
 
 
-def _translate_hub(name: str, text: str, error: Exception) -> KvtoolError:
+def translate_hub(name: str, text: str, error: Exception) -> KvtoolError:
+    """Say what is wrong with a model of the hub, of which `text` tells."""
     if "gated repo" in text or "403 " in text:
         return KvtoolError(f"access to model `{name}` is restricted", hint="log in: hf auth login")
     if any(sign in text for sign in ("couldn't connect", "Connection", "offline", "resolve")):
-        return KvtoolError(
-            f"no folder `{name}` here, and the hub cannot be reached for a model of that name",
-            hint="give a folder, or check the network (HF_HUB_OFFLINE, HF_ENDPOINT)",
-        )
+        return unreachable(name)
     if any(sign in text for sign in ("valid model identifier", "Repo id must", "404 ", "401 ")):
         return UsageError(
             f"no folder `{name}` here, and no model of that name on the hub",
             hint="a private model needs a login: hf auth login",
         )
     return KvtoolError(f"cannot load model `{name}`: {_one_line(error)}")
+
+
+class Unreachable(KvtoolError):
+    """The hub, which may have what is asked for, cannot be asked."""
+
+
+def unreachable(name: str) -> Unreachable:
+    """Say of a model that the hub, which may have it, cannot be asked."""
+    return Unreachable(
+        f"no folder `{name}` here, and the hub cannot be reached for a model of that name",
+        hint="give a folder, or check the network (HF_HUB_OFFLINE, HF_ENDPOINT)",
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

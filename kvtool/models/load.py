@@ -14,6 +14,7 @@ from kvtool.models.failures import (
     named_if_quantised,
 )
 from kvtool.models.folder import check_folder, find_source
+from kvtool.models.hub import check_hub
 from kvtool.models.placement import (
     check_attention,
     check_processes,
@@ -65,6 +66,7 @@ def load(
             be run with a compressed cache.
     """
     check_folder(model)
+    check_hub(model, revision)
     place = resolve_device(device, device_map)
     if tensor_parallel:
         check_processes(device, device_map)
@@ -111,6 +113,7 @@ def load_tokenizer(
         UsageError, KvtoolError: as `load`.
     """
     check_folder(model)
+    check_hub(model, revision)
     name, source = find_source(model)
     where = _where(revision, trust_remote_code)
     with library_output_on_stderr(progress=False):
@@ -129,6 +132,7 @@ def load_config(
         UsageError, KvtoolError: as `load`.
     """
     check_folder(model, config_only=True)
+    check_hub(model, revision)
     name, source = find_source(model)
     where = _where(revision, trust_remote_code)
     with (

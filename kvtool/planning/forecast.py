@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.model_shape import LayerShape
+from kvtool.planning.slots import NUMBER, kv_bytes, slot_bytes, stored_bytes
 
 if TYPE_CHECKING:
     from kvtool.policies.parts import Read
     from kvtool.policies.policy import Policy
 
-_NUMBER = 4  # bytes of a position, and of a number of a policy beside a slot
 _INDEX = 8  # bytes of the index of a slot
 
 
@@ -80,9 +80,9 @@ class Forecast:
     Attributes:
         storage: held at most, from the end of the prompt on.
         traffic: read by the last token.
-        full_storage, full_traffic: keys and values of a full cache.
-        keys_values: the part of the storage that is buffers of keys and values; the rest is the
-            policy's own: positions, numbers beside slots, tables.
+        full_storage, full_traffic: keys and values of a full cache in the model's dtype.
+        keys_values: the part of the storage that is buffers of keys and values, or of their codes
+            and scales; the rest is the policy's own: positions, numbers beside slots, tables.
     """
 
     storage: int
@@ -106,17 +106,6 @@ def tokens_held(
     return [0 if layer is None else count for layer, count in zip(layers, kept, strict=True)]
 
 
-def kv_bytes(layers: Sequence[LayerShape | None], tokens: Sequence[int]) -> int:
-    """Count the bytes of one row's keys and values, so many tokens in each layer."""
-    pairs = zip(layers, tokens, strict=True)
-    return sum(layer.bytes * count for layer, count in pairs if layer is not None)
-
-
-def slot_bytes(layer: LayerShape, numbers: int) -> int:
-    """Count the bytes of a slot in all heads: key, value, position and numbers beside."""
-    return layer.bytes + layer.kv_heads * _NUMBER * (1 + numbers)
-
-
 def forecast(
     policy: Policy | None,
     layers: Sequence[LayerShape | None],
@@ -132,6 +121,7 @@ def forecast(
     """
     free = [layer for layer in layers if layer is not None and layer.window is None]
     storage, kv, traffic, full_traffic, place = 0, 0, 0, 0, 0
+    codec = None if policy is None else policy.codec
     if free and policy is not None and policy.score.layer_tokens == "same":
         storage += _shared(policy, free[0], budgets[0], text)
     for index, layer in enumerate(layers):
@@ -146,10 +136,11 @@ def forecast(
         else:
             slots, beside = _slots(layer.window, text) * layer.kv_heads, 0
             numbers = _turned(policy)
-            read = min(layer.window + 1, text.last) * layer.bytes
-            full_traffic += read
-        kv += slots * layer.token_bytes
-        storage += slots * slot_bytes(layer, numbers) // layer.kv_heads + beside
+            pairs = min(layer.window + 1, text.last)
+            read = pairs * layer.kv_heads * stored_bytes(layer, codec)
+            full_traffic += pairs * layer.bytes
+        kv += slots * stored_bytes(layer, codec)
+        storage += slots * slot_bytes(layer, numbers, codec) + beside
         traffic += read
     full, rows = kv_bytes(layers, tokens_held(layers, text.full)), text.rows
     found = (storage, traffic, full, full_traffic, kv)
@@ -193,9 +184,9 @@ def _free(
         beside += rows * (layer.heads * layer.key_dim * layer.itemsize + _INDEX)
     if budget.reading is None:
         read = sum(min(_read(policy, tokens, text), text.last) for tokens in heads)
-        return slots, beside, read * layer.token_bytes
+        return slots, beside, read * stored_bytes(layer, policy.codec)
     if policy.select_only and budget.tokens < text.prompt:
-        beside += budget.tokens * layer.kv_heads * _NUMBER  # positions of what is chosen from
+        beside += budget.tokens * layer.kv_heads * NUMBER  # positions of what is chosen from
         beside += (budget.tokens + text.new) * layer.kv_heads * _INDEX
     tables, read = _reading(layer, budget.tokens, budget.reading, text)
     return slots, beside + tables, read
@@ -233,7 +224,7 @@ def _read(policy: Policy, tokens: int, text: Text) -> int:
 def _shared(policy: Policy, layer: LayerShape, budget: LayerBudget, text: Text) -> int:
     """Return the numbers of a row that all layers share: surprisals, and the last logits."""
     slots = _held(policy, budget.tokens, text)
-    return slots * _NUMBER + (text.vocabulary or 0) * layer.itemsize
+    return slots * NUMBER + (text.vocabulary or 0) * layer.itemsize
 
 
 def _reading(layer: LayerShape, tokens: int, reading: Reading, text: Text) -> tuple[int, int]:

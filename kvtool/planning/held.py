@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtool.documents.model_shape import DTYPE_BYTES
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
-from kvtool.model_shape import LayerShape
+from kvtool.model_shape import DTYPE_BYTES, LayerShape
 from kvtool.planning.forecast import Forecast, LayerBudget, Reading, Text, forecast
 from kvtool.sizes import DEFAULT_TOKENS, Budget
 

@@ -13,16 +13,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtool.model_shape import LayerShape
-from kvtool.planning.forecast import Text, slot_bytes
+from kvtool.planning.forecast import Text
 from kvtool.planning.growth import grown
+from kvtool.planning.slots import slot_bytes
+from kvtool.sizes import LONG_PROMPT
 
 if TYPE_CHECKING:
+    from kvtool.policies.codec.codec import Codec
     from kvtool.policies.policy import Policy
 
 SPARE = 8 / 7
 """What is allocated for heads of unequal counts, over what they hold: they fill 7/8 at least."""
 
 _ROWS = 128  # queries whose attention weights are computed at a time where they are looked at
+_TILES = 4 * 2**20  # bytes of the tiles in which the weights of a whole prompt are summed
 _FLOAT = 4  # bytes of a number of attention weights and of logits
 _PLACES = 24  # bytes of a token's id and position
 
@@ -44,17 +48,28 @@ def reading_bytes(
         block: tokens that are read at a time.
         waits: whether layers of free budget are cut only once all of them have read the prompt.
     """
-    numbers = len(policy.statistics)
-    sizes = [0 if layer is None else slot_bytes(layer, numbers) for layer in layers]
+    sizes = _slot_sizes(layers, policy, policy.codec)
+    joined = _slot_sizes(layers, policy, None)  # with the block, in the model's dtype
     block = n if waits else min(block, n)
     whole = _appended(block, block, n - block)  # slots where a prompt is kept as it comes
     reading = [
         whole if k == n or (waits and layer is not None and layer.window is None) else k
         for k, layer in zip(kept, layers, strict=True)
     ]
-    running = max(size * (k + block) for size, k in zip(sizes, kept, strict=True))
+    running = max(size * (k + block) for size, k in zip(joined, kept, strict=True))
     before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
     return int(before * (SPARE if policy.head_split is not None else 1))
+
+
+def _slot_sizes(
+    layers: Sequence[LayerShape | None], policy: Policy, codec: Codec | None
+) -> list[int]:
+    """Return the bytes of a slot in all heads of each layer."""
+    numbers = len(policy.statistics)
+    return [
+        0 if layer is None else layer.kv_heads * slot_bytes(layer, numbers, codec)
+        for layer in layers
+    ]
 
 
 def _appended(slots: int, step: int, tokens: int) -> int:
@@ -95,11 +110,21 @@ def computing_bytes(
     bytes_per_token = numbers * itemsize + _PLACES
     rows = _explicit_rows(policy, block, keys, first)
     heads = max(layer.heads for layer in stored)
-    weights = 2 * rows * keys * heads * _FLOAT  # and their softmax
+    weights = 2 * rows * keys * heads * _FLOAT * text.rows  # and their softmax
+    if block == keys >= LONG_PROMPT and _summed_in_tiles(decoder, policy, stored):
+        weights = min(weights, _TILES)
     repeated = keys * heads * stored[0].token_bytes if 1 < block < keys else 0  # beside a mask
     judged = block if policy.score.layer_tokens == "same" else 1
     logits = 2 * judged * (text.vocabulary or decoder.vocab_size) * _FLOAT
-    return text.rows * (block * bytes_per_token + weights + repeated + logits)
+    return text.rows * (block * bytes_per_token + repeated + logits) + weights
+
+
+def _summed_in_tiles(decoder: Any, policy: Policy, stored: Sequence[LayerShape]) -> bool:
+    """Tell whether the weights of a whole prompt are added to sums tile by tile, row by row."""
+    plain = all(layer.window is None and layer.key_dim == layer.value_dim for layer in stored)
+    capped = getattr(decoder, "attn_logit_softcapping", None) is not None
+    asked = policy.observes_rows or policy.on_evict is not None
+    return plain and not capped and not asked and policy.needs_all_rows
 
 
 def _explicit_rows(policy: Policy, block: int, keys: int, first: int) -> int:

@@ -19,10 +19,11 @@ from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import LayerShape
 from kvtool.planning.evidence import evidence, length_scale
-from kvtool.planning.forecast import Forecast, Text, kv_bytes, tokens_held
+from kvtool.planning.forecast import Forecast, Text, tokens_held
 from kvtool.planning.held import forecast_plan, largest, least_allowed
 from kvtool.planning.plannable import PlannableLayers
 from kvtool.planning.section import make_section, plan_for
+from kvtool.planning.slots import check_dims, kv_bytes
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.table import spell_allocator
 from kvtool.policies.parts import Allocator
@@ -65,9 +66,10 @@ def make_plan(
 
     Raises:
         UsageError: a target too small for the policy or the limits, a measurement that is missing,
-            a model without layers to plan.
+            a model without layers to plan, or whose heads the policy's codec cannot store.
     """
     shapes = model.layer_shapes() if layers is None else list(layers)
+    check_dims(policy, shapes)
     plannable = PlannableLayers.of(model, target.prompt_tokens, shapes)
     drafts = _Drafts(model, allocator, target, profile, policy, min_tokens, plannable)
     total, notes = _total(drafts)

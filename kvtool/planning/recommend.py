@@ -51,7 +51,7 @@ class Evidence:
     """What a run says of one variant.
 
     Attributes:
-        share: its budget as a share of the prompts.
+        share: its budget as a share of the prompts; 1 where it keeps everything.
         prompt: tokens of the prompts, in the mean.
         tasks: its scores; empty for the full cache.
     """
@@ -109,11 +109,13 @@ class Place:
     def plan(self, evidence: Evidence, *, share: bool) -> Planned:
         """Plan for a variant: its measured share of the prompt, or all of the memory.
 
+        One that keeps everything has the whole prompt in all of the memory.
+
         Raises:
             UsageError: no plan can say how the variant splits its budget; too small a budget.
         """
         target, policy = self.target, evidence.policy
-        if share:
+        if share or not policy.takes_budget:
             tokens = max(1, int(evidence.share * target.prompt_tokens))
             target = target.model_copy(update={"bytes": None, "tokens": tokens})
         from kvtool.policies.allocate.table import ALLOCATORS
@@ -122,9 +124,12 @@ class Place:
         allocator = policy.allocator or Uniform()
         if allocator.name not in ALLOCATORS:
             raise UsageError("it splits its budget by a schedule of its own, which no plan has")
-        return make_plan(
+        planned = make_plan(
             self.model, allocator, target, profile=self.profile, policy=policy, layers=self.layers
         )
+        if policy.takes_budget:
+            return planned
+        return Planned(planned.document.model_copy(update={"target": self.target}), [])
 
 
 def recommend(results: ResultsDocument, place: Place) -> Recommendation:
@@ -145,10 +150,12 @@ def recommend(results: ResultsDocument, place: Place) -> Recommendation:
             too_large[evidence.arm.name] = needed
         else:
             fitting.append(evidence)
-    full, needed = _whole(results, place)
+    full = _full(results, place)
+    planned = place.plan(full, share=True)
     best = max(fitting, key=lambda evidence: (evidence.gain, -evidence.share), default=None)
+    needed = _held(planned)
     if needed <= (place.target.bytes or 0) and not (best and best.beats_full):
-        return Recommendation(full[0], full[1], left_out, list(too_large))
+        return Recommendation(full, planned, left_out, list(too_large))
     if best is None:
         raise _nothing_fits(place.target, too_large | {_FULL: needed}, left_out)
     planned = place.plan(best, share=best.policy.stores_all)
@@ -187,7 +194,7 @@ def _evidence(arm: ArmEntry, results: ResultsDocument, tasks: Sequence[str]) -> 
     from kvtool.policies.grammar import parse_policy
 
     policy = parse_policy(arm.policy, imports=False)
-    if not policy.takes_budget or arm.budget is None:
+    if arm.budget is None and policy.takes_budget:
         raise UsageError("it has no budget")
     if arm.planned:
         raise UsageError("it was measured by a plan, which results do not hold")
@@ -204,8 +211,11 @@ def _evidence(arm: ArmEntry, results: ResultsDocument, tasks: Sequence[str]) -> 
     prompt = _mean(of_tasks, "prompt_tokens")
     if prompt is None or prompt < 1:
         raise UsageError("its prompts were not counted")
-    share = _share(Budget.parse(arm.budget), policy, prompt, _mean(of_tasks, "kept_tokens") or 0)
-    return Evidence(arm, policy, min(share, Fraction(1)), prompt, scores)
+    share = Fraction(1)  # of a cache that is quantised only
+    if arm.budget is not None and policy.takes_budget:
+        kept = _mean(of_tasks, "kept_tokens") or 0
+        share = min(share, _share(Budget.parse(arm.budget), policy, prompt, kept))
+    return Evidence(arm, policy, share, prompt, scores)
 
 
 def _mean(results: Sequence[TaskResult], name: str) -> float | None:
@@ -231,16 +241,13 @@ def _held(planned: Planned) -> int:
     return held
 
 
-def _whole(results: ResultsDocument, place: Place) -> tuple[tuple[Evidence, Planned], int]:
-    """Return the full cache as a variant with a plan, and the bytes that it holds."""
+def _full(results: ResultsDocument, place: Place) -> Evidence:
+    """Return the full cache as a variant."""
     from kvtool.policies.policy import Policy
     from kvtool.policies.scores.full import Full
 
     arm = next(arm for arm in results.arms if arm.policy == _FULL)
-    evidence = Evidence(arm, Policy(Full()), Fraction(1), place.target.prompt_tokens, [])
-    planned = place.plan(evidence, share=True)
-    document = planned.document.model_copy(update={"target": place.target})
-    return (evidence, Planned(document, [])), _held(planned)
+    return Evidence(arm, Policy(Full()), Fraction(1), place.target.prompt_tokens, [])
 
 
 def _nothing_fits(target: Target, needed: dict[str, int], left_out: list[str]) -> UsageError:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kvtool.documents.model_shape import DTYPE_BYTES, ModelShape
+from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.plan import Cost, RocketKVSection, Target
 from kvtool.errors import UsageError
-from kvtool.model_shape import LayerShape
+from kvtool.model_shape import DTYPE_BYTES, LayerShape
 from kvtool.planning.rocketkv import RocketKVPlan, nominal_storage, plan_rocketkv
 from kvtool.planning.stages import goes_by_stages, split_of
 

@@ -1,9 +1,14 @@
 """Which parts of a policy go together, and the reasons why others do not."""
 
+from collections.abc import Sequence
+
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.codec.codec import Codec
+from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.evicted.select_only import SelectOnly
-from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Score, Select
+from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Score, Select
+from kvtool.policies.spelling import part_name
 
 
 def check_evidence(score: Score) -> None:
@@ -147,4 +152,81 @@ def check_evicted(evicted: Evicted, score: Score) -> None:
         raise UsageError(
             f"`{score.name}` merges what it evicts already, which excludes `{name}`",
             hint=f"{score.name}(merge=none)+{name}",
+        )
+
+
+def check_reader(
+    score: Score,
+    read: Read | None,
+    modifiers: Sequence[object],
+    on_evict: Evicted | None,
+    split: HeadSplit | None,
+) -> None:
+    """Refuse parts that a reader leaves nothing to do for, and scores that it cannot follow.
+
+    Args:
+        read: beside the score; None: at most the score's own.
+        modifiers: of the score, codecs included.
+        on_evict: what becomes of evicted tokens, the score's own included.
+        split: how a layer's budget is split over its heads, the score's own included.
+
+    Raises:
+        UsageError: such a part.
+    """
+    budgeted = [part_name(part) for part in modifiers if not isinstance(part, Codec)]
+    if score.reader is not None and budgeted:
+        raise UsageError(
+            f"the budget of `{score.name}` is what a step reads, and its plan says what "
+            f"is stored; `{budgeted[0]}` has no part in it"
+        )
+    if read is None:
+        return
+    if score.when == "never" and budgeted:
+        raise UsageError(
+            f"`{read.name}` keeps everything and chooses what is read; "
+            f"`{budgeted[0]}` has nothing to do there"
+        )
+    if score.reader is not None:
+        raise UsageError(f"`{score.name}` comes with a reader of its own")
+    if score.when == "always":
+        raise UsageError(
+            f"`{score.name}` writes over slots at every step, "
+            f"and the tables of `{read.name}` only grow",
+            hint="readers go on scores that keep everything or cut prompts, such as snapkv",
+        )
+    if on_evict is not None:
+        raise UsageError(f"`{on_evict.name}` and `{read.name}` do not go together")
+    if split is not None:
+        raise UsageError(f"`{read.name}` needs KV heads that hold equally many tokens")
+    if score.when == "prompt" and read.k is None:
+        raise UsageError(
+            f"the budget of `{score.name}` is what is stored; `{read.name}` needs its own k"
+        )
+
+
+def check_codec(codec: Codec, score: Score, read: Read | None, on_evict: Evicted | None) -> None:
+    """Refuse codes where slots are read in part or changed after they have been written.
+
+    Args:
+        read, on_evict: as for `check_reader`.
+
+    Raises:
+        UsageError: such a reader, or such a use of evicted tokens.
+    """
+    reader = read if read is not None else score.reader
+    if reader is not None:
+        name = score.name if read is None else reader.name
+        raise UsageError(
+            f"`{name}` chooses tokens by tables of keys as they are, "
+            f"which `{codec.name}` does not store",
+            hint=f"put it on a policy without a reader: full+{codec.name}, snapkv+{codec.name}",
+        )
+    if isinstance(on_evict, Merging):
+        name, without = on_evict.name, score.name
+        if score.evicted is not None:
+            name, without = score.name, f"{score.name}(merge=none)"
+        raise UsageError(
+            f"`{name}` changes kept slots again and again, "
+            f"and `{codec.name}` rounds a slot once, when it is written",
+            hint=f"{without}+{codec.name}",
         )

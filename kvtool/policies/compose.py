@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.codec.codec import Codec
 from kvtool.policies.parts import Allocator, Evicted, Pace, Read, Rescore, Score, Select
 from kvtool.policies.policy import Part, Policy
 from kvtool.policies.scores.full import Full
@@ -33,6 +34,7 @@ def compose(base: Score | Read, modifiers: Sequence[Part]) -> Policy:
         _only([part for part in (base, *modifiers) if isinstance(part, Read)]),
         _only([part for part in modifiers if isinstance(part, Select)]),
         _only([part for part in modifiers if isinstance(part, Pace)]),
+        _only([part for part in modifiers if isinstance(part, Codec)]),
     )
 
 

@@ -4,6 +4,7 @@ The form is `BASE[(key=value,..)][+MODIFIER[(key=value,..)]]..`, such as `h2o(re
 base of one's own is named by its module, `my_package.my_module:MyScore(recent=8)+caote`.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from kvtool.errors import UsageError, did_you_mean, quote
@@ -41,6 +42,24 @@ def parse_policy(text: str | Policy, *, imports: bool = True) -> Policy:
     base, *rest = split_outside(text, "+")
     score = _build_base(base, imports)
     return compose(score, [_build_modifier(part, score.name) for part in rest])
+
+
+def listed_policies(text: object) -> list[str]:
+    """Return the policies of a list such as `h2o,snapkv`; none where it is one policy."""
+    parts = split_outside(text, ",") if isinstance(text, str) else []
+    return [part.strip() for part in parts] if len(parts) > 1 else []
+
+
+def check_policies(texts: Iterable[str]) -> None:
+    """Refuse policies, alone or in lists, that no module from outside could make right.
+
+    Raises:
+        UsageError: as `parse_policy`.
+    """
+    for text in texts:
+        for policy in listed_policies(text) or [text]:
+            if policy and not is_outside(split_outside(policy, "+")[0]):
+                parse_policy(policy)
 
 
 def read_spelling(text: str) -> Policy:

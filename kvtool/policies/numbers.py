@@ -1,12 +1,16 @@
 """Counts of one layer, of which batch entries and heads may have their own, and numbers by slot."""
 
-from typing import overload
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Union, overload
 
-State = dict[str, Tensor]  # numbers beside the slots, by name: (batch, kv_heads, slots) float32
-Count = int | Tensor  # one number, or one per row (batch, 1, 1), or per head (batch, kv_heads, 1)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State = dict[str, "Tensor"]  # numbers beside the slots, by name: (batch, kv_heads, slots) float32
+Count = Union[
+    int, "Tensor"
+]  # one number, or one per row (batch, 1, 1), or per head (batch, kv_heads, 1)
 PROMPT = "prompt"  # beside a slot where the prompt stays: 1 for its tokens
 SHIFT = "turn"  # beside a slot where `positions=cache`: its place, minus where its key stands
 
@@ -17,14 +21,16 @@ def minimum(a: int, b: int) -> int: ...
 def minimum(a: Count, b: Count) -> Count: ...
 def minimum(a: Count, b: Count) -> Count:
     """Return the smaller of two counts, per batch entry if either is."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
-    return min(a, b)
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    import torch
+
+    return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
 
 
 def at_least_zero(count: Count) -> Count:
     """Return a count, or 0 where it is negative."""
-    return count.clamp(min=0) if isinstance(count, Tensor) else max(count, 0)
+    return max(count, 0) if isinstance(count, int) else count.clamp(min=0)
 
 
 @overload

@@ -20,6 +20,7 @@ pace        the role that says how many tokens are decoded between two cuts
 allocate    the role that splits a budget: over layers, or over the KV heads of a layer
 evicted     slots chosen to leave, and the role that says what becomes of them: merged, set aside
 read        the role that chooses which of the kept tokens a decode step looks at (a reader)
+codec       the role that stores the key and value of a slot in fewer bits: codes, and scales
 prefill     reading a prompt; after it tokens are decoded, one at a time
 block       tokens that are read at once: a prompt whole, a part of it, or a decoded token
 traffic     pairs of key and value that a decode step reads, which is what a reader's budget bounds
@@ -52,7 +53,7 @@ class Score:
     """A measure of what matters: it gives each slot a number, higher = keep.
 
     Attributes:
-        evidence: which attention rows `observe` and `importance` are given.
+        evidence: which rows `observe` is given, and `importance` (the last ones of LAST_ROWS).
         window: how many rows or queries, when the evidence is LAST_ROWS or QUERIES.
         when: `always` holds the budget at every step; `prompt` cuts prompts, then appends; `never`.
         statistics: names of the float32 numbers kept beside each slot, which start at 0 and move
@@ -101,9 +102,7 @@ class Score:
         return None
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        """Give each slot a number, higher = keep: (batch, kv_heads or 1, slots) float32.
-
-        `rows` are the last ones for LAST_ROWS, else None."""
+        """Give each slot a number, higher = keep: (batch, kv_heads or 1, slots) float32."""
         raise NotImplementedError
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:

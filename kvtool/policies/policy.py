@@ -6,11 +6,14 @@ from functools import cached_property
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.codec.codec import Codec
 from kvtool.policies.combination import (
     check_budget_split,
+    check_codec,
     check_evicted,
     check_evidence,
     check_pace,
+    check_reader,
     check_select,
     check_split,
 )
@@ -22,7 +25,7 @@ from kvtool.policies.repetition import RepetitionAsked
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, part_name, spell_settings
 
-Part = Score | Rescore | Select | Pace | Allocator | Evicted | Read
+Part = Score | Rescore | Select | Pace | Allocator | Evicted | Read | Codec
 _SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv, d2o"
 
 
@@ -42,6 +45,7 @@ class Policy:
             many tokens (`k`) it attends to.
         select: how the tokens of a prompt are chosen by their scores; None: one by one.
         pace: how many tokens are decoded between two cuts; None: as the score does it.
+        codec: how the key and value of a slot are written down; None: as they are.
 
     Raises:
         UsageError: a number that is not finite or too large; the rescore, or the split over heads,
@@ -49,7 +53,8 @@ class Policy:
             that all layers share, or that has a schedule of its own; something to be made of
             evicted tokens where none are, where all layers are cut at once, where the score makes
             something else of them, or where they leave heads of unequal counts while decoding; a
-            reader beside parts that it cannot work with.
+            reader beside parts that it cannot work with; a codec where slots are read in part, or
+            changed.
     """
 
     score: Score
@@ -60,12 +65,13 @@ class Policy:
     read: Read | None = None
     select: Select | None = None
     pace: Pace | None = None
+    codec: Codec | None = None
 
     def __post_init__(self) -> None:
         for part in self._parts:
             check_numbers(part)
         check_evidence(self.score)
-        self._check_reader()
+        check_reader(self.score, self.read, self._modifiers, self.on_evict, self.head_split)
         if self.select is not None:
             check_select(self.select, self.score, self.head_split)
         if self.pace is not None:
@@ -90,6 +96,8 @@ class Policy:
             )
         if self.evicted is not None:
             check_evicted(self.evicted, self.score)
+        if self.codec is not None:
+            check_codec(self.codec, self.score, self.read, self.on_evict)
         used, split = self.on_evict, self.head_split
         if used is not None and split is not None and self.score.when == "always":
             raise UsageError(
@@ -103,46 +111,14 @@ class Policy:
     @property
     def _parts(self) -> list[Part]:
         """Return the parts that there are, in the order in which they are spelled."""
-        parts = (self.score, self.rescore, self.select, self.pace, self.evicted)
-        return [part for part in (*parts, self.allocate, self.heads, self.read) if part is not None]
+        parts = (self.score, *self._modifiers, self.read)
+        return [part for part in parts if part is not None]
 
-    def _check_reader(self) -> None:
-        """Refuse parts that a reader leaves nothing to do for, and scores that it cannot follow."""
-        modifier = self.rescore.name if self.rescore is not None else None
-        modifier = self.evicted.name if self.evicted is not None else modifier
-        modifier = self.select.name if self.select is not None else modifier
-        modifier = self.pace.name if self.pace is not None else modifier
-        for split in (self.allocate, self.heads):
-            modifier = split.modifier if split is not None else modifier
-        if self.score.reader is not None and modifier is not None:
-            raise UsageError(
-                f"the budget of `{self.score.name}` is what a step reads, and its plan says what "
-                f"is stored; `{modifier}` has no part in it"
-            )
-        if self.read is None:
-            return
-        if self.score.when == "never" and modifier is not None:
-            raise UsageError(
-                f"`{self.read.name}` keeps everything and chooses what is read; "
-                f"`{modifier}` has nothing to do there"
-            )
-        if self.score.reader is not None:
-            raise UsageError(f"`{self.score.name}` comes with a reader of its own")
-        if self.score.when == "always":
-            raise UsageError(
-                f"`{self.score.name}` writes over slots at every step, "
-                f"and the tables of `{self.read.name}` only grow",
-                hint="readers go on scores that keep everything or cut prompts, such as snapkv",
-            )
-        if self.on_evict is not None:
-            raise UsageError(f"`{self.on_evict.name}` and `{self.read.name}` do not go together")
-        if self.head_split is not None:
-            raise UsageError(f"`{self.read.name}` needs KV heads that hold equally many tokens")
-        if self.score.when == "prompt" and self.read.k is None:
-            raise UsageError(
-                f"the budget of `{self.score.name}` is what is stored; "
-                f"`{self.read.name}` needs its own k"
-            )
+    @property
+    def _modifiers(self) -> list[Part]:
+        """Return what changes the score, in the order in which it is spelled."""
+        parts = (self.rescore, self.select, self.pace, self.evicted, self.allocate, self.heads)
+        return [part for part in (*parts, self.codec) if part is not None]
 
     @property
     def name(self) -> str:

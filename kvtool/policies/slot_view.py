@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from kvtool.policies.heads import KVHeads, all_here
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from kvtool.policies.numbers import Count
@@ -56,7 +58,8 @@ class NewestQueries(Protocol):
 class SlotView:
     """The slots of one layer as a policy sees them, the running block included. Read only.
 
-    While decoding, one view may cover several layers, stacked along the batch.
+    While decoding, one view may cover several layers, stacked along the batch. Where slots hold
+    codes, keys and values of a layer are decoded each time that they are looked at.
 
     Attributes:
         values: (batch, kv_heads, slots, value_dim) of each layer.
@@ -76,7 +79,7 @@ class SlotView:
         moments: of the queries of the text's prompts, for a score that goes by them.
     """
 
-    values: tuple[Tensor, ...]
+    values: Sequence[Tensor]
     positions: Tensor
     tokens_seen: Count
     budget: Count
@@ -86,7 +89,7 @@ class SlotView:
     heads: KVHeads = field(default_factory=all_here)
     kept_in_parent: Tensor | None = None
     first_layer_budget: Count | None = None
-    keys: tuple[Tensor, ...] = ()
+    keys: Sequence[Tensor] = ()
     queries: tuple[NewestQueries, ...] = ()
     moments: QueryMoments | None = None
     repeated: Repeated | None = None

@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args, get_origin
 from kvtool.errors import UsageError
 from kvtool.policies.allocate import table as allocators
 from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.codec.codec import Codec
 from kvtool.policies.compose import compose
 from kvtool.policies.parts import Allocator, Evicted, Pace, Read, Rescore, Score, Select
-from kvtool.policies.policy import Policy
+from kvtool.policies.policy import Part, Policy
 from kvtool.policies.spelling import defaults, field_types, spell_settings
 
 BASES: dict[str, str] = {
@@ -50,11 +51,16 @@ MODIFIERS: dict[str, str] = {
     "cam": "evicted.cam:CaM",
     "calidrop": "evicted.calidrop:CaliDrop",
 }
+CODECS: dict[str, str] = {
+    "int8": "codec.int8:Int8",
+    "int4": "codec.int4:Int4",
+    "fp8": "codec.fp8:FP8",
+}
 ALLOCATORS: dict[str, str] = {  # modifiers that split the budget; `d2o` itself is a base
     "d2o-alloc" if name == "d2o" else name: f"allocate.{place}"
     for name, place in allocators.ALLOCATORS.items()
 }
-MODIFIERS |= ALLOCATORS
+MODIFIERS |= ALLOCATORS | CODECS
 REFUSED: dict[str, str] = {
     "loco": "it merges tokens with weights that need training, and there are none to ship",
 }
@@ -88,7 +94,7 @@ class Entry:
 
 
 Base = type[Score] | type[Read]
-Modifier = type[Rescore] | type[Select] | type[Pace] | type[Allocator] | type[Evicted]
+Modifier = type[Rescore] | type[Select] | type[Pace] | type[Allocator] | type[Evicted] | type[Codec]
 
 
 def base_class(name: str) -> Base:
@@ -114,6 +120,7 @@ def _class_at(place: str) -> Any:
 def describe() -> list[Entry]:
     """List every policy and modifier, in the order of the table."""
     entries = []
+    bases = [_spellings(base_class(name)) for name in BASES]
     for name in BASES:
         base = base_class(name)
         told = _summary(base), defaults(base), base.paper, _budget_kind(base)
@@ -123,7 +130,9 @@ def describe() -> list[Entry]:
         if name in ALLOCATORS:
             budget = f"the mean over {'heads' if issubclass(cls, HeadSplit) else 'layers'}"
         told = _summary(cls), defaults(cls), cls.paper, budget
-        entries.append(Entry(name, "modifier", *told, _taken_by(name)))
+        carriers = (_carrier(spellings, cls()) for spellings in bases)
+        taken = tuple(spelled for spelled in carriers if spelled is not None)
+        entries.append(Entry(name, "modifier", *told, taken))
     return entries
 
 
@@ -131,18 +140,16 @@ def _summary(cls: type) -> str:
     return (cls.__doc__ or "").strip().splitlines()[0]
 
 
-def _taken_by(modifier: str) -> tuple[str, ...]:
-    """Return the bases that a policy string may put the modifier on, as they have to be spelled."""
-    carriers = (_carrier(base_class(base), modifier_class(modifier)) for base in BASES)
-    return tuple(spelled for spelled in carriers if spelled is not None)
+def _spellings(base: Base) -> list[Score | Read]:
+    """Return a base with its defaults, then with each of its choices."""
+    return [base(**settings) for settings in ({}, *_choices(base))]
 
 
-def _carrier(base: Base, modifier: Modifier) -> str | None:
-    """Spell a base with the first of its settings under which it takes a modifier, if any does."""
-    for settings in ({}, *_choices(base)):
-        carrier = base(**settings)
+def _carrier(spellings: list[Score | Read], modifier: Part) -> str | None:
+    """Spell the first of a base's settings under which it takes a modifier, if any does."""
+    for carrier in spellings:
         try:
-            compose(carrier, [modifier()])
+            compose(carrier, [modifier])
         except UsageError:
             continue
         return carrier.name + spell_settings(carrier)

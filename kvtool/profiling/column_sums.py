@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from kvtool.maths.causal_columns import add_causal_columns
 from kvtool.profiling.seen import Seen
 
 _ROWS = 128  # rows of weights, over the query heads of a group, that are held at a time
@@ -56,8 +57,12 @@ def column_sums(seen: Seen) -> Tensor:
     heads, n, _ = seen.query.shape
     kv_heads = seen.key.shape[0]
     group = heads // kv_heads
-    rows = max(1, _ROWS // group)
     sums = torch.zeros(kv_heads, group, n, device=seen.query.device)
+    if seen.lse is not None:
+        query, lse = (each.unflatten(0, (kv_heads, group)) for each in (seen.query, seen.lse))
+        add_causal_columns({}, sums, query, seen.key, lse, scale=seen.call.scale)
+        return sums.flatten(0, 1)
+    rows = max(1, _ROWS // group)
     for head in range(kv_heads):  # one at a time, so that the weights stay in the processor's cache
         for start in range(0, n, rows):
             stop = min(start + rows, n)

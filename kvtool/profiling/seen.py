@@ -52,6 +52,12 @@ class Seen:
         """(kv_heads, kv_len, head_dim), after RoPE."""
         return self.call.key[self.row]
 
+    @property
+    def lse(self) -> Tensor | None:
+        """(heads, q_len) float32 log-sum-exp of the rows; None: the kernel has not told it."""
+        norms = self.call.context.norms
+        return None if norms is None or norms.lse is None else norms.lse[self.row]
+
     def weights(self, start: int, stop: int, heads: slice = slice(None)) -> tuple[Tensor, int]:
         """Compute the weights of a few queries: `row_weights` of these KV heads.
 

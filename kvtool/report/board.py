@@ -90,7 +90,10 @@ def _row(model: str, policy: str, results: Sequence[TaskResult]) -> dict[str, ob
 
 
 def _removed(results: Sequence[TaskResult]) -> float | None:
-    """Return the share of keys and values that is gone at a sample's end, the mean of the tasks."""
+    """Return the share of their bytes that keys and values lack at a sample's end, over all tasks.
+
+    Codecs make fewer bytes of what stays, too.
+    """
     costs = [result.cost for result in results if result.cost is not None]
     shares = [1 - cost.kv_bytes / cost.full_bytes for cost in costs if cost.full_bytes]
     return round(statistics.fmean(shares), 4) if shares else None

@@ -56,12 +56,14 @@ def budget_figure(document: ResultsDocument) -> Figure:
         places, ticks = _places(document, unit)
         found = families(document)
         lines = [_line(family, results, unit) for family in found]
-        for family, line, hidden in zip(found, lines, covered(lines), strict=True):
-            colour = look[family.label].colour
+        colours = [look[family.label].colour for family in found]
+        pieces = covered(lines, colours)
+        for family, line, hidden, colour in zip(found, lines, pieces, colours, strict=True):
             named = dict(_sizes(family, unit))
             place = {size: (places[named[size]], y) for size, y in line.items() if y is not None}
             widen_covered(panel, place, hidden, colour)
             _budget_line(panel, document, family, look[family.label], results, places)
+        _whole_lines(panel, found, look, results)
         sample = next(iter(results.values()))
         _budget_axis(panel, ticks, _budgets(document, unit), unit)
         score_axis(panel, list(results.values()))
@@ -116,11 +118,6 @@ def _budget_line(
     results: dict[str, TaskResult],
     places: dict[str, float],
 ) -> None:
-    for variant in family.variants:
-        value = results[variant.name].value if variant.name in results else None
-        if variant.budget is None and value is not None:
-            line = FULL_LINE if family.is_full else {"color": look.colour, "linestyle": "-."}
-            panel.axhline(value, label=family.label, **line)
     swept = [variant for variant in family.variants if variant.name in places]
     if not swept:
         return
@@ -134,6 +131,39 @@ def _budget_line(
         family.told,
         hollow=not all(fed_like_full(document, result) for result in found if result is not None),
     )
+
+
+def _whole_lines(
+    panel: Axes, found: list[Family], look: dict[str, Look], results: dict[str, TaskResult]
+) -> None:
+    """Draw what has no budget across: the full cache, and it in fewer bits, each with its marker.
+
+    Markers stand one beside the other, for such scores are often equal.
+    """
+    whole = [
+        (family, result.value)
+        for family in found
+        if family.variants[0].budget is None
+        and (result := results.get(family.variants[0].name)) is not None
+        and result.value is not None
+    ]
+    for rank, (family, value) in enumerate(whole):
+        if family.is_full:
+            panel.axhline(value, label=family.label, **FULL_LINE)
+            continue
+        own = look[family.label]
+        x = [i / (len(whole) + 1) for i in range(len(whole) + 2)]
+        panel.plot(
+            x,
+            [value] * len(x),
+            transform=panel.get_yaxis_transform(),
+            color=own.colour,
+            linestyle="-.",
+            linewidth=0.8,
+            marker=own.marker,
+            markevery=[rank + 1],
+            label=family.label,
+        )
 
 
 def _budgets(document: ResultsDocument, unit: str) -> list[str]:

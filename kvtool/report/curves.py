@@ -96,7 +96,8 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
     swept = [line for line in lines if line.variant.budget is not None]
     budgets = list(dict.fromkeys(str(line.variant.budget) for line in swept))
     budgets.sort(key=lambda text: budget_size(text))
-    together = len({line.family.label for line in swept}) <= 1 or len(budgets) <= 1
+    alone = len({line.family.label for line in swept}) <= 1
+    together = alone or len(budgets) <= 1
     figure, panels = new_panels(1 if together else len(budgets), sharey=True)
     look = looks(document)
     for panel, budget in zip(panels, [None] if together else budgets, strict=True):
@@ -106,7 +107,9 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
             if budget in (None, str(line.variant.budget)) or line.variant.budget is None
         ]
         values = [dict(zip(line.x, line.y, strict=True)) for line in shown]
-        for line, by_x, hidden in zip(shown, values, covered(values), strict=True):
+        colours = None if alone else [look[line.family.label].colour for line in shown]
+        pieces = covered(values, colours)
+        for line, by_x, hidden in zip(shown, values, pieces, strict=True):
             own = look[line.family.label]
             if together and line.variant.budget is not None and len(budgets) > 1:
                 own = dashed(own, budgets.index(str(line.variant.budget)))

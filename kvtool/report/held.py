@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
 from kvtool.report import digits
-from kvtool.report.dodge import covered, dodge
+from kvtool.report.dodge import covered, dodge, neighbours
 from kvtool.report.front import pareto_front
 from kvtool.report.metrics import headline
 from kvtool.report.panels import add_legend, draw_points, new_panels, score_axis, widen_covered
 from kvtool.report.style import FRONT, FULL_LINE, looks
 from kvtool.report.variants import (
     FULL,
-    budget_size,
     families,
     fed_like_full,
     results_of,
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NEAR = 1.06  # bytes that differ less are set side by side
-_STEP = 1.035
+_STEP = 1.035  # as a factor, at least
+_APART = 0.016  # of the axis
 _MOST_TICKS = 5
 
 
@@ -104,7 +104,9 @@ def _draw(
     panel: Axes, document: ResultsDocument, points: list[HeldPoint], some: TaskResult
 ) -> None:
     panel.set_xscale("log", base=2)
-    moved = dodge([point.bytes for point in points], near=_NEAR, step=_STEP)
+    held = [point.bytes for point in points]
+    step = max(_STEP, (max(held) / min(held)) ** _APART)
+    moved = dodge(held, near=_NEAR, step=step)
     x = {point.variant.name: place for point, place in zip(points, moved, strict=True)}
     front = front_of(points, lower_is_better=some.lower_is_better)
     panel.step(
@@ -124,13 +126,17 @@ def _draw(
         for family in families(document)
     ]
     drawn = [(family, found) for family, found in drawn if found]
-    pieces = covered([{_place(point): point.value for point in found} for _, found in drawn])
+    place = _places(points)
+    pieces = covered(
+        [{place[each.variant.name]: each.value for each in found} for _, found in drawn],
+        [look[family.label].colour for family, _ in drawn],
+    )
     for (family, found), hidden in zip(drawn, pieces, strict=True):
         if family.is_full:
             panel.axhline(found[0].value, label=family.label, **FULL_LINE)
             panel.plot([x[found[0].variant.name]], [found[0].value], "*", color="black", zorder=4)
             continue
-        line = {_place(point): (x[point.variant.name], point.value) for point in found}
+        line = {place[each.variant.name]: (x[each.variant.name], each.value) for each in found}
         widen_covered(panel, line, hidden, look[family.label].colour)
         draw_points(
             panel,
@@ -144,10 +150,10 @@ def _draw(
     _bytes_axis(panel, list(x.values()))
 
 
-def _place(point: HeldPoint) -> float:
-    """Return where lines are compared: at their budgets, which hold nearly the same bytes."""
-    budget = point.variant.budget
-    return 0.0 if budget is None else float(budget_size(budget)[1])
+def _places(points: list[HeldPoint]) -> dict[str, float]:
+    """Return where the line of each variant is compared with others: at nearly equal bytes."""
+    groups = neighbours([point.bytes for point in points], near=_NEAR)
+    return {points[i].variant.name: points[group[0]].bytes for group in groups for i in group}
 
 
 def _bytes_axis(panel: Axes, places: list[float]) -> None:

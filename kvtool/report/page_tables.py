@@ -45,6 +45,7 @@ class Header:
 
 _COST = [
     Header("held", "buffers, state"),
+    Header("× smaller", "held"),
     Header("K/V"),
     Header("of full"),
     Header("policy state"),
@@ -246,9 +247,11 @@ def _cost(arm: str, spent: dict[str, Spent], document: ResultsDocument) -> list[
     if cost is None:
         return [Cell(digits.MISSING)] * len(_COST)
     full = full_variant(document)
-    ratio = relative("decode_rate", cost, spent.get(full.name) if full else None)
+    baseline = spent.get(full.name) if full else None
+    ratio, smaller = relative("decode_rate", cost, baseline), cost.times_smaller(baseline)
     return [
         Cell(digits.size(cost.held_bytes)),
+        Cell(digits.MISSING if smaller is None else digits.times(smaller)),
         Cell(digits.size(cost.kv_bytes)),
         Cell(digits.share(cost.kv_share)),
         Cell(digits.size(cost.state_bytes)),

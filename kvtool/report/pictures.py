@@ -48,13 +48,13 @@ def pictures(document: ResultsDocument) -> Iterator[Picture]:
     if held_tasks(document):
         title = (
             "Score by bytes held, whiskers one standard error; grey: the Pareto front; points whose"
-            " bytes are nearly equal stand side by side"
+            f" bytes are nearly equal stand side by side{_bits(document)}"
         )
         yield Picture("score-by-bytes", title, None, lambda: held_figure(document))
     if budget_panels(document):
         title = (
             "Score by budget, whiskers one standard error; policies stand side by side; dashed: the"
-            " budget is what a token reads, while all is stored"
+            f" budget is what a token reads, while all is stored{_bits(document)}"
         )
         yield Picture("score-by-budget", title, None, lambda: budget_figure(document))
     if spent_by_variant(document):
@@ -72,6 +72,12 @@ def pictures(document: ResultsDocument) -> Iterator[Picture]:
             task,
             partial(curve_figure, document, task, curve.name),
         )
+
+
+def _bits(document: ResultsDocument) -> str:
+    """Say how codecs are told apart, where there are any."""
+    stored = any(arm.codec is not None for arm in document.arms)
+    return "; a colour for each base, a marker for each codec" if stored else ""
 
 
 def draw(

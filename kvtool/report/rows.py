@@ -31,6 +31,7 @@ def _of_results(document: ResultsDocument) -> list[Row]:
             "arm": result.arm,
             "policy": arms[result.arm].policy,
             "budget": arms[result.arm].budget,
+            "codec": arms[result.arm].codec,
             "task": result.task,
             "question": result.question,
             "metric": result.metric,

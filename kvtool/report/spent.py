@@ -40,6 +40,12 @@ class Spent:
         """Keys and values as a share of the full cache."""
         return self.kv_bytes / self.full_bytes if self.full_bytes else math.nan
 
+    def times_smaller(self, full: Spent | None) -> float | None:
+        """Return the full cache's held bytes over these, if measured on the same tasks."""
+        if full is None or set(full.tasks) != set(self.tasks) or not self.held_bytes:
+            return None
+        return full.held_bytes / self.held_bytes
+
     @property
     def state_share(self) -> float:
         """The policy's own numbers as a share of the full cache."""

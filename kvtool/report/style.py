@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.files import write_with
 from kvtool.documents.results import ResultsDocument
-from kvtool.report.variants import families
+from kvtool.report.variants import FULL, families
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,18 +70,28 @@ class Look:
 def looks(document: ResultsDocument) -> dict[str, Look]:
     """Return a look for every family of variants by its label.
 
-    The full cache is black and dotted, policies whose budget is what they read are dashed.
+    The full cache is black and dotted, policies whose budget is what they read are dashed. Policies
+    that differ in their codec only share a colour, and codecs have a marker each.
     """
+    groups = families(document)
+    bases = list(dict.fromkeys(family.base for family in groups if family.base != FULL))
+    codecs = list(dict.fromkeys([None, *(family.codec for family in groups)]))
     found = {}
-    rank = 0
-    for family in families(document):
+    for family in groups:
         if family.is_full:
             found[family.label] = Look("black", "", ":")
             continue
-        colour = _COLOURS[rank % len(_COLOURS)]
+        rank, shape = 0, codecs.index(family.codec)
+        colour = "black"
+        if family.base != FULL:
+            rank = bases.index(family.base)
+            colour = _COLOURS[rank % len(_COLOURS)]
+        if len(codecs) == 1:
+            shape = rank
+        else:  # other markers for bases whose colours come again
+            shape += rank // len(_COLOURS) * len(codecs)
         dashes = "--" if family.reads else "-"
-        found[family.label] = Look(colour, _MARKERS[rank % len(_MARKERS)], dashes)
-        rank += 1
+        found[family.label] = Look(colour, _MARKERS[shape % len(_MARKERS)], dashes)
     return found
 
 

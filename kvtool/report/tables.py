@@ -200,16 +200,18 @@ def _cost_columns(document: ResultsDocument, variants: list[ArmEntry]) -> list[_
             rows.append([digits.MISSING] * 4)
             continue
         ratio = relative("decode_rate", cost, baseline)
+        smaller = cost.times_smaller(baseline)
         rows.append(
             [
                 f"{digits.size(cost.kv_bytes)} {digits.share(cost.kv_share):>4}",
-                digits.size(cost.state_bytes),
+                digits.size(cost.held_bytes)
+                + (f" {digits.times(smaller):>6}" if smaller is not None else " " * 7),
                 digits.plain(cost.prefill_s),
                 (digits.MISSING if cost.decode_rate is None else digits.plain(cost.decode_rate))
                 + (f" {digits.times(ratio):>5}" if ratio is not None else " " * 6),
             ]
         )
-    headers = ("K/V\nof full", "policy\nstate", "prefill\ns", "decode\ntokens/s")
+    headers = ("K/V\nof full", "held\nsmaller", "prefill\ns", "decode\ntokens/s")
     return [
         _Column(header, [Text(row[i]) for row in rows]) for i, header in enumerate(headers) if spent
     ]

@@ -25,6 +25,16 @@ class Family:
         return self.variants[0].policy == FULL
 
     @property
+    def codec(self) -> str | None:
+        """The format that keys and values are stored in; None: the model's own."""
+        return self.variants[0].codec
+
+    @property
+    def base(self) -> str:
+        """The label without the codec, which is equal where policies differ in bits only."""
+        return self.label if self.codec is None else self.label.replace(f"+{self.codec}", "", 1)
+
+    @property
     def reads(self) -> bool:
         """Whether the budget is what a decoded token reads, and not what is stored."""
         return any(variant.reads for variant in self.variants)

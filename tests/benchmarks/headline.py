@@ -1,6 +1,6 @@
 """What kvtool promises about speed, in one run: compiled decode steps, and long prompts in blocks.
 
-    python -m tests.benchmarks.headline                                # CPU, random 42M Llama
+    python -m tests.benchmarks.headline                                # about 20 min, 2 cores
     python -m tests.benchmarks.headline --device cuda --shape 8b --dtype bfloat16 \\
         --lengths 8192 32768 102400                                    # GPU, random 8B Llama
 
@@ -16,7 +16,8 @@ The turns table sets the eager steps of each policy against those of the first o
 the same round, the steps that cut included: less noise than the ratios above have among each other.
 
 The prefill table sets a prompt in blocks against DynamicCache with sdpa: time, K/V bytes from the
-tensors, and the growth of memory at its peak.
+tensors, and the growth of memory at its peak. The whole table does the same of prompts that are
+read at once, by policies that sum the attention of every query; it is made where it is asked for.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ from rich.table import Table
 
 from tests.benchmarks.decoding import ATTENTIONS, WARM, DecodeLine, copy_bandwidth, decode_lines
 from tests.benchmarks.models import SHAPES, build_models
-from tests.benchmarks.prefilling import PrefillLine, prefill_lines
+from tests.benchmarks.prefilling import PrefillLine, prefill_lines, whole_lines
 from tests.benchmarks.turns import TurnLine, turn_lines
 
 LENGTHS = (8192, 32768, 102400)
 POLICIES = ("h2o", "h2o+caote", "roco", "snapkv", "tova", "h2o+every(steps=64)", "rkv", "keydiff")
+POLICIES += ("h2o+int8", "h2o+fp8", "h2o+int4")
+SUMMING = ("h2o", "roco", "scissorhands", "d2o")
+TABLES = ("decode", "turns", "prefill", "whole")
 
 
 def note(text: str) -> None:
@@ -112,11 +116,12 @@ def turns_table(lines: list[TurnLine]) -> Table:
 
 def prefill_table(lines: list[PrefillLine]) -> Table:
     one = lines[0]
-    table = Table(
-        title=f"prompt of {one.length} tokens in blocks of {one.block} at budget {one.budget}, "
-        "against DynamicCache + sdpa"
-    )
+    told = f"prompt of {one.length} tokens in blocks of {one.block}"
+    if one.block is None:
+        told = "prompts read at once"
+    table = Table(title=f"{told} at budget {one.budget}, against DynamicCache + sdpa")
     table.add_column("policy")
+    table.add_column("tokens", justify="right")
     for name in ("full s", "s", "ratio", "full K/V MiB", "K/V MiB", "ratio", "full peak MiB"):
         table.add_column(name, justify="right")
     for name in ("peak MiB", "ratio"):
@@ -124,6 +129,7 @@ def prefill_table(lines: list[PrefillLine]) -> Table:
     for line in lines:
         table.add_row(
             line.policy,
+            f"{line.length}",
             f"{line.full_s:.2f}",
             f"{line.seconds:.2f}",
             f"{line.ratio:.2f}",
@@ -146,7 +152,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16", "float16"),
         help="default: float32, on a GPU bfloat16",
     )
-    parser.add_argument("--tables", nargs="+", choices=("decode", "turns", "prefill"))
+    parser.add_argument("--tables", nargs="+", choices=TABLES)
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument(
@@ -162,6 +168,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill-policies", nargs="+", default=["h2o"])
     parser.add_argument("--prefill-length", type=int, default=32768)
     parser.add_argument("--prefill-budget", type=int, default=1024)
+    parser.add_argument("--whole-policies", nargs="+", default=SUMMING)
+    parser.add_argument("--whole-lengths", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--block", type=int, default=128, help="tokens of a prompt at a time")
     parser.add_argument("--repeats", type=int, default=1, help="prompts of each")
     parser.add_argument("--json", type=Path, help="also write the lines here, as they come")
@@ -175,7 +183,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     gpu = args.device == "cuda"
     if gpu and not torch.cuda.is_available():
         parser.error("no CUDA device is there")
-    args.tables = args.tables or ("decode", "turns", "prefill")
+    args.tables = args.tables or TABLES[:3]
     args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
     args.lengths = (LENGTHS if gpu else ()) if args.lengths is None else args.lengths
     if min((args.budget, *args.lengths)) <= args.steps + WARM:
@@ -208,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "decode": (lambda: decode_lines(ours, plain, args, bandwidth, note), decode_table),
         "turns": (lambda: turn_lines(ours, args, note), turns_table),
         "prefill": (lambda: prefill_lines(ours, plain, args, note), prefill_table),
+        "whole": (lambda: whole_lines(ours, plain, args, note), prefill_table),
     }
     console, found = Console(width=120), {name: [] for name in parts}
     console.print(header(machine))

@@ -1,4 +1,4 @@
-"""A prompt read in blocks into a compressed cache, against DynamicCache with sdpa, read at once."""
+"""A prompt read into a compressed cache, in blocks or at once, against DynamicCache with sdpa."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class PrefillLine:
     """A policy beside DynamicCache in the same run; ratios are to it, MiB are of each.
 
     Attributes:
+        block: tokens that are read at a time; None: all.
         peak_mib, full_peak_mib: most memory of the run above what was there before it: resident
             on a CPU, allocated on a GPU.
     """
 
     policy: str
     budget: int
-    block: int
+    block: int | None
     length: int
     full_s: float
     seconds: float
@@ -41,24 +42,35 @@ class PrefillLine:
 
 
 def prefill_lines(ours, plain, args, note) -> Iterator[PrefillLine]:
+    """Every policy on a long prompt in blocks."""
+    return _lines(ours, plain, args, note, args.prefill_policies, args.prefill_length, args.block)
+
+
+def whole_lines(ours, plain, args, note) -> Iterator[PrefillLine]:
+    """Policies that sum attention, on prompts that are read at once."""
+    for length in args.whole_lengths:
+        yield from _lines(ours, plain, args, note, args.whole_policies, length, None)
+
+
+def _lines(ours, plain, args, note, policies, length, block) -> Iterator[PrefillLine]:
     """Every policy, after all turns; the first run of each is a short one, and not counted."""
-    policies, budget = args.prefill_policies, args.prefill_budget
-    ids = torch.randint(0, ours.config.vocab_size, (1, args.prefill_length), device=ours.device)
+    budget = args.prefill_budget
+    mode = "full" if block is None else f"block:{block}"
+    short = budget + 2 * (block or 128)
+    ids = torch.randint(0, ours.config.vocab_size, (1, length), device=ours.device)
     runs = {"DynamicCache": (plain, lambda ids: dynamic_prompt(plain, ids))}
     for policy in policies:
         runs[policy] = (
             ours,
-            lambda ids, policy=policy: kvtool_prompt(
-                ours, ids, policy, budget, f"block:{args.block}"
-            ),
+            lambda ids, policy=policy: kvtool_prompt(ours, ids, policy, budget, mode),
         )
     seconds = {name: [] for name in runs}
     peaks, stored = {}, {}
     for turn in range(args.repeats):
         for name, (model, run) in runs.items():
-            note(f"{args.prefill_length} tokens, turn {turn + 1}: {name}")
+            note(f"{length} tokens, turn {turn + 1}: {name}")
             if turn == 0:
-                run(ids[:, : budget + 2 * args.block])
+                run(ids[:, :short])
             taken, peak, cache = run_prompt(lambda: run(ids), model)  # noqa: B023
             seconds[name].append(taken)
             peaks[name] = max(peak, peaks.get(name, 0))
@@ -69,8 +81,8 @@ def prefill_lines(ours, plain, args, note) -> Iterator[PrefillLine]:
         yield PrefillLine(
             policy=policy,
             budget=budget,
-            block=args.block,
-            length=args.prefill_length,
+            block=block,
+            length=length,
             full_s=full_s,
             seconds=statistics.median(seconds[policy]),
             ratio=median_ratio(seconds[policy], seconds["DynamicCache"]),

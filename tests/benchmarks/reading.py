@@ -23,8 +23,8 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import kvtool
-from kvtool.cache.storage.buffers import Slots
 from kvtool.cache.storage.growth import LayerBudget
+from kvtool.cache.storage.slots import Slots
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.generation import decode_step
 from tests.benchmarks.models import build_models
@@ -84,7 +84,8 @@ def filled(model, policy: str, budget: int, slots) -> kvtool.cache.cache.KVCache
             SparseIndex.of(layer).select(positions)
             count, positions = length, whole
         layer.count_from(length, None)
-        layer.slots.replace(Slots(keys[:, :, -count:], values[:, :, -count:], positions, {}))
+        stored = {"keys": keys[:, :, -count:], "values": values[:, :, -count:]}
+        layer.slots.replace(Slots(stored, positions, {}))
         if reads is not None:
             reads.end_prompt([length] * len(keys))
     return cache

@@ -149,7 +149,7 @@ def test_layers_decide_together_what_they_decide_alone(monkeypatch):
     results = []
     for together in (True, False):
         if not together:
-            monkeypatch.setattr("kvtool.cache.steps.groups.LayerGroups.form", lambda *_: None)
+            monkeypatch.setattr("kvtool.cache.steps.groups.LayerGroups.form", lambda *_, **__: None)
         for policy in (*STEADY, *PACED):
             cache = kvtool.build_cache(model, policy, 20)
             steps = [prefill(model, cache, random_ids(50, batch=2))]

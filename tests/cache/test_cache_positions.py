@@ -169,9 +169,9 @@ def test_stored_keys_are_never_changed_and_ids_stay_small(dtype):
     fed.clear()
 
     def sinks():
-        keys, _, positions, _ = cache.first_layer.sorted_slots()
-        assert positions[0, :, :4].tolist() == [[0, 1, 2, 3]] * 2
-        return keys[:, :, :4]
+        slots = cache.first_layer.sorted_slots()
+        assert slots.positions[0, :, :4].tolist() == [[0, 1, 2, 3]] * 2
+        return slots.stored["keys"][:, :, :4]
 
     before = sinks()
     for seed in range(3):

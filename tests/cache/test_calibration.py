@@ -7,6 +7,7 @@ import torch
 
 import kvtool
 from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.storage.leaving import offload_tokens
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.evicted.calidrop import CaliDrop
@@ -141,6 +142,26 @@ def test_bfloat16_stays_close():
     assert (logits - expected).abs().mean() < (plain - expected).abs().mean() / 10
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("base", ["h2o", "streaming"])
+def test_float64_is_calibrated_exactly(base):
+    model = kvtool.attach(peaky_model("llama").double())
+    ids, tokens = random_ids(40), random_ids(4, seed=1).T
+    _, expected, _ = outputs(model, "full", None, ids, tokens)
+    _, logits, _ = outputs(model, f"{base}+calidrop{ALWAYS}", 20, ids, tokens)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_held_carries_no_gradients():
+    model, token = kvtool.attach(peaky_model("llama")), random_ids(1)
+    cache = kvtool.build_cache(model, f"streaming+calidrop{ALWAYS}", 20)
+    model(input_ids=random_ids(40), past_key_values=cache)
+    assert model(input_ids=token, past_key_values=cache).logits.requires_grad
+    for layer in cache.layers:
+        assert not any(held.requires_grad for held in Calibration.of(layer).memory.values())
+    assert cache.copy().get_seq_length() == 41
+
+
 @pytest.mark.parametrize(("form", "times"), [("bf16", 3), ("int8", 3), ("file", 1e5)])
 def test_smaller_stores_stay_close(form, times):
     model = kvtool.attach(peaky_model("llama"))
@@ -255,22 +276,8 @@ def test_a_query_that_turns_six_degrees_a_step_recomputes_every_eighth():
 
 def test_a_victim_of_decoding_is_folded_in_exactly():
     layer, keys, values = worked()
-    layer.offload(
-        Eviction(
-            keys=keys,
-            values=values,
-            state={},
-            evicted=torch.tensor([[[2]]]),
-            evicted_positions=torch.tensor([[[2]]], dtype=torch.int32),
-            kept_keys=keys,
-            kept_values=values,
-            kept_state={},
-            kept_positions=torch.tensor([[[0, -1, -1, -1]]], dtype=torch.int32),
-            tokens_seen=5,
-            layer=0,
-            whole=True,
-        )
-    )
+    leaving = keys[:, :, 2:3], values[:, :, 2:3]
+    offload_tokens([layer], [leaving], torch.tensor([[[2]]], dtype=torch.int32), whole=True)
     logits = keys[0, 0, 1:] @ torch.ones(2) * 2**-0.5
     expected = torch.softmax(logits, 0) @ values[0, 0, 1:]
     torch.testing.assert_close(layer.memory["out"][0, 0], expected)

@@ -40,8 +40,8 @@ def test_a_decoded_token_takes_a_short_way():
     for _ in range(4):
         model(input_ids=token, past_key_values=cache)
     calls = traced(lambda: model(input_ids=token, past_key_values=cache))
-    assert 40 <= calls.total() <= 121
-    assert len({file for file, _ in calls}) <= 16
+    assert 40 <= calls.total() <= 141
+    assert len({file for file, _ in calls}) <= 19
 
 
 class Operations(TorchDispatchMode):
@@ -69,13 +69,57 @@ def test_between_two_cuts_a_token_costs_less_than_a_cut_at_every_token():
             model(input_ids=token, past_key_values=cache)
         operations[policy] = counted.count
         calls[policy] = traced(lambda: model(input_ids=token, past_key_values=cache))  # noqa: B023
-    assert operations["h2o+every(steps=64)"] <= operations["h2o"] - 15
-    assert operations["rkv(window=4)"] <= operations["h2o"] - 60
+    assert operations["h2o"] <= 390  # all of the model's: 4 layers take about 200
+    assert operations["h2o+every(steps=64)"] <= operations["h2o"] - 10
+    assert operations["rkv(window=4)"] <= operations["h2o"] - 25
     assert calls["h2o+every(steps=64)"].total() <= calls["h2o"].total()
-    assert calls["rkv(window=4)"].total() <= 140
+    assert calls["rkv(window=4)"].total() <= 150
     for policy in ("h2o+every(steps=64)", "rkv(window=4)"):
         chosen = {"score", "keep_top", "lowest", "importance", "protected", "replace"}
         assert not chosen & {name for _, name in calls[policy]}
+
+
+@torch.no_grad()
+def test_layers_set_tokens_aside_together():
+    model, token = kvtool.attach(peaky_model("llama", num_hidden_layers=4)), random_ids(1)
+    cache = kvtool.build_cache(model, "h2o+calidrop(theta1=0.1,theta2=0.2)", 16)
+    model(input_ids=random_ids(40), past_key_values=cache)
+    for _ in range(4):
+        model(input_ids=token, past_key_values=cache)
+    with Operations() as counted:
+        model(input_ids=token, past_key_values=cache)
+    assert counted.count <= 670  # 390 of them are those of h2o
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "quest",
+        "sparq(local=2)",
+        "loki",
+        "hsa",
+        "exact-topk",
+        "rocketkv(window=4)",
+        "rocketkv-mt(window=4)",
+    ],
+)
+@torch.no_grad()
+def test_rows_of_a_padded_batch_are_read_together(policy):
+    model, operations = kvtool.attach(peaky_model("llama")), {}
+    for batch in (2, 4):
+        cache, token = kvtool.build_cache(model, policy, 16), random_ids(1, batch=batch)
+        ids, mask = random_ids(40, batch=batch), torch.ones(batch, 40, dtype=torch.long)
+        for row in range(1, batch):
+            mask[row, : 5 * row] = 0
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        for _ in range(2):
+            mask = torch.cat([mask, mask[:, -1:]], 1)
+            model(input_ids=token, attention_mask=mask, past_key_values=cache)
+        with Operations() as counted:
+            mask = torch.cat([mask, mask[:, -1:]], 1)
+            model(input_ids=token, attention_mask=mask, past_key_values=cache)
+        operations[batch] = counted.count
+    assert operations[4] == operations[2]
 
 
 @pytest.mark.exhaustive

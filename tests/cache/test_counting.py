@@ -64,6 +64,27 @@ def test_policies_keep_the_same(monkeypatch, policy, mode):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "h2o+int8",
+        "tova+fp8",
+        "roco+caote+int4",
+        "snapkv(window=4)+int8",
+        "streaming+int4(rotate=false)",
+        "h2o+ada+int4",
+    ],
+)
+def test_codes_are_read_where_they_lie(monkeypatch, policy, padded):
+    ids = random_ids(LENGTH).repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    model = peaky_model("llama", head_dim=32)
+    compare(monkeypatch, model, policy, "full", ids, mask if padded else None, tolerance=1e-3)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "policy"),
     [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ import kvtool
 from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.basis import moments, principal_components
+from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy
+from kvtool.policies.read.quest import Quest
+from kvtool.policies.read.view import Choice
 from tests.models_for_tests import (
     HOOKED,
     anchored_model,
@@ -219,6 +224,44 @@ def test_a_row_left_out_among_decoded_tokens_is_refused():
         model(ids[:, :1], attention_mask=mask, past_key_values=cache)
 
 
+@dataclass(frozen=True)
+class Newest(Read):
+    """A reader from outside that knows rows of one length only: it reads the newest tokens."""
+
+    k: int = 8
+
+    name: ClassVar = "newest"
+
+    def sized(self, step):
+        return self
+
+    def choose(self, view):
+        newest = torch.arange(view.tokens - self.k, view.tokens)
+        return Choice(newest.expand(*view.query.shape[:2], -1))
+
+
+class Oldest(Quest):
+    """A reader from outside that takes over all of `quest` but its choice."""
+
+    def choose(self, view):
+        return Choice(torch.arange(8).expand(*view.query.shape[:2], -1))
+
+
+@pytest.mark.parametrize("reader", [Newest(), Oldest(page=4, k=8)])
+def test_a_reader_of_rows_of_one_length_reads_them_one_by_one(reader):
+    model = peaky_model("llama")
+    policy = replace(kvtool.parse_policy("exact-topk"), read=reader)
+    ids, mask, rows = ragged()
+    new = random_ids(6, batch=len(rows), seed=9)
+    both = kvtool.build_cache(model, policy, BUDGET)
+    together = decoded(model, both, ids, new.T, mask)
+    assert [len(SparseIndex.of(layer).entries) for layer in both.slot_layers] == [len(rows)] * 2
+    for i, row in enumerate(rows):
+        own = kvtool.build_cache(model, policy, BUDGET)
+        alone = decoded(model, own, row, new[i : i + 1].T)
+        torch.testing.assert_close(together[:, i : i + 1], alone, atol=2e-4, rtol=1e-4)
+
+
 @pytest.mark.each_once
 @pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
 @pytest.mark.parametrize("padded", [False, True])
@@ -271,6 +314,14 @@ def test_tables_follow_the_slots(policy):
             for reading in SparseIndex.of(layer).entries:
                 kept = dict(reading.tables)
                 reading.build(layer.keys[reading.rows], layer.values[reading.rows])
+                if mask is not None:
+                    rows_alone = zip(reading.alone, reading.tokens.known, strict=True)
+                    for row, (each, tokens) in enumerate(rows_alone):
+                        for name, count in each.reader.columns(tokens).items():
+                            made = reading.tables[name][row, ..., :count]
+                            old = kept[name][row, ..., :count]
+                            torch.testing.assert_close(old, made, atol=1e-5, rtol=1e-4)
+                    continue
                 columns = reading.reader.columns(reading.tokens)
                 room = reading.tokens + layer.keys.shape[2] - reading.stored
                 most = reading.reader.columns(room)  # for the tokens that the buffers have room for

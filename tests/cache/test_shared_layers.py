@@ -9,6 +9,8 @@ from kvtool.generation import decode_step, prefill
 from kvtool.maths.attention import attention_weights
 from kvtool.policies.grammar import parse_policy
 from kvtool.profiling.seen import row_weights
+from tests.coded import decoded_slots
+from tests.models import families
 from tests.models_for_tests import family_model, random_ids
 
 LENGTH, NEW, BUDGET = 60, 6, 20
@@ -41,6 +43,37 @@ def test_generate_asks_sharing_layers_for_the_last_token_only(family, policy):
     for layer in first.slot_layers:
         index = layer.index
         assert first.kept_positions(index).equal(second.kept_positions(index))
+
+
+@pytest.mark.few(1)
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["h2o+every(steps=2)", "rkv(window=2,kernel=3,buffer=2)"])
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+def test_a_layer_is_cut_after_others_have_read_its_keys(family, policy):
+    """Against the plain model under the mask of what was kept before each token."""
+    ours, expected = families.evicted_logits(families.config_of(family), families.BUDGET, policy)
+    torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("policy", ["h2o+every(steps=3)", "rkv(window=4,buffer=5)"])
+@pytest.mark.parametrize("family", SHARING)
+def test_codes_that_others_read_are_those_before_the_cut(family, policy, padded):
+    model = kvtool.attach(family_model(family))
+    ids = random_ids(LENGTH).repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[0, : 13 if padded else 0] = 0
+
+    def run(spelled):
+        cache = kvtool.build_cache(model, spelled, BUDGET)
+        logits = [prefill(model, cache, ids, mask)]
+        logits += [decode_step(model, cache, torch.tensor([t, t])) for t in range(4, 16)]
+        return torch.stack(logits)
+
+    coded = run(f"{policy}+int8")
+    with decoded_slots("int8"):
+        torch.testing.assert_close(coded, run(policy), atol=0.03, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", SHARING)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import kvtool
 from kvtool.models import reference
 from kvtool.models.load import load
+from kvtool.policies.grammar import parse_policy
 from tests.cache import split_model
 from tests.launch import finish, launch
 from tests.models_for_tests import peaky_model
@@ -23,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 def folder(tmp_path_factory):
     """A small model of 2 KV heads, with some tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    peaky_model("llama").save_pretrained(folder)
+    peaky_model("llama", head_dim=32).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(reference.path()) / name, folder)
     return folder
@@ -45,8 +47,15 @@ def split(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("split")
     program = ("-m", "tests.cache.split_model", str(folder), str(out))
     ends = finish(launch(2, *program, folder=REPOSITORY))
-    assert [code for code, _, _ in ends] == [0, 0], ends
+    if any(code < 0 for code, _, _ in ends):  # torch's own code has crashed, seen once in CI
+        warnings.warn(_told(ends), stacklevel=1)
+        ends = finish(launch(2, *program, folder=REPOSITORY))
+    assert [code for code, _, _ in ends] == [0, 0], _told(ends)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def _told(ends):
+    return "\n".join(f"exit code {code}\n{err}" for code, _, err in ends)
 
 
 def test_every_policy_decides_as_one_process_would(alone, split):
@@ -60,7 +69,8 @@ def test_every_policy_decides_as_one_process_would(alone, split):
                 assert part[total] == expected[total], name
             logits = torch.tensor(part["logits"])
             # sums over two processes are rounded otherwise, in every layer of 32 tokens
-            close = {"atol": 5e-5, "rtol": 0}
+            coded = parse_policy(name.split(" ")[0]).codec is not None
+            close = {"atol": 0.05 if coded else 5e-5, "rtol": 0}  # a number may get the next code
             torch.testing.assert_close(logits, torch.tensor(expected["logits"]), **close)
         for layer, kept in enumerate(expected["kept"]):
             rows = zip(*(part["kept"][layer] for part in parts), strict=True)

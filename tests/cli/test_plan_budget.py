@@ -1,5 +1,6 @@
 """`kvtool plan-budget`: sessions as people type them."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -278,6 +279,33 @@ def test_refused(kvtool, name):
     if hint is not None:
         assert hint in lines[1]
     assert set(os.listdir()) == before
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_heads_that_4_bits_cannot_share_scales_in_are_refused(kvtool, flags):
+    config = Path("model/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"head_dim": 48}))
+    asked = ("-m", "model", "-b", "9", "--context", "90", "-q")
+    done = kvtool("plan-budget", *asked, "-p", "h2o+int4", *flags)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.splitlines() == [
+        "error: `int4` shares scales among 32 channels, and a head of this model has 48",
+        "hint: take int8 or fp8, which take any head size",
+    ]
+    assert kvtool("plan-budget", *asked, "-p", "h2o+int8", *flags).code == 0
+
+
+def test_a_codec_plans_more_tokens(kvtool):
+    """A slot of h2o takes 2 heads x (2 vectors, a position and a number), a slot more a layer."""
+    size = 4 * 2 * (2 * 34 + 8) * 501
+    asked = ("-m", "model", "--context", "4K", "--dtype", "bfloat16", "--bytes", f"{size}B")
+    coded = planned(kvtool, *asked, "-p", "h2o+int8")
+    assert coded["layers"]["tokens"] == [500] * 4
+    assert (coded["policy"], coded["totals"]["bytes"]) == ("h2o+int8", size)
+    assert coded["totals"]["share_of_full"] == size / (4 * 4096 * 256)
+    plain = planned(kvtool, *asked, "-p", "h2o")
+    assert sum(plain["layers"]["tokens"]) + 4 == size // (2 * (2 * 64 + 8))
+    assert coded["model"] == plain["model"]
 
 
 def test_an_allocator_without_its_profile_is_refused(kvtool):

@@ -80,6 +80,7 @@ def test_the_table_fits_and_holds_every_fact(kvtool, at_terminal, columns):
 def test_what_a_modifier_goes_on_can_be_worked_out_from_its_row(kvtool, name):
     table = kvtool("policies").out
     everything = set(words(table.split("all that evict: ")[-1].split("One in full")[0]).split())
+    assert "full" not in everything, "it evicts nothing, though codecs go on it"
     told = cell(table, f"+{name}", "goes on")
     found = re.fullmatch(r"(all that evict)?(?: but ([^,]+))?(?:, and (.+))?|(.+)", told)
     taken = set((found[4] or "").split())

@@ -164,6 +164,11 @@ REFUSED = {
 ERROR_REFUSED = {
     "unknown policy": (["-p", "snapvk"], "no policy named `snapvk`", "`snapkv`"),
     "full": (["-p", "full"], "policy `full` keeps everything", None),
+    "full in 4 bits": (
+        ["-p", "full+int4(rotate=false)"],
+        "policy `full+int4(rotate=false)` keeps everything, and a profile measures",
+        "kvtool eval -t output-error -p 'full+int4(rotate=false)'",
+    ),
     "split": (["-p", "h2o+d2o-alloc"], "policy `h2o+d2o-alloc` splits a budget", "--policy h2o"),
     "split by itself": (["-p", "pyramidkv"], "policy `pyramidkv` splits a budget", "snapkv"),
     "too small": (["-p", "streaming", "--budgets", "4"], "budget 4 is not above sinks 4", None),

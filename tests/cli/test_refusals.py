@@ -19,6 +19,12 @@ from kvtool.profiling.names import METRICS
 REFUSED = {  # arguments after `generate`: exit code, the error line, what the hint says
     "unknown policy": (["-p", "snapvk"], 2, "no policy named `snapvk`; choose", "`snapkv`"),
     "unknown parameter": (["-p", "h2o(recnt=3)"], 2, "`h2o` has no parameter `recnt`", "`recent`"),
+    "heads in 4 bits": (
+        ["-m", "narrow", "-p", "h2o+int4"],
+        2,
+        "a head of this model has 16",
+        "fp8",
+    ),
     "unknown modifier": (["-p", "h2o+coate"], 2, "no modifier named `coate`", "`caote`"),
     "untrained policy": (["-p", "loco"], 2, "policy `loco` is not offered", None),
     "senseless pair": (["-p", "full+caote"], 2, "`caote` weighs values by attention", "h2o"),
@@ -118,6 +124,8 @@ def mistakes(tmp_path):
     (tmp_path / "latin1.txt").write_bytes("caf\xe9".encode("latin1"))
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama"}')
+    narrow = shutil.copytree(reference.path(), tmp_path / "narrow") / "config.json"
+    narrow.write_text(json.dumps(json.loads(narrow.read_text()) | {"head_dim": 16}))
     own = '"own", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}'
     for name, kind in (("vit", '"vit"'), ("own", own)):
         shutil.copytree(reference.path(), tmp_path / name)

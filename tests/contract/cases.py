@@ -15,7 +15,7 @@ from functools import cache, cached_property
 
 from kvtool import UsageError, parse_policy
 from kvtool.policies.policy import Policy
-from kvtool.policies.table import BASES, MODIFIERS, Entry, describe
+from kvtool.policies.table import BASES, CODECS, MODIFIERS, Entry, describe
 
 BUDGET = 20
 SMALL = {
@@ -51,6 +51,11 @@ class Case:
     @cached_property
     def policy(self) -> Policy:
         return parse_policy(self.text)
+
+    @property
+    def full(self) -> str:
+        """What keeps everything in the same form."""
+        return "full" if self.policy.codec is None else f"full+{self.policy.codec.name}"
 
     @cached_property
     def entry(self) -> Entry:
@@ -135,7 +140,9 @@ def modifier_cases() -> list[Case]:
             if base in entries()[name].goes_on:
                 kinds.setdefault(entries()[base.partition("(")[0]].budget_kind, base)
         texts = [f"{small(base)}+{small(name)}" for base in kinds.values()]
-        found += [Case(texts[0], "modifier"), *(Case(text, "again") for text in texts[1:])]
+        like = name in list(CODECS)[1:]  # stored and read like the first one
+        found.append(Case(texts[0], "again" if like else "modifier"))
+        found += [Case(text, "again") for text in texts[1:]]
     return found
 
 

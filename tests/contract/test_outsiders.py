@@ -58,14 +58,14 @@ class Forgetful(Loudest):
 
     def observe(self, state, view, rows):
         now = rows.group_mean().amax(2)
-        before = self.known.get(view.layer)
+        before = self.known.get(str(view.layer))
         if before is not None and before.shape[0] == now.shape[0]:
             shared = min(before.shape[-1], now.shape[-1])
             now[..., :shared] = torch.maximum(now[..., :shared], before[..., :shared])
-        self.known[view.layer] = now
+        self.known[str(view.layer)] = now
 
     def importance(self, state, view, rows):
-        found = self.known[view.layer]
+        found = self.known[str(view.layer)]
         return torch.nn.functional.pad(found, (0, view.positions.shape[-1] - found.shape[-1]))
 
 

@@ -1,3 +1,4 @@
+import gc
 import io
 import json
 import sys
@@ -180,10 +181,10 @@ def bomb(levels, width):
 def test_aliases_that_stand_for_many_values_are_refused_before_they_are_followed(
     levels, width, place
 ):
-    start = time.perf_counter()
+    start = time.process_time()
     (told,) = problems(bomb(levels, width))
     assert told == f"a.yaml:{place}: aliases stand for more than 1000 values; write them out"
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("text", ["a: &x [*x]\n", "a: &x {b: [*x]}\n"])
@@ -494,8 +495,10 @@ def test_twenty_mistakes_are_told_and_the_number_of_the_rest():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["json", "yaml"])
 def test_time_grows_with_the_number_of_mistakes_not_with_its_square(form):
-    taken = []
-    for count in (2000, 16_000):
+    taken = {2000: [], 32_000: []}
+    gc.collect()
+    gc.freeze()  # a worker's other objects are not looked at again and again
+    for count in (*taken, *taken, *taken):
         lines = [f'"key_{i}": {i}' for i in range(count)]
         text = "{" + ",\n".join(lines) + "}" if form == "json" else "\n".join(lines)
         source = Source.parse(text, "a")
@@ -504,8 +507,10 @@ def test_time_grows_with_the_number_of_mistakes_not_with_its_square(form):
             source.validate(Small)
         caught.value.report()
         assert str(caught.value).endswith(f"(and {count - 1} more)")
-        taken.append(time.process_time() - start)
-    assert taken[1] < 40 * taken[0] + 0.1, "8 times as many take 64 times as long as squares do"
+        taken[count].append(time.process_time() - start)
+    gc.unfreeze()
+    few, many = map(min, taken.values())
+    assert many < 120 * few + 0.2, "16 times as many take 256 times as long as squares do"
 
 
 def test_long_keys_and_values_are_cut_in_messages():

@@ -24,8 +24,17 @@ POLICIES = [
     *("streaming(positions=cache)", "sirllm(sinks=2)", "streaming+cam", "pyramidkv(window=4)"),
     *("snapkv(window=4)+calidrop(store=int8)", "h2o+caote+calidrop", "quest", "sparq"),
     *("rocketkv(window=4)", "rocketkv-mt(window=4)", "duoattention", "h2o+d2o-merge"),
+    *("h2o+int8", "full+fp8", "snapkv(window=4)+int4", "h2o+ada+int4(rotate=false)"),
 ]
-_DTYPES = [torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+_DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.int8,
+    torch.bool,
+]
 
 
 def read_parts(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -45,7 +54,7 @@ def write_sealed(path: Path, metadata: dict[str, str], tensors: dict[str, Tensor
 class _Caches:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "a.safetensors"
-        self.model = kvtool.attach(peaky_model("llama"))
+        self.model = kvtool.attach(peaky_model("llama", head_dim=32))
         self.files = []
         for i, policy in enumerate(POLICIES):
             budget = None if policy == "full" else "60%" if i % 3 else 16

@@ -27,6 +27,7 @@ from tests.models_for_tests import family_model, peaky_model, random_ids
 
 STEADY = ["streaming", "h2o+caote", "roco", "tova", "d2o+uniform", "streaming+cam"]
 STEADY += ["h2o(positions=cache)"]
+CODED = ["h2o+caote+int8", "tova+fp8", "snapkv(window=4)+int4", "streaming(positions=cache)+int4"]
 APPENDING = ["full", "snapkv(window=4)"]
 PACED = ["h2o+every(steps=6)", "rkv(window=4,buffer=6)", "tova+caote+every(steps=6)"]
 PACED += ["keydiff+every(steps=6)", "roco+ada+every(steps=6)", "d2o+uniform+every(steps=6)"]
@@ -111,10 +112,12 @@ class Graphs:
 @pytest.mark.few(1)
 @pytest.mark.each_once
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("policy", [*STEADY, *APPENDING, *PACED[:3], "adakv(window=4)", "h2o+ada"])
+@pytest.mark.parametrize(
+    "policy", [*STEADY, *APPENDING, *PACED[:3], *CODED, "adakv(window=4)", "h2o+ada"]
+)
 def test_a_graph_can_be_a_cuda_graph(policy, padded):
     """No number of the host, nothing but logits returned, changes only at fixed addresses."""
-    model = kvtool.attach(peaky_model("llama"))
+    model = kvtool.attach(peaky_model("llama", head_dim=32))
     cache, graphs = filled(model, policy, padded), Graphs()
     step = CompiledDecoding(model, 64, backend=graphs)
     for i in range(3):
@@ -142,7 +145,7 @@ def test_a_graph_can_be_a_cuda_graph(policy, padded):
 @pytest.mark.exhaustive
 @pytest.mark.each_once
 @pytest.mark.parametrize("name", ["falcon", "gemma3", "gpt_oss", "deepseek_v3", "falcon_h1"])
-@pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)"])
+@pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)", "h2o+int8"])
 def test_families_compile_to_one_graph(name, policy):
     model = kvtool.attach(family_model(name))
     worst, step, *_ = run_both(model, policy, False, room=64, steps=5)
@@ -215,6 +218,20 @@ def test_rooms_that_are_used_up_are_followed_by_others():
         held.append(cache.layers[0].slots.used)
     assert held == [24] * 4 + [28] * 4 + [32]
     assert cache.report().kept_per_layer == [29, 29]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["full", "full+int8", "snapkv(window=4)+int4"])
+def test_few_graphs_serve_all_rooms(policy):
+    torch._dynamo.reset()
+    model = kvtool.attach(peaky_model("llama", head_dim=32, num_hidden_layers=1))
+    cache = filled(model, policy, False)
+    step = CompiledDecoding(model, 2, backend="eager")
+    for i in range(16):
+        step(model, cache, torch.tensor([i + 2, i + 3]))
+    report = step.report()
+    assert (report.compiled_steps, report.eager_steps) == (16, 0)
+    assert report.graphs <= 3
 
 
 @pytest.mark.exhaustive

@@ -18,12 +18,15 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from kvtool.kernels.attend_codes import attend_codes
 from kvtool.kernels.attend_rows import attend_rows
 from kvtool.kernels.attend_slots import attend_slots
+from kvtool.kernels.checks import QUANTISED
 from kvtool.kernels.column_sums import column_sums
 from kvtool.kernels.page_scores import page_scores
 from kvtool.kernels.row_product import row_product
 from kvtool.maths.columns import COLUMNS
+from kvtool.maths.quantise import GROUP
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -80,8 +83,8 @@ def call_kernels(case: Case, dtype: torch.dtype) -> None:
     """One call of each function at least; with most options, or with few."""
     batch, total = case.batch, case.kept + case.new
     query = torch.empty(batch, case.new, case.heads, case.dim, dtype=dtype).transpose(1, 2)
-    key = torch.empty(batch, case.shown, total, case.dim, dtype=dtype)
-    value = torch.empty(batch, case.shown, total, case.value_dim, dtype=dtype)
+    key = torch.zeros(batch, case.shown, total, case.dim, dtype=dtype)
+    value = torch.zeros(batch, case.shown, total, case.value_dim, dtype=dtype)
     new = torch.zeros(batch, case.new, dtype=torch.int64)
     stored = torch.zeros(batch, case.cached, total, dtype=torch.int32)
     sinks = None if case.plain else torch.zeros(batch, case.heads, dtype=dtype)
@@ -96,13 +99,18 @@ def call_kernels(case: Case, dtype: torch.dtype) -> None:
     column_sums(query, key, new, stored, lse, seen, sums, **masks)
     decode = {"scale": 0.1, "softcap": softcap, "sinks": sinks}
     token = query[:, :, :1]
-    if case.plain:
-        attend_slots(token, key, value, None, sums, **decode)
-    else:
-        valid = torch.ones(batch, dtype=torch.bool)
-        attend_slots(token, key, value, stored, sums, valid=valid, weights=True, **decode)
+    counted = decode | {"valid": torch.ones(batch, dtype=torch.bool), "weights": True}
+    masked, wanted = (None, decode) if case.plain else (stored, counted)
+    attend_slots(token, key, value, masked, sums, **wanted)
+    for form, quantised in QUANTISED.items():
+        if form == "int4" and (case.dim % GROUP or case.value_dim % GROUP):
+            continue
+        codes = *quantised(key), *quantised(value)
+        options = wanted | {"form": form, "value_dim": case.value_dim}
+        attend_codes(token, *codes, masked, sums, **options)
     chosen = torch.zeros(batch, case.shown, min(total, 100), dtype=torch.int64)
-    attend_slots(token, key, value, None, {}, chosen=chosen, **decode)
+    for places in (None, chosen):
+        attend_slots(token, key, value, places, {}, chosen=chosen, **decode)
     grouped = token.reshape(batch, case.shown, -1, case.dim)
     bounds = torch.empty(batch, case.shown, 2 * case.dim, total, dtype=dtype)
     page_scores(grouped, bounds, total)

@@ -66,7 +66,7 @@ def test_long_caches_are_split_and_joined(kept):
 
 
 def test_more_slots_than_the_parts_that_are_joined_at_once(monkeypatch):
-    from kvtool.kernels import attend_slots as module
+    from kvtool.kernels import join_parts as module
 
     monkeypatch.setattr(module, "_SPLIT", 16)
     monkeypatch.setattr(module, "_PARTS", 5)
@@ -98,14 +98,19 @@ def test_a_part_of_the_cache_that_is_empty_changes_nothing():
 
 @pytest.mark.exhaustive
 @settings(max_examples=12, deadline=None)
-@given(decoded(), st.booleans(), st.integers(1, 90), st.booleans())
-def test_chosen_slots_are_read_where_they_lie(size, by_query_head, count, weights):
+@given(decoded(), st.booleans(), st.integers(1, 90), st.booleans(), st.booleans())
+def test_chosen_slots_are_read_where_they_lie(size, by_query_head, count, weights, padded):
     drawn = Drawn(size)
     lists = size.heads if by_query_head else size.shown
     slots = size.kept + 1
     generator = torch.Generator().manual_seed(size.seed)
     chosen = torch.rand(size.batch, lists, slots, generator=generator).argsort(-1)[..., :count]
-    given = drawn.query, drawn.key, drawn.value, None, {}
+    places = None
+    if padded:  # rows that read fewer than others: nothing at the ends of their lists
+        fewer = torch.randint(1, chosen.shape[2] + 1, (size.batch, 1, 1), generator=generator)
+        places = torch.arange(chosen.shape[2]).expand(chosen.shape)
+        places = places.masked_fill(places >= fewer, -1).to(DEVICE)
+    given = drawn.query, drawn.key, drawn.value, places, {}
     options = {
         "scale": size.head_dim**-0.5,
         "softcap": size.softcap,

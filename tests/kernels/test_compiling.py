@@ -23,7 +23,7 @@ def check(arch: int, dtype: str, *cases: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 6
+    assert len(found) == 7
     assert max(found.values()) <= SHARED[arch] * 1024, found
 
 

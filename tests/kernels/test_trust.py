@@ -6,24 +6,32 @@ import pytest
 import torch
 
 from kvtool.kernels import checks, reference, tables, trust
-from kvtool.kernels.kind import Family, Kind
+from kvtool.kernels.kind import CODES, Family, Kind
 from kvtool.maths.columns import COLUMNS
 from tests.kernels.drawn import DEVICE
 
 pytest.importorskip("triton")
 
-from kvtool.kernels import attend_rows, attend_slots, column_sums, page_scores, row_product
+from kvtool.kernels import (
+    attend_codes,
+    attend_rows,
+    attend_slots,
+    column_sums,
+    page_scores,
+    row_product,
+)
 
 pytestmark = pytest.mark.few(2)
 
 MODULES = {
     module.__name__.rpartition(".")[2]: module
-    for module in (attend_rows, attend_slots, column_sums, page_scores, row_product)
+    for module in (attend_codes, attend_rows, attend_slots, column_sums, page_scores, row_product)
 }
 FAMILIES = {
     "attend_rows": Family.ROWS,
     "column_sums": Family.ROWS,
     "attend_slots": Family.SLOTS,
+    "attend_codes": Family.INT8,
     "page_scores": Family.PAGES,
     "row_product": Family.PRODUCTS,
 }
@@ -41,7 +49,8 @@ def small_problems(monkeypatch):
 
 
 def kind(family: Family, dtype=torch.float32, options: bool = False) -> Kind:
-    return Kind(family, torch.device(DEVICE), dtype, 24, 16, 2, *3 * [options])
+    dims = (96, 32) if family is Family.INT4 else (24, 16)
+    return Kind(family, torch.device(DEVICE), dtype, *dims, 2, *3 * [options])
 
 
 @pytest.mark.few(3)
@@ -101,8 +110,10 @@ WRONG = [
     ("attend_rows", one_key_more),
     *(("column_sums", one_slot_too_high(name)) for name in COLUMNS[:3]),
     *(("attend_slots", one_slot_too_high(name)) for name in COLUMNS[:3]),
+    *(("attend_codes", one_slot_too_high(name)) for name in COLUMNS[:3]),
     ("column_sums", counts_double),
     ("attend_slots", weights_in_empty_slots),
+    ("attend_codes", weights_in_empty_slots),
     ("page_scores", last_is_nan),
     ("row_product", last_is_nan),
 ]
@@ -136,6 +147,17 @@ def test_kernels_that_raise_are_never_used(monkeypatch, caplog, name):
 
 def ask(query: torch.Tensor) -> bool:
     return trust.usable(Family.PAGES, query, group=query.shape[2])
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_scales_of_other_slots_are_found(monkeypatch, form):
+    right = attend_codes.attend_codes
+
+    def shifted(query, key_codes, key_scales, *rest, **options):
+        return right(query, key_codes, key_scales.roll(1, 2), *rest, **options)
+
+    monkeypatch.setattr(attend_codes, "attend_codes", shifted)
+    assert not trust.trusted(kind(CODES[form]))
 
 
 def test_a_kind_is_checked_once_and_every_kind_for_itself(monkeypatch):

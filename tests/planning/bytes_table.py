@@ -29,6 +29,10 @@ PAGE = Path(__file__).parents[2] / "kvtool" / "planning" / "README.md"
 TARGETS = ("384KiB", "1MiB", "3MiB")
 PROMPT, NEW = 600, 16
 POLICIES = [name for name in BASES if name != "full"]
+CODED = ("h2o+int8", "snapkv+fp8", "h2o+int4")
+SMALLER = ("64KiB", "128KiB", "384KiB")
+CASES = [(name, target) for name in POLICIES for target in TARGETS]
+CASES += [(name, target) for name in CODED for target in SMALLER]
 _BEGIN, _END = "<!-- table -->\n", "<!-- end of the table -->\n"
 
 
@@ -90,9 +94,9 @@ def measure(model, name: str, target: str) -> Measured:
 
 
 def measure_all() -> list[Measured]:
-    """Every policy of the table that has a budget, at every target."""
+    """Every policy of the table that has a budget at every target, and codecs at smaller ones."""
     model = kvtool.attach(load().model)
-    return [measure(model, name, target) for name in POLICIES for target in TARGETS]
+    return [measure(model, *case) for case in CASES]
 
 
 def markdown(rows: list[Measured]) -> str:

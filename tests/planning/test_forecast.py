@@ -48,7 +48,7 @@ def small(base: str) -> str:
 
 @pytest.fixture(scope="module")
 def model():
-    return kvtool.attach(peaky_model("llama", num_hidden_layers=3))
+    return kvtool.attach(peaky_model("llama", num_hidden_layers=3, head_dim=32))
 
 
 def most_held(model, policy, budget, n, new, batch=2, mode="full", tight=True):
@@ -93,7 +93,7 @@ def test_what_is_forecast_is_held(model, name, mode):
         held, report = most_held(model, policy, budget, n, new, batch, mode)
         found = forecast_of(model, policy, budget, n, new, batch)
         assert found.storage == held, (n, new)
-        assert found.full_storage == (n + new) * batch * 3 * 2 * 2 * 16 * 4
+        assert found.full_storage == (n + new) * batch * 3 * 2 * 2 * 32 * 4
         if new:
             assert found.traffic == report.traffic_bytes, (n, new)
 
@@ -122,21 +122,21 @@ def test_latents_and_one_head_for_all(family, policy):
 
 
 def test_a_worked_layer(model):
-    """RoCo: 41 slots of 2 heads x (2 x 16 x 4 bytes + a position and 3 numbers), 3 layers, 2 rows.
+    """RoCo: 41 slots of 2 heads x (2 x 32 x 4 bytes + a position and 3 numbers), 3 layers, 2 rows.
 
     D2O remembers a threshold per head beside 1 number.
     """
     roco = forecast_of(model, kvtool.parse_policy("roco"), 40, 90, 5)
-    assert roco.storage == 2 * 3 * 41 * 2 * (128 + 16)
-    assert roco.traffic == 2 * 3 * 41 * 2 * 128
+    assert roco.storage == 2 * 3 * 41 * 2 * (256 + 16)
+    assert roco.traffic == 2 * 3 * 41 * 2 * 256
     d2o = forecast_of(model, kvtool.parse_policy("d2o"), 40, 90, 5)
-    assert d2o.storage == 2 * 3 * 2 * (41 * (128 + 8) + 4)
+    assert d2o.storage == 2 * 3 * 2 * (41 * (256 + 8) + 4)
 
 
 def test_heads_of_a_prompt_that_some_keep_whole(model):
     """DuoAttention at 700 of 1000 tokens: share 60 / 360 of 6 heads is one head, 640 the others."""
     found = forecast_of(model, kvtool.parse_policy("duoattention"), 700, 1000, 7)
-    assert found.storage == 2 * (1007 + 5 * 641) * (128 + 4)
+    assert found.storage == 2 * (1007 + 5 * 641) * (256 + 4)
     held, _ = most_held(model, "duoattention", 700, 1000, 7)
     assert found.storage == held
 

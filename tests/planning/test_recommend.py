@@ -175,6 +175,31 @@ def test_what_failed_or_was_not_compared_is_left_out():
     ]
 
 
+def test_a_full_cache_that_is_quantised_is_a_variant_of_its_own():
+    """Its heads take 34 bytes of 64 a vector; beside them stand positions as ever."""
+    coded = ArmEntry(name="full+int8", policy="full+int8", budget=None, prefill="full")
+    gains = {coded: -0.001, arm("h2o"): -0.01}
+    quantised = 4 * CONTEXT * (2 * 2 * 34 + 2 * 4)
+    found = choose(gains, quantised)
+    assert (found.evidence.arm, found.evidence.share) == (coded, 1)
+    plan = found.planned.document
+    assert (plan.policy, plan.layers.tokens) == ("full+int8", [CONTEXT - NEW] * 4)
+    assert plan.target == Target(bytes=quantised, context=CONTEXT, max_new_tokens=NEW)
+    assert plan.planned_bytes == quantised
+    assert PlanDocument.model_validate(plan.to_data()) == plan
+    less = choose(gains, quantised - 1)
+    assert (less.evidence.arm.name, less.too_large) == ("h2o@128", ["full+int8"])
+    assert choose(gains, FULL_BYTES).evidence.arm == FULL
+
+
+def test_a_codec_makes_room_for_more_tokens():
+    plain, coded = (choose({arm(name): 0.0}, FULL_BYTES // 2) for name in ("h2o", "h2o+int8"))
+    held = [found.planned.document.planned_bytes for found in (plain, coded)]
+    assert all(0.999 * FULL_BYTES // 2 < size <= FULL_BYTES // 2 for size in held)
+    kept = [found.planned.document.layers.tokens[0] for found in (plain, coded)]
+    assert kept[1] / kept[0] == pytest.approx((256 + 2 * 8) / (2 * 2 * 34 + 2 * 8), abs=1e-3)
+
+
 def test_nothing_fits_says_what_would():
     with pytest.raises(UsageError) as refused:
         choose(MEASURED, 1000)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.generation import prefill
 from kvtool.maths.attention import attention_weights, visible_keys
-from kvtool.profiling.column_sums import Density, column_entropy, f_variance
-from kvtool.profiling.seen import row_weights
+from kvtool.profiling.column_sums import Density, column_entropy, column_sums, f_variance
+from kvtool.profiling.seen import Seen, row_weights
 from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.profiling.watching import full_attention, watch
 
@@ -100,3 +101,48 @@ def test_other_families_are_seen(name):
     for layer in found.values():
         assert layer.shape == (4,)
         assert ((layer > 0) & (layer <= 1)).all()
+
+
+def told(monkeypatch, model, ids):
+    """The column sums of every layer, and how often the kernel told the log-sum-exp for them."""
+    found, told_by = {}, []
+    own = column_sums
+
+    def noted(seen):
+        told_by.append(seen.lse is not None)
+        found.setdefault(seen.layer, []).append(own(seen))
+        return found[seen.layer][-1]
+
+    monkeypatch.setattr("kvtool.profiling.column_sums.column_sums", noted)
+    with torch.inference_mode():
+        cache, studies = kvtool.build_cache(model, "full"), [Density() for _ in ids]
+        cache.watch_steps(
+            lambda *step: [study.see(Seen(*step, row)) for row, study in enumerate(studies)]
+        )
+        prefill(model, cache, ids)
+    return found, told_by
+
+
+def test_sums_from_the_kernels_log_sum_exp_are_those_of_weights(monkeypatch):
+    """Two texts, more than one tile each; the same with nobody telling."""
+    monkeypatch.setattr("kvtool.cache.steps.sum_block.LONG_PROMPT", 600)
+    model, ids = kvtool.attach(peaky_model("llama")), random_ids(600, batch=2)
+    ours, told_by = told(monkeypatch, model, ids)
+    assert told_by == [True] * 4
+    monkeypatch.setattr("kvtool.cache.steps.attend_block.can_sum", lambda *_: False)
+    plain, told_by = told(monkeypatch, model, ids)
+    assert told_by == [False] * 4
+    assert ours.keys() == plain.keys() == {0, 1}
+    for layer, texts in ours.items():
+        for sums, weighed in zip(texts, plain[layer], strict=True):
+            torch.testing.assert_close(sums, weighed, atol=1e-4, rtol=1e-4)
+
+
+def test_only_a_whole_prompt_is_told(monkeypatch):
+    """Of a prompt that a layer reads in blocks, no log-sum-exp would be that of all rows."""
+    model, ids, seen = kvtool.attach(peaky_model("llama")), random_ids(60), []
+    cache = kvtool.build_cache(model, "streaming", 40, prefill="block:16")
+    cache.watch_steps(lambda *step: seen.append(Seen(*step)))
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+    assert [(each.query.shape[1], each.lse) for each in seen] == [(60, None)] * 2

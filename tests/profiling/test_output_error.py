@@ -3,6 +3,7 @@ import torch
 
 import kvtool
 from kvtool.errors import KvtoolError
+from kvtool.policies.codec.int4 import Int4
 from kvtool.profiling.output_error import _Sums as Sums
 from kvtool.profiling.output_error import output_error
 from tests.models_for_tests import family_model, peaky_model, random_ids
@@ -34,7 +35,11 @@ def test_a_budget_that_fits_moves_nothing(model, policy, mode):
     assert max(measure(model, policy, 200, mode)) < 1e-10
 
 
-@pytest.mark.parametrize("policy", ["h2o", "streaming", "snapkv(window=4)"])
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    "policy",
+    ["h2o", "streaming", "snapkv(window=4)", "full+fp8", "h2o+int8", "snapkv(window=4)+fp8"],
+)
 def test_the_first_layer_errs_alike_in_both_modes(model, policy):
     isolated = measure(model, policy, 20, "isolated")
     through = measure(model, policy, 20, "end_to_end")
@@ -43,8 +48,39 @@ def test_the_first_layer_errs_alike_in_both_modes(model, policy):
     assert isolated[1] != pytest.approx(through[1], rel=1e-3)
 
 
-def test_isolated_streaming_equals_a_plain_loop(model):
+def rounded(vectors, layer, codec):
+    """Store vectors and bring them back, number by number, as the formats are defined."""
+    if codec is None:
+        return vectors
+    largest, shared = (127, vectors.shape[-1]) if codec == "int8" else (7, 32)
+    dim, turn = vectors.shape[-1], None
+    if codec == "int4":
+        turn = Int4().rotation(layer, dim, vectors.device).turn(torch.eye(dim))
+    back = []
+    for vector in vectors if turn is None else vectors @ turn:
+        numbers = []
+        for group in vector.split(shared):
+            scale = float((group.abs().max() / largest).half())
+            codes = [max(-largest, min(largest, round(x / scale))) for x in group.tolist()]
+            numbers += [code * scale for code in codes]
+        back.append(torch.tensor(numbers))
+    return torch.stack(back) if turn is None else torch.stack(back) @ turn.T
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("base", "codec"),
+    [
+        ("streaming", None),
+        ("streaming", "int8"),
+        ("streaming", "int4(rotate=false)"),
+        ("full", "int8"),
+        ("full", "int4"),
+    ],
+)
+def test_isolated_errors_equal_a_plain_loop(base, codec):
     """What StreamingLLM keeps is known, so its error can be written down from the definition."""
+    model = kvtool.attach(peaky_model("llama", head_dim=32))
     sinks, budget, prompt, steps = 4, 20, 60, 9
     seen = {}
 
@@ -57,19 +93,36 @@ def test_isolated_streaming_equals_a_plain_loop(model):
     kvtool.generation.prefill(model, full, ids[:, :prompt])
     for token in ids[0, prompt:]:
         kvtool.generation.decode_step(model, full, token[None])
-    for index, ratio in enumerate(measure(model, "streaming", budget, "isolated")):
+    policy = base if codec is None else f"{base}+{codec}"
+    size_of_budget = budget if base == "streaming" else None
+    for index, ratio in enumerate(measure(model, policy, size_of_budget, "isolated")):
         error = size = 0.0
         for step, (call, out) in enumerate(seen[index][1:]):
             held = prompt + step + 1
             recent = range(held - 1 - (budget - sinks), held)  # one more than stays after the step
-            places = [*range(sinks), *recent]
+            places = [*range(sinks), *recent] if base == "streaming" else [*range(held)]
             for head in range(call.query.shape[1]):
                 group = head // (call.query.shape[1] // call.key.shape[1])
-                keys, values = call.key[0, group, places], call.value[0, group, places]
+                keys, values = (
+                    rounded(tensor[0, group, places], index, codec)
+                    for tensor in (call.key, call.value)
+                )
                 weights = (keys @ call.query[0, head, 0] * call.scale).softmax(0)
                 error += (weights @ values - out[0, head, 0]).square().sum().item()
                 size += out[0, head, 0].square().sum().item()
-        assert ratio == pytest.approx(error / size, rel=1e-4)
+        assert error / size > 1e-7
+        assert ratio == pytest.approx(error / size, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fewer_bits_move_the_output_further(mode):
+    model = kvtool.attach(peaky_model("llama", head_dim=32))
+    bits = [measure(model, f"full+{codec}", None, mode) for codec in ("int8", "fp8", "int4")]
+    for layer in range(2):
+        eight, floats, four = (errors[layer] for errors in bits)
+        assert 1e-7 < eight < floats < four < 0.5
+    evicted = measure(model, "h2o", 20, mode)
+    assert measure(model, "h2o+int8", 20, mode) == pytest.approx(evicted, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral-window", "gpt_oss", "qwen3_next"])

@@ -27,30 +27,36 @@ POLICIES = {  # how much of a perfect score a policy keeps at the smallest budge
     "snapkv": 0.8,
 }
 BUDGETS = (64, 128, 256)
+CODECS = {"int8": 18, "fp8": 18, "int4": 10, "int4(rotate=false)": 10}  # bytes of 16 channels
+BITS = ("h2o", "h2o+int8", "h2o+int4", "snapkv", "snapkv+int8", "snapkv+int4", "full+int8")
 LENGTHS = (256, 384, 512, 640, 768, 1024)
 DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 LAYERS = 6
 
 
 def arms(policies=POLICIES, budgets=BUDGETS) -> list[ArmEntry]:
-    full = ArmEntry(name="full", policy="full", budget=None, prefill="full")
-    return [full] + [
-        ArmEntry(name=f"{policy}@{budget}", policy=policy, budget=budget, prefill="full")
-        for policy in policies
-        for budget in budgets
-    ]
+    found = [ArmEntry(name="full", policy="full", budget=None, prefill="full")]
+    for policy in policies:
+        base, _, codec = policy.rpartition("+")
+        own = {"policy": policy, "prefill": "full", "codec": codec if codec in CODECS else None}
+        if base == "full":
+            found.append(ArmEntry(name=policy, budget=None, **own))
+        else:
+            found += [ArmEntry(name=f"{policy}@{b}", budget=b, **own) for b in budgets]
+    return found
 
 
 def quality(arm: ArmEntry) -> float:
     """From 0 to 1; 1 for the full cache."""
     if arm.budget is None:
         return 1.0
-    return min(1.0, POLICIES.get(arm.policy, 0.5) + 0.1 * math.log2(int(arm.budget) / 64))
+    base = arm.policy.removesuffix(f"+{arm.codec}")
+    return min(1.0, POLICIES.get(base, 0.5) + 0.1 * math.log2(int(arm.budget) / 64))
 
 
 def cost(arm: ArmEntry, prompt: int = 640, new: int = 8) -> Cost:
     kept = prompt + new if arm.budget is None else int(arm.budget)
-    slot = 2 * LAYERS * 2 * 16 * 4
+    slot, whole = 2 * LAYERS * 2 * CODECS.get(arm.codec, 16 * 4), 2 * LAYERS * 2 * 16 * 4
     rate = 40.0 if arm.budget is None else 36 + 512 / int(arm.budget)
     return Cost(
         prompt_tokens=prompt,
@@ -58,7 +64,7 @@ def cost(arm: ArmEntry, prompt: int = 640, new: int = 8) -> Cost:
         kept_tokens=kept,
         kv_bytes=slot * kept,
         state_bytes=0 if arm.policy in ("full", "streaming") else 48 * kept,
-        full_bytes=slot * (prompt + new),
+        full_bytes=whole * (prompt + new),
         peak_kv_bytes=slot * (prompt + new),
         traffic_pairs=prompt,
         traffic_bytes=slot * prompt,

@@ -49,7 +49,7 @@ return {
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     pytest.importorskip("matplotlib")
-    run = document(("niah", "fidelity", "ppl"), {"h2o": 1, "snapkv": 1, "quest": 1})
+    run = document(("niah", "fidelity", "ppl"), ("h2o", "h2o+int8", "full+int8", "snapkv", "quest"))
     arms = [arm.model_copy(update={"reads": arm.policy == "quest"}) for arm in run.arms]
     results = [ppl(arm, ("snapkv",)) for arm in arms]
     results = [each for each in run.results if each.task != "ppl"] + results

@@ -54,7 +54,10 @@ def test_rows_hold_scores_differences_and_costs(width):
         assert cells[at + 1] == f"{found.delta:+.{digits}f}"
         assert found.delta < 0
     # 64 slots of 2 x 6 layers x 2 heads x 16 x 4 bytes; 648 tokens in the full cache
-    assert cells[-8:] == ["96.0", "KiB", "9.9%", "3.0", "KiB", "0.300", "44.00", "1.10x"]
+    # 4 more slots and 48 bytes a slot are held: 652 of 1536 bytes against 68 of them and 64 x 48
+    costs = ["96.0", "KiB", "9.9%", "105.0", "KiB", "9.31x", "0.300", "44.00", "1.10x"]
+    assert cells[-9:] == costs
+    assert f"{652 * 1536 / (68 * 1536 + 64 * 48):.2f}" == "9.31"
     full = [cell for row in rows(text, "full") for cell in row]
     assert "1.000±0.020" in full
     assert not any(cell.startswith(("+", "-")) or cell == "0" for cell in full[1:4])

@@ -57,6 +57,6 @@ class TokenBudget:
         return self._known[key]
 
     def _shapes(self, layer: SlotLayer) -> list[LayerShape | None]:
-        """What each layer stores of a token, with numbers of the size that this one has."""
-        size = layer.slots.keys.element_size()
+        """What each layer stores of a token, with numbers of the size that this one is given."""
+        size = layer.slots.form.sample[0].element_size()
         return [each and replace(each, itemsize=size) for each in self._facts.layers]

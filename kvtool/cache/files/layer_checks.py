@@ -10,6 +10,7 @@ from kvtool.cache.files.file_tensors import FileTensors
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.model_shape import LayerShape
+from kvtool.policies.codec.codec import Codec
 from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.numbers import SHIFT
@@ -35,8 +36,11 @@ def check_layer(
     """
     name, batch, heads = f"layer.{layer.index}", file.batch, shape.kv_heads
     slots = file.kept(layer.index)
-    for kind, dim in (("keys", shape.key_dim), ("values", shape.value_dim)):
-        file.take(f"{name}.{kind}", (batch, heads, slots, dim), dtype)
+    for kind, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
+        if layer.policy.codec is None:
+            file.take(f"{name}.{kind}s", (batch, heads, slots, dim), dtype)
+        else:
+            _check_codes(file, layer.policy.codec, f"{name}.{kind}", (batch, heads, slots), dim)
     positions = file.take(
         f"{name}.positions", (batch, heads, slots), torch.int64, -1, file.seen - 1
     )
@@ -92,6 +96,16 @@ def _check_ascending(file: FileTensors, name: str, positions: Tensor) -> None:
     before, after = ordered[..., :-1], ordered[..., 1:]
     if not ((before < after) | (before == file.seen)).all():
         raise file.bad(name, "are not in ascending order, empty slots last")
+
+
+def _check_codes(
+    file: FileTensors, codec: Codec, name: str, sizes: tuple[int, int, int | None], dim: int
+) -> None:
+    """Check the codes and scales of keys or values."""
+    codes, scales = codec.encode(torch.zeros(dim))
+    low = -127 if codes.dtype == torch.int8 else None
+    file.take(f"{name}s", (*sizes, len(codes)), codes.dtype, low)
+    file.take(f"{name}_scales", (*sizes, len(scales)), scales.dtype, 0)
 
 
 def _check_budget(

@@ -22,15 +22,16 @@ from kvtool.cache.files.format import (
     weights_fingerprint,
 )
 from kvtool.cache.files.tensor_checks import check_ranks, check_tensors
-from kvtool.cache.storage.buffers import Slots
 from kvtool.cache.storage.growth import LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.ragged import to_ragged
+from kvtool.cache.storage.slots import Slots
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
+from kvtool.model_shape import layer_shapes
 from kvtool.policies.allocate.split import Spread
 from kvtool.policies.grammar import read_spelling
 
@@ -119,13 +120,18 @@ def _fill_layer(
     named = {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
     on_host = "calibration."  # whose place it is
     own = {key: t if key.startswith(on_host) else t.to(device) for key, t in named.items()}
-    layer.lazy_initialization(own["keys"], own["values"])
+    shape, sizes = layer_shapes(model.config)[layer.index], own["keys"].shape[:2]
+    dims = () if shape is None else (shape.key_dim, shape.value_dim)
+    layer.lazy_initialization(
+        *(torch.empty(*sizes, 0, dim, dtype=model.dtype, device=device) for dim in dims)
+    )
     for part in layer.parts.values():
         part.load(own, device)
     layer.set_budget(LayerBudget.of(own["budget"].tolist(), device))
     state = {key: own[f"state.{key}"] for key in layer.slots.state}
     positions = own["positions"].to(torch.int32)
-    layer.slots.replace(Slots(own["keys"], own["values"], positions, state))
+    stored = {key: own[key] for key in layer.slots.stored}
+    layer.slots.replace(Slots(stored, positions, state))
     layer.count_from(seen, tensors["lengths"].to(device) if "lengths" in tensors else None)
     heads = HeadBudgets.of(layer)
     if heads is not None and heads.tokens is not None:

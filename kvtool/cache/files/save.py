@@ -126,8 +126,7 @@ def _layer_tensors(layer: SlotLayer, name: str) -> dict[str, Tensor]:
     """What one layer holds: its slots, and each of its parts."""
     slots = layer.sorted_slots()
     tensors = {
-        "keys": slots.keys,
-        "values": slots.values,
+        **slots.stored,
         "positions": slots.positions.long(),
         "budget": torch.as_tensor(layer.budget.tokens).reshape(-1),
     }

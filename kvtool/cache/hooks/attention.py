@@ -143,6 +143,11 @@ def kvtool_attention(
         )
     if kwargs.get("output_attentions"):
         raise KvtoolError("output_attentions is not available with a kvtool cache")
+    if step.decoding and step.layer.attends_codes and key is not step.raw_key:
+        raise KvtoolError(
+            "this model works on keys between its cache and its attention, "
+            f"which policy `{step.layer.policy}` stores as codes"
+        )
     call = make_call(step.context, step.raw_key, step.raw_value)
     if not step.decoding:
         step.owner.begin_block(step.layer, query.shape[1], call.positions, query.shape[2])

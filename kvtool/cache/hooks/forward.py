@@ -52,6 +52,10 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     given, cache = _given(module, args, kwargs)
     if cache is None:
         return None
+    if not torch.compiler.is_compiling():  # whose layers decide alone, and whose graph may not care
+        masked = given.get("attention_mask") is not None
+        if masked != cache.running.masked:
+            cache.running.begin(masked=masked)
     if cache.surprisals is None:
         cache.begin_forward()
     if cache.settings.policy.score.positions != "cache":

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.steps.attend_triton import can_count, count_slots
+from kvtool.cache.steps.attend_codes import attend_codes
+from kvtool.cache.steps.attend_triton import can_count, can_count_codes, count_slots
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.lent import Lent, lend
-from kvtool.cache.steps.rope_shift import shift_decoded
+from kvtool.cache.steps.rope_shift import shift_decoded, shift_query
 from kvtool.cache.steps.view import decode_needs_rows, decode_rows
+from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import (
@@ -20,6 +22,7 @@ from kvtool.maths.attention import (
     group_queries,
     weighted_values,
 )
+from kvtool.maths.fused import can_fuse, fused_group_attention
 from kvtool.policies.attention_rows import AttentionRows
 
 TRITON_DEVICES = frozenset({"cuda"})
@@ -44,20 +47,37 @@ class AttendedToken:
 
 def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken:
     """Attend the slots in use by a token that stands among them."""
+    codes = layer.attends_codes
     if layer.policy.score.positions == "cache":
-        call = shift_decoded(layer, call)
+        call = shift_query(layer, call) if codes else shift_decoded(layer, call)
     visible = visible_slots(layer)
+    stored = layer.slots.used_stored() if codes else None
     if call.context.lent:
-        lend(Lent(layer, call.key, call.context, visible=visible))
+        if Due.of(layer) is not None:
+            layer.slots.share()  # a cut comes before the others have read, and must not write here
+        lend(Lent(layer, call.key, call.context, visible=visible, stored=stored))
     observed = layer.policy.needs_all_rows or decode_needs_rows(layer)
+    on_device = call.query.device.type in TRITON_DEVICES
+    if stored is not None and on_device and not needs_lse and can_count_codes(layer, call):
+        out, rows = count_slots(layer, call)
+        return AttendedToken(out, rows=rows, counted=True)
+    if stored is not None:
+        out, weights, lse = attend_codes(layer, call, stored, visible, needs_lse)
+        rows = decode_rows(layer, weights, call.positions) if observed else None
+        return AttendedToken(out, lse, rows)
     if not (observed or needs_lse or call.needs_weights):
         explicit = call.needs_weights or (layer.seen_device is not None and call.query.is_cpu)
         return AttendedToken(attend_unseen(call, visible, explicit=explicit))
-    on_device = call.query.device.type in TRITON_DEVICES
     if on_device and not needs_lse and can_count(layer, call, Family.SLOTS):
         out, rows = count_slots(layer, call)
         return AttendedToken(out, rows=rows, counted=True)
     lse = None
+    if not (observed or call.needs_weights or visible is not None) and can_fuse(
+        call.query, call.key, call.value
+    ):
+        grouped = group_queries(call.query, call.key.shape[1])
+        out, lse = fused_group_attention(grouped, call.key, call.value, call.scale)
+        return AttendedToken(out.flatten(1, 2), lse)
     if needs_lse:
         weights, lse = call_weights_lse(call, call.query, call.key, visible)
     elif call.sinks is not None:

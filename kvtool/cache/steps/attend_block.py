@@ -19,6 +19,7 @@ from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.lent import Lent, lend
 from kvtool.cache.steps.moments import add_queries
 from kvtool.cache.steps.rope_shift import shift_block
+from kvtool.cache.steps.sum_block import can_sum, sum_block
 from kvtool.cache.steps.view import last_query_columns, make_rows
 from kvtool.cache.storage.calibration import Calibration
 from kvtool.cache.storage.last_queries import LastQueries
@@ -67,10 +68,14 @@ class OwnBlock:
             calibration.set_scale(call.scale, call.softcap)
             calibration.begin_block(call.query, call.value.shape[-1], block.new)
         corrected = calibration is not None and calibration.active
+        odd = corrected or _odd(layer, call)
+        if observed and not odd and can_count(layer, call, Family.ROWS):
+            return count_block(layer, call, block, observed)
+        told = observed or call.context.norms is not None
+        if told and not corrected and can_sum(layer, call, block):
+            return sum_block(layer, call, block)
         if not (observed or corrected):
             return attend_plain(layer, call, block)
-        if not (corrected or _odd(layer, call)) and can_count(layer, call, Family.ROWS):
-            return count_block(layer, call, block, observed)
         return explicit_block(layer, call, block, observed)
 
     def last_rows(self, layer: SlotLayer, block: Block) -> AttentionRows:

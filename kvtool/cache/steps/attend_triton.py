@@ -6,16 +6,21 @@ What it computes is what `explicit_block`, or explicit weights of a decoded toke
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from kvtool.cache.steps.block import Block, deferred
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.view import decode_needs_rows, used_state
+from kvtool.cache.storage.buffers import SlotBuffers
+from kvtool.cache.storage.form import CodedForm
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.kernels import trust
-from kvtool.kernels.kind import Family
+from kvtool.kernels.kind import CODES, Family
 from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evidence
 
 
@@ -29,8 +34,7 @@ def can_run(call: Call, family: Family, window: int | None = None) -> bool:
 
     `eager` asks for plain torch, unless transformers has nothing else for the model's attention.
     """
-    eager = call.context.kernel == "eager" and call.softcap is None and call.sinks is None
-    return not eager and trust.usable(
+    return not _plain_asked(call) and trust.usable(
         family,
         call.query,
         group=call.query.shape[1] // call.key.shape[1],
@@ -39,6 +43,29 @@ def can_run(call: Call, family: Family, window: int | None = None) -> bool:
         sinks=call.sinks is not None,
         window=window is not None and family is Family.ROWS,
     )
+
+
+def can_count_codes(layer: SlotLayer, call: Call) -> bool:
+    """Whether kernels can run a decoded token over codes, and tell the policy what it needs.
+
+    Keys that are turned to their places at each step are not read as they lie.
+    """
+    codec = layer.slots.form.codec
+    if codec is None or layer.policy.observes_rows or layer.policy.score.positions == "cache":
+        return False
+    return not _plain_asked(call) and trust.usable(
+        CODES[codec.name],
+        call.query,
+        group=call.query.shape[1] // layer.slots.kv_heads,
+        value_dim=layer.slots.form.sample[1].shape[-1],
+        softcap=call.softcap is not None,
+        sinks=call.sinks is not None,
+    )
+
+
+def _plain_asked(call: Call) -> bool:
+    """Whether plain torch is asked for, where transformers has a choice."""
+    return call.context.kernel == "eager" and call.softcap is None and call.sinks is None
 
 
 def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:
@@ -97,22 +124,17 @@ def count_slots(layer: SlotLayer, call: Call) -> tuple[Tensor, AttentionRows | N
     Returns:
         (batch, heads, 1, value_dim), and the weights if the policy ranks slots by them.
     """
-    from kvtool.kernels.attend_slots import attend_slots
-
     slots = layer.slots
     positions = slots.positions[:, :, : slots.used] if layer.masked else None
     valid = None if call.positions is None else call.positions >= 0
     ranked = layer.policy.ranking.evidence is Evidence.LAST_ROWS
     state = used_state(layer)
-    out, weights = attend_slots(
-        call.query,
-        call.key,
-        call.value,
+    sums = {name: state[name] for name in layer.policy.columns}
+    run = partial(_over_codes, slots) if layer.attends_codes else _over_numbers
+    out, weights = run(
+        call,
         positions,
-        {name: state[name] for name in layer.policy.columns},
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=_sinks(call, len(call.query)),
+        sums,
         valid=None if valid is None else valid[:, 0],
         weights=ranked and decode_needs_rows(layer),
     )
@@ -123,29 +145,96 @@ def count_slots(layer: SlotLayer, call: Call) -> tuple[Tensor, AttentionRows | N
     return out, AttentionRows(grouped, visible, valid)
 
 
-def attend_chosen(call: Call, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> Tensor:
+def _over_numbers(
+    call: Call, positions: Tensor | None, sums: State, *, valid: Tensor | None, weights: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend keys and values as they are."""
+    from kvtool.kernels.attend_slots import attend_slots
+
+    return attend_slots(
+        call.query,
+        call.key,
+        call.value,
+        positions,
+        sums,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=_sinks(call, len(call.query)),
+        valid=valid,
+        weights=weights,
+    )
+
+
+def _over_codes(
+    slots: SlotBuffers,
+    call: Call,
+    positions: Tensor | None,
+    sums: State,
+    *,
+    valid: Tensor | None,
+    weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend codes, by a query that is rotated as they are, and rotate the output back."""
+    from kvtool.kernels.attend_codes import attend_codes
+
+    form, stored = slots.form, slots.used_stored()
+    if not isinstance(form, CodedForm):
+        raise RuntimeError("these slots hold no codes")
+    (of_keys, of_values), query = form.rotations, call.query
+    if of_keys is not None:
+        query = of_keys.turn(query).to(query.dtype)
+    out, found = attend_codes(
+        query,
+        stored["keys"],
+        stored["key_scales"],
+        stored["values"],
+        stored["value_scales"],
+        positions,
+        sums,
+        form=form.codec.name,
+        value_dim=form.sample[1].shape[-1],
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=_sinks(call, len(query)),
+        valid=valid,
+        weights=weights,
+    )
+    return out if of_values is None else of_values.turn_back(out).to(query.dtype), found
+
+
+def attend_chosen(
+    call: Call,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    *,
+    padded: bool = False,
+) -> Tensor:
     """Attend some slots by some rows of a decoded token, where they lie: none is copied.
 
     Args:
         query: (rows, heads, 1, head_dim).
         keys, values: (rows, kv_heads, capacity, dim).
         slots: (rows, kv_heads, count) or (rows, kv_heads, group, count) int64.
+        padded: whether some of them are -1 and stand for none.
 
     Returns:
         (rows, heads, 1, value_dim).
     """
     from kvtool.kernels.attend_slots import attend_slots
 
+    lists = slots.flatten(1, -2)
     out, _ = attend_slots(
         query,
         keys,
         values,
-        None,
+        lists if padded else None,
         {},
         scale=call.scale,
         softcap=call.softcap,
         sinks=_sinks(call, len(query)),
-        chosen=slots.flatten(1, -2),
+        chosen=lists.clamp(min=0) if padded else lists,
     )
     return out
 

@@ -180,7 +180,7 @@ def leave_block(
             index.select(keep_top(importance, view.positions, budget, protected, slots)[1])
         store_block(layer, block, raw_key, raw_value)
         return None
-    return cut(layer, view, block.state, raw_key, raw_value, importance, protected)
+    return cut(layer, view, block.state, (raw_key, raw_value), importance, protected)
 
 
 def _with_moments(layer: SlotLayer, view: SlotView) -> SlotView:

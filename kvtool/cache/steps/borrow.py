@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtool.cache.steps.attend import attend_unseen
 from kvtool.cache.steps.attend_block import OwnBlock
+from kvtool.cache.steps.attend_codes import attend_codes
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.lent import Lent
 
@@ -26,6 +27,8 @@ def attend_borrowed(lent: Lent, call: Call) -> Tensor:
     Returns:
         (batch, heads, q_len, value_dim).
     """
+    if lent.stored is not None:
+        return attend_codes(lent.layer, call, lent.stored, lent.visible, False)[0]
     if lent.block is None:
         return attend_unseen(call, lent.visible, explicit=call.needs_weights)
     earlier = lent.block.new.shape[1] - call.q_len

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from kvtool.cache.steps.grouped import LayerGroup
+from kvtool.cache.steps.row_norms import RowNorms
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.repetition import RepeatedWeights
 from kvtool.policies.numbers import Count
@@ -54,6 +55,8 @@ class StepContext:
         group: the layers that this one decides with; None: it decides alone.
         told: whether the cache wants to know when the step has run.
         lent: whether later layers read the keys and values of this one.
+        norms: takes the log-sum-exp of a whole prompt's rows, where they can be told; None: nobody
+            asks.
         repeats: notes the weights of tokens that repeat the prompt and are not stored; None: they
             are.
     """
@@ -65,6 +68,7 @@ class StepContext:
     group: LayerGroup | None = None
     told: bool = True
     lent: bool = False
+    norms: RowNorms | None = None
     repeats: RepeatedWeights | None = None
 
 

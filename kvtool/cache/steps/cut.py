@@ -34,6 +34,5 @@ def cut_to_budget(layer: SlotLayer, due: Due, view: SlotView, rows: AttentionRow
     importance, protected = score(layer.policy, view, used.state, rows, evicted)
     most = int(target.max()) if isinstance(target, Tensor) else target
     chosen, positions = keep_top(importance, view.positions, target, protected, most)
-    pair = used.keys, used.values
-    layer.slots.replace(part_block(layer, pair, view, used.state, importance, chosen, positions))
+    layer.slots.replace(part_block(layer, None, view, used.state, importance, chosen, positions))
     due.count(target, budget, layer.seen)

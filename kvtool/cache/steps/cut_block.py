@@ -29,11 +29,11 @@ def cut_deferred(layer: SlotLayer) -> None:
     if scores is None or (layer.slots.used <= layer.budget.min_budget and not split):
         return
     used = layer.slots.used_slots()
-    view = replace(used_view(layer, used.values), block=scores.block)
+    view = replace(used_view(layer), block=scores.block)
     evicted = at_least_zero(view.held - layer.budget.tokens)
     protected = layer.policy.ranking.protected(used.state, view, evicted)
     trace_scores(layer, view, scores.importance, protected)
-    cut(layer, view, used.state, used.keys, used.values, scores.importance, protected)
+    cut(layer, view, used.state, None, scores.importance, protected)
     if layer.ragged is None:
         layer.slots.shrink(layer.slots.used + layer.policy.spare)
 
@@ -51,8 +51,7 @@ def cut(
     layer: SlotLayer,
     view: SlotView,
     state: State,
-    keys: Tensor,
-    values: Tensor,
+    joined: tuple[Tensor, Tensor] | None,
     importance: Tensor,
     protected: Tensor | None,
     split: Tensor | None = None,
@@ -60,6 +59,7 @@ def cut(
     """Store what stays of (batch, kv_heads, slots), and return its indices.
 
     Args:
+        joined: keys and values of all; None: all are in slots.
         split: (batch, kv_heads) tokens of each head, where that is settled; None: as the policy
             splits what the layer has.
     """
@@ -76,7 +76,7 @@ def cut(
     if layer.policy.select is not None:
         order = layer.policy.select.order(importance, view, protected).expand_as(importance)
     chosen, positions = keep_top(order, view.positions, budget, protected, slots)
-    kept = part_block(layer, (keys, values), view, state, importance, chosen, positions)
+    kept = part_block(layer, joined, view, state, importance, chosen, positions)
     if split is not None:
         to_ragged(layer, kept)
     else:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from kvtool.cache.storage.buffers import Slots
 from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.storage.form import take_stored
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.leaving import offload_tokens
 from kvtool.cache.storage.merge_memory import MergeMemory
+from kvtool.cache.storage.slots import Slots
 from kvtool.cache.storage.trace import Trace
-from kvtool.maths.selection import take
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.numbers import SHIFT, Count, State
@@ -21,7 +24,7 @@ from kvtool.policies.parts import SlotView
 @torch.no_grad()
 def part_block(
     layer: SlotLayer,
-    slots: tuple[Tensor, Tensor],
+    slots: tuple[Tensor, Tensor] | None,
     view: SlotView,
     state: State,
     importance: Tensor,
@@ -31,15 +34,17 @@ def part_block(
     """Copy what stays of a block and of the slots before it, changed by what leaves.
 
     Args:
-        slots: keys and values of all, (batch, kv_heads, slots, dim).
+        slots: keys and values of all, (batch, kv_heads, slots, dim); None: all are in use.
         view, state: the same slots as the policy sees them.
         importance: (batch, kv_heads, slots) float32 by which they were chosen.
         chosen: (batch, kv_heads, kept) indices of those that stay, in ascending position.
         positions: (batch, kv_heads, kept) their positions, -1 = empty.
     """
-    keys, values = (take(tensor, chosen) for tensor in slots)
-    kept = Slots(keys, values, positions, {k: t.gather(2, chosen) for k, t in state.items()})
+    stored = layer.slots.chosen(chosen, slots)
+    kept = Slots(stored, positions, {k: t.gather(2, chosen) for k, t in state.items()})
     if layer.policy.on_evict is not None:
+        keys, values = layer.slots.decoded() if slots is None else slots
+        kept_keys, kept_values = layer.slots.form.decode(stored)
         heads = HeadBudgets.of(layer)
         split = None if heads is None else heads.tokens
         fewest = layer.budget.min_budget if split is None else int(split.min())
@@ -47,13 +52,13 @@ def part_block(
         _hand_over(
             layer,
             Eviction(
-                keys=slots[0],
-                values=slots[1],
+                keys=keys,
+                values=values,
                 state=state,
                 evicted=evicted,
                 evicted_positions=evicted_positions,
-                kept_keys=kept.keys,
-                kept_values=kept.values,
+                kept_keys=kept_keys,
+                kept_values=kept_values,
                 kept_state=kept.state,
                 kept_positions=positions,
                 tokens_seen=view.tokens_seen,
@@ -95,28 +100,54 @@ def evict_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
     slots = layer.slots
     if slots.reuse_slot is None or layer.policy.on_evict is None:
         return
+    evicted = slots.reuse_slot[..., None]
+    positions = slots.positions.gather(2, evicted)
+    if Calibration.of(layer) is not None:
+        offload_decoded([layer], positions)
+        return
     if isinstance(layer.policy.on_evict, Merging):
         slots.copy_on_write()
-    used = slots.used_slots()
-    evicted = slots.reuse_slot[..., None]
+    used, left = slots.used_slots(), evicted
+    stored, state, kept = used.stored, used.state, slots.stored_positions()
+    if slots.form.codec is not None:  # nobody changes what is kept, so only what leaves is decoded
+        stored, left = take_stored(stored, evicted), torch.zeros_like(evicted)
+        state, kept = {name: number.gather(2, evicted) for name, number in state.items()}, positions
+    keys, values = slots.form.decode(stored)
     _hand_over(
         layer,
         Eviction(
-            keys=used.keys,
-            values=used.values,
-            state=used.state,
-            evicted=evicted,
-            evicted_positions=slots.positions.gather(2, evicted),
-            kept_keys=used.keys,
-            kept_values=used.values,
-            kept_state=used.state,
-            kept_positions=slots.stored_positions(),
+            keys=keys,
+            values=values,
+            state=state,
+            evicted=left,
+            evicted_positions=positions,
+            kept_keys=keys,
+            kept_values=values,
+            kept_state=state,
+            kept_positions=kept,
             tokens_seen=tokens_seen,
             layer=layer.index,
             heads=layer.heads,
             whole=not layer.masked,
         ),
     )
+
+
+@torch.no_grad()
+def offload_decoded(layers: Sequence[SlotLayer], positions: Tensor) -> None:
+    """Let layers that set tokens aside do so with the slot to reuse, together.
+
+    Args:
+        positions: (layers * batch, kv_heads, 1) of what leaves.
+    """
+    leaving = []
+    for layer in layers:
+        slots = layer.slots
+        assert slots.reuse_slot is not None, "nothing leaves"
+        stored = take_stored(slots.used_stored(), slots.reuse_slot[..., None])
+        leaving.append(slots.form.decode(stored))
+    active = [part for part in map(Calibration.of, layers) if part is not None]
+    offload_tokens(active, leaving, positions, not layers[0].masked)
 
 
 def _hand_over(layer: SlotLayer, eviction: Eviction) -> None:

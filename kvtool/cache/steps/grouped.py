@@ -8,15 +8,19 @@ Keys and values stay where they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from kvtool.cache.steps.evicted import evict_decoded, shift_behind
-from kvtool.cache.steps.view import make_view, observe, score, stacked, used_keys
+from kvtool.cache.steps.decoded import used_keys, used_values
+from kvtool.cache.steps.evicted import evict_decoded, offload_decoded, shift_behind
+from kvtool.cache.steps.view import make_view, observe, score, stacked, with_empty_slots
+from kvtool.cache.storage.calibration import Calibration
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.maths.selection import lowest
 from kvtool.policies.attention_rows import AttentionRows
-from kvtool.policies.numbers import SHIFT
+from kvtool.policies.numbers import SHIFT, Count
 
 
 class LayerGroup:
@@ -39,6 +43,7 @@ class LayerGroup:
             }
         index = torch.tensor([layer.index for layer in layers], device=slots[0].device)
         self._index = index.repeat_interleave(self._batch)[:, None, None]
+        self._budget = _stacked_budget(layers)
         for i, each in enumerate(slots):
             own = slice(i * self._batch, (i + 1) * self._batch)
             state = {name: number[own] for name, number in self._state.items()}
@@ -50,7 +55,7 @@ class LayerGroup:
     def _begin(self) -> None:
         """Prepare the slots of the next token."""
         slots = [layer.slots.reuse_slot for layer in self.layers]
-        self._reuse(torch.cat([slot for slot in slots if slot is not None]))
+        self._reuse(torch.cat([slot for slot in slots if slot is not None]), self._seen())
 
     def ungroup(self) -> None:
         """Let the layers decide alone again, on numbers of their own."""
@@ -80,25 +85,65 @@ class LayerGroup:
         """Choose what every layer evicts, from what all have left."""
         first = self.layers[0]
         policy, state, positions = first.policy, self._state, self._positions
-        rows = AttentionRows(torch.cat(self._rows)) if self._rows else None
-        values, keys = tuple(self._values), used_keys(*self.layers)
-        view = stacked(make_view(first, values, positions, keys=keys), self._index)
+        padded = first.lengths is not None
+        visible = positions[:, :, None] >= 0 if padded else None
+        rows = AttentionRows(torch.cat(self._rows), visible) if self._rows else None
+        keys = used_keys(*self.layers)
+        view = make_view(first, self._left(), positions, keys=keys)
+        seen = self._seen() if padded else first.seen
+        view = stacked(view, self._index, seen, self._budget)
         if policy.needs_all_rows and not counted and rows is not None:
             observe(policy, state, view, rows)
         importance, protected = score(policy, view, state, rows, 1)
+        if padded:
+            importance, protected = with_empty_slots(view, importance, protected)
         distinct = policy.ranking.distinct and policy.rescore is None
         evicted = lowest(importance, positions, protected, distinct)
         for layer, slot in zip(self.layers, evicted.split(self._batch), strict=True):
             layer.slots.mark_for_reuse(slot, static=False)
-            if layer.parts:
-                evict_decoded(layer, view.tokens_seen)
+        if first.parts:
+            self._hand_over(positions.gather(2, evicted[..., None]))
         if SHIFT in state:
             shift_behind(state, positions, evicted)
-        self._reuse(evicted)
+        self._reuse(evicted, seen)
 
-    def _reuse(self, evicted: Tensor) -> None:
+    def _left(self) -> Sequence[Tensor]:
+        """Values of all layers: as they have left them, or what their codes stand for."""
+        coded = self.layers[0].attends_codes
+        return used_values(*self.layers) if coded else tuple(self._values)
+
+    def _seen(self) -> Count:
+        """Tokens of each batch entry of each layer so far."""
+        first = self.layers[0]
+        if first.lengths is None:
+            return first.seen
+        return first.lengths.repeat(len(self.layers))[:, None, None]
+
+    def _hand_over(self, leaving: Tensor) -> None:
+        """Let the policy make something of the tokens that leave: (layers * batch, kv_heads, 1)."""
+        if Calibration.of(self.layers[0]) is not None:
+            offload_decoded(self.layers, leaving)
+            return
+        for layer in self.layers:
+            evict_decoded(layer, layer.tokens_seen)
+
+    def _reuse(self, evicted: Tensor, seen: Count) -> None:
         """Clear what is beside the slots to reuse and give them the position of the next token."""
         slot = evicted[..., None]
-        self._positions.scatter_(2, slot, self.layers[0].seen)
+        if isinstance(seen, Tensor):
+            self._positions.scatter_(2, slot, seen.to(torch.int32).expand_as(slot))
+        else:
+            self._positions.scatter_(2, slot, seen)
         for number in self._state.values():
             number.scatter_(2, slot, 0)
+
+
+def _stacked_budget(layers: Sequence[SlotLayer]) -> Count:
+    """What each batch entry of each layer may keep: one number where it is the same for all."""
+    budgets = [layer.budget for layer in layers]
+    if not any(isinstance(budget.tokens, Tensor) for budget in budgets):
+        return budgets[0].tokens
+    slots = layers[0].slots
+    shape = (slots.batch, 1, 1)
+    rows = [torch.as_tensor(each.tokens, device=slots.device).expand(shape) for each in budgets]
+    return torch.cat(rows)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from kvtool.cache.forward_state import ForwardState
 from kvtool.cache.steps.grouped import LayerGroup
 from kvtool.cache.steps.paced import PacedGroup, may_pace
 from kvtool.cache.storage.due import Due
+from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.parents import Parents
 
 
 class LayerGroups:
@@ -22,10 +25,17 @@ class LayerGroups:
         self.formed = False
         self.by_layer: dict[int, LayerGroup] = {}
 
-    def form(self, layers: list[SlotLayer]) -> None:
-        """Group the layers, if all of them that ever will are in their steady state."""
-        if layers[0].seen_device is not None:
-            return  # a static step, whose addresses stay
+    def form(self, layers: list[SlotLayer], running: ForwardState) -> None:
+        """Group the layers, if all of them that ever will are in their steady state.
+
+        Where a batch entry may have padding in place of the coming token, they decide alone: layers
+        that decide together do not look for it. Not for static steps, whose addresses stay.
+        """
+        if running.masked and layers[0].padded:
+            self.ungroup()
+            return
+        if self.formed:
+            return
         steady = [layer for layer in layers if layer.evicts_tokens]
         if not all(map(_is_steady, steady)):
             return
@@ -51,6 +61,8 @@ class LayerGroups:
 
 def _is_steady(layer: SlotLayer) -> bool:
     """Whether nothing but contents of slots changes with a token, or their count until a cut."""
-    if layer.padded or layer.ragged is not None:
+    if layer.ragged is not None:
+        return False
+    if layer.padded and any(part.of(layer) for part in (Due, HeadBudgets, Parents)):
         return False
     return layer.slots.reuse_slot is not None or may_pace(layer)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import StepContext
+from kvtool.cache.storage.form import Stored
 from kvtool.cache.storage.layer import SlotLayer
 
 _LOCAL = threading.local()
@@ -28,6 +29,7 @@ class Lent:
         context: what the forward is like for it.
         block: of a prompt; None: a token is decoded.
         visible: of a decoded token, as for `attention_weights`; None: all keys.
+        stored: what the slots in use hold, where a decoded token attends to codes.
     """
 
     layer: SlotLayer
@@ -35,6 +37,7 @@ class Lent:
     context: StepContext
     block: Block | None = None
     visible: Tensor | None = None
+    stored: Stored | None = None
 
 
 def lend(lent: Lent) -> None:

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvtool.cache.steps.decoded import used_keys
 from kvtool.cache.steps.evicted import part_block
 from kvtool.cache.steps.grouped import LayerGroup
-from kvtool.cache.steps.view import make_view, observe, score, stacked, used_keys
+from kvtool.cache.steps.view import make_view, observe, score, stacked
 from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.query_window import QueryWindow
@@ -61,8 +62,8 @@ class PacedGroup(LayerGroup):
         state = {name: number[:, :, :used] for name, number in self._state.items()}
         positions = self._positions[:, :, :used]
         keys = used_keys(*self.layers) if due else ()
-        view = make_view(first, tuple(self._values), positions, keys=keys)
-        view = stacked(view, self._index)
+        view = make_view(first, self._left(), positions, keys=keys)
+        view = stacked(view, self._index, self._seen(), self._budget)
         rows = AttentionRows(torch.cat(self._rows)) if self._rows else None
         if observed and rows is not None:
             observe(policy, state, view, rows)
@@ -82,8 +83,7 @@ class PacedGroup(LayerGroup):
         for layer, (own, before, chosen, positions) in zip(self.layers, parts, strict=True):
             used, due = layer.slots.used_slots(), Due.of(layer)
             seen = replace(view, positions=before)
-            pair = used.keys, used.values
-            slots = part_block(layer, pair, seen, used.state, own, chosen, positions)
+            slots = part_block(layer, None, seen, used.state, own, chosen, positions)
             layer.slots.replace(slots)
             if due is not None:
                 due.count(budget, budget, layer.seen)

@@ -91,7 +91,7 @@ def cut_repeated(
         if part is None:
             raise RuntimeError("heads that compete have budgets of their own")
         repeated = _repeated(layer, weights, spans, used.positions)
-        view = replace(used_view(layer, used.values), repeated=repeated)
+        view = replace(used_view(layer), repeated=repeated)
         evicted = at_least_zero(view.held - layer.budget.tokens)
         importance, protected = score(layer.policy, view, used.state, None, evicted)
         trace_scores(layer, view, importance, protected)
@@ -106,7 +106,7 @@ def cut_repeated(
         used = layer.slots.used_slots()
         layer.grow_exactly(False)
         counts = layer.heads.own(own)
-        cut(layer, view, used.state, used.keys, used.values, importance, protected, counts)
+        cut(layer, view, used.state, None, importance, protected, counts)
 
 
 def _repeated(

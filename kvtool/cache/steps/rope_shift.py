@@ -43,9 +43,25 @@ def shift_block(layer: SlotLayer, call: Call, block: Block) -> Call:
     return replace(call, key=new, query=query)
 
 
-@torch.no_grad()
 def shift_decoded(layer: SlotLayer, call: Call) -> Call:
     """Bring the slots, with the decoded token among them, to their ranks."""
+    call = shift_query(layer, call)
+    return replace(call, key=shift_keys(layer, call, call.key, slice(0, layer.slots.used)))
+
+
+@torch.no_grad()
+def shift_keys(layer: SlotLayer, call: Call, keys: Tensor, slots: slice) -> Tensor:
+    """Bring the keys of some slots to their ranks, once the decoded token has its own."""
+    part = RopeShift.of(layer)
+    if part is None or part.rotation is None:
+        return keys
+    shifts = layer.slots.state[SHIFT][:, :, slots]
+    return part.rotation.turn(keys, shifts, _reach(part, call, layer.slots.used))
+
+
+@torch.no_grad()
+def shift_query(layer: SlotLayer, call: Call) -> Call:
+    """Bring the query of a decoded token to the rank of its slot, and note its shift there."""
     part, slots = RopeShift.of(layer), layer.slots
     if part is None or part.rotation is None:
         return call
@@ -60,7 +76,7 @@ def shift_decoded(layer: SlotLayer, call: Call) -> Call:
         else:
             shifts.scatter_(2, slots.written, new_shift.expand_as(slots.written))
         query = part.rotation.turn(query, _by_query(new_shift, query), reach)
-    return replace(call, key=part.rotation.turn(call.key, shifts, reach), query=query)
+    return replace(call, query=query)
 
 
 def _new_shift(call: Call, held: Count) -> Tensor | None:

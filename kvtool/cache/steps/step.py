@@ -174,6 +174,7 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
         calibration.set_scale(call.scale, call.softcap)
         kv_heads = call.raw_key.shape[1]
         plan = calibration.begin_decode(call.query, kv_heads, call.positions, layer.heads)
+        plan = plan if plan is not None and plan.changes else None
     layer.enter_token(call.positions)
     window = QueryWindow.of(layer)
     if window is not None:
@@ -282,7 +283,7 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
             raw_key=raw_key,
             raw_value=raw_value,
             positions=None if positions is None else positions[:, part],
-            context=replace(call.context, placement=there),
+            context=replace(call.context, placement=there, norms=None),
         )
         out, chosen = run_block(layer, OwnBlock(step), step.q_len)
         outs.append(out)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from kvtool.cache.steps.arriving import Arriving, read_surprisals
 from kvtool.cache.steps.view import make_view, with_empty_slots
-from kvtool.cache.storage.buffers import Slots, ascending
+from kvtool.cache.storage.form import take_stored
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.part import tensor_bytes
+from kvtool.cache.storage.slots import Slots, ascending
 from kvtool.cache.storage.trace import Trace
 from kvtool.errors import KvtoolError
-from kvtool.maths.selection import keep_top, lowest, take
+from kvtool.maths.selection import keep_top, lowest
 from kvtool.policies.numbers import Count, minimum
 from kvtool.policies.parts import SlotView
 from kvtool.policies.policy import Policy
@@ -203,7 +204,7 @@ class Surprisals:
                 whole = torch.ones_like(used.positions)
                 trace.judge(scores * whole, view.positions * whole, forced & (whole > 0))
             place, places = chosen.to(layer.slots.device), positions.to(layer.slots.device)
-            layer.slots.replace(Slots(take(used.keys, place), take(used.values, place), places, {}))
+            layer.slots.replace(Slots(take_stored(used.stored, place), places, {}))
 
     def _let_decay(self, kept: Tensor, cut: bool | Tensor) -> Tensor:
         """Surprisals after a cut, of the rows that lost something and have not decayed before."""

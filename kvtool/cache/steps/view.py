@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from kvtool.cache.steps.decoded import used_keys, used_values
 from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
@@ -21,10 +23,10 @@ from kvtool.policies.policy import Policy
 
 def make_view(
     layer: SlotLayer,
-    values: tuple[Tensor, ...],
+    values: Sequence[Tensor],
     positions: Tensor,
     block: Count = 1,
-    keys: tuple[Tensor, ...] = (),
+    keys: Sequence[Tensor] = (),
 ) -> SlotView:
     """Lay out slots of a layer, or of several in the same state, for the policy.
 
@@ -59,18 +61,19 @@ def make_view(
     )
 
 
-def used_view(layer: SlotLayer, value: Tensor) -> SlotView:
-    """The slots in use as a policy sees them, with these values to attend to."""
+def used_view(layer: SlotLayer, value: Tensor | None = None) -> SlotView:
+    """The slots in use as a policy sees them.
+
+    Args:
+        value: as they are attended, (batch, heads of the attention, slots, value_dim); None: as
+            they are stored.
+    """
     positions = layer.slots.positions[:, :, : layer.slots.used]
-    values, keys = (values_by_kv_head(layer, value),), used_keys(layer)
-    return make_view(layer, values, positions, keys=keys)
-
-
-def used_keys(*layers: SlotLayer) -> tuple[Tensor, ...]:
-    """The keys in the slots in use of each layer; none where the policy does not look at them."""
-    if not layers[0].policy.ranking.evidence.shows_keys:
-        return ()
-    return tuple(layer.slots.keys[:, :, : layer.slots.used] for layer in layers)
+    if value is None or layer.attends_codes:
+        values = used_values(layer)
+    else:
+        values = (values_by_kv_head(layer, value),)
+    return make_view(layer, values, positions, keys=used_keys(layer))
 
 
 def used_state(layer: SlotLayer) -> State:
@@ -133,8 +136,10 @@ def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> 
         visible = slots.positions[:, :, None, : slots.used] >= 0
     if positions is not None:
         return make_rows(layer, weights, visible, positions >= 0)
-    keys = weights.shape[-1]
-    return AttentionRows(weights.reshape(len(weights), slots.kv_heads, -1, 1, keys), visible)
+    batch, heads, _, _, keys = weights.shape
+    if heads != slots.kv_heads:  # of the attention, where latents are stored
+        weights = weights.reshape(batch, slots.kv_heads, -1, 1, keys)
+    return AttentionRows(weights, visible)
 
 
 def observe(policy: Policy, state: State, view: SlotView, rows: AttentionRows) -> None:
@@ -202,6 +207,12 @@ def last_query_columns(layer: SlotLayer, new: Tensor) -> Tensor:
     return place[:, -count:]
 
 
-def stacked(view: SlotView, layer: Tensor) -> SlotView:
-    """The same view, of several layers: the index of each batch entry's, (batch, 1, 1)."""
-    return replace(view, layer=layer)
+def stacked(view: SlotView, layer: Tensor, seen: Count, budget: Count) -> SlotView:
+    """Return the same view of several layers, one behind the other.
+
+    Args:
+        layer: (batch, 1, 1) the index of each batch entry's layer.
+        seen: tokens of each batch entry so far.
+        budget: what each may keep.
+    """
+    return replace(view, layer=layer, tokens_seen=seen, budget=budget)

@@ -8,25 +8,17 @@ slot has position -1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvtool.cache.storage.form import Form, Stored, take_stored
 from kvtool.cache.storage.growth import Growth
 from kvtool.cache.storage.memory import SlotMemory, State
 from kvtool.cache.storage.meter import ByteMeter
+from kvtool.cache.storage.slots import Slots, ascending
 from kvtool.cache.storage.tokens import at_address
 from kvtool.maths.selection import take
-
-
-class Slots(NamedTuple):
-    """Copies of what slots hold, in ascending position, empty ones last."""
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    state: State
 
 
 class SlotBuffers(SlotMemory):
@@ -46,14 +38,15 @@ class SlotBuffers(SlotMemory):
 
     def __init__(
         self,
-        keys: Tensor,
-        values: Tensor,
+        form: Form,
+        batch: int,
+        kv_heads: int,
         statistics: Iterable[str],
         growth: Growth,
         meter: ByteMeter,
     ) -> None:
-        """Make empty slots for tokens such as these, (batch, kv_heads, tokens, dim)."""
-        super().__init__(keys, values, statistics, growth, meter)
+        """Make empty slots."""
+        super().__init__(form, batch, kv_heads, statistics, growth, meter)
         self.used = self.reserved = 0
         self.ordered = True
         self.reuse_slot: Tensor | None = None
@@ -79,41 +72,73 @@ class SlotBuffers(SlotMemory):
         """The used slots as they lie, not copied."""
         used = slice(0, self.used)
         state = {name: number[:, :, used] for name, number in self.state.items()}
-        keys, values, positions = self.keys, self.values, self.positions
-        return Slots(keys[:, :, used], values[:, :, used], positions[:, :, used], state)
+        return Slots(self.used_stored(), self.positions[:, :, used], state)
+
+    def used_stored(self) -> Stored:
+        """What the used slots hold of keys and values, not copied."""
+        return {name: tensor.narrow(2, 0, self.used) for name, tensor in self.stored.items()}
+
+    def part(self, slots: slice) -> Stored:
+        """What some slots hold of keys and values, not copied."""
+        return {name: tensor[:, :, slots] for name, tensor in self.stored.items()}
 
     def sorted_slots(self) -> Slots:
         """Copies of what the kept slots hold, in ascending position, empty ones last."""
         positions, used = self.stored_positions(), slice(0, self.used)
         order = ascending(positions)[..., : self.kept]
         state = {name: t[:, :, used].gather(2, order) for name, t in self.state.items()}
-        keys, values = take(self.keys[:, :, used], order), take(self.values[:, :, used], order)
-        return Slots(keys, values, positions.gather(2, order), state)
+        stored = take_stored(self.used_stored(), order)
+        return Slots(stored, positions.gather(2, order), state)
 
     def joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The kept slots and a block behind them; the slots must be compact."""
         if self.used == 0:
             return keys, values
-        kept = slice(0, self.used)
-        return (
-            torch.cat([self.keys[:, :, kept], keys], 2),
-            torch.cat([self.values[:, :, kept], values], 2),
-        )
+        return self.form.join(self.used_stored(), keys, values)
+
+    def decoded(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the used slots in the dtype of the model; copies of codes."""
+        return self.form.decode(self.used_stored())
+
+    def attended(self, *, as_codes: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values of the used slots, or the codes that stand for them, not copied."""
+        if as_codes or self.form.codec is None:
+            stored, used = self.stored, self.used
+            if used == self.positions.shape[2]:
+                return stored["keys"], stored["values"]
+            return stored["keys"].narrow(2, 0, used), stored["values"].narrow(2, 0, used)
+        return self.decoded()
+
+    def chosen(self, slots: Tensor, joined: tuple[Tensor, Tensor] | None) -> Stored:
+        """Copy what is stored of some of the used slots, and of tokens behind them.
+
+        What is in a slot already is not rounded once more.
+
+        Args:
+            slots: (batch, kv_heads, count) indices into both.
+            joined: keys and values of both, (batch, kv_heads, slots + tokens, dim); None: there are
+                no tokens behind them.
+        """
+        if joined is None:
+            return take_stored(self.used_stored(), slots)
+        if self.used == 0 or self.form.codec is None:
+            return self.form.encode(*(take(tensor, slots) for tensor in joined))
+        block = self.form.encode(*(tensor[:, :, self.used :] for tensor in joined))
+        used = self.used_stored()
+        return take_stored({name: torch.cat([used[name], block[name]], 2) for name in used}, slots)
 
     # ---- how tokens enter and leave
 
     @torch.no_grad()
-    def write(self, key: Tensor, value: Tensor, *, static: bool) -> tuple[Tensor, Tensor]:
+    def write(self, key: Tensor, value: Tensor, *, static: bool) -> None:
         """Write one token: into a reserved slot, behind the others, or into the slot to reuse.
 
         Args:
             key, value: (batch, kv_heads, 1, dim).
             static: whether nothing but contents of tensors may change.
 
-        Returns:
-            Keys and values of the slots in use.
         """
-        used = self.used
+        used, new = self.used, self.form.encode(key, value)
         if self.write_pos is not None:
             self.written = self.write_pos[..., None].clone()
             self.write_pos.add_(1)
@@ -130,23 +155,22 @@ class SlotBuffers(SlotMemory):
                 self.reuse_slot = None
             self.ordered = False
         else:
-            if used == self.keys.shape[2]:
+            if used == self.positions.shape[2]:
                 self.grow(used + 1)
-            self.keys.narrow(2, used, 1).copy_(key)
-            self.values.narrow(2, used, 1).copy_(value)
+            for name, part in new.items():
+                self.stored[name].narrow(2, used, 1).copy_(part)
             self.written = None
-            self.used = used = used + 1
-            return self.keys.narrow(2, 0, used), self.values.narrow(2, 0, used)
+            self.used = used + 1
+            return
         if static:
             entries, heads = (torch.arange(n, device=self.device) for n in self.written.shape[:2])
             place = entries[:, None, None], heads[:, None], self.written
-            self.keys.index_put_(place, key)  # a compiler copies the whole buffer to scatter
-            self.values.index_put_(place, value)
+            for name, part in new.items():  # a compiler copies the whole buffer to scatter
+                self.stored[name].index_put_(place, part)
         else:
             index = self.written[..., None]
-            self.keys.scatter_(2, index.expand_as(key), key)
-            self.values.scatter_(2, index.expand_as(value), value)
-        return self.keys[:, :, :used], self.values[:, :, :used]
+            for name, part in new.items():
+                self.stored[name].scatter_(2, index.expand_as(part), part)
 
     @torch.no_grad()
     def place(self, position: int | Tensor) -> None:
@@ -209,7 +233,8 @@ class SlotBuffers(SlotMemory):
         total = positions.shape[2]
         new = slice(self.used, total)
         self.grow(total)
-        self.keys[:, :, new], self.values[:, :, new] = keys, values
+        for name, part in self.form.encode(keys, values).items():
+            self.stored[name][:, :, new] = part
         self.positions[:, :, new] = positions[:, :, new]
         for name, number in state.items():
             self.state[name][:, :, :total] = number
@@ -221,7 +246,8 @@ class SlotBuffers(SlotMemory):
         count = slots.positions.shape[2]
         self.copy_on_write()
         self.grow(count)
-        self.keys[:, :, :count], self.values[:, :, :count] = slots.keys, slots.values
+        for name, part in slots.stored.items():
+            self.stored[name][:, :, :count] = part
         self.positions[:, :, :count] = slots.positions
         self.positions[:, :, count:] = -1
         for name, number in slots.state.items():
@@ -269,10 +295,4 @@ class SlotBuffers(SlotMemory):
     def tensors(self) -> list[Tensor]:
         """The tensors that a static step reads or writes, where they are."""
         moved = [tensor for tensor in (self.reuse_slot, self.write_pos) if tensor is not None]
-        return [self.keys, self.values, self.positions, *self.state.values(), *moved]
-
-
-def ascending(positions: Tensor) -> Tensor:
-    """Indices of slots in ascending position, empty ones (-1) last."""
-    last = torch.iinfo(positions.dtype).max
-    return positions.masked_fill(positions < 0, last).argsort(-1)
+        return [*self.stored.values(), self.positions, *self.state.values(), *moved]

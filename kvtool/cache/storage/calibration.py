@@ -10,19 +10,19 @@ fetch that follows runs beside that attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvtool.cache.storage.host import Chunk, Store, Tokens
-from kvtool.cache.storage.part import Part, tensor_bytes
-from kvtool.maths.attention import (
-    attention_weights_lse,
-    group_queries,
-    join_attention,
-    weighted_values,
+from kvtool.cache.storage.decisions import Decision, DecodePlan, add_decisions
+from kvtool.cache.storage.evicted_attention import (
+    NOTHING,
+    attend_chunks,
+    attend_tokens,
 )
+from kvtool.cache.storage.host import Store, Tokens
+from kvtool.cache.storage.part import Part, tensor_bytes
+from kvtool.maths.attention import group_queries, join_attention
 from kvtool.maths.selection import keep_top, take
 from kvtool.policies.evicted.calidrop import CaliDrop, calibrate, decide, query_cosine
 from kvtool.policies.evicted.eviction import Eviction
@@ -30,32 +30,14 @@ from kvtool.policies.heads import KVHeads
 from kvtool.policies.numbers import State
 
 _CHUNK = 4096  # evicted tokens that are copied at a time
-_NOTHING = float("-inf")
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """What a step has decided about its heads.
-
-    Attributes:
-        query: (batch, heads, 1, head_dim).
-        recompute, calibrate: bool (batch, heads).
-        fetched: what is stored of the heads that recompute, on its way; None: none does.
-    """
-
-    query: Tensor
-    recompute: Tensor
-    calibrate: Tensor
-    fetched: Iterator[Chunk] | None
+_NOTED = 16  # decisions that are counted at a time
 
 
 class Calibration(Part):
     """The evicted tokens of one layer.
 
     Attributes:
-        memory: of each row and query head `query`, the one that is held, `out` and `lse` of its
-            attention to the evicted tokens, and how many `steps` were decoded beside evicted
-            tokens, how many `recomputed` and how many `calibrated`.
+        store: the evicted tokens.
     """
 
     name = "calibration"
@@ -68,8 +50,22 @@ class Calibration(Part):
 
     def clear(self) -> None:
         self.store = Store(self.part.store)
-        self.memory: State = {}
+        self._memory: State = {}
         self._last: Tensor | None = None
+        self._whole = False  # whether every head holds the attention of a query
+        self._noted: tuple[Decision, ...] = ()  # and not counted yet
+
+    @property
+    def memory(self) -> State:
+        """What is held of each row and query head.
+
+        It is `query`, `out` and `lse` of its attention to the evicted tokens, and how many `steps`
+        were decoded beside evicted tokens, how many `recomputed` and how many `calibrated`.
+        """
+        if self._noted:
+            self._memory |= add_decisions(self._memory, self._noted)
+            self._noted = ()
+        return self._memory
 
     @property
     def active(self) -> bool:
@@ -79,8 +75,9 @@ class Calibration(Part):
     @property
     def recompute_frequency(self) -> float | None:
         """Share of decoded steps and heads that recomputed; None before the first."""
-        steps = self.memory["steps"].sum().item() if self.memory else 0
-        return self.memory["recomputed"].sum().item() / steps if steps else None
+        memory = self.memory
+        steps = memory["steps"].sum().item() if memory else 0
+        return memory["recomputed"].sum().item() / steps if steps else None
 
     def set_scale(self, scale: float, softcap: float | None) -> None:
         """Say how the running attention scales its logits, and whether it caps them."""
@@ -97,14 +94,15 @@ class Calibration(Part):
             new: (batch or 1, q_len) positions of the block, -1 = padding.
         """
         batch, heads, q_len, dim = query.shape
-        if not self.memory:
-            self.memory = self.part.start(batch, heads, dim, value_dim, query.device)
+        if not self._memory:
+            self._memory = self.part.start(batch, heads, dim, value_dim, query.device)
         place = torch.arange(q_len, device=query.device)
         self._last = torch.where(new >= 0, place, -1).amax(-1).expand(batch)
         nothing = (
-            torch.zeros_like(self.memory["out"]),
-            torch.full_like(self.memory["lse"], _NOTHING),
+            torch.zeros_like(self._memory["out"]),
+            torch.full_like(self._memory["lse"], NOTHING),
         )
+        self._whole = False
         inside, index = self._last_rows(query, 0)
         self._hold(inside[:, None], take(query, index)[:, :, 0], *nothing)
 
@@ -119,7 +117,7 @@ class Calibration(Part):
         batch, kv_heads = lse.shape[:2]
         pairs = [(row, head) for row in range(batch) for head in range(kv_heads)]
         fetched = self.store.fetch(pairs, query.device)
-        evicted = self._attend(query, kv_heads, out.shape[-1], fetched)
+        evicted = attend_chunks(query, kv_heads, out.shape[-1], fetched, *self.how)
         inside, index = self._last_rows(query, start)
         last = take(evicted[0], index)[:, :, 0], evicted[1].gather(2, index)[..., 0]
         self._hold(inside[:, None], take(query, index)[:, :, 0], *last)
@@ -136,11 +134,14 @@ class Calibration(Part):
         return inside, index.expand(-1, query.shape[1], -1)
 
     @torch.no_grad()
-    def _hold(self, which: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Hold these queries, and their attention to the evicted tokens, for some heads."""
-        for name, number in (("query", query.float()), ("out", out)):
-            self.memory[name] = torch.where(which[..., None], number, self.memory[name])
-        self.memory["lse"] = torch.where(which, lse, self.memory["lse"])
+    def _hold(self, which: Tensor | None, query: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Hold these queries, and their attention to the evicted tokens, for some heads or all."""
+        new = {"query": query.detach().float(), "out": out, "lse": lse}
+        for name, number in new.items():
+            if which is not None:
+                some = which if name == "lse" else which[..., None]
+                number = torch.where(some, number, self._memory[name])
+            self._memory[name] = number
 
     # ---- decoded tokens
 
@@ -161,23 +162,38 @@ class Calibration(Part):
         """
         if not self.active:
             return None
-        memory = self.memory
-        known = memory["lse"] > _NOTHING
+        cosine = query_cosine(query[:, :, 0], self._memory["query"], self.part.granularity, heads)
+        decided = torch.stack(decide(cosine, self.part.theta1, self.part.theta2))
+        known = None if self._whole else self._memory["lse"] > NOTHING
         if positions is not None:
-            known = known & (positions >= 0)
-        cosine = query_cosine(query[:, :, 0], memory["query"], self.part.granularity, heads)
-        decided = decide(cosine, self.part.theta1, self.part.theta2)
-        recompute, calibrated = (which & known for which in decided)
-        for name, which in (
-            ("steps", known),
-            ("recomputed", recompute),
-            ("calibrated", calibrated),
-        ):
-            memory[name] = memory[name] + which
-        groups = recompute.unflatten(1, (kv_heads, -1)).any(-1)
-        pairs = groups.nonzero().tolist()  # the one host decision of a step
-        fetched = self.store.fetch(pairs, query.device) if pairs else None
-        return DecodePlan(query, recompute, calibrated, fetched)
+            real = positions >= 0
+            known = real.expand_as(cosine) if known is None else known & real
+        if known is not None:
+            decided = decided & known
+        self._note(known, decided)
+        anew, some = decided.tolist()  # the one host decision of a step
+        group = cosine.shape[1] // kv_heads
+        pairs = sorted(
+            {
+                (i, head // group)
+                for i, row in enumerate(anew)
+                for head, new in enumerate(row)
+                if new
+            }
+        )
+        return DecodePlan(
+            query,
+            recompute=None if all(map(all, anew)) else decided[0],
+            calibrate=None if all(map(all, some)) else decided[1],
+            fetched=self.store.fetch(pairs, query.device) if pairs else None,
+            changes=any(map(any, some)),
+        )
+
+    def _note(self, known: Tensor | None, decided: Tensor) -> None:
+        """Note a step's decisions, which are counted when some have come together."""
+        self._noted = (*self._noted, (known, decided))
+        if len(self._noted) == _NOTED:
+            _ = self.memory
 
     def end_decode(self, plan: DecodePlan, out: Tensor, lse: Tensor) -> Tensor:
         """Recompute the evicted part where it was decided, and calibrate.
@@ -187,45 +203,10 @@ class Calibration(Part):
             lse: (batch, kv_heads, group, 1) float32 of the same.
         """
         if plan.fetched is not None:
-            evicted = self._attend(plan.query, lse.shape[1], out.shape[-1], plan.fetched)
-            new = evicted[0][:, :, 0], evicted[1][..., 0]
-            self._hold(plan.recompute, plan.query[:, :, 0], *new)
-        held = self.memory["out"], self.memory["lse"]
-        return calibrate(out[:, :, 0], lse.flatten(1), *held, plan.calibrate)[:, :, None]
-
-    @torch.no_grad()
-    def _attend(
-        self, query: Tensor, kv_heads: int, value_dim: int, fetched: Iterator[Chunk]
-    ) -> tuple[Tensor, Tensor]:
-        """Attention to what is stored, of the heads that are fetched.
-
-        Returns:
-            (batch, heads, rows, value_dim) and (batch, heads, rows) float32, the second -inf for
-            heads that are not.
-        """
-        grouped = group_queries(query, kv_heads)
-        out = torch.zeros(*grouped.shape[:-1], value_dim, device=query.device)
-        lse = torch.full(grouped.shape[:-1], _NOTHING, device=query.device)
-        for chunk in fetched:
-            keys, values, stored = chunk.wait(query.dtype)
-            own = chunk.row, chunk.head
-            part = self._attend_tokens(grouped[own][None, None], keys, values, stored)
-            out[own], lse[own] = join_attention(out[own], lse[own], *(t[0, 0] for t in part))
-        return out.flatten(1, 2), lse.flatten(1, 2)
-
-    def _attend_tokens(
-        self, grouped: Tensor, keys: Tensor, values: Tensor, stored: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of (batch, kv_heads, group, rows, dim) to tokens, (.., tokens, dim)."""
-        weights, lse = attention_weights_lse(
-            grouped,
-            keys.expand(*grouped.shape[:2], -1, -1),
-            scale=self._scale,
-            softcap=self._softcap,
-            visible=None if stored is None else stored[..., None, None, :],
-        )
-        out = weighted_values(weights, values.expand(*grouped.shape[:2], -1, -1))
-        return out.float().unflatten(1, grouped.shape[1:3]), lse
+            query, sizes = plan.query, (lse.shape[1], out.shape[-1])
+            new, total = attend_chunks(query, *sizes, plan.fetched, *self.how)
+            self._hold(plan.recompute, query[:, :, 0], new[:, :, 0], total[..., 0])
+        return calibrate(out[:, :, 0], lse.flatten(1), *self.held[1:], plan.calibrate)[:, :, None]
 
     # ---- what leaves
 
@@ -240,34 +221,53 @@ class Calibration(Part):
             best, positions = keep_top(scores, positions, size, None, size)
             evicted = evicted.gather(2, best)
         parts = self._folded(eviction, evicted, positions)
-        if eviction.decoded:
-            self.store.stage(next(parts), eviction.whole)
-        else:
-            self.store.append(parts, evicted.shape[2], eviction.whole)
+        self.store.append(parts, evicted.shape[2], eviction.whole)
+        self._whole |= eviction.whole and evicted.shape[2] > 0
 
     def _folded(self, eviction: Eviction, evicted: Tensor, positions: Tensor) -> Iterator[Tokens]:
-        held = group_queries(self.memory["query"][:, :, None], evicted.shape[1])
+        memory = self._memory
+        held = group_queries(memory["query"][:, :, None], evicted.shape[1])
         held = held.to(eviction.keys.dtype)
         for index, place in zip(
             evicted.split(_CHUNK, -1), positions.split(_CHUNK, -1), strict=True
         ):
             keys, values = take(eviction.keys, index), take(eviction.values, index)
             stored = None if eviction.whole else place >= 0
-            out, lse = self._attend_tokens(held, keys, values, stored)
-            self.memory["out"], self.memory["lse"] = join_attention(
-                self.memory["out"],
-                self.memory["lse"],
-                out.flatten(1, 2)[:, :, 0],
-                lse.flatten(1, 2)[..., 0],
-            )
+            out, lse = attend_tokens(held, keys, values, stored, *self.how)
+            out, lse = out.flatten(1, 2)[:, :, 0], lse.flatten(1, 2)[..., 0]
+            memory["out"], memory["lse"] = join_attention(memory["out"], memory["lse"], out, lse)
             yield keys, values, place
+
+    @property
+    def how(self) -> tuple[float, float | None]:
+        """The scale and the cap of the running attention."""
+        return self._scale, self._softcap
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries that are held, with the output and log-sum-exp of their attention."""
+        return self._memory["query"], self._memory["out"], self._memory["lse"]
+
+    def take_in(self, token: Tokens, out: Tensor, lse: Tensor, whole: bool) -> None:
+        """Store a token that leaves, and hold what it has been folded into.
+
+        Args:
+            token: its key and value, (batch, kv_heads, 1, dim), and position, -1 = none leaves.
+            out, lse: of the attention of the held queries, this token included.
+            whole: whether no position is -1.
+        """
+        self._memory["out"], self._memory["lse"] = out, lse
+        self._whole |= whole
+        self.store.stage(token, whole)
 
     # ---- rows of the batch, bytes and files
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.memory:
-            self.store.map_rows(change, len(self.memory["lse"]))
-            self.memory = {name: change(number) for name, number in self.memory.items()}
+        memory = self.memory
+        if memory:
+            self.store.map_rows(change, len(memory["lse"]))
+            self._memory = {name: change(number) for name, number in memory.items()}
+            self._whole = False  # a row may be new
 
     @property
     def nbytes(self) -> int:
@@ -287,5 +287,6 @@ class Calibration(Part):
             }
             for prefix in ("calibration.memory.", "calibration.store.")
         )
-        self.memory = {name: number.to(device) for name, number in memory.items()}
+        self._memory, self._noted = {name: t.to(device) for name, t in memory.items()}, ()
+        self._whole = bool(self._memory) and bool((self._memory["lse"] > NOTHING).all())
         self.store.load(store, device)

@@ -16,11 +16,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from kvtool.cache.storage.head_runs import head_runs
 from kvtool.cache.storage.packed import pack, unpack
 from kvtool.cache.storage.part import tensor_bytes
 from kvtool.policies.evicted.calidrop import GATHERED
 
-_CHUNK = 8192  # tokens of a head that are fetched at a time
+_CHUNK = 8192  # tokens that are fetched at a time
+_JOINED = 512  # tokens up to which segments are joined whenever more come
 
 Tokens = tuple[Tensor, Tensor, Tensor]  # keys, values, positions
 
@@ -56,17 +58,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of one head on their way to the device.
+    """Tokens of neighbouring heads of a row on their way to the device.
 
     Attributes:
-        row, head: whose they are.
-        tensors: as of a segment, without the first two axes.
+        row, heads: whose they are.
+        tensors: as of a segment, without the first axis: (heads, tokens, ..).
         whole: whether no position is -1.
         arrival: what to wait for before they are used, on a GPU.
     """
 
     row: int
-    head: int
+    heads: slice
     tensors: tuple[Tensor, ...]
     whole: bool
     arrival: torch.cuda.Event | None = None
@@ -76,7 +78,7 @@ class Chunk:
         return replace(self, tensors=tuple(tensor.to(device) for tensor in self.tensors))
 
     def wait(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values (tokens, dim), and which of them are there; None: all."""
+        """Keys and values (heads, tokens, dim), and which of them are there; None: all."""
         if self.arrival is not None:
             stream = torch.cuda.current_stream(self.tensors[0].device)
             stream.wait_event(self.arrival)
@@ -166,13 +168,15 @@ class Store:
         return (*pack(keys, self.form), *pack(values, self.form), positions)
 
     def _put_up(self, parts: Iterator[tuple[Tensor, ...]], slots: int, whole: bool) -> None:
-        """Put up a segment, joined with those before it that are no longer than it is.
+        """Put up a segment, joined with those before it that are short, or no longer than it is.
 
         So segments stay few, as the digits of a number, and a token is copied a logarithmic number
-        of times.
+        of times, and as often as it takes to fill a short segment.
         """
         before: list[Segment] = []
-        while self.segments and self.segments[-1].rows is None and self.segments[-1].slots <= slots:
+        while self.segments and self.segments[-1].rows is None:
+            if self.segments[-1].slots > max(slots, _JOINED):
+                break
             before.insert(0, self.segments.pop())
             slots += before[0].slots
             whole &= before[0].whole
@@ -217,16 +221,19 @@ class Store:
         return iter(()) if first is None else chain([first], ahead)
 
     def _chunks(self, pairs: list[tuple[int, int]]) -> Iterator[Chunk]:
-        for row, head in pairs:
+        for row, heads in head_runs(pairs):
             for segment in self.segments:
                 own = row if segment.rows is None else segment.rows[row]
-                for start in range(0, segment.slots, _CHUNK):
-                    part = slice(start, start + _CHUNK)
-                    tensors = tuple(t[own, head, part] for t in segment.tensors)
-                    yield Chunk(row, head, tensors, segment.whole)
+                # a part of several heads would lie in pieces, which takes another copy to a GPU
+                each = [heads] if segment.slots <= _CHUNK else _one_by_one(heads)
+                for some in each:
+                    for start in range(0, segment.slots, _CHUNK):
+                        part = slice(start, start + _CHUNK)
+                        tensors = tuple(t[own, some, part] for t in segment.tensors)
+                        yield Chunk(row, some, tensors, segment.whole)
             if self.staged:
-                tensors = tuple(t[row, head] for t in self.staged_tokens())
-                yield Chunk(row, head, tensors, self._staged_whole)
+                tensors = tuple(t[row, heads] for t in self.staged_tokens())
+                yield Chunk(row, heads, tensors, self._staged_whole)
 
     def positions(self, row: int) -> Tensor:
         """Positions of what is stored of a row of the batch, (kv_heads, tokens), -1 = nothing."""
@@ -269,6 +276,10 @@ class Store:
         if gathered:
             whole = bool((gathered[-1] >= 0).all())
             self.stage(tuple(t.to(device) for t in gathered), whole)
+
+
+def _one_by_one(heads: slice) -> list[slice]:
+    return [slice(head, head + 1) for head in range(heads.start, heads.stop)]
 
 
 def _one_ahead(chunks: Iterator[Chunk], device: torch.device) -> Iterator[Chunk]:

@@ -27,8 +27,10 @@ class HybridSlotLayer(LinearAttentionLayer, SlotLayer):
         parts: Iterable[Part],
         meter: ByteMeter,
         number_of_states: int = 1,
+        *,
+        shown: bool = False,
     ) -> None:
-        SlotLayer.__init__(self, index, policy, window, parts, meter)
+        SlotLayer.__init__(self, index, policy, window, parts, meter, shown=shown)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args, **kwargs) -> None:

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Protocol
 
 from torch import Tensor
 
 from kvtool.cache.storage.batch_layer import BatchLayer
-from kvtool.cache.storage.buffers import SlotBuffers, Slots
+from kvtool.cache.storage.buffers import SlotBuffers
+from kvtool.cache.storage.form import Form, make_form
 from kvtool.cache.storage.growth import Growth, LayerBudget
 from kvtool.cache.storage.meter import ByteMeter
 from kvtool.cache.storage.part import Part
+from kvtool.cache.storage.slots import Ragged, Slots
 from kvtool.cache.storage.tokens import TokenCounts
 from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.policy import Policy
-
-
-class Ragged(Protocol):
-    """Heads of unequal counts, as a layer sees them: `kvtool.cache.storage.ragged`."""
-
-    buckets: list[SlotLayer]
-
-    def stored_positions(self) -> Tensor: ...
-
-    def sorted_slots(self) -> Slots: ...
-
-    def split_again(self, layer: SlotLayer) -> None: ...
 
 
 class SlotLayer(TokenCounts, BatchLayer):
@@ -45,6 +34,7 @@ class SlotLayer(TokenCounts, BatchLayer):
         ragged: where the tokens are while KV heads hold different counts; the layer's own slots are
             empty then. None: they hold equally many.
         pairs_read: keys and values that the last decoded token has read, per KV head.
+        attends_codes: whether decoded tokens attend to codes, which no model looks at in between.
         unattended: whether tokens have been taken in that nobody has attended yet.
 
     What a layer holds is copied deeply when its cache is; only keys and values are not, where the
@@ -61,9 +51,11 @@ class SlotLayer(TokenCounts, BatchLayer):
         window: int | None = None,
         parts: Iterable[Part] = (),
         meter: ByteMeter | None = None,
+        *,
+        shown: bool = False,
     ) -> None:
+        self.attends_codes = policy.codec is not None and not shown
         self.index, self.policy, self.window = index, policy, window
-        self.is_sliding = window is not None  # which transformers asks
         self.parts = {part.name: part for part in parts}
         self.meter = meter or ByteMeter()
         self.heads: KVHeads = ALL_HERE
@@ -90,13 +82,24 @@ class SlotLayer(TokenCounts, BatchLayer):
 
     # ---- what transformers asks
 
+    @property
+    def is_sliding(self) -> bool:
+        return self.window is not None
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        growth, names = self._growth, self.policy.statistics
-        self.slots = SlotBuffers(key_states, value_states, names, growth, self.meter)
+        form = make_form(self.policy.codec, self.index, key_states, value_states)
+        self._begin(form, *key_states.shape[:2])
+
+    def begin_as(self, layer: SlotLayer, batch: int) -> None:
+        """Make empty slots like those of another layer, of one KV head."""
+        self._begin(layer.slots.form, batch, 1)
+
+    def _begin(self, form: Form, batch: int, kv_heads: int) -> None:
+        names = self.policy.statistics
+        self.slots = SlotBuffers(form, batch, kv_heads, names, self._growth, self.meter)
         self.is_initialized = True
-        batch, kv_heads = key_states.shape[:2]
         for part in self.parts.values():
-            part.begin(batch, kv_heads, key_states.device)
+            part.begin(batch, kv_heads, self.slots.device)
 
     def get_seq_length(self) -> int | Tensor:
         return self.seen if self.seen_device is None else self.seen_device.view(()) - 1
@@ -126,13 +129,13 @@ class SlotLayer(TokenCounts, BatchLayer):
         """Write a decoded token, (batch, kv_heads, 1, dim), at once.
 
         Returns:
-            Keys and values to attend to; the token alone where heads hold different counts, since
-            each bucket takes in its own part of it.
+            Keys and values, or codes, of the slots in use; of ragged heads the token alone.
         """
         self.unattended = True
         if self.ragged is not None:
             return key, value
-        return self.slots.write(key, value, static=self.seen_device is not None)
+        self.slots.write(key, value, static=self.seen_device is not None)
+        return self.slots.attended(as_codes=self.attends_codes)
 
     def reset(self) -> None:
         self._clear()
@@ -168,17 +171,15 @@ class SlotLayer(TokenCounts, BatchLayer):
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys of all slots, see `SlotBuffers`; None before the first token."""
+        """Keys, or codes, of all slots; None before the first token."""
         return self.slots.keys if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:
-        """Values of all slots; None before the first token."""
         return self.slots.values if self.is_initialized else None
 
     @property
     def batch_size(self) -> int:
-        """Batch entries; -1 before the first token."""
         return self.slots.batch if self.is_initialized else -1
 
     @property
@@ -224,7 +225,6 @@ class SlotLayer(TokenCounts, BatchLayer):
             part.begin(self.batch_size, self.slots.kv_heads, self.slots.device)
 
     def set_heads(self, heads: KVHeads) -> None:
-        """Say which part of the layer's heads is held here."""
         self.heads = heads
 
     def set_budget(self, budget: LayerBudget) -> None:
@@ -272,11 +272,11 @@ class SlotLayer(TokenCounts, BatchLayer):
         self.unattended = False
         slots = self.slots
         self.pairs_read = slots.used
-        if slots.grouped:  # which has placed the token already
+        if slots.grouped and self.lengths is None:  # the group has placed the token already
             self.seen += 1
             return
         position = self.count_token(positions)
-        if self.ragged is None:
+        if self.ragged is None and not slots.grouped:
             slots.place(position)
 
     def read(self, pairs: float) -> None:

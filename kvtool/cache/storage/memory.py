@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from kvtool.cache.storage.form import Form, Stored
 from kvtool.cache.storage.growth import Growth
 from kvtool.cache.storage.meter import ByteMeter
 
@@ -17,8 +18,8 @@ class SlotMemory:
     """The tensors of the slots of one layer.
 
     Attributes:
-        keys: (batch, kv_heads, capacity, head_dim) in the model's dtype, after RoPE.
-        values: (batch, kv_heads, capacity, value_dim).
+        form: how keys, after RoPE, and values lie in slots.
+        stored: what they are in that form, (batch, kv_heads, capacity, ..) each.
         positions: (batch, kv_heads, capacity) int32, the true position of the token in each slot,
             -1 = empty.
         state: the policy's numbers for each slot, (batch, kv_heads, capacity) float32.
@@ -33,23 +34,34 @@ class SlotMemory:
 
     def __init__(
         self,
-        keys: Tensor,
-        values: Tensor,
+        form: Form,
+        batch: int,
+        kv_heads: int,
         statistics: Iterable[str],
         growth: Growth,
         meter: ByteMeter,
     ) -> None:
-        """Make empty slots for tokens such as these, (batch, kv_heads, tokens, dim)."""
-        batch, heads = keys.shape[:2]
-        self.kv_heads = heads
-        self.keys = _zeros(keys, (batch, heads, 0, keys.shape[-1]))
-        self.values = _zeros(values, (batch, heads, 0, values.shape[-1]))
-        self.positions = _zeros(keys, (batch, heads, 0), torch.int32)
-        self.state: State = {
-            name: _zeros(keys, (batch, heads, 0), torch.float32) for name in statistics
+        """Make empty slots."""
+        self.form, self.kv_heads = form, kv_heads
+        sizes, sample = (batch, kv_heads, 0), form.encode(*form.sample)
+        self.stored: Stored = {
+            name: _zeros(tensor, (*sizes, tensor.shape[-1])) for name, tensor in sample.items()
         }
+        one = form.sample[0]
+        self.positions = _zeros(one, sizes, torch.int32)
+        self.state: State = {name: _zeros(one, sizes, torch.float32) for name in statistics}
         self.growth, self.meter = growth, meter
         self.shared = self.grouped = False
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys, or their codes, of all slots: (batch, kv_heads, capacity, ..)."""
+        return self.stored["keys"]
+
+    @property
+    def values(self) -> Tensor:
+        """Values, or their codes, of all slots."""
+        return self.stored["values"]
 
     @property
     def batch(self) -> int:
@@ -64,17 +76,22 @@ class SlotMemory:
     @property
     def capacity(self) -> int:
         """Slots that the buffers have."""
-        return self.keys.shape[2]
+        return self.positions.shape[2]
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the key and value buffers."""
-        return sum(t.untyped_storage().nbytes() for t in (self.keys, self.values))
+        """Bytes of the key and value buffers, scales included."""
+        return sum(t.untyped_storage().nbytes() for t in self.stored.values())
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the key and value of one token in one KV head."""
-        return sum(t.shape[-1] * t.element_size() for t in (self.keys, self.values))
+        """Bytes of the key and value of one token in one KV head, as they are stored."""
+        return sum(t.shape[-1] * t.element_size() for t in self.stored.values())
+
+    @property
+    def full_token_bytes(self) -> int:
+        """The same in the dtype of the model."""
+        return self.form.full_token_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -105,8 +122,7 @@ class SlotMemory:
             return
         before = self.kv_bytes
         with torch.inference_mode(False):
-            self.keys = self.keys[:, :, :count].clone()
-            self.values = self.values[:, :, :count].clone()
+            self.stored = {name: t[:, :, :count].clone() for name, t in self.stored.items()}
             self.positions = self.positions[:, :, :count].clone()
             self.state = {name: number[:, :, :count].clone() for name, number in self.state.items()}
         self.shared = False
@@ -117,8 +133,7 @@ class SlotMemory:
             return
         before = self.kv_bytes
         capacity = self.growth.capacity(slots, self.capacity)
-        self.keys = _grown(self.keys, capacity, 0)
-        self.values = _grown(self.values, capacity, 0)
+        self.stored = {name: _grown(t, capacity, 0) for name, t in self.stored.items()}
         self.positions = _grown(self.positions, capacity, -1)
         self.state = {name: _grown(t, capacity, 0) for name, t in self.state.items()}
         self.shared = False
@@ -132,7 +147,7 @@ class SlotMemory:
         """Have keys and values alone, before a slot in use is written over."""
         if self.shared:
             with torch.inference_mode(False):
-                self.keys, self.values = self.keys.clone(), self.values.clone()
+                self.stored = {name: tensor.clone() for name, tensor in self.stored.items()}
             self.shared = False
 
     # ---- batch entries and groups
@@ -140,7 +155,7 @@ class SlotMemory:
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         """Let keys, values, positions and state follow the batch entries."""
         before = self.kv_bytes
-        self.keys, self.values = change(self.keys), change(self.values)
+        self.stored = {name: change(tensor) for name, tensor in self.stored.items()}
         self.positions = change(self.positions)
         self.state = {name: change(t) for name, t in self.state.items()}
         self.meter.change(self.kv_bytes - before)

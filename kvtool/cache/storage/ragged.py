@@ -12,12 +12,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kvtool.cache.storage.buffers import Slots
 from kvtool.cache.storage.due import Due
 from kvtool.cache.storage.growth import LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.rope_shift import RopeShift
+from kvtool.cache.storage.slots import Slots
 from kvtool.policies.allocate.problem import UNLIMITED
 
 _TIGHT = 7 / 8  # a lane joins a bucket if it fills at least so much of it
@@ -56,12 +56,10 @@ class RaggedBuffers:
         parts = [bucket.sorted_slots() for bucket in self.buckets]
         names = parts[0].state
         state = {name: self._beside([part.state[name] for part in parts], 0) for name in names}
-        return Slots(
-            self._beside([part.keys for part in parts], 0),
-            self._beside([part.values for part in parts], 0),
-            self._beside([part.positions for part in parts], -1),
-            state,
-        )
+        stored = {
+            name: self._beside([part.stored[name] for part in parts], 0) for name in parts[0].stored
+        }
+        return Slots(stored, self._beside([part.positions for part in parts], -1), state)
 
     def split_again(self, layer: SlotLayer) -> None:
         """Split the heads of a layer by what they may keep, once they lie side by side again."""
@@ -116,12 +114,12 @@ def to_ragged(layer: SlotLayer, slots: Slots) -> None:
 def _lanes(slots: Slots, lanes: Tensor, heads: int, width: int) -> Slots:
     """The first slots of some lanes, as batch entries of one head."""
     entries, own = lanes // heads, lanes % heads
-    keys, values, positions = (
-        tensor[entries, own, :width][:, None]
-        for tensor in (slots.keys, slots.values, slots.positions)
-    )
-    state = {name: number[entries, own, :width][:, None] for name, number in slots.state.items()}
-    return Slots(keys, values, positions, state)
+
+    def picked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor[entries, own, :width][:, None] for name, tensor in tensors.items()}
+
+    positions = slots.positions[entries, own, :width][:, None]
+    return Slots(picked(slots.stored), positions, picked(slots.state))
 
 
 def _bucket(
@@ -136,7 +134,7 @@ def _bucket(
     own = (RopeShift.of(layer), Due.of(layer))
     parts = [part.copy() for part in own if part is not None]
     bucket = SlotLayer(layer.index, layer.policy, parts=parts, meter=layer.meter)
-    bucket.lazy_initialization(slots.keys, slots.values)
+    bucket.begin_as(layer, len(entries))
     bucket.set_budget(budget)
     lengths = layer.lengths
     if lengths is not None:

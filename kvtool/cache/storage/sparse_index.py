@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,24 @@ from kvtool.cache.storage.part import Part, tensor_bytes
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Read
 from kvtool.policies.read.view import Stored
+
+
+class Entries(Protocol):
+    """Batch entries of a layer and their tables: `IndexedEntries`, or rows of a padded batch."""
+
+    @property
+    def rows(self) -> slice: ...
+
+    @property
+    def longest(self) -> int: ...
+
+    def candidates(self, buffer: Tensor) -> Tensor: ...
+
+    def tensors(self) -> list[Tensor]: ...
+
+    def append(self, keys: Tensor, values: Tensor) -> None: ...
+
+    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> Entries: ...
 
 
 class SparseIndex(Part):
@@ -31,14 +50,14 @@ class SparseIndex(Part):
         self.clear()
 
     def clear(self) -> None:
-        self.entries: list[IndexedEntries] | None = None
+        self.entries: Sequence[Entries] | None = None
         self.selected: Tensor | None = None
 
     def forget_tables(self) -> None:
         """Drop the tables: a prompt goes on."""
         self.entries = None
 
-    def start(self, entries: list[IndexedEntries]) -> None:
+    def start(self, entries: Sequence[Entries]) -> None:
         """Read by these from here on."""
         self.entries = entries
 
@@ -95,6 +114,11 @@ class IndexedEntries:
     def dense(self) -> bool:
         """Whether the next step reads all tokens."""
         return self.tokens <= self.budget
+
+    @property
+    def longest(self) -> int:
+        """Slots that have stored tokens in the longest row: all rows are as long."""
+        return self.stored
 
     def tensors(self) -> list[Tensor]:
         """What takes memory."""
@@ -153,14 +177,13 @@ class IndexedEntries:
         return replace(self, rows=rows, tables=tables, index=index)
 
 
-def _reordered(
-    entries: list[IndexedEntries], change: Callable[[Tensor], Tensor]
-) -> list[IndexedEntries]:
+def _reordered(entries: Sequence[Entries], change: Callable[[Tensor], Tensor]) -> Sequence[Entries]:
     rows = change(torch.arange(entries[-1].rows.stop))
     if len(entries) == 1:
         return [entries[0].mapped(change, slice(0, len(rows)))]
     new = rows.tolist()
-    return [entries[old].of_row(0, slice(i, i + 1)) for i, old in enumerate(new)]
+    alone = [each for each in entries if isinstance(each, IndexedEntries)]
+    return [alone[old].of_row(0, slice(i, i + 1)) for i, old in enumerate(new)]
 
 
 def take_slots(buffer: Tensor, slots: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
             are too few.
     """
     from kvtool.model_shape import layer_shapes
-    from kvtool.planning.forecast import kv_bytes, tokens_held
+    from kvtool.planning.forecast import tokens_held
+    from kvtool.planning.slots import kv_bytes
 
     layers, kept = layer_shapes(config, dtype), None
     if variant.budget is not None:
@@ -45,16 +46,23 @@ def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
         _check(variant, kept, prompt)
         if variant.policy.budget_is_traffic:
             kept = _stored_of_read(variant, kept, prompt)
-    return kv_bytes(layers, tokens_held(layers, prompt, kept))
+    return kv_bytes(layers, tokens_held(layers, prompt, kept), variant.policy.codec)
 
 
 def check_bytes(config: Any, dtype: str, variants: Sequence[Variant]) -> None:
-    """Refuse budgets in bytes that hold no token, or only those that the policy always keeps.
+    """Refuse codecs that cannot store the model's heads, and budgets in bytes that are too small.
+
+    Too small are those that hold no token, or only those that the policy always keeps.
 
     Raises:
-        UsageError: the first such budget.
+        UsageError: the first such codec or budget.
     """
+    from kvtool.model_shape import layer_shapes
+    from kvtool.planning.slots import check_dims
+
+    layers = layer_shapes(config, dtype)
     for variant in variants:
+        check_dims(variant.policy, layers)
         if variant.budget is not None and variant.budget.bytes is not None:
             bytes_held(config, dtype, variant, prompt=0)
 

@@ -10,7 +10,7 @@ from kvtool.documents.memory import CacheNeeds, DeviceMemory
 from kvtool.evaluation.bench.batch_size import cuts_at_the_end
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.model_shape import LayerShape, layer_shapes
-from kvtool.planning.forecast import LayerBudget, Text, forecast, kv_bytes, tokens_held
+from kvtool.planning.forecast import LayerBudget, Text, forecast, tokens_held
 from kvtool.planning.held import (
     even_budgets,
     planned_budgets,
@@ -18,6 +18,7 @@ from kvtool.planning.held import (
     tokens_for_bytes,
 )
 from kvtool.planning.peak import SPARE, computing_bytes, reading_bytes
+from kvtool.planning.slots import check_dims, kv_bytes
 from kvtool.policies.allocate.split import AllocatedSplit
 from kvtool.policies.whole_prompt import reads_whole
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
@@ -55,9 +56,10 @@ def needs(
         memory: what is free, and what the weights take of it.
 
     Raises:
-        UsageError: a budget that is too small for the policy.
+        UsageError: a budget that is too small for the policy; heads that its codec cannot store.
     """
     layers, policy = layer_shapes(config, dtype), variant.policy
+    check_dims(policy, layers)
     if variant.plan is not None:
         policy = planned_heads(policy, variant.plan)
     budgets = layer_budgets(variant, policy, layers, text)

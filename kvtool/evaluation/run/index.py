@@ -25,6 +25,7 @@ from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.table import task_class
 from kvtool.evaluation.tasks.task import Task
 from kvtool.policies.grammar import parse_policy
+from kvtool.policies.spelling import part_name, spell_settings
 from kvtool.sizes import Budget, spell_prefill
 
 RECIPE, RESULTS, SAMPLES = "recipe.lock.yaml", "results.json", "samples.json"
@@ -82,6 +83,7 @@ def variant_entry(variant: Variant) -> ArmEntry:
     """Tell of a variant in a document."""
     size = variant.budget
     budget = None if size is None else size.tokens if size.tokens is not None else str(size)
+    codec = variant.policy.codec
     return ArmEntry(
         name=variant.name,
         policy=str(variant.policy),
@@ -89,6 +91,7 @@ def variant_entry(variant: Variant) -> ArmEntry:
         prefill=variant.prefill,
         planned=variant.plan is not None,
         reads=variant.budget is not None and variant.policy.budget_is_traffic,
+        codec=None if codec is None else part_name(codec) + spell_settings(codec),
     )
 
 

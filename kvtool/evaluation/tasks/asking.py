@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import BaseModel, Field
 
-from kvtool.evaluation.bench.ask import AskOptions, ask
 from kvtool.evaluation.samples.sample import Json, Sample
 from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
+    from kvtool.evaluation.bench.ask import AskOptions
     from kvtool.evaluation.bench.bench import Bench
     from kvtool.evaluation.bench.protocol import Protocol
 
@@ -83,6 +83,8 @@ class Asking(Task):
 
     def ask_options(self, protocol: Protocol) -> AskOptions:
         """Return how the questions are asked."""
+        from kvtool.evaluation.bench.ask import AskOptions
+
         return AskOptions(
             query_aware=self.knows_query(protocol),
             keep_question=self.keeps_question(protocol),
@@ -101,6 +103,8 @@ class Asking(Task):
 
     def run(self, bench: Bench, sample: Sample) -> Json:
         """Ask every turn."""
+        from kvtool.evaluation.bench.ask import ask
+
         turns = ask(bench, sample, self.ask_options(bench.protocol))
         return {"turns": turns, "facts": sample.facts}
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, model_validator
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.bench.ask import ask
 from kvtool.evaluation.metrics.final_answers import boxed_answer, marked_number, number_answer
 from kvtool.evaluation.metrics.latex import as_number, plain_latex, same_answer
 from kvtool.evaluation.metrics.thinking import OPEN
@@ -174,6 +173,8 @@ class Reasoning(Read):
 
     def run(self, bench: Bench, sample: Sample) -> Json:
         """Answer a problem as often as asked, each time from the prompt on."""
+        from kvtool.evaluation.bench.ask import ask
+
         options = self.ask_options(bench.protocol)
         frame = make_frame(
             bench.tokenizer, bench.protocol.chat_template, self.chat, thinking=self.thinking

@@ -17,20 +17,21 @@ calibrated exactly, every query by its own evicted part. `calibration_size` sets
 each cut of a prompt, and everything that is evicted while decoding.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-from torch import Tensor
-from torch.nn import functional
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.errors import UsageError
-from kvtool.maths.attention import join_attention
 from kvtool.policies.heads import ALL_HERE, HeadSizes, KVHeads
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evicted
 from kvtool.policies.spelling import computed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 GATHERED = 16
 """Tokens evicted while decoding that gather on the device before they go to the host."""
@@ -52,6 +53,9 @@ def query_cosine(
     Returns:
         (batch, heads) float32.
     """
+    import torch
+    from torch.nn import functional
+
     query, held = query.float(), held.float()
     if granularity == "layer":
         products = [(a * b).sum((1, 2)) for a, b in ((query, held), (query, query), (held, held))]
@@ -73,7 +77,7 @@ def decide(cosine: Tensor, theta1: float, theta2: float) -> tuple[Tensor, Tensor
 
 
 def calibrate(
-    out: Tensor, lse: Tensor, held_out: Tensor, held_lse: Tensor, which: Tensor
+    out: Tensor, lse: Tensor, held_out: Tensor, held_lse: Tensor, which: Tensor | None
 ) -> Tensor:
     """Put the evicted part's share back into the output of some heads.
 
@@ -81,13 +85,17 @@ def calibrate(
         out: (batch, heads, value_dim) of the kept tokens.
         lse: (batch, heads) float32, their log-sum-exp.
         held_out, held_lse: float32, the same of the evicted ones.
-        which: bool (batch, heads).
+        which: bool (batch, heads); None: all.
 
     Returns:
         In the dtype of `out`.
     """
-    whole, _ = join_attention(out.float(), lse, held_out, held_lse)
-    return torch.where(which[..., None], whole.to(out.dtype), out)
+    import torch
+
+    own = torch.sigmoid(lse - held_lse)  # as in `join_attention`
+    if which is not None:
+        own = own.masked_fill_(~which, 1)
+    return torch.lerp(held_out, out.float(), own[..., None]).to(out.dtype)
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,8 @@ class CaliDrop(Evicted):
         self, batch: int, heads: int, head_dim: int, value_dim: int, device: torch.device
     ) -> State:
         """Make what is held of each query head before its first query."""
+        import torch
+
         return {
             "query": torch.zeros(batch, heads, head_dim, device=device),
             "out": torch.zeros(batch, heads, value_dim, device=device),
@@ -139,6 +149,8 @@ class CaliDrop(Evicted):
         }
 
     def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
+        import torch
+
         sizes = layer.heads, layer.key_dim, layer.value_dim
         memory = self.start(1, *sizes, torch.device("meta"))
         held = sum(tensor.numel() * tensor.element_size() for tensor in memory.values())

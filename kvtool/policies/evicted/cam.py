@@ -11,12 +11,10 @@ dropped. Each draw is a hash of (seed, layer, KV head, tokens seen, position), s
 batch draws what it would draw alone. Values grow in norm: that is the method.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import take
@@ -24,6 +22,9 @@ from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.numbers import State
 from kvtool.policies.scores.random import seed_offset, uniform_draws
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CHUNK = 1024  # evicted tokens whose values are held in float64 at a time
 
@@ -39,6 +40,8 @@ def merge_probability(own: Tensor, following: Tensor, count: Tensor) -> Tensor:
     Returns:
         float32 in [0, 1]; 0 where nothing follows, and for 0 / 0.
     """
+    import torch
+
     share = own * count / following
     share = torch.where(following > 0, share, (own > 0).float()).clamp(0, 1)
     return torch.where(count > 0, share, 0.0)
@@ -58,6 +61,8 @@ def spans(evicted: Tensor, kept: Tensor, m: int) -> tuple[Tensor, Tensor]:
     Returns:
         Indices into kept, the first one and the one behind the last.
     """
+    import torch
+
     held = (kept >= 0).sum(-1, keepdim=True)
     ascending = kept.masked_fill(kept < 0, torch.iinfo(kept.dtype).max).contiguous()
     first = torch.searchsorted(ascending, evicted.contiguous(), right=True)
@@ -79,6 +84,8 @@ def span_sums(numbers: Tensor, kept: Tensor, first: Tensor, m: int) -> Tensor:
     Returns:
         (batch, kv_heads, evicted) float32; 0 where nothing follows.
     """
+    from torch.nn import functional
+
     m = min(m, numbers.shape[-1])
     numbers = functional.pad(numbers.masked_fill(kept < 0, 0), (0, m))
     return numbers.unfold(-1, m, 1).sum(-1).gather(2, first)
@@ -101,6 +108,9 @@ def spread(
     Returns:
         (batch, kv_heads, kept, dim) in the dtype of `values`.
     """
+    import torch
+    from torch.nn import functional
+
     flow = functional.pad(torch.zeros_like(values, dtype=torch.float64), (0, 0, 0, 1))
     parts = (tensor.split(_CHUNK, -1) for tensor in (evicted, amount, first, last))
     for place, much, begin, end in zip(*parts, strict=True):
@@ -148,6 +158,8 @@ class CaM(Merging):
 
     def _absorb_one(self, eviction: Eviction) -> Tensor:
         """Absorb one token of each head, whose kept ones are in no order."""
+        import torch
+
         positions, kept = eviction.kept_positions, eviction.kept_values
         last = torch.iinfo(positions.dtype).max
         later = positions.masked_fill(positions <= eviction.evicted_positions, last)
@@ -175,6 +187,8 @@ class CaM(Merging):
         return chance / count.clamp(min=1)
 
     def _draws(self, eviction: Eviction) -> Tensor:
+        import torch
+
         positions = eviction.evicted_positions
         held = positions.shape[1]
         heads = torch.arange(held, device=positions.device) + eviction.heads.first(held)

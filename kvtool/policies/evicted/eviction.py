@@ -1,11 +1,15 @@
 """Tokens that leave a layer: what is shown to a part that makes something of them."""
 
-from dataclasses import dataclass, field
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvtool.policies.heads import KVHeads, all_here
 from kvtool.policies.numbers import Count, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

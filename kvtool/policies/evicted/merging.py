@@ -1,18 +1,25 @@
 """The role of evicted tokens that go into those that stay."""
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.heads import HeadSizes
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evicted
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 class Merging(Evicted):
     """Goes into the tokens that stay."""
 
     def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
+        import torch
+
         memory = self.start(1, layer.kv_heads, torch.device("meta"))
         return sum(tensor.numel() * tensor.element_size() for tensor in memory.values())
 

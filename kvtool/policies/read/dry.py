@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvtool.policies.heads import HeadSizes
 from kvtool.policies.parts import Read
 from kvtool.policies.read.view import ReadView, Stored
 
-_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DTYPES = {2: "bfloat16", 4: "float32"}
 
 
 def table_bytes(reader: Read, layer: HeadSizes, tokens: int) -> int:
@@ -48,6 +50,8 @@ def _tables(reader: Read, layer: HeadSizes, tokens: int) -> list[Tensor]:
 
 
 def _stored(layer: HeadSizes, tokens: int) -> Stored:
+    import torch
+
     basis = torch.empty(layer.kv_heads, layer.key_dim, layer.key_dim, device="meta")
     keys = _empty(layer, tokens, layer.key_dim)
     return Stored(keys, _empty(layer, tokens, layer.value_dim), tokens, basis)
@@ -55,5 +59,7 @@ def _stored(layer: HeadSizes, tokens: int) -> Stored:
 
 def _empty(layer: HeadSizes, tokens: int, dim: int) -> Tensor:
     """Make a (1, kv_heads, tokens, dim) tensor of no content."""
+    import torch
+
     shape = (1, layer.kv_heads, tokens, dim)
-    return torch.empty(shape, dtype=_DTYPES[layer.itemsize], device="meta")
+    return torch.empty(shape, dtype=getattr(torch, _DTYPES[layer.itemsize]), device="meta")

@@ -13,13 +13,13 @@ from typing import ClassVar, Literal
 
 from kvtool.maths.attention import attention_weights
 from kvtool.maths.selection import top_slots
-from kvtool.policies.parts import Read
+from kvtool.policies.read.rows import RowsChoice, RowsRead, RowsView, best_slots
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import check_least, computed
 
 
 @dataclass(frozen=True)
-class ExactTopK(Read):
+class ExactTopK(RowsRead):
     """Read the tokens of highest attention, found by computing all of it: the oracle.
 
     Args:
@@ -52,3 +52,17 @@ class ExactTopK(Read):
         )[:, :, :, 0]
         scores = weights if self.scope == "query_head" else weights.mean(2)
         return Choice(top_slots(scores, min(fixed(self.k), view.tokens)))
+
+    def choose_rows(self, view: RowsView) -> RowsChoice:
+        tokens = view.tokens
+        weights = attention_weights(
+            view.query[:, :, :, None],
+            view.keys[:, :, : tokens.most],
+            scale=view.scale,
+            visible=~tokens.beyond(tokens.most)[:, :, None, None],
+            softcap=view.softcap,
+            sinks=view.sinks,
+        )[:, :, :, 0]
+        scores = weights if self.scope == "query_head" else weights.mean(2)
+        k = tokens.least(view.sizes["k"])
+        return RowsChoice(best_slots(scores, k), k.known, [0] * len(k.known))

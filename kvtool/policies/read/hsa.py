@@ -12,22 +12,26 @@ whose summed query is exactly 0 takes the upper bound (the paper; the code takes
 The sizes follow from a budget of t pairs by RocketKV's plan, see `kvtool.planning.rocketkv`.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.kernels.tables import row_product
 from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
 from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
-from kvtool.policies.read.paged import Paged
+from kvtool.policies.read.paged import Paged, pages_of_rows
+from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, drop_beyond, hide_beyond
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import check_least, computed
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 LEAST_BUDGET = 16
 """As in the authors' code, pairs of key and value."""
+_FAR = 2**62  # a place behind all others
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class HSA(Paged):
     def __post_init__(self) -> None:
         check_least(self, {"page": 1, "k1": 1, "k": 1, "skip_layers": 0})
 
-    def sized(self, step: StepBudget) -> "HSA":
+    def sized(self, step: StepBudget) -> HSA:
         plan = step.stages
         if plan is None:
             raise ValueError("hsa goes by the second stage of RocketKV's plan")
@@ -80,6 +84,27 @@ class HSA(Paged):
         slots = self._best_tokens(share.exp().mean(2), view.tokens)
         return Choice(slots, estimate=channels * pages)
 
+    def choose_rows(self, view: RowsView) -> RowsChoice:
+        import torch
+
+        tokens, page, k1 = view.tokens, view.sizes["page"], view.sizes["k1"]
+        pages = pages_of_rows(tokens, page)
+        used = heaviest_channels(view.query, k1.most)
+        part = take_channels(view.query, used).masked_fill(k1.beyond(k1.most)[:, :, None], 0)
+        negative = view.query.float().sum(2).gather(2, used) < 0
+        rows = used + negative * view.query.shape[-1]
+        logits = row_product(part, view.tables["bounds"], rows, pages.most)
+        logits = hide_beyond(logits * partial_scale(view.query, part, view.scale), pages)
+        final = pages.tensor - 1
+        last = tokens.tensor - final * page.tensor
+        order = torch.arange(pages.most, device=last.device)
+        counts = torch.where(order == final, last, page.tensor).log()
+        share = logits - (logits + counts[:, :, None]).logsumexp(-1, keepdim=True)
+        k = tokens.least(view.sizes["k"])
+        slots = _best_of_rows(share.exp().mean(2), k, page, pages, last)
+        sizes = zip(k1.known, pages.known, strict=True)
+        return RowsChoice(slots, k.known, [channels * count for channels, count in sizes])
+
     def _log_sum(self, logits: Tensor, tokens: int) -> Tensor:
         """Sum over tokens, in logarithms: every page counts once for each of its tokens."""
         last = tokens - (logits.shape[-1] - 1) * self.page_size
@@ -89,6 +114,8 @@ class HSA(Paged):
 
     def _best_tokens(self, scores: Tensor, tokens: int) -> Tensor:
         """Take the first `k` tokens of the pages in the order of their scores."""
+        import torch
+
         k, pages, page = min(fixed(self.k), tokens), scores.shape[-1], self.page_size
         partial = tokens < pages * page
         ranked = top_slots(scores, min(pages, pages_of(k, page) + partial))
@@ -99,3 +126,28 @@ class HSA(Paged):
             place = torch.where(slots < tokens, place, slots.shape[2])
             slots = slots.gather(2, place.argsort(dim=-1, stable=True))
         return slots[..., :k]
+
+
+def _best_of_rows(scores: Tensor, k: PerRow, page: PerRow, pages: PerRow, last: Tensor) -> Tensor:
+    """Take each row's first `k` tokens of its pages in the order of their scores.
+
+    Args:
+        scores: (batch, kv_heads, pages) float32.
+        last: (batch, 1, 1) int64, tokens of each row's last page.
+
+    Returns:
+        (batch, kv_heads, the largest k) int64, -1 behind those of a row.
+    """
+    import torch
+
+    needed = [
+        min(every, pages_of(own, size) + 1)
+        for own, size, every in zip(k.known, page.known, pages.known, strict=True)
+    ]
+    ranked = top_slots(scores, max(needed))
+    rank = torch.arange(ranked.shape[2], device=ranked.device)
+    end = torch.where(ranked == pages.tensor - 1, rank * page.tensor + last, _FAR)
+    place = torch.arange(k.most, device=ranked.device)
+    place = place + (place >= end.amin(-1, keepdim=True)) * (page.tensor - last)
+    best = ranked.gather(2, (place // page.tensor).clamp(max=ranked.shape[2] - 1))
+    return drop_beyond(best * page.tensor + place % page.tensor, k)

@@ -11,23 +11,32 @@ Without a file of bases (`kvtool profile --metrics key_basis`), the basis is tha
 at the end of the prompt.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.maths.basis import moments, principal_components
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import State
-from kvtool.policies.parts import Read
+from kvtool.policies.read.rows import (
+    PerRow,
+    RowsChoice,
+    RowsRead,
+    RowsView,
+    best_slots,
+    hide_beyond,
+)
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
 from kvtool.policies.spelling import check_least, computed
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
-class Loki(Read):
+class Loki(RowsRead):
     """Read the tokens of highest attention as the keys' principal components estimate it.
 
     Args:
@@ -50,12 +59,14 @@ class Loki(Read):
     def __post_init__(self) -> None:
         check_least(self, {"d": 1, "k": 1, "skip_layers": 0})
 
-    def sized(self, step: StepBudget) -> "Loki":
+    def sized(self, step: StepBudget) -> Loki:
         d = self.d or max(1, round(step.head_dim * step.pairs / step.tokens))
         k = self.k or step.pairs // self.divisor
         return replace(self, d=min(d, step.head_dim), k=k)
 
     def start(self, stored: Stored) -> State:
+        import torch
+
         keys, basis = stored.keys, stored.basis
         if basis is None:
             basis = principal_components(moments(keys[:, :, : stored.prompt]))[1]
@@ -67,12 +78,38 @@ class Loki(Read):
         return {"components": tokens}
 
     def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
+        import torch
+
         tables["components"][..., at] = torch.matmul(key[:, :, None], tables["basis"])[:, :, 0]
 
     def choose(self, view: ReadView) -> Choice:
+        import torch
+
         part = torch.matmul(view.query, view.tables["basis"])
         components = view.tables["components"][..., : view.tokens]
         logits = torch.matmul(part, components).float() * view.scale
         scores = logits if self.scope == "query_head" else logits.softmax(-1).mean(2)
         slots = top_slots(scores, min(fixed(self.k), view.tokens))
         return Choice(slots, estimate=components.shape[2] * view.tokens)
+
+    def append_rows(
+        self, tables: State, key: Tensor, value: Tensor, at: Tensor, sizes: Mapping[str, PerRow]
+    ) -> None:
+        import torch
+
+        components = tables["components"]
+        new = torch.matmul(key[:, :, None], tables["basis"]).transpose(2, 3)
+        components.scatter_(3, at[..., None].expand_as(new), new)
+
+    def choose_rows(self, view: RowsView) -> RowsChoice:
+        import torch
+
+        tokens = view.tokens
+        part = torch.matmul(view.query, view.tables["basis"])  # 0 beyond a row's own d
+        components = view.tables["components"][..., : tokens.most]
+        logits = torch.matmul(part, components).float() * view.scale
+        logits = hide_beyond(logits, tokens)
+        scores = logits if self.scope == "query_head" else logits.softmax(-1).mean(2)
+        k = tokens.least(view.sizes["k"])
+        read = [d * count for d, count in zip(view.sizes["d"].known, tokens.known, strict=True)]
+        return RowsChoice(best_slots(scores, k), k.known, read)

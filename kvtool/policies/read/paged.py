@@ -1,16 +1,20 @@
 """What readers by pages have in common: bounds of the keys of each page, kept up in place."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from kvtool.maths.pages import page_bounds, pages_of, widen_page
+from kvtool.maths.pages import page_bounds, pages_of, widen_page, widen_pages
 from kvtool.policies.numbers import State
-from kvtool.policies.parts import Read
+from kvtool.policies.read.rows import PerRow, RowsRead
 from kvtool.policies.read.view import Stored, fixed
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class Paged(Read):
+
+class Paged(RowsRead):
     """A reader whose table is the smallest and largest key of each page.
 
     Attributes:
@@ -32,3 +36,13 @@ class Paged(Read):
 
     def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
         widen_page(tables["bounds"], key, at, self.page_size)
+
+    def append_rows(
+        self, tables: State, key: Tensor, value: Tensor, at: Tensor, sizes: Mapping[str, PerRow]
+    ) -> None:
+        widen_pages(tables["bounds"], key, at, sizes["page"].tensor)
+
+
+def pages_of_rows(tokens: PerRow, page: PerRow) -> PerRow:
+    """Count the pages that each row's tokens fill, the last one perhaps not whole."""
+    return tokens.map(pages_of, lambda count, size: (count + size - 1) // size, page)

@@ -10,15 +10,16 @@ budget pays for bounds, too: of t pairs half are two bounds a page, so a page ha
 tokens for a prompt of S. Where three pages exceed the other half, more than t is read.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from kvtool.kernels.tables import page_scores
 from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
-from kvtool.policies.read.paged import Paged
+from kvtool.policies.read.paged import Paged, pages_of_rows
+from kvtool.policies.read.rows import RowsChoice, RowsView, drop_beyond, hide_beyond
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import check_least, computed
 
@@ -45,11 +46,13 @@ class Quest(Paged):
     def __post_init__(self) -> None:
         check_least(self, {"page": 1, "k": 1, "skip_layers": 0})
 
-    def sized(self, step: StepBudget) -> "Quest":
+    def sized(self, step: StepBudget) -> Quest:
         page = self.page or max(1, -(-2 * step.tokens // step.pairs))
         return replace(self, page=page, k=self.k or step.pairs // self.divisor)
 
     def choose(self, view: ReadView) -> Choice:
+        import torch
+
         page = self.page_size
         pages = pages_of(view.tokens, page)
         chosen = max(_LEAST_PAGES, fixed(self.k) // page)
@@ -63,3 +66,33 @@ class Quest(Paged):
         slots = (best[..., None] * page + within).flatten(2)
         slots = torch.cat([slots, last.expand(*slots.shape[:2], -1)], 2)
         return Choice(slots, estimate=bounds.shape[2] * pages)
+
+    def choose_rows(self, view: RowsView) -> RowsChoice:
+        import torch
+
+        tokens, page, bounds = view.tokens, view.sizes["page"], view.tables["bounds"]
+        pages = pages_of_rows(tokens, page)
+        wanted = view.sizes["k"].map(
+            lambda k, size: max(_LEAST_PAGES, k // size),
+            lambda k, size: (k // size).clamp(min=_LEAST_PAGES),
+            page,
+        )
+        taken = pages.least(wanted)
+        last = pages.plus(-1)
+        scores = hide_beyond(page_scores(view.query, bounds, pages.most), last)
+        best = top_slots(scores, max(1, taken.most - 1))
+        read = tokens.map(_pages_read, _pages_read, last, taken, page)
+        place = torch.arange(read.most, device=best.device)
+        rank, within = place // page.tensor, place % page.tensor
+        rank = rank.expand(*best.shape[:2], -1)
+        chosen = best.gather(2, rank.clamp(max=best.shape[2] - 1))
+        chosen = torch.where(rank == taken.tensor - 1, last.tensor, chosen)
+        slots = drop_beyond(chosen * page.tensor + within, read)
+        whole = zip(taken.known, pages.known, strict=True)
+        estimate = [bounds.shape[2] * all_ * (some < all_) for some, all_ in whole]
+        return RowsChoice(slots, read.known, estimate)
+
+
+def _pages_read(tokens: Any, last: Any, taken: Any, page: Any) -> Any:
+    """Count the tokens of the pages taken, the last page being the last of them."""
+    return (taken - 1) * page + tokens - last * page

@@ -10,25 +10,34 @@ r = D t / S rounded, at least 1, and k = t / 2; the estimate may then cost more 
 A copy of the keys, channel by channel, makes the estimate read what it uses and no more.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.kernels.tables import row_product
 from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import State
-from kvtool.policies.parts import Read
+from kvtool.policies.read.rows import (
+    PerRow,
+    RowsChoice,
+    RowsRead,
+    RowsView,
+    best_slots,
+    hide_beyond,
+)
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
 from kvtool.policies.spelling import check_least, computed
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
-class SparQ(Read):
+class SparQ(RowsRead):
     """Read the tokens of highest attention as the largest channels of the query estimate it.
 
     Args:
@@ -53,12 +62,14 @@ class SparQ(Read):
         if self.k is not None and self.local > self.k:
             raise UsageError(f"sparq: local {self.local} is above k {self.k}")
 
-    def sized(self, step: StepBudget) -> "SparQ":
+    def sized(self, step: StepBudget) -> SparQ:
         r = self.r or max(1, round(step.head_dim * step.pairs / step.tokens))
         k = self.k or step.pairs // self.divisor
         return replace(self, r=min(r, step.head_dim), k=k)
 
     def start(self, stored: Stored) -> State:
+        import torch
+
         channels = stored.keys.transpose(2, 3).contiguous()
         return {"channels": channels, "value_sum": stored.values.sum(2, dtype=torch.float32)}
 
@@ -70,6 +81,8 @@ class SparQ(Read):
         tables["value_sum"] += value
 
     def choose(self, view: ReadView) -> Choice:
+        import torch
+
         used = heaviest_channels(view.query, fixed(self.r))
         part = take_channels(view.query, used)
         logits = row_product(part, view.tables["channels"], used, view.tokens)
@@ -86,3 +99,35 @@ class SparQ(Read):
         index = slots[:, :, None].expand(-1, -1, weights.shape[2], -1)
         share = weights.gather(3, index).sum(-1)
         return Choice(slots, read + total.shape[-1], share, total / view.tokens)
+
+    def append_rows(
+        self, tables: State, key: Tensor, value: Tensor, at: Tensor, sizes: Mapping[str, PerRow]
+    ) -> None:
+        place = at[..., None].expand(*key.shape, 1)
+        tables["channels"].scatter_(3, place, key[..., None])
+        tables["value_sum"] += value
+
+    def choose_rows(self, view: RowsView) -> RowsChoice:
+        import torch
+
+        tokens, r = view.tokens, view.sizes["r"]
+        used = heaviest_channels(view.query, r.most)
+        part = take_channels(view.query, used).masked_fill(r.beyond(r.most)[:, :, None], 0)
+        logits = row_product(part, view.tables["channels"], used, tokens.most)
+        logits = hide_beyond(logits * partial_scale(view.query, part, view.scale), tokens)
+        weights = logits.softmax(-1)
+        past, k = tokens.plus(-self.local), tokens.least(view.sizes["k"])
+        ranked = k.map(lambda n: max(n - self.local, 0), lambda n: (n - self.local).clamp(min=0))
+        scores = weights.mean(2)
+        slots = best_slots(hide_beyond(scores, past) if self.local else scores, ranked)
+        if self.local:
+            newest = past.tensor + torch.arange(self.local, device=slots.device)
+            slots = torch.cat([slots, newest.expand(*slots.shape[:2], -1)], 2)
+        read = [channels * count for channels, count in zip(r.known, tokens.known, strict=True)]
+        if not self.reallocate:
+            return RowsChoice(slots, k.known, read)
+        total = view.tables["value_sum"]
+        index = slots.clamp(min=0)[:, :, None].expand(-1, -1, weights.shape[2], -1)
+        share = (weights.gather(3, index) * (slots >= 0)[:, :, None]).sum(-1)
+        read = [numbers + total.shape[-1] for numbers in read]
+        return RowsChoice(slots, k.known, read, share, total / tokens.tensor)

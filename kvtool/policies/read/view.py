@@ -1,11 +1,14 @@
 """What a reader is shown, and what it answers."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from kvtool.policies.numbers import State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def fixed(size: int | None) -> int:

@@ -11,12 +11,11 @@ README has a split of 1:1, the paper 3:1. The paper gives no least budget of a l
 sinks, 3 heavy hitters and 1 recent token.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, overload
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate import d2o as allocate
@@ -24,6 +23,9 @@ from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.evicted.d2o_merge import D2OMerge
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evicted, Evidence, Score, SlotView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HEAVY = 0.75  # of what the sinks leave of a budget; the rest is recent
 
@@ -39,9 +41,11 @@ def recent_tokens(budget: Count, sinks: int) -> Count:
     24
     """
     free = budget - sinks
-    if isinstance(free, Tensor):
-        return free - torch.round(free * _HEAVY).to(free.dtype)
-    return free - round(free * _HEAVY)
+    if isinstance(free, int):
+        return free - round(free * _HEAVY)
+    import torch
+
+    return free - torch.round(free * _HEAVY).to(free.dtype)
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,19 @@ it (https://arxiv.org/abs/2502.14051): streaming heads keep 128 sinks and 512 re
 what the budget leaves beyond that pays for heads that keep the whole prompt.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.policies.allocate.duo import PROXY, Duo, sink_tokens
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Score, SlotView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

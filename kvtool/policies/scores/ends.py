@@ -1,11 +1,14 @@
 """What scores share that always keep the first and the newest tokens: mask and check."""
 
-from typing import Protocol
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from kvtool.errors import UsageError
 from kvtool.policies.parts import SlotView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class KeepsEnds(Protocol):

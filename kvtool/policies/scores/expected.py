@@ -15,18 +15,20 @@ the logits and sink logits are left out. In a prompt run in blocks, and in later
 those of all tokens read so far.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.query_moments import MomentsAsked, QueryMoments
 from kvtool.policies.spelling import check_least
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SLOTS = 1024  # keys that are multiplied by a covariance at a time
 
@@ -41,6 +43,8 @@ def expected_logits(keys: Tensor, queries: QueryMoments) -> Tensor:
     Returns:
         (batch, kv_heads, group, slots) float32.
     """
+    import torch
+
     heads, scale = keys.shape[1], queries.scale
     mean = queries.mean.unflatten(1, (heads, -1))
     covariance = queries.covariance
@@ -89,6 +93,8 @@ class Expected(Score):
         return MomentsAsked(self.sinks, self.covariance)
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
+        import torch
+
         if view.moments is None:
             raise ValueError("this score has MOMENTS as its evidence, and was given none")
         queries = view.moments.ahead(view.tokens_seen, self.future)

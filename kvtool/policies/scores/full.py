@@ -1,13 +1,16 @@
 """Full cache: nothing is evicted. The reference for every error measure."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Score, SlotView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,19 @@ In a prompt run in blocks the anchor is that of the slots present at each cut, a
 `positions=cache`, and in models that store latents, keys are taken as they are stored.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.scores.ends import check_ends, ends
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EPSILON = 1e-12
 
@@ -36,21 +37,23 @@ def distance_from_anchor(keys: Tensor, stored: Tensor | None) -> Tensor:
     return distances_from_anchors((keys,), stored)
 
 
-def distances_from_anchors(keys: tuple[Tensor, ...], stored: Tensor | None) -> Tensor:
+def distances_from_anchors(keys: Sequence[Tensor], stored: Tensor | None) -> Tensor:
     """Compute the same for several layers, stacked along the batch.
 
     The unit keys are never written down: a sum of them, and a dot product with one, are those of
     the keys weighted by their inverse lengths.
     """
-    wide = [each.float() for each in keys]
-    inverse = torch.cat([torch.linalg.vector_norm(each, dim=-1) for each in wide])
+    import torch
+    from torch.nn import functional
+
+    inverse = torch.cat([torch.linalg.vector_norm(each.float(), dim=-1) for each in keys])
     inverse = inverse.clamp_(min=_EPSILON).reciprocal_()
     weights = inverse if stored is None else inverse * stored
-    rows = weights[:, :, None].split([len(each) for each in wide])
-    sums = [row @ each for row, each in zip(rows, wide, strict=True)]
+    rows = weights[:, :, None].chunk(len(keys))
+    sums = [row @ each.float() for row, each in zip(rows, keys, strict=True)]
     anchors = functional.normalize(torch.cat(sums), dim=-1)  # of the length of a mean or a sum
-    columns = anchors.transpose(-1, -2).neg().split([len(each) for each in wide])
-    dots = [each @ column for each, column in zip(wide, columns, strict=True)]
+    columns = anchors.transpose(-1, -2).neg().chunk(len(keys))
+    dots = [each.float() @ column for each, column in zip(keys, columns, strict=True)]
     return torch.cat(dots)[..., 0] * weights
 
 

@@ -5,11 +5,11 @@ layers, observation window included; see `kvtool.policies.allocate.pyramid` for 
 where its rounding differs from the authors' code.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.pyramid import Pyramid
@@ -17,6 +17,9 @@ from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.votes import check_voting, pooled_votes, voting_window
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

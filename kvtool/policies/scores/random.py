@@ -8,18 +8,20 @@ seen, position): a row of a batch then draws what it would draw alone, a saved c
 the same draws, and a CPU and a GPU agree.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Score, SlotView
 from kvtool.policies.scores.ends import check_ends, ends
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def uniform_draws(positions: Tensor, stream: Tensor) -> Tensor:
@@ -32,6 +34,8 @@ def uniform_draws(positions: Tensor, stream: Tensor) -> Tensor:
     Returns:
         float32 of the broadcast shape, multiples of 2**-24.
     """
+    import torch
+
     mixed = positions.to(torch.int64) * -7046029254386353131 + stream * 2685821657736338717
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ _unsigned_shift(mixed, shift)) * factor
@@ -85,6 +89,8 @@ class Random(Score):
         return self.prompt
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
+        import torch
+
         stream = torch.as_tensor(view.tokens_seen, device=view.positions.device)
         stream = stream * 1_000_003 + view.layer + seed_offset(self.seed)
         if self.per_head:

@@ -4,14 +4,17 @@ Differences from EasyKV's `recency`, which never evicts a prompt token while dec
 oldest token goes, prompt or not.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Positions, Score, SlotView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,11 @@ Differences: `mix` is the paper's .1 (the authors' code has .07). As in their co
 nothing is alike leaves out the first slot's entry.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
-from torch.nn import functional
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.votes import pool_votes
@@ -24,6 +22,9 @@ from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.pace.every import Every
 from kvtool.policies.parts import Evidence, Score, SlotView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CHUNK = 128  # keys whose cosines with all others are held at a time
 
@@ -47,6 +48,8 @@ def votes_of_queries(
     Returns:
         (batch, kv_heads, slots) float32, 0 for the other slots.
     """
+    import torch
+
     logits = torch.einsum("bhgrd,bhsd->bhgrs", query.float(), keys.float()) * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -64,6 +67,9 @@ def redundancy(keys: Tensor, positions: Tensor, threshold: float) -> Tensor:
         positions: (batch, kv_heads, slots), -1 = empty, whose share is 0.
         threshold: cosine above which two keys are alike.
     """
+    import torch
+    from torch.nn import functional
+
     stored = positions >= 0
     unit = functional.normalize(keys.float(), dim=-1) * stored[..., None]
     order = positions.masked_fill(~stored, torch.iinfo(positions.dtype).max).argsort(-1)
@@ -124,6 +130,8 @@ class RKV(Score):
         return Every(self.buffer)
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
+        import torch
+
         if len(view.queries) != len(view.keys):
             raise RuntimeError("nobody has shown the newest queries")
         newest = view.recent(self.window)

@@ -10,10 +10,10 @@ once at its end, also where it is computed in blocks (the code leaves the last t
 after every block); survivors stay in order. What fits into t is kept and read in full.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.errors import UsageError
 from kvtool.policies.attention_rows import AttentionRows
@@ -22,6 +22,9 @@ from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.read.hsa import HSA
 from kvtool.policies.scores.votes import check_voting, pooled_votes, voting_window
 from kvtool.policies.spelling import computed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def check_split(name: str, split: float | None) -> None:

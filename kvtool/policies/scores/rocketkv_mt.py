@@ -9,10 +9,10 @@ Differences from the authors' code: what was chosen is an index into the stored 
 copy of them, and sizes are planned anew for the length of each turn.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.evicted.select_only import SelectOnly
@@ -22,6 +22,9 @@ from kvtool.policies.read.hsa import HSA
 from kvtool.policies.scores.rocketkv import check_split
 from kvtool.policies.scores.votes import check_voting, pooled_votes, voting_window
 from kvtool.policies.spelling import computed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

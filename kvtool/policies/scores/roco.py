@@ -7,11 +7,11 @@ rule evicts the newest token; the authors' code protects the last 10 tokens and 
 the default here (`protect_recent=0, sinks=0` is literal). As in that code a token's own row counts.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, overload
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, overload
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import top_mask
@@ -19,6 +19,9 @@ from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State, at_least_zero, half, minimum
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def mean_attention(attention_sum: Tensor, count: Tensor) -> Tensor:

@@ -9,17 +9,20 @@ weight is average at 1 / (visible keys), and a weight equal to it counts (within
 `kvtool.maths.columns`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State, half
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ the largest surprisal of the turn, as here the first token of the text does. The
 turn, at its first cut; decoded tokens cause none.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import top_mask
@@ -30,6 +30,9 @@ from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count, State, at_least_zero, minimum
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.ends import check_ends
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@ Differences from the paper: none by default. `head_reduce=kv_head`, the form of 
 keep different tokens; it is used by itself under CAOTE, whose scores differ by head.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.policies.attention_rows import AttentionRows, asked
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -40,5 +43,5 @@ class TOVA(Score):
             return view.heads.mean(last.mean(2)).unsqueeze(1)
         return last.mean(2)
 
-    def by_head(self) -> "TOVA":
+    def by_head(self) -> TOVA:
         return replace(self, head_reduce="kv_head")

@@ -1,14 +1,17 @@
 """What the scores share that let the last queries of a prompt vote: votes, window and its check."""
 
-from typing import Protocol
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from kvtool.errors import UsageError
 from kvtool.maths.votes import pool_votes
 from kvtool.policies.attention_rows import AttentionRows, asked
 from kvtool.policies.numbers import minimum
 from kvtool.policies.parts import SlotView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Voting(Protocol):

@@ -7,15 +7,17 @@ first. The last run is filled by its tokens' own scores, summed over the heads, 
 exact; ties go to the lower position.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import order_key
 from kvtool.policies.parts import Select, SlotView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def run_order(scores: Tensor, positions: Tensor, free: Tensor, length: int) -> Tensor:
@@ -34,6 +36,8 @@ def run_order(scores: Tensor, positions: Tensor, free: Tensor, length: int) -> T
     Returns:
         (batch, slots) int64, 0 for the token that is kept first; others than the free ones last.
     """
+    import torch
+
     runs = _neighbours(positions, length)
     share = torch.where(free, scores, 0.0)
     total = torch.zeros_like(scores).scatter_add_(1, runs, share)
@@ -48,6 +52,8 @@ def run_order(scores: Tensor, positions: Tensor, free: Tensor, length: int) -> T
 
 def _neighbours(positions: Tensor, length: int) -> Tensor:
     """Number the runs that there are, (batch, slots) int64, in ascending position from 0 on."""
+    import torch
+
     place = positions.long()
     run, order = torch.where(place < 0, -1, place // length).sort(stable=True, dim=1)
     changes = torch.zeros_like(run)
@@ -60,6 +66,8 @@ def _descending(scores: Tensor) -> Tensor:
 
 
 def _counting(like: Tensor) -> Tensor:
+    import torch
+
     return torch.arange(like.shape[1], device=like.device).expand(like.shape)
 
 

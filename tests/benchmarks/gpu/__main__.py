@@ -2,7 +2,7 @@
 
 With half an hour of a GPU, run this three times, and once more after mending what it finds:
 
-    python -m tests.benchmarks.gpu --json runs/device.json
+    python -m tests.benchmarks.gpu --json runs/device.json           # 9 min a call, a GPU
 
 Each call goes on where the last one stopped: what was found to be right is not measured again, what
 failed is. Results are written after every case. Parts, in their order:
@@ -11,6 +11,7 @@ failed is. Results are written after every case. Parts, in their order:
     right    every policy and modifier: tokens and kept positions as on the CPU, memory given back
     memory   bytes held and at the peak, against the forecast and against plan-budget
     speed    decoding and prompts of an 8B shape; share of the possible gain, weights included
+    waits    whole prompts, profiles, CaliDrop, eager steps, many prompts, beside their baselines
     model    trains the bundled model's recipe; only by name, in --work, for as long as --minutes
 
 The exit code is 0 when all is measured and right, 1 where a case is wrong or failed, 3 where the
@@ -38,7 +39,7 @@ from transformers.utils import logging
 from tests.benchmarks.gpu.results import GOOD, Results, machine, run_case
 from tests.benchmarks.gpu.settings import Settings
 
-PARTS = ("kernels", "right", "memory", "speed", "model")
+PARTS = ("kernels", "right", "memory", "speed", "waits", "model")
 BY_NAME = ("model",)  # not part of a run that names no part, but of a tiny one
 GRACE = 25  # seconds that a case may go on after the time is up
 BROKEN = 75  # a worker's exit code where the device cannot go on

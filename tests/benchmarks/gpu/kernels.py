@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from kvtool.kernels.checks import comparisons
-from kvtool.kernels.kind import Family, Kind
+from kvtool.kernels.checks import QUANTISED, comparisons
+from kvtool.kernels.kind import CODES, Family, Kind
 from kvtool.maths.columns import COLUMNS
+from kvtool.maths.quantise import GROUP
 from tests.benchmarks.gpu.results import Case, Record, Skip, Wrong
 from tests.benchmarks.gpu.settings import Settings
 
@@ -30,6 +31,7 @@ TOLERANCE = {torch.float32: 5e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 FEW = 0.01  # of the weights may fall on the other side of the average
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 GROUPS = (1, 2, 4, 8)
+DECODING = (Family.SLOTS, *CODES.values())
 OPTIONS = {
     "plain": {},
     "window": {"window": True},
@@ -59,9 +61,12 @@ def cases(settings: Settings) -> Iterator[Case]:
 
 
 def kinds(settings: Settings) -> Iterator[Wanted]:
-    """Families of kernels, dtypes and head sizes."""
+    """Families of kernels, dtypes and head sizes, whole groups of channels in 4 bits."""
     dtypes = (torch.float32,) if settings.tiny else tuple(TOLERANCE)
-    return product(Family, dtypes, ((16, 16),) if settings.tiny else DIMS)
+    for family in Family:
+        step = GROUP if family is Family.INT4 else 1
+        dims = ((max(16, step),) * 2,) if settings.tiny else DIMS
+        yield from product([family], dtypes, [dim for dim in dims if dim[0] % step == 0])
 
 
 def compile_ahead(settings: Settings) -> Record:
@@ -104,7 +109,7 @@ def _dims(dim: tuple[int, int]) -> str:
 
 def forms(family: Family, dim: tuple[int, int], tiny: bool) -> list[dict[str, bool]]:
     """What a model may ask of a family of kernels; all of it, or nothing, at most head sizes."""
-    if family not in (Family.ROWS, Family.SLOTS):
+    if family not in (Family.ROWS, *DECODING):
         return [{}]
     names = OPTIONS if dim == (128, 128) and not tiny else ("plain", "all")
     windowed = family is Family.ROWS  # a decoded token finds nothing beyond its window
@@ -125,7 +130,7 @@ def compare(settings: Settings, family: Family, dtype: torch.dtype, dim: tuple[i
     groups = (3,) if settings.tiny else GROUPS
     for group, form in product(groups, forms(family, dim, settings.tiny)):
         device = torch.device(settings.device)
-        value_dim = dim[1] if family in (Family.ROWS, Family.SLOTS) else 0
+        value_dim = dim[1] if family in (Family.ROWS, *DECODING) else 0
         kind = Kind(family, device, dtype, dim[0], value_dim, group, **form)
         for name, found, expected in comparisons(kind):
             error = _error(name, found, expected) / _allowed(name, dtype)
@@ -255,6 +260,21 @@ def _chosen(settings: Settings):
     return call, moved, f"1 query, {count} of {slots} keys"
 
 
+def _codes(form: str, settings: Settings):
+    from kvtool.kernels.attend_codes import attend_codes
+
+    kv_heads, heads, dim, slots, _ = _layer(settings)
+    dim = max(dim, GROUP)
+    query = _draw(settings, 1, heads, 1, dim)
+    pair = [_draw(settings, 1, kv_heads, slots, dim) for _ in range(2)]
+    codes = [each for tensor in pair for each in QUANTISED[form](tensor)]
+    sums = {COLUMNS[0]: torch.zeros(1, kv_heads, slots, device=settings.device)}
+    moved = sum(each.nbytes for each in codes) + 2 * sums[COLUMNS[0]].nbytes
+    options = {"form": form, "value_dim": dim, "scale": dim**-0.5}
+    call = partial(attend_codes, query, *codes, None, sums, **options)
+    return call, moved, f"1 query, {slots} keys"
+
+
 def _pages(settings: Settings):
     from kvtool.kernels.page_scores import page_scores
 
@@ -280,6 +300,7 @@ TIMED: dict[str, Callable[[Settings], tuple[Callable[[], object], int, str]]] = 
     "column_sums": _sums,
     "attend_slots": _slots,
     "attend_slots, chosen": _chosen,
+    **{f"attend_codes, {form}": partial(_codes, form) for form in CODES},
     "page_scores": _pages,
     "row_product": _products,
 }

@@ -10,6 +10,7 @@ from kvtool.evaluation.bench.needs import needs
 from kvtool.generation import decode_step, prefill
 from kvtool.models.weights import weight_bytes
 from kvtool.planning.forecast import Text
+from kvtool.sizes import LONG_PROMPT
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import FAMILIES, family_model, peaky_model, random_ids
 
@@ -17,12 +18,13 @@ NOTHING = DeviceMemory(device="cpu", free_bytes=None, weights_bytes=0)
 PROMPT, NEW = 900, 5
 ARMS = ("full", "streaming@64", "h2o+caote@64", "snapkv@20%", "quest@64", "h2o+calidrop@64")
 MORE = ("roco@64", "h2o+pyramid@64", "d2o@64", "rocketkv@64", "sparq@20%", "pyramidinfer@20%")
-LEAST, MOST = 0.8, 2.2  # shares of what is measured that the estimate stays between
+CODED = ("full+int8", "full+int4", "snapkv+fp8@20%", "h2o+int4@64")
+LEAST, MOST = 0.8, 2.4  # shares of what is measured that the estimate stays between
 
 
 @pytest.fixture(scope="module")
 def model():
-    return kvtool.attach(peaky_model("llama", num_hidden_layers=4))
+    return kvtool.attach(peaky_model("llama", num_hidden_layers=4, head_dim=32))
 
 
 def arm_of(text, mode):
@@ -52,7 +54,7 @@ def run(model, arm, rows=1):
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("mode", ["full", "block:64"])
-@pytest.mark.parametrize("name", [*ARMS, *MORE])
+@pytest.mark.parametrize("name", [*ARMS, *MORE, *CODED])
 def test_the_peak_is_near_what_lives_at_a_time(model, name, mode):
     arm = arm_of(name, mode)
     run(model, arm)  # what is made once is there
@@ -70,6 +72,17 @@ def test_rows_take_their_share(model):
     assert 3.9 * one.peak_bytes < four.peak_bytes <= 4 * one.peak_bytes
     measured = most_alive(lambda: run(model, arm, rows=4))
     assert LEAST * measured < four.peak_bytes < MOST * measured
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rows", [1, 4])
+def test_weights_of_long_prompts_take_a_tile(model, rows, monkeypatch):
+    """However many rows there are."""
+    monkeypatch.setattr("tests.evaluation.bench.test_needs.PROMPT", LONG_PROMPT)
+    arm = arm_of("h2o@64", "full")
+    told = needs(model.config, "float32", arm, Text(LONG_PROMPT, NEW, rows), NOTHING).peak_bytes
+    measured = most_alive(lambda: run(model, arm, rows))
+    assert LEAST * measured < told < MOST * measured
 
 
 def test_weights_and_host_memory_are_in_the_peak(model):

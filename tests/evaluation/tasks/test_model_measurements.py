@@ -190,6 +190,18 @@ def test_output_error_grows_as_the_budget_shrinks(loaded, counter, mode):
     assert sum(curve.y) / 4 == pytest.approx(tiny)
 
 
+def test_output_error_is_that_of_what_is_stored(loaded, counter):
+    task = OutputError(name="output-error", lengths="200", samples=1, new_tokens=4)
+    arms = make_variants(["full+int8", "full+int4", "h2o", "h2o+int8"], ["32"])
+    _, records = measure(loaded, counter, task, *arms)
+    full, eight, four, evicted, both = (
+        task.summarise(records[arm]).metrics["nmse"].value for arm in arms
+    )
+    assert full < 1e-10
+    assert 1e-6 < eight < 1e-3 < four < 0.1
+    assert evicted != both == pytest.approx(evicted, rel=0.05)
+
+
 def test_speed_counts_what_it_times(loaded, counter):
     task = Speed(name="speed", lengths="64,128", new_tokens=5, batch=2, samples=2)
     samples, records = measure(loaded, counter, task, TINY)

@@ -1,0 +1,180 @@
+"""The rows of one cache put behind those of another: how a batch takes in a prompt while it runs.
+
+A prompt is read alone, in a cache of its own. Then everything that follows batch entries when
+transformers reorders them (`reindex`) follows them here: what one cache has is met in the order of
+what the other has, and put behind it. So a part that is reindexed right is joined right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.cache import KVCache
+from kvtool.cache.storage.growth import Growth, LayerBudget
+from kvtool.cache.storage.head_budgets import HeadBudgets
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.ragged import to_ragged
+from kvtool.cache.storage.rope_shift import RopeShift
+from kvtool.cache.storage.slots import Slots
+from kvtool.errors import KvtoolError
+from kvtool.policies.evicted.calidrop import CaliDrop
+from kvtool.policies.policy import Policy
+
+
+def why_apart(policy: Policy) -> str | None:
+    """Say why rows under a policy cannot join a batch that runs; None: they can."""
+    if policy.reader is not None:
+        return "its tables are made for the rows that were read together"
+    if isinstance(policy.on_evict, CaliDrop):
+        return "what it evicts is in host memory, by the rows that were read together"
+    if policy.repetition is not None:
+        return "it reads each prompt a second time"
+    if policy.score.layer_tokens == "same":
+        return "its cuts go by the logits of the tokens to come"
+    return None
+
+
+@torch.no_grad()
+def append_rows(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -> None:
+    """Put the rows of other caches behind those of one, between two forwards.
+
+    Each row goes on as it would alone: its slots, statistics, budgets and counts come along. Then
+    `keep_rows` lets rows go that have ended. The others are empty afterwards.
+    One device sync a layer.
+
+    Args:
+        cache: that has read a text.
+        others: of the same model, policy and budget, which have each read a text.
+        coming: tokens of each row until rows join or leave again, as far as is known.
+
+    Raises:
+        KvtoolError: a policy or a model whose rows cannot be joined.
+    """
+    why = why_apart(cache.policy)
+    if why is None and cache.recurrent:
+        why = "the model has recurrent layers"
+    if why is not None:
+        raise KvtoolError(f"rows under `{cache.policy}` cannot join a running batch: {why}")
+    for other in others:
+        other.check_whole()
+    cache.check_whole()
+    for each in (cache, *others):
+        each.ungroup()
+        each.static.forget()
+    spreads = [each.budgets.spreads for each in (cache, *others)]
+    cache.budgets.reindex(_same)
+    known = [row for own in spreads if own is not None for row in own]
+    cache.budgets.load(known if spreads[0] is not None else None)
+    cache.remember(None)
+    for place, layer in enumerate(cache.slot_layers):
+        _join(layer, [other.slot_layers[place] for other in others], coming)
+
+
+@torch.no_grad()
+def keep_rows(cache: KVCache, rows: Tensor, coming: int = 0) -> None:
+    """Let all other rows go, with the slots that only they had filled; one device sync a layer.
+
+    Args:
+        rows: (count,) int64.
+        coming: as for `append_rows`.
+    """
+    cache.batch_select_indices(rows)
+    for layer in cache.slot_layers:
+        if layer.appends and layer.ragged is None:  # those that evict are as wide as their budget
+            layer.slots.replace(_packed(layer))
+        layer.expect(coming)
+
+
+def _join(layer: SlotLayer, others: Sequence[SlotLayer], coming: int) -> None:
+    layers = (layer, *others)
+    budgets = [(each.budget, each.batch_size) for each in layers]
+    split = any(_heads(each) is not None for each in layers)
+    packed = [_packed(each) for each in layers]
+    width = max(slots.positions.shape[2] for slots in packed)
+    for each, slots in zip(layers, packed, strict=True):
+        if split and _heads(each) is None:
+            _spread_over_heads(each)
+        _hold(each, slots, width)
+    shift = RopeShift.of(layer)
+    for own in (RopeShift.of(other) for other in others):
+        if shift is not None and own is not None:
+            shift.reach(own.max_shift)
+    met = [_tensors(other) for other in others]
+    layer.reindex(lambda tensor: torch.cat([tensor, *(next(each) for each in met)]))
+    if any(next(each, None) is not None for each in met):
+        raise RuntimeError("caches that are joined must keep the same things")
+    layer.count_from(max(each.seen for each in layers), layer.lengths)
+    layer.set_budget(_joined(budgets, layer.slots.device))
+    if split:
+        to_ragged(layer, layer.sorted_slots())
+    layer.expect(coming)
+    for each in others:
+        each.reset()  # so that no more than a layer is there twice
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _heads(layer: SlotLayer) -> Tensor | None:
+    """What each head of a layer may keep, where heads differ."""
+    part = HeadBudgets.of(layer)
+    return None if part is None else part.tokens
+
+
+def _spread_over_heads(layer: SlotLayer) -> None:
+    """Say of heads that have not been told apart yet that each may keep the layer's budget."""
+    part, tokens = HeadBudgets.of(layer), torch.as_tensor(layer.budget.tokens)
+    if part is not None:
+        rows = tokens.flatten()[:, None].to(layer.slots.device)
+        part.assign(rows.expand(layer.batch_size, layer.slots.kv_heads).clone())
+
+
+def _packed(layer: SlotLayer) -> Slots:
+    """Copy what a layer holds, in ascending position, as wide as its fullest head."""
+    layer.compact()
+    slots = layer.sorted_slots()
+    filled = int((slots.positions >= 0).sum(-1).max())
+    return Slots(
+        {name: tensor[:, :, :filled] for name, tensor in slots.stored.items()},
+        slots.positions[:, :, :filled],
+        {name: number[:, :, :filled] for name, number in slots.state.items()},
+    )
+
+
+def _hold(layer: SlotLayer, slots: Slots, width: int) -> None:
+    """Have buffers of just so many slots, and counts by row, which can be put behind others."""
+    layer.count_apart(layer.batch_size, layer.slots.device)
+    layer.set_budget(LayerBudget())
+    layer.slots.set_growth(Growth("never", exact=True))
+    layer.slots.replace(slots)
+    layer.slots.shrink(slots.positions.shape[2])
+    layer.slots.fill_to(width)
+
+
+def _tensors(layer: SlotLayer) -> Iterator[Tensor]:
+    """Everything of a layer that follows its batch entries, in the order of `reindex`."""
+    met: list[Tensor] = []
+
+    def meet(tensor: Tensor) -> Tensor:
+        met.append(tensor)
+        return tensor
+
+    layer.reindex(meet)
+    return iter(met)
+
+
+def _joined(budgets: Sequence[tuple[LayerBudget, int]], device: torch.device) -> LayerBudget:
+    """Put the budgets of so many rows each behind each other."""
+    low = min(budget.min_budget for budget, _ in budgets)
+    high = max(budget.max_budget for budget, _ in budgets)
+    if low == high:
+        return budgets[0][0]
+    rows = [
+        torch.as_tensor(budget.tokens, device=device).reshape(-1, 1, 1).expand(batch, 1, 1)
+        for budget, batch in budgets
+    ]
+    return LayerBudget(torch.cat(rows), low, high)

@@ -1,0 +1,161 @@
+"""Prompts in tokens, lined up for their rows: those that are answered already are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtool.calls.conversation import begin
+from kvtool.calls.prompt import encode, note_text
+from kvtool.calls.request import Request
+from kvtool.calls.settings import GenerationSettings
+from kvtool.documents.asked import AnswerLine, AskedPrompt
+from kvtool.errors import UsageError
+from kvtool.evaluation.watcher import Watcher
+from kvtool.models.load import Loaded
+from kvtool.sizes import Budget
+
+if TYPE_CHECKING:
+    from kvtool.generation.serving import Waiting
+
+_FREE_SHARE = 2  # of the free memory, rows take one part; what reads prompts needs some, too
+_MOST_ROWS = 64  # where nobody has said how much memory: answers should not all come at the end
+_ELSEWHERE = "choose another file with --output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsSettings(GenerationSettings):
+    """Many prompts, and how they are answered.
+
+    Attributes:
+        prompts: their file (`-` is stdin), or prompts that were read.
+        memory: of the rows in flight, such as `8GiB`; None: half of what is free, of 64 rows at
+            most.
+    """
+
+    prompts: str | list[AskedPrompt] | None = None
+    memory: str | None = None
+
+    @property
+    def wants_needle(self) -> bool:
+        return False
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The bytes of the rows in flight."""
+        if self.memory is None:
+            return None
+        size = Budget.parse(self.memory)
+        if size.bytes is None:
+            raise UsageError(f"--memory is a number of bytes such as 8GiB, got `{self.memory}`")
+        return size.bytes
+
+    def check(self) -> None:
+        super().check()
+        names = ("prompt", "prompt_file", "turns", "cache", "save", "show", "compare_full")
+        for name in (*names, "compile", "tensor_parallel"):
+            if getattr(self, name) not in (None, False):
+                raise UsageError(f"--prompts and --{name.replace('_', '-')} exclude each other")
+        if self.memory_bytes == 0:
+            raise UsageError("--memory must hold something, got 0")
+
+
+def room_for_rows(settings: PromptsSettings, model: Any) -> tuple[int | None, int | None]:
+    """Return how many bytes rows in flight may take, and how many they may be; None: no bound."""
+    from kvtool.models.free_memory import free_memory
+
+    if settings.memory is not None:
+        return settings.memory_bytes, None
+    _, free = free_memory(str(model.device), spread=settings.device_map is not None)
+    return None if free is None else free // _FREE_SHARE, _MOST_ROWS
+
+
+def line_up(
+    settings: PromptsSettings,
+    request: Request,
+    loaded: Loaded,
+    prompts: Sequence[AskedPrompt],
+    answered: Mapping[int, AnswerLine],
+    watcher: Watcher,
+) -> list[Waiting]:
+    """Turn prompts into tokens, and forecast the bytes of their rows.
+
+    Args:
+        answered: answers that are there, by the index of their prompts.
+
+    Raises:
+        UsageError: a prompt without a token, or shorter than what the policy always keeps; an
+            answer that is there and cannot be one to its prompt.
+    """
+    from kvtool.documents.turns import UserTurn
+    from kvtool.generation.serving import Waiting
+
+    cache, told = request.new_cache(loaded.model), False
+    talk = begin(settings, loaded, cache, settings.system, watcher)
+    for index in answered:
+        if index >= len(prompts):
+            raise UsageError(
+                f"the answers hold one to prompt {index}, and there are {len(prompts)}",
+                hint=_ELSEWHERE,
+            )
+    waiting, ends = [], _end_tokens(loaded.model)
+    sizes: dict[tuple[int, int], int] = {}
+    for index, asked in enumerate(prompts):
+        if talk is None:
+            ids = encode(loaded, asked.prompt, first=True, source=f"prompt {index}")
+        else:
+            ids = talk.turn_ids(UserTurn(asked.prompt))
+        tokens, new = ids.shape[1], asked.max_new_tokens or settings.new_tokens
+        if index in answered:
+            ended = bool(settings.stop) or answered[index].token_ids[-1] in ends
+            _check_answer(answered[index], asked, tokens, new, ended=ended)
+            continue
+        if (tokens, new) not in sizes:
+            try:
+                request.check_length(tokens, Watcher())
+                sizes[tokens, new] = _row_bytes(request, loaded, tokens, new)
+            except UsageError as error:
+                raise UsageError(f"prompt {index}: {error.message}", hint=error.hint) from None
+        told = told or note_text(cache, loaded.model.config, tokens, new, watcher)
+        waiting.append(Waiting(index, ids, new, sizes[tokens, new]))
+    return waiting
+
+
+def _end_tokens(model: Any) -> list[int]:
+    ends = model.generation_config.eos_token_id
+    return ends if isinstance(ends, list) else [ends]
+
+
+def _check_answer(
+    there: AnswerLine, asked: AskedPrompt, tokens: int, new: int, *, ended: bool
+) -> None:
+    """Refuse an answer that is there and cannot be one to a prompt.
+
+    Args:
+        tokens: of the prompt.
+        new: of its answer at most.
+        ended: whether the answer may have ended before it had so many.
+    """
+    told = f"the answer to prompt {there.index} that is there "
+    if (there.id, there.prompt_tokens) != (asked.id, tokens):
+        raise UsageError(f"{told}is one to another prompt", hint=_ELSEWHERE)
+    if there.new_tokens > new or (there.new_tokens < new and not ended):
+        told += f"has {there.new_tokens} tokens, and {new} are asked for"
+        raise UsageError(told, hint=_ELSEWHERE)
+
+
+def _row_bytes(request: Request, loaded: Loaded, tokens: int, new: int) -> int:
+    """Forecast what the cache holds of a prompt and its answer, policy state included."""
+    from kvtool.documents.memory import DeviceMemory
+    from kvtool.evaluation.bench.needs import needs
+    from kvtool.evaluation.bench.variants import Variant
+    from kvtool.planning.forecast import Text
+
+    config = loaded.model.config
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    text = Text(tokens, new, 1, config.get_text_config(decoder=True).vocab_size)
+    variant = Variant(request.policy, request.budget, request.prefill, request.plan)
+    unknown = DeviceMemory(device="", free_bytes=None, weights_bytes=None)
+    found = needs(config, dtype, variant, text, unknown)
+    return found.kv_bytes + found.state_bytes

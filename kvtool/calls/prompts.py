@@ -1,0 +1,185 @@
+"""Many prompts answered in one call, over as many rows at a time as a memory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.calls.chosen import choose_policy
+from kvtool.calls.given import UNSAID, Unsaid, given_settings, read_stops
+from kvtool.calls.lined_up import PromptsSettings, line_up, room_for_rows
+from kvtool.calls.request import Request, configuration, read_prefill
+from kvtool.calls.settle import settle
+from kvtool.documents.asked import AnswerLine, AskedPrompt, make_prompts, read_prompts
+from kvtool.evaluation.watcher import Watcher
+from kvtool.processes import check_alone
+from kvtool.sizes import Budget
+
+if TYPE_CHECKING:
+    from kvtool.documents.plan import PlanDocument
+    from kvtool.generation.serving import Served
+    from kvtool.policies.policy import Policy
+
+
+@dataclass(frozen=True)
+class PromptsRun:
+    """Prompts to answer, all checked as far as that goes without the model."""
+
+    settings: PromptsSettings
+    request: Request
+    prompts: list[AskedPrompt]
+
+    @property
+    def why_alone(self) -> str | None:
+        """Say why prompts are answered one by one; None: they share a cache."""
+        from kvtool.cache.rows import why_apart
+
+        return why_apart(self.request.policy)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a dry run prints."""
+        settings = self.settings
+        return configuration(settings, self.request) | {
+            "prompts": len(self.prompts),
+            "max_new_tokens": settings.new_tokens,
+            "temperature": settings.temperature,
+            "memory_bytes": settings.memory_bytes,
+            "one_by_one": self.why_alone,
+        }
+
+    def run(
+        self,
+        watcher: Watcher,
+        answered: Mapping[int, AnswerLine],
+        *,
+        served: Served | None = None,
+        stop_when: Callable[[], bool] | None = None,
+    ) -> Iterator[AnswerLine]:
+        """Load the model and answer what is not answered yet.
+
+        Args:
+            answered: what is, by the index of the prompt.
+
+        Yields:
+            Answers as they end.
+
+        Raises:
+            UsageError: an answer that is there is not one to this prompt.
+        """
+        from kvtool.generation.serving import Drawing, serve
+
+        settings, source = self.settings, self.settings.source()
+        watcher.note_any(source.note())
+        with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
+            model, tokenizer = loaded.model, loaded.tokenizer
+            cache = self.request.new_cache(model)
+            why = self.why_alone
+            if why is None and cache.recurrent:
+                why = "the model has recurrent layers"
+            if why is not None:
+                watcher.note(f"prompts are answered one by one: {why}")
+            memory, most_rows = room_for_rows(settings, model)
+            waiting = line_up(settings, self.request, loaded, self.prompts, answered, watcher)
+            drawing = Drawing(settings.temperature or 0.0, settings.seed or 0, settings.stop)
+            for found in serve(
+                model,
+                tokenizer,
+                lambda: self.request.new_cache(model),
+                waiting,
+                memory=memory,
+                most_rows=most_rows if why is None else 1,
+                drawing=drawing,
+                served=served,
+                stop_when=stop_when,
+            ):
+                yield AnswerLine(
+                    index=found.index,
+                    id=self.prompts[found.index].id,
+                    text=tokenizer.decode(found.token_ids, skip_special_tokens=True),
+                    token_ids=found.token_ids,
+                    prompt_tokens=found.prompt_tokens,
+                    new_tokens=len(found.token_ids),
+                )
+
+
+def prepare_prompts(settings: PromptsSettings, watcher: Watcher) -> PromptsRun:
+    """Check everything that can be checked before the model is loaded.
+
+    Raises:
+        UsageError, KvtoolError: as `generate_many`.
+    """
+    settings.check()
+    settings, plan = settle(settings, "kvtool generate")
+    if settings.loaded is None:
+        check_alone("generate")
+    settings.check_paths()
+    asked = settings.prompts or []
+    prompts = read_prompts(asked) if isinstance(asked, str) else asked
+    policy, budget = choose_policy(settings, plan, watcher)
+    source = settings.prompts if isinstance(settings.prompts, str) else "a list"
+    request = Request(None, source, policy, budget, read_prefill(settings.prefill), plan)
+    return PromptsRun(settings, request, prompts)
+
+
+def generate_many(
+    model: Any = None,
+    prompts: Sequence[Any] | str | Path = (),
+    policy: Policy | str | Unsaid = UNSAID,
+    budget: Budget | str | int | float | None = None,
+    *,
+    tokenizer: Any = None,
+    memory: str | int | None = None,
+    max_new_tokens: int | str | None = None,
+    plan: PlanDocument | Mapping[str, Any] | str | Path | None = None,
+    prefill: str | None = None,
+    system: str | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    watcher: Watcher | None = None,
+    **model_settings: Any,
+) -> list[AnswerLine]:
+    """Answer many prompts, as many at a time as a memory holds.
+
+    Args:
+        prompts: a file of JSON Lines, or a list of what its lines hold.
+        memory: bytes of the rows in flight (`8GiB`); None: half of what is free, 64 rows at most.
+
+    Every other argument is as for `kvtool.generate`; a prompt draws from `seed` + its index.
+
+    Returns:
+        The answers in the order of the prompts.
+
+    Raises:
+        UsageError: settings that are wrong or do not go together.
+        KvtoolError: a model that cannot be used, a prompt that does not fit the memory.
+    """
+    given = str(prompts) if isinstance(prompts, (str, Path)) else make_prompts(list(prompts))
+    settings = given_settings(
+        PromptsSettings,
+        model,
+        tokenizer,
+        model_settings,
+        plan=plan,
+        prompts=given,
+        memory=f"{memory}B" if isinstance(memory, int) else memory,
+        prompt=None,
+        prompt_file=None,
+        save=None,
+        show=None,
+        allocator=None,
+        chat_template="auto",
+        policy=policy,
+        budget=budget,
+        system=system,
+        prefill=prefill,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=read_stops(stop),
+    )
+    watcher = Watcher() if watcher is None else watcher
+    answers = prepare_prompts(settings, watcher).run(watcher, {})
+    return sorted(answers, key=lambda answer: answer.index)

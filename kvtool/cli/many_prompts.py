@@ -1,0 +1,90 @@
+"""`kvtool generate --prompts`: many prompts, each answered as it would be alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from typer import Exit
+
+from kvtool.cli.generate_options import GenerateOptions
+from kvtool.cli.interruption import Interruption
+from kvtool.cli.output import write_configuration
+from kvtool.cli.terminal import Terminal
+from kvtool.cli.watching import TerminalWatcher
+from kvtool.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvtool.calls.prompts import PromptsRun
+    from kvtool.documents.asked import AnswerLine
+
+
+def answer_many(options: GenerateOptions, terminal: Terminal) -> None:
+    """Answer the prompts of a file: in order on stdout, or as they end into a file."""
+    form = options.choose_format("text")
+    if form == "yaml" and not options.dry_run:
+        raise UsageError("--prompts writes text or lines of JSON, got --format yaml")
+    if options.stream is not None:
+        raise UsageError("--prompts and --stream exclude each other: answers come in whole")
+    from kvtool.policies.grammar import listed_policies
+
+    if listed_policies(options.policy):
+        raise UsageError(f"--prompts takes one policy, got `{options.policy}`")
+    from kvtool.calls.lined_up import PromptsSettings
+    from kvtool.calls.prompts import prepare_prompts
+
+    watcher = TerminalWatcher(terminal)
+    run = prepare_prompts(options.settings(PromptsSettings), watcher)
+    if options.dry_run:
+        write_configuration(run.describe(), options, terminal)
+        return
+    with Interruption() as interrupted:
+        if options.output_path is None:
+            _print(run, form == "json", terminal, watcher, interrupted)
+        else:
+            _write(run, options, terminal, watcher, interrupted)
+    if interrupted.pressed:
+        raise Exit(130)
+
+
+def _print(
+    run: PromptsRun,
+    as_json: bool,
+    terminal: Terminal,
+    watcher: TerminalWatcher,
+    interrupted: Interruption,
+) -> None:
+    from kvtool.generation.serving import Served
+
+    early: dict[int, AnswerLine] = {}
+    served, printed = Served(), 0
+    for answer in run.run(watcher, {}, served=served, stop_when=interrupted):
+        early[answer.index] = answer
+        while printed in early:
+            own = early.pop(printed)
+            terminal.write(own.to_line() if as_json else f"{own.text}\n")
+            printed += 1
+    terminal.note(served.in_words(printed + len(early)))
+
+
+def _write(
+    run: PromptsRun,
+    options: GenerateOptions,
+    terminal: Terminal,
+    watcher: TerminalWatcher,
+    interrupted: Interruption,
+) -> None:
+    from kvtool.documents.asked import AnswersFile
+    from kvtool.generation.serving import Served
+
+    if options.output_path is None:
+        return
+    file, served = AnswersFile(options.output_path), Served()
+    with file.opened():
+        before = len(file.answers)
+        if before:
+            terminal.note(f"{before} of {len(run.prompts)} prompts are answered already")
+        for answer in run.run(watcher, dict(file.answers), served=served, stop_when=interrupted):
+            file.append(answer)
+        file.put_in_order()
+    terminal.note(served.in_words(len(file.answers) - before))
+    terminal.note(f"wrote {options.output_path}")

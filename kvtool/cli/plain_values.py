@@ -1,0 +1,88 @@
+"""Options and arguments whose plain values are taken as they are, without building validators.
+
+Typer reads every value, given or not, through a validator of pydantic, whose import takes longer
+than all else that a small command does. A text is that text, and one of several choices needs a
+look at the choices only; whatever is neither, and every mistake, is left to typer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from typer.core import TyperArgument, TyperOption
+
+Own = TypeVar("Own", bound="_PlainValues")
+
+
+class _PlainValues:
+    """A parameter of typer that asks it for what is not plain."""
+
+    @classmethod
+    def of(cls: type[Own], parameter: TyperOption | TyperArgument) -> Own:
+        """Return the same parameter, as one of this class."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(parameter))
+        return made
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        """Return the value of the type that the parameter is declared with."""
+        parameter: Any = self
+        kind = parameter.type_descriptor.annotation
+        if parameter.required or not _is_plain(value, kind):
+            return super().process_value(ctx, value)  # type: ignore[misc]
+        if parameter.multiple or parameter.nargs == -1:
+            value = () if value is None else list(value)
+        return value if parameter.callback is None else parameter.callback(ctx, parameter, value)
+
+
+class PlainOption(_PlainValues, TyperOption):
+    """An option whose plain values are taken as they are."""
+
+
+class PlainArgument(_PlainValues, TyperArgument):
+    """An argument whose plain values are taken as they are."""
+
+
+class PlainParameters:
+    """A command of typer whose parameters take plain values as they are."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the same parameters at every call, which typer tells apart by identity."""
+        self.params = [_plain(each) for each in getattr(self, "params", ())]
+        return super().get_params(ctx)  # type: ignore[misc]
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option `--help`, which typer adds by itself."""
+        self._help_option = _plain(super().get_help_option(ctx))  # type: ignore[misc]
+        return self._help_option
+
+
+def _plain(parameter: Any) -> Any:
+    """Return a parameter as one whose plain values are taken as they are."""
+    if isinstance(parameter, _PlainValues):
+        return parameter
+    if isinstance(parameter, TyperOption):
+        return PlainOption.of(parameter)
+    return PlainArgument.of(parameter) if isinstance(parameter, TyperArgument) else parameter
+
+
+def _is_plain(value: Any, kind: Any) -> bool:
+    """Tell whether a value, as typed, is what a declared type makes of it."""
+    if value is None:
+        return True
+    if kind == list[str]:
+        return isinstance(value, (list, tuple)) and all(_is_plain(each, str) for each in value)
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if kind in (bool, int, float):
+        return type(value) is kind  # a default, as what is typed is a text
+    return kind is str and isinstance(value, str) and _is_unicode(value)
+
+
+def _is_unicode(text: str) -> bool:
+    """Tell whether a text is free of bytes that the shell passed and that encode nothing."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,208 @@
+"""Many prompts from a file of JSON Lines, and the file of their answers.
+
+A prompt is `{"prompt": "text"}`, with `id` and `max_new_tokens` where they are wanted, or a JSON
+string.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+)
+
+from kvtool.documents.document import Section, TokenCount
+from kvtool.documents.files import fcntl, write_text
+from kvtool.documents.json_reader import load_json
+from kvtool.documents.problems import DocumentError, Mark, Problem
+from kvtool.documents.prompts import read_utf8
+from kvtool.documents.validation import reason
+from kvtool.errors import KvtoolError, UsageError
+
+_HINT = 'a prompt is {"prompt": "text"}, with "id" and "max_new_tokens" if wanted, or a JSON string'
+
+
+class AskedPrompt(Section):
+    """A prompt of many.
+
+    Attributes:
+        id: that its answer bears; None: none.
+        max_new_tokens: of its answer; None: as many as of all others.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    prompt: Annotated[str, StringConstraints(pattern=r"\S")]
+    id: str | int | None = None
+    max_new_tokens: TokenCount | None = None
+
+
+class AnswerLine(Section):
+    """The answer to one of many prompts.
+
+    Attributes:
+        index: of the prompt in its file, from 0.
+        token_ids: new tokens, an end-of-text token included.
+        prompt_tokens: what was read, a chat template's text included.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    index: NonNegativeInt
+    id: str | int | None
+    text: str
+    token_ids: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    prompt_tokens: NonNegativeInt
+    new_tokens: NonNegativeInt
+
+    def to_line(self) -> str:
+        """Return the answer as a line of JSON."""
+        return json.dumps(self.model_dump(mode="json"), ensure_ascii=False) + "\n"
+
+
+def read_prompts(path: str) -> list[AskedPrompt]:
+    """Read a file of prompts, `-` for stdin; blank lines are left out.
+
+    Raises:
+        UsageError: missing, unreadable, not UTF-8, or without a prompt.
+        DocumentError: every line that is no prompt, with its number.
+    """
+    name, text = read_utf8(path, "prompts file")
+    shown, start = "<stdin>" if path == "-" else path, 0
+    prompts: list[AskedPrompt] = []
+    problems: list[Problem] = []
+    for line in text.split("\n"):
+        if line.strip():
+            try:
+                prompts.append(_read_prompt(load_json(line)))
+            except json.JSONDecodeError as error:
+                place = Mark(shown, text, start + error.pos)
+                problems.append(Problem(place, (), f"is not JSON: {error.msg.lower()}"))
+            except ValueError as error:
+                problems.append(Problem(Mark(shown, text, start), (), _told(error)))
+        start += len(line) + 1
+    if problems:
+        raise DocumentError(problems, hint=_HINT)
+    if not prompts:
+        raise UsageError(f"{name} holds no prompt", hint=_HINT)
+    return prompts
+
+
+def make_prompts(items: Sequence[Any]) -> list[AskedPrompt]:
+    """Return the prompts of a list, each of them as a line of a file has it.
+
+    Raises:
+        UsageError: none, or one that is none.
+    """
+    prompts = []
+    for place, item in enumerate(items):
+        try:
+            prompts.append(_read_prompt(item))
+        except ValidationError as error:
+            raise UsageError(f"prompt {place}: {_told(error)}", hint=_HINT) from None
+    if not prompts:
+        raise UsageError("there is no prompt", hint=_HINT)
+    return prompts
+
+
+def _read_prompt(value: Any) -> AskedPrompt:
+    return AskedPrompt.model_validate({"prompt": value} if isinstance(value, str) else value)
+
+
+def _told(error: ValueError) -> str:
+    first = error.errors()[0]["type"] if isinstance(error, ValidationError) else ""
+    return "the prompt is empty" if first == "string_pattern_mismatch" else reason(error)
+
+
+class AnswersFile:
+    """A file of answers that grows line by line, so that what is there is not answered again.
+
+    Attributes:
+        answers: that it holds, by the index of their prompts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.answers: dict[int, AnswerLine] = {}
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the file, read it, and cut off a last line that is not whole.
+
+        Raises:
+            UsageError: another run writes to it, or it holds something else.
+        """
+        try:
+            file = self._path.open("a+b")
+        except OSError as error:
+            raise KvtoolError(f"cannot write `{self._path}`: {error.strerror or error}") from error
+        with file:
+            _lock(file.fileno(), self._path)
+            file.seek(0)
+            data = file.read()
+            whole = data.rfind(b"\n") + 1
+            self.answers = _read_answers(self._path, data[:whole])
+            if whole < len(data):
+                file.truncate(whole)
+            yield
+
+    def append(self, answer: AnswerLine) -> None:
+        """Add an answer, at once.
+
+        Raises:
+            KvtoolError: the system refused (no space, no permission).
+        """
+        try:
+            with self._path.open("ab") as file:
+                file.write(answer.to_line().encode())
+        except OSError as error:
+            raise KvtoolError(f"cannot write `{self._path}`: {error.strerror or error}") from error
+        self.answers[answer.index] = answer
+
+    def put_in_order(self) -> None:
+        """Write the answers anew, atomically, in the order of their prompts."""
+        lines = [self.answers[index].to_line() for index in sorted(self.answers)]
+        write_text(self._path, "".join(lines))
+
+
+def _lock(file: int, path: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"another run is writing to `{path}`",
+            hint="wait for it, or choose another file with --output",
+        ) from None
+    except OSError:  # a file system without locks
+        return
+    with contextlib.suppress(OSError):
+        if not os.path.samestat(os.fstat(file), os.stat(path)):
+            raise UsageError(f"another run has just written `{path}`", hint="run it again")
+
+
+def _read_answers(path: Path, data: bytes) -> dict[int, AnswerLine]:
+    answers = TypeAdapter(AnswerLine)
+    found: dict[int, AnswerLine] = {}
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+        try:
+            answer = answers.validate_python(load_json(line))
+        except ValueError as error:
+            raise UsageError(
+                f"{path}:{number} is not the answer to a prompt: {reason(error)}",
+                hint="choose another file with --output",
+            ) from None
+        found.setdefault(answer.index, answer)
+    return found

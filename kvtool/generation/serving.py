@@ -1,0 +1,297 @@
+"""Answer many prompts over one cache: a row that ends makes room for the next prompt.
+
+Every prompt is read alone, and its rows join those that run (`kvtool.cache.rows`): so an answer is
+the one that the prompt gets alone, and short answers do not wait for long ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+
+from kvtool.cache.cache import KVCache
+from kvtool.cache.rows import append_rows, keep_rows
+from kvtool.errors import KvtoolError
+from kvtool.generation.decoding import StopsAt, drawing_settings
+from kvtool.generation.feeding import decode_step, prefill, wait
+from kvtool.generation.finite import broken_rows, explain
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A prompt that waits for its row.
+
+    Attributes:
+        index: by which its answer is known; added to the seed of its draws.
+        ids: (1, n) int64.
+        row_bytes: of the cache that its row takes at most.
+    """
+
+    index: int
+    ids: Tensor
+    max_new_tokens: int
+    row_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer to a prompt; `token_ids` holds new tokens only, an end-of-text token included."""
+
+    index: int
+    token_ids: list[int]
+    prompt_tokens: int
+
+
+@dataclass
+class Served:
+    """What answering has taken so far.
+
+    Attributes:
+        most_rows: in flight at a time.
+        new_tokens: of all answers, those that run included.
+        seconds: from the first prompt to the last token.
+        reading_seconds: of these, those in which prompts were read and nobody wrote.
+    """
+
+    most_rows: int = 0
+    new_tokens: int = 0
+    seconds: float = 0.0
+    reading_seconds: float = 0.0
+
+    def read(self, seconds: float) -> None:
+        """Count the reading of prompts."""
+        self.reading_seconds += seconds
+
+    def count(self, rows: int, seconds: float) -> None:
+        """Count a token of each row, so many seconds after the beginning."""
+        self.most_rows = max(self.most_rows, rows)
+        self.new_tokens, self.seconds = self.new_tokens + rows, seconds
+
+    def in_words(self, answers: int) -> str:
+        """Say what so many answers have taken."""
+        if self.seconds <= 0:
+            return "nothing was left to answer"
+        speed = self.new_tokens / self.seconds
+        return (
+            f"{answers} prompts answered: {self.new_tokens} tokens at {speed:.1f} tokens/s, "
+            f"{self.reading_seconds:.1f} of {self.seconds:.1f} s for the reading of prompts; up to "
+            f"{self.most_rows} at a time"
+        )
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn, and what ends an answer beside its length and the end of the text."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    stop: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A prompt in flight.
+
+    Attributes:
+        known: (1, tokens so far) int64 on the CPU, one for each token written.
+    """
+
+    prompt: Waiting
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    samples: bool
+    generator: torch.Generator
+    text: Tensor
+    new: list[int] = field(default_factory=list)
+
+    @property
+    def known(self) -> Tensor:
+        """The prompt and the answer so far: (1, tokens) int64 on the CPU."""
+        return self.text[:, : self.prompt.ids.shape[1] + len(self.new)]
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draw the next token from (1, vocab) logits: (1,) int64."""
+        scores = self.processors(self.known.to(logits.device), logits)
+        if self.samples:
+            return torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
+        return scores.argmax(-1)
+
+    def take(self, token: int) -> bool:
+        """Add a token, and say whether it ends the answer."""
+        self.text[0, self.known.shape[1]] = token
+        self.new.append(token)
+        return bool(self.criteria(self.known, None).all())
+
+    def answer(self) -> Answered:
+        """Return what has been written."""
+        return Answered(self.prompt.index, self.new, self.prompt.ids.shape[1])
+
+
+def serve(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    new_cache: Callable[[], KVCache],
+    prompts: Sequence[Waiting],
+    *,
+    memory: int | None = None,
+    most_rows: int | None = None,
+    drawing: Drawing | None = None,
+    served: Served | None = None,
+    stop_when: Callable[[], bool] | None = None,
+) -> Iterator[Answered]:
+    """Answer prompts in turn, as many at a time as a memory holds.
+
+    Slots of a batch are as many as its largest row takes, so that a memory holds as many rows as
+    go into it if all were as large.
+
+    Args:
+        new_cache: makes an empty cache, the same for every prompt.
+        memory: bytes of the rows in flight; None: no bound.
+        most_rows: rows in flight; None: no bound.
+        served: is kept up to date.
+        stop_when: asked before every token whether to end there.
+
+    Yields:
+        Answers as they end.
+
+    Raises:
+        KvtoolError: a row that alone is larger than the memory, before anything is read.
+        BrokenNumbers: logits are not finite.
+    """
+    drawing, served = drawing or Drawing(), served or Served()
+    room = _Room(memory, most_rows)
+    for prompt in prompts:
+        room.check(prompt)
+    waiting, rows = deque(prompts), list[_Row]()
+    cache, logits = None, None
+    start = time.perf_counter()
+    while waiting or rows:
+        coming: list[Waiting] = []
+        while waiting and room.takes([row.prompt for row in rows] + coming, waiting[0]):
+            coming.append(waiting.popleft())
+        if coming:
+            begun = time.perf_counter()
+            caches, firsts = _read(model, tokenizer, new_cache, coming)
+            served.read(time.perf_counter() - begun)
+            if cache is None or logits is None:
+                cache, logits = caches.pop(0), firsts.pop(0)
+            rows += [_begin(model, tokenizer, prompt, drawing) for prompt in coming]
+            if caches:
+                append_rows(cache, caches, _coming(rows))
+            logits = torch.cat([logits, *firsts])
+        if cache is None or logits is None:
+            raise RuntimeError("there is room for a prompt where none runs")
+        if stop_when is not None and stop_when():
+            return
+        ended = _step(model, rows, logits)
+        served.count(len(rows), time.perf_counter() - start)
+        yield from (row.answer() for row, ends in zip(rows, ended, strict=True) if ends)
+        going = [place for place, ends in enumerate(ended) if not ends]
+        if not going:
+            rows, cache, logits = [], None, None
+            continue
+        if len(going) < len(rows):
+            rows = [rows[place] for place in going]
+            keep_rows(cache, torch.tensor(going), _coming(rows))
+        tokens = torch.tensor([row.new[-1] for row in rows], device=model.device)
+        logits = decode_step(model, cache, tokens)
+    wait(model)
+
+
+def _coming(rows: Sequence[_Row]) -> int:
+    """How many tokens come before one of the rows has to end."""
+    return min(row.prompt.max_new_tokens - len(row.new) for row in rows)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """How many rows may be in flight."""
+
+    memory: int | None
+    rows: int | None
+
+    def check(self, prompt: Waiting) -> None:
+        if self.memory is not None and prompt.row_bytes > self.memory:
+            raise KvtoolError(
+                f"prompt {prompt.index} takes {prompt.row_bytes} bytes of cache, and the memory is "
+                f"{self.memory}",
+                hint="give more --memory, or a smaller --budget",
+            )
+
+    def takes(self, running: Sequence[Waiting], prompt: Waiting) -> bool:
+        """Tell whether one more prompt may join those that run."""
+        count = len(running) + 1
+        if not running:
+            return True
+        if self.rows is not None and count > self.rows:
+            return False
+        largest = max(each.row_bytes for each in (*running, prompt))
+        return self.memory is None or largest * count <= self.memory
+
+
+def _read(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    new_cache: Callable[[], KVCache],
+    prompts: Sequence[Waiting],
+) -> tuple[list[KVCache], list[Tensor]]:
+    """Read each prompt alone: their caches, and the (1, vocab) logits after each."""
+    caches, logits = [], []
+    for prompt in prompts:
+        cache = new_cache()
+        new = prompt.max_new_tokens
+        logits.append(prefill(model, cache, prompt.ids, new_tokens=new, tokenizer=tokenizer))
+        caches.append(cache)
+    return caches, logits
+
+
+def _begin(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Waiting, drawing: Drawing
+) -> _Row:
+    """Take a row's settings from transformers' own generate, which runs nothing here."""
+    taken: dict = {}
+
+    def take(model, input_ids, logits_processor, stopping_criteria, generation_config, **unused):
+        taken.update(processors=logits_processor, criteria=stopping_criteria)
+        taken.update(samples=generation_config.do_sample)
+        return input_ids
+
+    ids = prompt.ids.to(model.device)
+    stops = [StopsAt(tokenizer, drawing.stop, ids.shape[1])] if drawing.stop else []
+    type(model).generate(
+        model,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=drawing_settings(model, prompt.max_new_tokens, drawing.temperature, 0),
+        stopping_criteria=StoppingCriteriaList(stops),
+        custom_generate=take,
+    )
+    text = torch.zeros(1, ids.shape[1] + prompt.max_new_tokens, dtype=torch.long)
+    text[:, : ids.shape[1]] = prompt.ids.cpu()
+    generator = torch.Generator(model.device).manual_seed(drawing.seed + prompt.index)
+    return _Row(prompt, generator=generator, text=text, **taken)
+
+
+def _step(model: PreTrainedModel, rows: Sequence[_Row], logits: Tensor) -> list[bool]:
+    """Draw a token for each row; which rows it ends. The host waits for a step once."""
+    broken = broken_rows(logits)
+    if any(row.processors or row.samples for row in rows):
+        whole = logits.masked_fill(broken[:, None], 0.0)
+        drawn = torch.cat([row.draw(own) for row, own in zip(rows, whole.split(1), strict=True)])
+    else:
+        drawn = logits.argmax(-1)
+    tokens, bad = torch.stack([drawn, broken.to(drawn.dtype)]).tolist()
+    if any(bad):
+        raise explain(model, rows[bad.index(1)].known.to(model.device))
+    return [row.take(token) for row, token in zip(rows, tokens, strict=True)]

@@ -1,0 +1,165 @@
+"""Numbers in 8 or 4 bits beside a scale in float16, and back: int8, fp8 (e4m3) and int4.
+
+A scale is the largest magnitude of what shares it, over the largest code. It is rounded to float16
+first, kept between that format's smallest normal and its largest number, and codes are made with
+the rounded one. Zeros have scale 0 and codes of 0. Infinity gets the largest code, beside the
+largest scale. A NaN makes its scale NaN, so that it comes back as NaN and is not hidden.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+GROUP = 32
+"""Channels that share a scale in 4 bits."""
+
+_INT8, _INT4, _FP8 = 127.0, 7.0, 448.0  # the largest codes
+_ZERO = 8  # what a nibble holds of 0
+FP8_SHIFT = 256.0
+"""Exponents of float16 and of e4m3 differ by 15 - 7 = 8."""
+
+
+def int8_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Round vectors to 8 bits, half to even.
+
+    >>> int8_codes(torch.tensor([1, -2, 3, .5]))
+    (tensor([ 42, -85, 127,  21], dtype=torch.int8), tensor([0.0236], dtype=torch.float16))
+
+    Args:
+        numbers: (.., dim) floating point.
+
+    Returns:
+        (.., dim) int8 and (.., 1) float16.
+    """
+    import torch
+
+    numbers, scales = _scaled(numbers, _INT8)
+    return numbers.round_().to(torch.int8), scales
+
+
+def from_int8(codes: Tensor, scales: Tensor) -> Tensor:
+    """Bring them back, in float32."""
+    return codes.float() * scales.float()
+
+
+def fp8_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Round vectors to floats of 8 bits, 4 of them exponent and 3 mantissa.
+
+    Args:
+        numbers: (.., dim) floating point.
+
+    Returns:
+        (.., dim) uint8, the bits of float8_e4m3fn, and (.., 1) float16.
+    """
+    import torch
+
+    numbers, scales = _scaled(numbers, _FP8)
+    return numbers.to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
+def from_fp8(codes: Tensor, scales: Tensor) -> Tensor:
+    """Bring them back, in float32; no codes are NaN.
+
+    The bits of e4m3, seven places up, are a float16 whose exponent is too small by 8.
+    """
+    import torch
+
+    bits = codes.view(torch.int8).short()  # the sign at the top, where float16 has it
+    half = ((bits & -0x8000) | ((bits & 0x7F) << 7)).view(torch.float16)
+    return half.float() * (scales.float() * FP8_SHIFT)
+
+
+def int4_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Round groups of channels to 4 bits, two to a byte.
+
+    Args:
+        numbers: (.., dim) floating point; `dim` is a multiple of `GROUP`.
+
+    Returns:
+        (.., dim / 2) uint8, with the first half of the channels in the low bits, and
+        (.., dim / GROUP) float16.
+    """
+    import torch
+
+    grouped, scales = _scaled(numbers.unflatten(-1, (-1, GROUP)), _INT4)
+    low, high = grouped.round_().add_(_ZERO).to(torch.uint8).flatten(-2).chunk(2, -1)
+    return low | (high << 4), scales[..., 0]
+
+
+def from_int4(codes: Tensor, scales: Tensor) -> Tensor:
+    """Bring them back, in float32."""
+    import torch
+
+    numbers = torch.cat([codes & 15, codes >> 4], -1).float() - _ZERO
+    grouped = numbers.unflatten(-1, (-1, GROUP))
+    return (grouped * scales.float()[..., None]).flatten(-2)
+
+
+def _scaled(numbers: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """Divide by the scales of the last axis, to magnitudes of at most `largest`.
+
+    Returns:
+        New float32 of the same shape, and float16 (.., 1).
+    """
+    import torch
+
+    numbers = numbers.float()
+    peak = torch.linalg.vector_norm(numbers, float("inf"), -1, keepdim=True)
+    limits = torch.finfo(torch.float16)
+    scales = (peak / largest).clamp_(limits.tiny, limits.max).half()
+    scales.masked_fill_(peak == 0, 0)
+    # zeros over their scale of 0 are NaN, as is what shares a scale with NaN
+    return (numbers / scales.float()).clamp_(-largest, largest).nan_to_num_(0.0), scales
+
+
+def sylvester(size: int) -> Tensor:
+    """Make the Hadamard matrix of a power of two by Sylvester's rule: (size, size) float32."""
+    import torch
+
+    matrix = torch.ones(1, 1, dtype=torch.float32)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+@lru_cache
+def hadamard(dim: int, device: torch.device) -> Tensor:
+    """Make the Hadamard matrix of the largest power of two that divides `dim`, block by block.
+
+    Returns:
+        (dim, dim) float32, orthogonal and its own inverse; the same tensor for all who ask.
+    """
+    import torch
+
+    size = dim & -dim
+    with torch.inference_mode(False):
+        blocks = torch.block_diag(*[sylvester(size)] * (dim // size))
+        return (blocks / size**0.5).to(device)
+
+
+class RandomRotation(NamedTuple):
+    """The rotation that spreads outliers over all channels: random signs, then Hadamard.
+
+    Dot products of rotated vectors are those of the vectors.
+
+    Attributes:
+        signs: (dim,) float32, 1 or -1.
+        hadamard: (dim, dim) float32.
+    """
+
+    signs: Tensor
+    hadamard: Tensor
+
+    def turn(self, vectors: Tensor) -> Tensor:
+        """Rotate vectors, (.., dim): float32."""
+        return (vectors.float() * self.signs) @ self.hadamard
+
+    def turn_back(self, vectors: Tensor) -> Tensor:
+        """Rotate vectors, (.., dim), back: float32."""
+        return (vectors.float() @ self.hadamard) * self.signs

@@ -1,0 +1,63 @@
+"""The role of a codec: how the key and the value of a slot are written down in fewer bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:  # counting bytes needs no torch
+    import torch
+    from torch import Tensor
+
+    from kvtool.maths.quantise import RandomRotation
+
+SCALE_BYTES = 2  # float16
+
+
+class Codec:
+    """A way to store keys and values; a slot is quantised when it is written, and never again.
+
+    Attributes:
+        code_bits: of one channel.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    code_bits: ClassVar[int] = 8
+
+    def check_dim(self, dim: int) -> None:
+        """Refuse keys or values of so many channels, if they cannot be stored.
+
+        Raises:
+            UsageError: they cannot.
+        """
+
+    def check_device(self, device: str) -> None:
+        """Refuse a device whose torch cannot make the codes.
+
+        Raises:
+            UsageError: it cannot.
+        """
+
+    def scales(self, dim: int) -> int:
+        """Count the scales of a key or value of so many channels."""
+        return 1
+
+    def vector_bytes(self, dim: int) -> int:
+        """Count the bytes of codes and scales of a key or value of so many channels."""
+        return dim * self.code_bits // 8 + SCALE_BYTES * self.scales(dim)
+
+    def rotation(self, layer: int, dim: int, device: torch.device) -> RandomRotation | None:
+        """Return what vectors of a layer are rotated by before they are rounded; None: nothing."""
+        return None
+
+    def encode(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Round vectors, (.., dim), that have been rotated.
+
+        Returns:
+            Codes of one byte, (.., dim * code_bits / 8), and scales, (.., scales) float16.
+        """
+        raise NotImplementedError
+
+    def decode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Bring rotated vectors back: (.., dim) float32."""
+        raise NotImplementedError

@@ -1,0 +1,159 @@
+"""Rows of a padded batch as readers see them: all at once, each with its own count and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtool.maths.selection import top_slots
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Read
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PerRow:
+    """A number of which each row has its own, known on both sides so that nobody waits.
+
+    Attributes:
+        known: one a row.
+        tensor: (batch, 1, 1) int64, the same on the device.
+    """
+
+    known: Sequence[int]
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, known: Sequence[int], device: torch.device) -> PerRow:
+        """Put numbers on the device."""
+        import torch
+
+        with torch.inference_mode(False):
+            return cls(known, torch.tensor(known, device=device)[:, None, None])
+
+    @property
+    def most(self) -> int:
+        """Return the largest."""
+        return max(self.known)
+
+    def map(
+        self, change: Callable[..., int], on_device: Callable[..., Tensor], *others: PerRow
+    ) -> PerRow:
+        """Compute a number per row, on both sides."""
+        known = [change(*each) for each in zip(self.known, *(o.known for o in others), strict=True)]
+        return PerRow(known, on_device(self.tensor, *(other.tensor for other in others)))
+
+    def plus(self, more: int) -> PerRow:
+        """Add the same number for every row."""
+        return PerRow([number + more for number in self.known], self.tensor + more)
+
+    def least(self, other: PerRow) -> PerRow:
+        """Take the smaller of two numbers of each row."""
+        import torch
+
+        return self.map(min, torch.minimum, other)
+
+    def beyond(self, width: int) -> Tensor:
+        """Mark the places from a row's own number on: bool (batch, 1, width)."""
+        import torch
+
+        return torch.arange(width, device=self.tensor.device) >= self.tensor
+
+
+@dataclass(frozen=True)
+class RowsView:
+    """Rows of one layer of different lengths as a reader sees them at a decode step. Read only.
+
+    Attributes:
+        query: (batch, kv_heads, group, head_dim), after RoPE.
+        keys: (batch, kv_heads, at least the longest row, head_dim); what is beyond a row's own
+            tokens is finite and means nothing.
+        tables: of all rows, each axis as long as that of the longest, 0 beyond a row's own.
+        tokens: how many each row has to choose from.
+        sizes: of each row's reader, by the names of its fields.
+        scale, softcap, sinks: as for `kvtool.maths.attention.attention_weights`.
+    """
+
+    query: Tensor
+    keys: Tensor
+    tables: State
+    tokens: PerRow
+    sizes: Mapping[str, PerRow]
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RowsChoice:
+    """What a decode step attends to in rows of different lengths.
+
+    Attributes:
+        slots: as of `Choice`, -1 where a row reads fewer than another.
+        pairs: how many of them each row reads, in each list of slots.
+        estimate, weight, rest: as of `Choice`, the estimate of each row.
+    """
+
+    slots: Tensor
+    pairs: Sequence[int]
+    estimate: Sequence[int]
+    weight: Tensor | None = None
+    rest: Tensor | None = None
+
+
+class RowsRead(Read):
+    """A reader that reads rows of different lengths at once, to the same result as one by one."""
+
+    def append_rows(
+        self,
+        tables: State,
+        key: Tensor,
+        value: Tensor,
+        at: Tensor,
+        sizes: Mapping[str, PerRow],
+    ) -> None:
+        """Add a token to each row of a padded batch, in place, as `append` does.
+
+        Its number is `at`, (batch, 1, 1) int64, and each row has its own sizes.
+        """
+
+    def choose_rows(self, view: RowsView) -> RowsChoice:
+        """Choose for all rows of a padded batch; of a row that is read in full it may be any."""
+        raise NotImplementedError
+
+
+def reads_together(reader: Read) -> bool:
+    """Tell whether rows of different lengths are read at once: no subclass reads one by one.
+
+    A class that has its own `choose` or `append`, but takes over another's for rows, would be
+    read as that other one.
+    """
+    kinds = type(reader).__mro__
+
+    def depth(name: str) -> int:
+        return next(place for place, kind in enumerate(kinds) if name in vars(kind))
+
+    return isinstance(reader, RowsRead) and all(
+        depth(f"{name}_rows") <= depth(name) for name in ("append", "choose")
+    )
+
+
+def hide_beyond(scores: Tensor, count: PerRow) -> Tensor:
+    """Make what is beyond a row's own -inf: (batch, kv_heads, width) or (.., group, width)."""
+    beyond = count.beyond(scores.shape[-1])
+    return scores.masked_fill(beyond if scores.dim() == 3 else beyond[:, :, None], float("-inf"))
+
+
+def drop_beyond(slots: Tensor, count: PerRow) -> Tensor:
+    """Make what is beyond a row's own -1, of lists of slots as of `RowsChoice`."""
+    beyond = count.beyond(slots.shape[-1])
+    return slots.masked_fill(beyond if slots.dim() == 3 else beyond[:, :, None], -1)
+
+
+def best_slots(scores: Tensor, count: PerRow) -> Tensor:
+    """Find each row's own count of slots of highest score, the best first, then -1."""
+    return drop_beyond(top_slots(scores, count.most), count)

@@ -1,0 +1,244 @@
+"""Slots that hold codes: the same as attending to what the codes stand for, written out in float.
+
+The twin runs the policy without its codec, on slots that hold the decoded numbers: whatever comes
+to them is rounded by the codec and brought back before it is stored.
+"""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvtool
+from kvtool.cache.steps import attend_codes
+from kvtool.cache.storage import form
+from kvtool.generation import decode_step, prefill
+from kvtool.maths.attention import attention_weights, group_queries, weighted_values
+from tests.coded import decoded_slots
+from tests.models_for_tests import FAMILIES, family_model, peaky_model, random_ids
+
+CODECS = ("int8", "fp8", "int4", "int4(rotate=false)")
+POLICIES = (
+    "full",
+    "h2o",
+    "h2o+caote",
+    "roco+fastcaote",
+    "keydiff",
+    "snapkv(window=4)",
+    "expected",
+    "rkv(window=4,buffer=6)",
+    "h2o+ada",
+    "adakv(window=4)",
+    "streaming(positions=cache)",
+    "tova(positions=cache)+caote",
+    "h2o+every(steps=5)",
+    "h2o+calidrop(theta1=0.45,theta2=0.6)",
+    "snapkv(window=4)+calidrop(theta1=0.45,theta2=0.6)",
+    "sirllm",
+    "pyramidinfer(min_context=2)",
+    "d2o(merge=none)",
+    "random",
+)
+
+
+def run(model, policy, budget, mode="full"):
+    """Logits of two turns with decoded tokens, and the cache."""
+    cache = kvtool.build_cache(model, policy, None if policy.startswith("full") else budget)
+    if mode != "full":
+        cache = kvtool.build_cache(model, policy, cache.budget, prefill=mode)
+    found = [prefill(model, cache, random_ids(40))]
+    found += [decode_step(model, cache, token) for token in random_ids(9, seed=3)[0].split(1)]
+    found += [prefill(model, cache, random_ids(7, seed=4))]
+    found += [decode_step(model, cache, token) for token in random_ids(4, seed=5)[0].split(1)]
+    return torch.cat([each.view(1, -1) for each in found]), cache
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvtool.attach(peaky_model("llama", head_dim=32))
+
+
+def same(model, policy, codec, mode, atol=3e-4):
+    found, cache = run(model, f"{policy}+{codec}", 16, mode)
+    with decoded_slots(codec):
+        expected, twin = run(model, policy, 16, mode)
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-3)
+    for layer in cache.slot_layers:
+        kept = cache.kept_positions(layer.index)
+        assert torch.equal(kept, twin.kept_positions(layer.index))
+    assert cache.report().allocated_bytes < twin.report().allocated_bytes
+
+
+@pytest.mark.few(4)
+@pytest.mark.each_once
+@pytest.mark.parametrize("mode", ["full", "block:8"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_codes_are_what_they_stand_for(model, policy, codec, mode):
+    same(model, policy, codec, mode)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("codec", CODECS)
+def test_slices_make_no_difference(model, codec, monkeypatch):
+    found, _ = run(model, f"h2o+caote+{codec}", 16)
+    monkeypatch.setattr(attend_codes, "SLICE", 5)
+    monkeypatch.setattr(form, "SLICE", 3)
+    sliced, _ = run(model, f"h2o+caote+{codec}", 16)
+    torch.testing.assert_close(sliced, found, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.few(2)
+@pytest.mark.each_once
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_layers(family, codec):
+    """Sliding windows, chunks, sinks, capped logits, latents, lent keys, attention of one's own."""
+    model = kvtool.attach(family_model(family))
+    sizes = {dim for shape in shapes(model) for dim in (shape.key_dim, shape.value_dim)}
+    if codec == "int4" and any(size % 32 for size in sizes):
+        return
+    same(model, "h2o", codec, "full", atol=2e-3)
+
+
+def shapes(model):
+    from kvtool.model_shape import layer_shapes
+
+    return [shape for shape in layer_shapes(model.config) if shape is not None]
+
+
+@pytest.mark.each_once
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_slot_is_rounded_once(codec, dtype):
+    """In no dtype does a kept token's code change, whatever is cut and decoded behind it."""
+    model = kvtool.attach(peaky_model("llama", head_dim=32).to(dtype))
+    cache = kvtool.build_cache(model, f"streaming(sinks=4)+{codec}", 16, prefill="block:8")
+    prefill(model, cache, random_ids(16))
+
+    def sinks():
+        slots = cache.first_layer.sorted_slots()
+        assert slots.positions[0, :, :4].tolist() == [[0, 1, 2, 3]] * 2
+        return {name: tensor[:, :, :4].clone() for name, tensor in slots.stored.items()}
+
+    before = sinks()
+    prefill(model, cache, random_ids(50, seed=2))
+    for token in random_ids(20, seed=3)[0].split(1):
+        decode_step(model, cache, token)
+    prefill(model, cache, random_ids(9, seed=4))
+    for name, tensor in sinks().items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("codec", CODECS)
+def test_attention_over_codes_is_that_over_decoded_numbers(model, codec):
+    """To 1e-6 in float32, for logits that are not so large that their own rounding is larger."""
+    cache = kvtool.build_cache(model, f"full+{codec}")
+    prefill(model, cache, random_ids(40))
+    calls = []
+    cache.watch_steps(lambda step, call, out: calls.append((step.layer, call)))
+    decode_step(model, cache, torch.tensor([5]))
+    assert len(calls) == 2
+    for layer, call in calls:
+        calm = replace(call, query=0.05 * call.query)
+        keys, values = layer.slots.decoded()
+        weights = attention_weights(group_queries(calm.query, 2), keys, scale=call.scale)
+        out, shown, lse = attend_codes.attend_codes(
+            layer, calm, layer.slots.used_stored(), None, False
+        )
+        assert lse is None
+        assert (shown - weights).abs().max() <= 1e-6
+        assert (out - weighted_values(weights, values)).abs().max() <= 1e-6 * values.abs().max()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_prompt_attends_to_itself_exactly(model, codec):
+    full, _ = run(model, "full", None)
+    coded, cache = run(model, f"full+{codec}", None)
+    assert torch.equal(coded[0], full[0])
+    assert not torch.equal(coded[1], full[1])
+    assert not any(tensor.is_floating_point() for tensor in (cache.layers[0].keys,))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("codec", "vector"), [("int8", 34), ("fp8", 34), ("int4", 18), ("int4(rotate=false)", 18)]
+)
+def test_bytes_are_counted_from_tensors(model, codec, vector):
+    _, cache = run(model, f"h2o+{codec}", 16)
+    slots = cache.first_layer.slots
+    assert slots.token_bytes == 2 * vector
+    held = sum(t.numel() * t.element_size() for t in slots.stored.values())
+    assert slots.kv_bytes == held == 17 * 2 * 2 * vector
+    report = cache.report()
+    assert report.kv_bytes == 2 * 2 * 16 * 2 * vector
+    assert report.allocated_bytes == 2 * held
+    assert report.full_bytes == 60 * 2 * 2 * 2 * 32 * 4
+
+
+def test_copies_share_what_never_changes(model):
+    _, cache = run(model, "h2o+int4", 16)
+    own = cache.first_layer.slots.form
+    assert copy.deepcopy(own) is own
+    assert cache.copy().first_layer.slots.form is own
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_nan_is_refused(codec):
+    model = kvtool.attach(peaky_model("llama", head_dim=32))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = float("nan")
+    with pytest.raises(kvtool.KvtoolError, match="hold NaN"):
+        run(model, f"full+{codec}", None)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_nan_of_a_decoded_token_is_not_hidden(model, codec):
+    """Its scale is NaN, so that what attends to it is; kvtool looks at logits anyway."""
+    cache = kvtool.build_cache(model, f"full+{codec}")
+    prefill(model, cache, random_ids(9))
+    slots = cache.first_layer.slots
+    key, value = (tensor[:, :, :1].clone() for tensor in slots.decoded())
+    slots.write(key.index_fill_(-1, torch.tensor([3]), float("nan")), value, static=False)
+    assert slots.decoded()[0][:, :, -1].isnan().all()
+    assert not slots.decoded()[0][:, :, :-1].isnan().any()
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor of floats that an operation has made, in bytes, beside the weights'."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                views = operation in (torch.ops.aten.t.default, torch.ops.aten.detach.default)
+                self.bytes = max(self.bytes, 0 if views else tensor.numel() * 4)
+        return made
+
+
+@pytest.mark.few(2)
+@pytest.mark.each_once
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("policy", ["full", "h2o", "snapkv(window=4)"])
+def test_no_layer_is_ever_in_float_beside_its_codes(model, policy, codec, monkeypatch):
+    monkeypatch.setattr(attend_codes, "SLICE", 64)
+    budget = None if policy == "full" else 1400
+    cache = kvtool.build_cache(model, f"{policy}+{codec}", budget)
+    prefill(model, cache, random_ids(1500))
+    decode_step(model, cache, torch.tensor([5]))
+    with Largest() as watched:
+        decode_step(model, cache, torch.tensor([6]))
+    slots = cache.first_layer.slots
+    layer = slots.used * 2 * 32 * 4  # its keys, or its values
+    one_slice = 64 * 2 * 32 * 4
+    weights = 2 * 8 * slots.used * 4  # of both layers, which decide together
+    assert one_slice <= watched.bytes <= max(one_slice, weights) < layer / 3

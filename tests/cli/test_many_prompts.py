@@ -1,0 +1,243 @@
+"""`kvtool generate --prompts`: the answers that prompts get alone, each once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvtool.calls.prompts import generate_many
+from kvtool.documents.asked import AnswersFile
+from kvtool.errors import UsageError
+
+FACTS = "The secret code for falcon: 7429103. The old lamp was near the school. "
+PROMPTS = [
+    {"prompt": f"{FACTS}The secret code for falcon:", "id": "code", "max_new_tokens": 9},
+    f"{FACTS}The old lamp was",
+    {"prompt": "The old", "max_new_tokens": 3},
+    f"{FACTS * 2}The",
+]
+ARGUMENTS = ("-p", "h2o", "-b", "24", "-n", "6")
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    lines = "".join(json.dumps(prompt) + "\n" for prompt in PROMPTS)
+    (tmp_path / "prompts.jsonl").write_text(lines)
+    return "prompts.jsonl"
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def alone(kvtool, prompt, index):
+    """The answer of `generate` to one prompt."""
+    asked = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    more = ["-n", str(asked["max_new_tokens"])] if "max_new_tokens" in asked else ["-n", "6"]
+    done = kvtool(
+        "generate", "-q", "-f", "json", "-p", "h2o", "-b", "24", "--prompt", asked["prompt"], *more
+    )
+    document = json.loads(done.out)
+    return {
+        "index": index,
+        "id": asked.get("id"),
+        "text": document["text"],
+        "token_ids": document["token_ids"],
+        "prompt_tokens": document["prompt_tokens"],
+        "new_tokens": document["new_tokens"],
+    }
+
+
+def test_answers_are_in_order_and_those_that_prompts_get_alone(kvtool, prompts, tmp_path):
+    expected = [alone(kvtool, prompt, index) for index, prompt in enumerate(PROMPTS)]
+    done = kvtool("generate", "--prompts", prompts, *ARGUMENTS, "-o", "answers.jsonl")
+    assert done.code == 0
+    assert "up to 4 at a time" in done.err
+    assert read(tmp_path / "answers.jsonl") == expected
+    done = kvtool("generate", "-q", "--prompts", prompts, *ARGUMENTS)
+    assert done.out == "".join(f"{each['text']}\n" for each in expected)
+    found = generate_many(None, PROMPTS[:2], "h2o", 24, max_new_tokens=6)
+    assert [answer.text for answer in found] == [each["text"] for each in expected[:2]]
+
+
+def test_a_memory_bounds_the_rows_and_one_too_small_is_refused(kvtool, prompts):
+    done = kvtool("generate", "--prompts", prompts, *ARGUMENTS, "-f", "json")
+    few = kvtool("generate", "--prompts", prompts, *ARGUMENTS, "-f", "json", "--memory", "120KiB")
+    assert few.out == done.out
+    assert "up to 2 at a time" in few.err
+    none = kvtool("generate", "--prompts", prompts, *ARGUMENTS, "--memory", "9KiB")
+    assert none.code == 1
+    assert "bytes of cache, and the memory is 9216" in none.err
+
+
+def test_wherever_a_run_ends_no_answer_is_lost_or_doubled(kvtool, prompts, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    arguments = ("generate", "--prompts", prompts, *ARGUMENTS, "-o", "answers.jsonl", "-q")
+    assert kvtool(*arguments).code == 0
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    beginnings = [  # what a killed run may leave: answers in any order, the last one not whole
+        lines[2] + lines[0],
+        lines[2] + lines[0][:30],
+        lines[3][:-1],
+        b"",
+        whole,
+    ]
+    for left in beginnings:
+        path.write_bytes(left)
+        done = kvtool(*arguments)
+        assert (done.code, done.err) == (0, "")
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills with a signal of POSIX")
+def test_a_killed_run_goes_on(kvtool, prompts, tmp_path):
+    with (tmp_path / prompts).open("a") as file:
+        file.writelines(json.dumps(f"{FACTS}{i} The old") + "\n" for i in range(40))
+    path = tmp_path / "answers.jsonl"
+    arguments = ["generate", "--prompts", prompts, *ARGUMENTS, "--memory", "120KiB", "-o"]
+    assert kvtool(*arguments, "unbroken.jsonl").code == 0
+    command = [sys.executable, "-m", "kvtool", *arguments, "answers.jsonl", "-q"]
+    with subprocess.Popen(command, cwd=tmp_path) as process:
+        while process.poll() is None and (not path.exists() or path.stat().st_size < 2000):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert 0 < len(path.read_bytes().splitlines()) < len(PROMPTS) + 40
+    assert kvtool(*arguments, "answers.jsonl").code == 0
+    assert path.read_bytes() == (tmp_path / "unbroken.jsonl").read_bytes()
+
+
+def test_policies_whose_rows_cannot_join_run_one_by_one_and_it_is_said(kvtool, prompts):
+    done = kvtool("generate", "--prompts", prompts, "-p", "quest", "-b", "24", "-n", "2")
+    assert done.code == 0
+    assert len(done.out.split("\n")) == 5
+    assert "prompts are answered one by one: its tables are made for the rows" in done.err
+    assert "up to 1 at a time" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--prompt", "a"), "--prompts and --prompt exclude each other"),
+        (("--turns", "prompts.jsonl"), "--prompts and --turns exclude each other"),
+        (("--save", "a.safetensors"), "--prompts and --save exclude each other"),
+        (("--compare-full",), "--prompts and --compare-full exclude each other"),
+        (("-p", "h2o,tova"), "--prompts takes one policy, got `h2o,tova`"),
+        (("--stream",), "--prompts and --stream exclude each other"),
+        (("--memory", "512"), "--memory is a number of bytes such as 8GiB"),
+        (("-f", "yaml"), "--prompts writes text or lines of JSON"),
+    ],
+)
+def test_what_does_not_go_with_many_prompts_is_refused(kvtool, prompts, arguments, told):
+    settings = ARGUMENTS if "-p" not in arguments else ()
+    done = kvtool("generate", "--prompts", prompts, *settings, *arguments)
+    assert done.code == 2
+    assert told in done.err
+    assert kvtool("generate", "--memory", "8GiB").code == 2
+
+
+@pytest.fixture
+def heard():
+    """Let Ctrl-C be heard, also where whoever started the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
+def test_ctrl_c_keeps_what_has_ended_and_a_further_run_goes_on(
+    kvtool, prompts, tmp_path, monkeypatch
+):
+    sampled = ("generate", "--prompts", prompts, *ARGUMENTS, "--temperature", "0.8", "-o")
+    assert kvtool(*sampled, "unbroken.jsonl").code == 0
+    append = AnswersFile.append
+
+    def press_after_the_first(file, answer):
+        append(file, answer)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(AnswersFile, "append", press_after_the_first)
+    assert kvtool(*sampled, "answers.jsonl").code == 130
+    assert [line["index"] for line in read(tmp_path / "answers.jsonl")] == [2]  # 3 tokens, not 6
+    monkeypatch.setattr(AnswersFile, "append", append)
+    done = kvtool(*sampled, "answers.jsonl")
+    assert done.code == 0
+    assert "1 of 4 prompts are answered already" in done.err
+    assert read(tmp_path / "answers.jsonl") == read(tmp_path / "unbroken.jsonl")
+
+
+def test_a_bad_line_is_refused_with_its_number_before_the_work(
+    kvtool, prompts, tmp_path, monkeypatch
+):
+    with (tmp_path / prompts).open("a") as file:
+        file.write('{"prompt": "a", "max_tokens": 3}\n')
+
+    def load(*arguments, **settings):
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("kvtool.models.attached.load", load)
+    done = kvtool("generate", "--prompts", prompts, *ARGUMENTS, "-o", "answers.jsonl")
+    assert done.code == 2
+    assert "prompts.jsonl:5" in done.err
+    assert "max_tokens" in done.err
+    assert not (tmp_path / "answers.jsonl").exists()
+    (tmp_path / "none.jsonl").write_text("")
+    none = kvtool("generate", "--prompts", "none.jsonl")
+    assert none.code == 2
+    assert "`none.jsonl` holds no prompt" in none.err
+
+
+def test_a_prompt_too_short_for_its_share_is_told_by_its_place(kvtool, prompts):
+    done = kvtool("generate", "--prompts", prompts, "-p", "streaming(sinks=4)", "-b", "50%")
+    assert done.code == 2
+    assert "error: prompt 2: " in done.err
+
+
+def test_without_a_memory_half_of_what_is_free_bounds_the_rows(kvtool, prompts, monkeypatch):
+    room = "kvtool.models.free_memory.free_memory"
+    monkeypatch.setattr(room, lambda *unused, **settings: ("cpu", 240 * 1024))
+    assert "up to 2 at a time" in kvtool("generate", "--prompts", prompts, *ARGUMENTS).err
+    monkeypatch.setattr("kvtool.calls.lined_up._MOST_ROWS", 3)
+    monkeypatch.setattr(room, lambda *unused, **settings: ("cpu", None))
+    assert "up to 3 at a time" in kvtool("generate", "--prompts", prompts, *ARGUMENTS).err
+
+
+def test_a_dry_run_tells_what_would_run(kvtool, prompts):
+    done = kvtool(
+        "generate",
+        "--prompts",
+        prompts,
+        "-p",
+        "quest",
+        "--memory",
+        "2MiB",
+        "--dry-run",
+        "-f",
+        "json",
+    )
+    told = json.loads(done.out)
+    assert (told["prompts"], told["max_new_tokens"], told["memory_bytes"]) == (4, 128, 2**21)
+    assert told["one_by_one"] == "its tables are made for the rows that were read together"
+
+
+def test_answers_to_other_prompts_are_refused(kvtool, prompts, tmp_path):
+    (tmp_path / "one.jsonl").write_text('"The old"\n')
+    assert kvtool("generate", "--prompts", "one.jsonl", *ARGUMENTS, "-o", "a.jsonl").code == 0
+    before = (tmp_path / "a.jsonl").read_bytes()
+    done = kvtool("generate", "--prompts", prompts, *ARGUMENTS, "-o", "a.jsonl")
+    assert done.code == 2
+    assert "is one to another prompt" in done.err
+    more = kvtool("generate", "--prompts", "one.jsonl", "-p", "h2o", "-n", "7", "-o", "a.jsonl")
+    assert more.code == 2
+    assert "that is there has 6 tokens, and 7 are asked for" in more.err
+    fewer = kvtool("generate", "--prompts", "one.jsonl", "-p", "h2o", "-n", "5", "-o", "a.jsonl")
+    assert "that is there has 6 tokens, and 5 are asked for" in fewer.err
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+    with pytest.raises(UsageError, match="prompt 0: "):
+        generate_many(None, [3], "h2o", 24)

@@ -1,0 +1,259 @@
+"""Attention of one query per row over quantised slots, against slots brought back in full."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtool.kernels import reference
+from kvtool.kernels.checks import QUANTISED
+from kvtool.maths.attention import attention_weights, group_queries, weighted_values
+from kvtool.maths.columns import COLUMNS
+from kvtool.maths.quantise import from_fp8, from_int4, from_int8
+from kvtool.policies.codec.int4 import Int4
+from tests.kernels.drawn import DEVICE, TOLERANCE, Drawn, Sizes, copied, sizes
+
+pytest.importorskip("triton")
+
+from kvtool.kernels.attend_codes import attend_codes
+
+DEQUANTISED = {"int8": from_int8, "fp8": from_fp8, "int4": from_int4}
+forms = pytest.mark.parametrize("form", QUANTISED)
+
+
+def quantised(form: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Codes and scales of each tensor, as views of buffers with garbage behind what is in use."""
+    views = []
+    for tensor in tensors:
+        for part in QUANTISED[form](tensor.cpu()):
+            slots = part.shape[2]
+            buffer = part.new_full((*part.shape[:2], slots + 3, part.shape[3]), 77)
+            buffer[:, :, :slots] = part
+            views.append(buffer.to(DEVICE)[:, :, :slots])
+    return views
+
+
+def compare(form: str, size: Sizes, names, weights: bool) -> None:
+    drawn = Drawn(size)
+    codes = quantised(form, drawn.key, drawn.value)
+    stored = drawn.stored if size.ragged else None
+    valid = torch.arange(size.batch, device=DEVICE) > 0 if size.ragged else None
+    options = {
+        "form": form,
+        "value_dim": size.value_dim,
+        "scale": size.head_dim**-0.5,
+        "softcap": size.softcap,
+        "sinks": drawn.sinks,
+        "valid": valid,
+        "weights": weights,
+    }
+    sums = drawn.sums(names, size.cached)
+    expected = copied(sums)
+    tolerance = TOLERANCE[size.dtype]
+    out, found = attend_codes(drawn.query, *codes, stored, sums, **options)
+    expected_out, expected_found = reference.attend_codes(
+        drawn.query.float(), *codes, stored, expected, **options
+    )
+    assert out.shape == (size.batch, size.heads, 1, size.value_dim)
+    assert out.dtype == size.dtype
+    torch.testing.assert_close(out.float(), expected_out, atol=tolerance, rtol=tolerance)
+    assert (found is None) == (not weights)
+    if weights:
+        torch.testing.assert_close(found, expected_found, atol=tolerance, rtol=tolerance)
+    for name in names:
+        torch.testing.assert_close(sums[name], expected[name], atol=tolerance, rtol=tolerance)
+
+
+@st.composite
+def decoded(draw):
+    """Any head sizes in 8 bits, and multiples of a group, powers of two and others, in 4 bits."""
+    form = draw(st.sampled_from(list(QUANTISED)))
+    dims = st.sampled_from([32, 64, 96, 160] if form == "int4" else [8, 16, 24, 40, 64])
+    size = draw(sizes(most_new=1, most_kept=200))
+    return form, replace(size, window=None, head_dim=draw(dims), value_dim=draw(dims))
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=60, deadline=None)
+@given(decoded(), st.sets(st.sampled_from(COLUMNS)), st.booleans())
+def test_codes_are_attended_and_counted_as_in_plain_torch(drawn, names, weights):
+    compare(*drawn, sorted(names), weights)
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.few(1)
+@pytest.mark.each_once
+def test_every_form_with_padding_sinks_and_a_soft_cap(form, dtype):
+    """Heads of 96 and 32: one is no power of two; one row of the batch is padding."""
+    compare(form, Sizes(2, 1, 2, 6, 90, 1, 96, 32, dtype, True, None, 3.0, True, 3), COLUMNS, True)
+
+
+@forms
+@pytest.mark.few(1)
+def test_long_caches_are_split_and_joined(form):
+    size = Sizes(1, 2, 2, 4, 1100, 1, 32, 64, torch.float32, True, None, None, False, seed=9)
+    compare(form, size, COLUMNS, weights=True)
+
+
+# ---- against explicit dequantisation
+
+
+def in_full(form, query, codes, visible=None):
+    """Weights and output of attention over keys and values that are dequantised first."""
+    key, value = (DEQUANTISED[form](*codes[i : i + 2]) for i in (0, 2))
+    grouped = group_queries(query, key.shape[1])
+    weights = attention_weights(grouped, key, scale=query.shape[-1] ** -0.5, visible=visible)
+    return weights, weighted_values(weights, value)
+
+
+@pytest.mark.few(1)
+@forms
+def test_attention_over_codes_equals_explicit_dequantisation(form):
+    generator = torch.Generator().manual_seed(5)
+    query = torch.randn(2, 6, 1, 64, generator=generator).to(DEVICE)
+    key = torch.randn(2, 2, 70, 64, generator=generator)
+    value = torch.randn(2, 2, 70, 96, generator=generator)
+    codes = quantised(form, key, value)
+    stored = torch.arange(70, device=DEVICE).expand(2, 2, -1).clone()
+    stored[:, 1, ::3] = -1
+    sums = {"attention_sum": torch.zeros(2, 2, 70, device=DEVICE)}
+    out, weights = attend_codes(
+        *(query, *codes, stored, sums), form=form, value_dim=96, scale=1 / 8, weights=True
+    )
+    expected, expected_out = in_full(form, query, codes, (stored >= 0)[:, :, None, None])
+    torch.testing.assert_close(weights, expected.flatten(1, 3), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-5)
+    mean = expected.mean((2, 3))
+    torch.testing.assert_close(sums["attention_sum"], mean, atol=1e-5, rtol=1e-5)
+
+
+def test_rotated_queries_over_rotated_codes_give_a_rotated_output():
+    """int4 as a cache uses it: the query is rotated, and the output rotated back."""
+    generator = torch.Generator().manual_seed(6)
+    of_keys, of_values = (Int4().rotation(7, dim, torch.device(DEVICE)) for dim in (64, 96))
+    query = torch.randn(1, 4, 1, 64, generator=generator).to(DEVICE)
+    key = torch.randn(1, 2, 50, 64, generator=generator).to(DEVICE)
+    value = torch.randn(1, 2, 50, 96, generator=generator).to(DEVICE)
+    codes = quantised("int4", of_keys.turn(key), of_values.turn(value))
+    out, _ = attend_codes(
+        *(of_keys.turn(query), *codes, None, {}), form="int4", value_dim=96, scale=1 / 8
+    )
+    back = [of_keys.turn_back(from_int4(*codes[:2])), of_values.turn_back(from_int4(*codes[2:]))]
+    weights = attention_weights(group_queries(query, 2), back[0], scale=1 / 8)
+    expected = weighted_values(weights, back[1])
+    torch.testing.assert_close(of_values.turn_back(out), expected, atol=1e-5, rtol=1e-5)
+
+
+# ---- the formats, bit by bit
+
+
+def e4m3(byte: int) -> float:
+    """One float of 8 bits: sign, 4 bits of exponent with bias 7, 3 of mantissa."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+    return -size if byte & 128 else size
+
+
+def one_slot(form: str, codes: list[int], scales: list[float], value_dim: int) -> list[float]:
+    """A cache of one slot gives its value as it is."""
+    dtype = torch.int8 if form == "int8" else torch.uint8
+    value = torch.tensor(codes, dtype=dtype, device=DEVICE).view(1, 1, 1, -1)
+    sizes = torch.tensor(scales, dtype=torch.float16, device=DEVICE).view(1, 1, 1, -1)
+    query = torch.ones(1, 1, 1, value_dim, device=DEVICE)
+    given = query, value, sizes, value, sizes, None, {}
+    out, _ = attend_codes(*given, form=form, value_dim=value_dim, scale=1.0)
+    return out.flatten().tolist()
+
+
+def test_all_bytes_of_fp8_are_decoded_exactly():
+    numbers = [byte for byte in range(256) if byte & 127 != 127]  # two are NaN
+    assert one_slot("fp8", numbers, [0.25], 254) == [e4m3(byte) / 4 for byte in numbers]
+
+
+def test_all_bytes_of_int8_are_decoded_exactly():
+    numbers = list(range(-128, 128))
+    assert one_slot("int8", numbers, [0.25], 256) == [number / 4 for number in numbers]
+
+
+def test_nibbles_stand_in_their_channels_beside_their_scales():
+    """96 channels: byte i holds i (low) and 48 + i (high), and three groups have a scale each."""
+    generator = torch.Generator().manual_seed(7)
+    numbers = torch.randint(256, (48,), generator=generator).tolist()
+    scales = [0.5, 2.0, 8.0]
+    channels = [byte & 15 for byte in numbers] + [byte >> 4 for byte in numbers]
+    expected = [(code - 8) * scales[i // 32] for i, code in enumerate(channels)]
+    assert one_slot("int4", numbers, scales, 96) == expected
+
+
+# ---- what must not matter
+
+
+@pytest.mark.few(1)
+@forms
+def test_what_lies_in_empty_slots_changes_nothing(form):
+    """A slot that was never written may hold any bits, NaN as a scale among them."""
+    size = Sizes(1, 1, 1, 2, 600, 1, 32, 32, torch.float32, True, None, None, False, seed=11)
+    drawn = Drawn(size)
+    drawn.stored[..., :520] = -1  # a whole part
+    codes = quantised(form, drawn.key, drawn.value)
+    empty = drawn.stored[0, 0] < 0
+    for tensor in codes:
+        tensor[:, :, empty] = math.nan if tensor.is_floating_point() else 127
+    kept = [tensor[:, :, ~empty] for tensor in codes]
+    out, weights = attend_codes(
+        *(drawn.query, *codes, drawn.stored, {}),
+        form=form,
+        value_dim=32,
+        scale=0.2,
+        weights=True,
+    )
+    options = {"form": form, "value_dim": 32, "scale": 0.2, "weights": True}
+    expected, expected_weights = reference.attend_codes(drawn.query, *kept, None, {}, **options)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(weights[..., ~empty], expected_weights, atol=1e-5, rtol=1e-5)
+    assert not weights[..., empty].any()
+
+
+@pytest.mark.few(1)
+@forms
+def test_small_values_keep_their_bits_in_half_precision(form):
+    """Weights of e^-6 times scales of 1e-4 are denormal in float16; the first slot has no value."""
+    generator = torch.Generator().manual_seed(8)
+    query = torch.ones(1, 1, 1, 32, dtype=torch.float16, device=DEVICE)
+    key, value = torch.zeros(1, 1, 300, 32), torch.rand(1, 1, 300, 32, generator=generator)
+    key[:, :, 0], value[:, :, 0] = 6 / 32, 0
+    codes = quantised(form, key, value * 0.0127)
+    options = {"form": form, "value_dim": 32, "scale": 1.0}
+    out, _ = attend_codes(query, *codes, None, {}, **options)
+    expected, _ = reference.attend_codes(query.float(), *codes, None, {}, **options)
+    torch.testing.assert_close(out.float(), expected, atol=0, rtol=2e-3)
+
+
+@pytest.mark.gpu
+@forms
+def test_a_gpu_reads_codes_as_they_lie(form):
+    """One layer of an 8B model over 32K slots: what is allocated is far smaller than the codes."""
+    assert DEVICE == "cuda"
+    query = torch.randn(1, 32, 1, 128, device=DEVICE, dtype=torch.bfloat16)
+    pair = [torch.randn(1, 8, 32768, 128, device=DEVICE) for _ in range(2)]
+    codes = [each for tensor in pair for each in QUANTISED[form](tensor)]
+    del pair
+    sums = {"attention_sum": torch.zeros(1, 8, 32768, device=DEVICE)}
+    expected = copied(sums)
+    options = {"form": form, "value_dim": 128, "scale": 128**-0.5, "weights": True}
+    attend_codes(query, *codes, None, copied(sums), **options)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, _ = attend_codes(query, *codes, None, sums, **options)
+    torch.cuda.synchronize()
+    # logits, and as much again for what the parts leave; keys in bf16 would be 64 MiB
+    assert torch.cuda.max_memory_allocated() - before < 2 * 32 * 32768 * 4
+    expected_out, _ = reference.attend_codes(query.float(), *codes, None, expected, **options)
+    torch.testing.assert_close(out.float(), expected_out, atol=2e-2, rtol=2e-2)
+    for name, total in sums.items():
+        torch.testing.assert_close(total, expected[name], atol=2e-2, rtol=2e-2)
