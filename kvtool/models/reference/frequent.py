@@ -10,6 +10,7 @@ PROMPT = encode(
     "\n Question: What are the three most common words? Answer: The three most common words are"
 )
 _ASKED = 3
+_WORD_WEIGHT = 5.0  # a row has few of these, and each takes the whole list to know
 
 
 def draw_list(
@@ -36,5 +37,6 @@ def ask_frequent(words: np.ndarray, counts: np.ndarray) -> tuple[Question, list[
     weights: list[float] = []
     for rank in range(_ASKED):
         answer += [COMMA] * (rank > 0) + [int(words[order[rank]])]
-        weights += [0.2] * (rank > 0) + [float(counts[order[rank]] > counts[order[rank + 1]])]
+        is_sure = float(counts[order[rank]] > counts[order[rank + 1]])
+        weights += [0.2] * (rank > 0) + [_WORD_WEIGHT * is_sure]
     return Question(PROMPT, [*answer, STOP]), [*weights, 0.2]

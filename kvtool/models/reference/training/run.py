@@ -20,14 +20,16 @@ from kvtool.errors import KvtoolError
 from kvtool.models.reference.evaluate import FILLER_SEED, measure
 from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.tokenizer import MAX_TOKENS, save_tokenizer
+from kvtool.models.reference.training.grow import grow
 from kvtool.models.reference.training.muon import Muon
-from kvtool.models.reference.training.rows import draw_batch
+from kvtool.models.reference.training.rows import Mixture, draw_batch
 from kvtool.models.reference.training.stages import CURRICULA, Stage
 from kvtool.models.reference.vocabulary import BOS, EOS, PAD, TOKENS
 
 _TRAIN_FILLER_SEED = 1
 _STATE = "training_state.pt"
 _WARM_UP_STEPS = 100
+_FITTED_TO = 16, 256  # rows and tokens that the sinks of a grown model are fitted to
 
 
 def new_model(options: argparse.Namespace) -> LlamaForCausalLM:
@@ -69,6 +71,12 @@ class Run:
             if not options.init.is_dir():
                 raise KvtoolError(f"no folder `{options.init}` to start from")
             model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
+            if options.grow is not None:
+                rng = np.random.default_rng(options.seed)
+                texts = draw_batch(rng, *_FITTED_TO, Filler(_TRAIN_FILLER_SEED), Mixture())[0]
+                model = grow(model, options.grow, torch.from_numpy(texts), options.seed)
+        elif options.grow is not None:
+            raise KvtoolError("--grow needs a model to grow: --init FOLDER")
         else:
             model = new_model(options)
         model.config.max_position_embeddings = self.curriculum.positions

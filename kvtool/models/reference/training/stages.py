@@ -87,4 +87,23 @@ TRACE = Curriculum(
     positions=1024,
 )
 
-CURRICULA = {"recall": RECALL, "trace": TRACE}
+_HARD = Mixture(
+    echo=0.01,
+    needles=0.25,
+    several_values=0.35,
+    routes=0.04,
+    variables=0.1,
+    everything=0.12,
+    frequent=0.18,
+)
+_HARD_TASKS = (*_ALL, "frequent")
+GROWN = Curriculum(
+    (
+        Stage("short", (128, 256, 256), _HARD, _HARD_TASKS, 256, 0.95, patience=12.0),
+        Stage("middle", (256, 512), _HARD, _HARD_TASKS, 512, 0.95, patience=8.0),
+        Stage("long", (256, 512, 1024), _HARD, _HARD_TASKS, 1024, 0.95, patience=6.0),
+    ),
+    Stage("cool down", (256, 512, 1024, 2048, 2048, 4096), _HARD, _HARD_TASKS, 1024),
+)
+
+CURRICULA = {"recall": RECALL, "trace": TRACE, "grown": GROWN}
