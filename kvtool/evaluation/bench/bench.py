@@ -21,6 +21,7 @@ from kvtool.evaluation.samples.sample import Json
 from kvtool.generation import Generation, compress, generate, token_logprobs
 from kvtool.model_shape import trained_length
 from kvtool.models.chat import continued_ids
+from kvtool.policies.draws import drawn_for
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Bench:
         variant: the policy, its budget and how prompts are read.
         protocol: how prompts are put.
         shared: what the variants share about the running sample, such as the full cache's answer.
+        draws: what tells the running sample from others, for policies that draw; None: they draw
+            as the policy says.
         meter: what the running sample has cost so far.
     """
 
@@ -55,9 +58,14 @@ class Bench:
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.variant, self.protocol = variant, protocol
         self.shared: dict[str, Any] = {} if shared is None else shared
+        self.draws: str | None = None
         self._warm: tuple[Any, ...] | None = None
         self._contexts: dict[tuple[int, ...], tuple[KVCache, Tensor]] = {}
         self.restart_meter()
+
+    def draw_for(self, text: str | None) -> None:
+        """Let policies that draw do so for one text from now on; None: as the policy says."""
+        self.draws = text
 
     def restart_meter(self) -> None:
         """Forget what has been counted so far."""
@@ -112,9 +120,10 @@ class Bench:
         """Return an empty cache of this variant."""
         variant = self.variant
         budget = variant.budget if variant.plan is None else None
-        return build_cache(
-            self.model, variant.policy, budget, prefill=variant.prefill, plan=variant.plan
-        )
+        policy = variant.policy
+        if self.draws is not None:
+            policy = drawn_for(policy, self.draws)
+        return build_cache(self.model, policy, budget, prefill=variant.prefill, plan=variant.plan)
 
     def full_cache(self) -> KVCache:
         """Return an empty cache that keeps everything."""
