@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from kvtool.documents.budget_choice import BudgetChoice, BudgetMapping, budgets_of
+from kvtool.documents.claim import Claim
 from kvtool.documents.document import Document, TokenCount
 from kvtool.documents.policy_choice import PolicyChoice
 from kvtool.documents.shapes import BY_SHAPE, MAPPING, MOST, SHORT, RecipeSection, counted, listed
@@ -199,6 +200,7 @@ class Recipe(Document):
     eval: Evaluation = Field(default_factory=Evaluation)
     gates: Annotated[list[Gate], Field(max_length=MOST)] = Field(default_factory=list)
     output: Output = Field(default_factory=Output)
+    claim: Claim | None = None
     seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)] = 0
 
     def policies(self) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtool.documents.claim import Claim
 from kvtool.documents.flags import Flags
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.problems import Problem
@@ -16,6 +17,7 @@ from kvtool.documents.source import Source
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.variants import BASELINE, Variant, make_variants
+from kvtool.evaluation.claims import check_claim
 from kvtool.evaluation.run.gates import Gate, check_gates
 from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
 from kvtool.evaluation.tasks.task import Task
@@ -93,19 +95,43 @@ def read_comparison(
         Gate(gate.task, least=gate.min, max_drop=gate.max_drop) for gate in recipe.gates
     ]
     check_gates(all_gates, [(task.name, task.best, task.lower_is_better) for task in chosen])
+    claim = _claim(recipe, [str(variant.policy) for variant in variants], budgets)
     if any(gate.max_drop is not None for gate in all_gates) and not _has_baseline(variants):
         raise UsageError(
             "a largest drop is one from the full cache, which this run leaves out",
             hint="--baseline, or --fail-under TASK=V in place of --max-drop",
         )
     return Comparison(
-        recipe=_lock(recipe, chosen, policies.value(), budgets, plan),
+        recipe=_lock(recipe, chosen, policies.value(), budgets, plan).model_copy(
+            update={"claim": claim}
+        ),
         tasks=chosen,
         variants=variants,
         protocol=_protocol(recipe),
         gates=all_gates,
         left_out=left_out,
     )
+
+
+def _claim(recipe: Recipe, policies: list[str], budgets: list[Budget]) -> Claim | None:
+    """Return the recipe's claim with policies and budgets spelled as in tables."""
+    if recipe.claim is None:
+        return None
+    from kvtool.policies.grammar import parse_policy
+
+    pairs = [
+        pair.model_copy(
+            update={
+                "arm": str(parse_policy(pair.arm)),
+                "than": str(parse_policy(pair.than)),
+                "budgets": [str(Budget.parse(budget)) for budget in pair.budgets],
+            }
+        )
+        for pair in recipe.claim.pairs
+    ]
+    claim = recipe.claim.model_copy(update={"pairs": pairs})
+    check_claim(claim, list(dict.fromkeys(policies)), [str(budget) for budget in budgets])
+    return claim
 
 
 def _has_baseline(variants: list[Variant]) -> bool:

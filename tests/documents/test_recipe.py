@@ -562,7 +562,7 @@ def test_a_recipe_we_ship_is_valid_and_says_how_to_run_it(path):
     assert read.eval.tasks
     text = path.read_text()
     assert text.startswith("#")
-    assert f"kvtool eval recipes/{path.name}" in text
+    assert f"kvtool eval recipes/{path.relative_to(RECIPES)}" in text
     assert "\n# Time and memory: " in text
     assert read.name == path.stem
 

@@ -1,0 +1,84 @@
+"""A claim about policies that a run can bear out or not, and what the run says of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeFloat, PositiveInt
+
+from kvtool.documents.document import Section
+from kvtool.documents.shapes import MOST, RecipeSection, listed
+
+
+class ClaimedPair(RecipeSection):
+    """One policy that is said to score above another at the same budgets.
+
+    With a `margin` (percent of the other's score) it is said to stay at most so far below.
+    `budgets` are those of the run that count, all where it is empty. A `control` is no part of the
+    claim: it has to hold for the run to say anything.
+    """
+
+    arm: Annotated[str, Field(min_length=1)]
+    than: Annotated[str, Field(min_length=1)]
+    margin: Annotated[NonNegativeFloat, Field(le=100)] | None = None
+    budgets: Annotated[list[int | str], Field(max_length=MOST), BeforeValidator(listed)] = Field(
+        default_factory=list
+    )
+    control: bool = False
+
+
+class Claim(RecipeSection):
+    """What is said, by whom, and which comparisons it comes to.
+
+    `paper` is the number of those who say it, `others` what third parties measured.
+    """
+
+    says: Annotated[str, Field(min_length=1)]
+    paper: str | None = None
+    others: str | None = None
+    pairs: Annotated[list[ClaimedPair], Field(min_length=1, max_length=MOST)]
+
+
+class ClaimRow(Section):
+    """One pair on one task: the mean difference over its budgets, sample by sample.
+
+    `than_value` is the other's score; `low` and `high` are the ends of the 95 % interval of
+    `difference`, None where there is none.
+    """
+
+    arm: str
+    than: str
+    task: str
+    budgets: list[str]
+    margin: float | None
+    n: PositiveInt
+    than_value: FiniteFloat
+    difference: FiniteFloat
+    low: FiniteFloat | None
+    high: FiniteFloat | None
+    lower_is_better: bool
+    best: float | None
+    deciding: PositiveInt | None
+    control: bool
+    verdict: Literal["holds", "fails", "undecided"]
+
+
+class ClaimVerdict(Section):
+    """What a run says of a claim, controls left out.
+
+    `holds`: in one comparison or more, and it fails in none; `fails`: the other way round; `holds
+    in part`: some of each; `undecided`: neither anywhere.
+    """
+
+    verdict: Literal["holds", "fails", "holds in part", "undecided"]
+    rows: list[ClaimRow]
+
+    @property
+    def compared(self) -> list[ClaimRow]:
+        """Return the comparisons that the claim is about."""
+        return [row for row in self.rows if not row.control]
+
+    @property
+    def controls(self) -> list[ClaimRow]:
+        """Return the comparisons that have to hold for the others to say anything."""
+        return [row for row in self.rows if row.control]

@@ -1,0 +1,142 @@
+"""What a run says of a claim, from its document of results alone.
+
+Each pair of policies is compared once on each task: a sample's score is its mean over the budgets
+that count, so that all budgets give one interval. A pair holds where the whole interval lies above
+0 (above the margin's end, where there is one), fails where it lies below, and is undecided between.
+Intervals are not widened for the number of comparisons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from kvtool.documents.claim import Claim, ClaimedPair, ClaimRow, ClaimVerdict
+from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
+from kvtool.errors import UsageError
+from kvtool.evaluation.differences import parts_of
+from kvtool.evaluation.metrics.summary import LINKS, Part
+from kvtool.evaluation.paired import Estimate, difference, mean_of
+
+Verdict = Literal["holds", "fails", "undecided"]
+
+
+def check_claim(claim: Claim, policies: Sequence[str], budgets: Sequence[str]) -> None:
+    """Refuse a claim about what the run does not compare.
+
+    Args:
+        policies, budgets: of the run, as tables spell them.
+
+    Raises:
+        UsageError: a pair names another policy or budget.
+    """
+    for i, pair in enumerate(claim.pairs):
+        for key, policy in (("arm", pair.arm), ("than", pair.than)):
+            if policy not in policies:
+                raise UsageError(
+                    f"claim.pairs.{i}.{key}: `{policy}` is not compared; the policies are "
+                    f"{', '.join(policies)}",
+                    hint="--unset claim",
+                )
+        for budget in pair.budgets:
+            if str(budget) not in budgets:
+                raise UsageError(
+                    f"claim.pairs.{i}.budgets: `{budget}` is none of {', '.join(budgets)}",
+                    hint="--unset claim",
+                )
+
+
+def judge_claim(claim: Claim, document: ResultsDocument) -> ClaimVerdict | None:
+    """Hold a claim against a run; None where none of its pairs was measured."""
+    tasks = dict.fromkeys(result.task for result in document.results)
+    found = [_row(pair, task, document) for pair in claim.pairs for task in tasks]
+    rows = [row for row in found if row is not None]
+    some = {row.verdict for row in rows if not row.control}
+    if not some:
+        return None
+    if {"holds", "fails"} <= some:
+        return ClaimVerdict(verdict="holds in part", rows=rows)
+    one = next((each for each in ("holds", "fails") if each in some), "undecided")
+    return ClaimVerdict(verdict=one, rows=rows)  # type: ignore[arg-type]  # one of the literals
+
+
+def _row(pair: ClaimedPair, task: str, document: ResultsDocument) -> ClaimRow | None:
+    """Compare a pair on a task; None where either has no score of its samples."""
+    wanted = [str(budget) for budget in pair.budgets]
+    together = [
+        (ours, theirs, budget)
+        for budget in dict.fromkeys(str(arm.budget) for arm in document.arms if arm.budget)
+        if not wanted or budget in wanted
+        if (ours := _result(document, pair.arm, budget, task)) is not None
+        and (theirs := _result(document, pair.than, budget, task)) is not None
+        and ours.fed_like(theirs)
+    ]
+    if not together:
+        return None
+    some, theirs = together[0][0], together[0][1]
+    mine_of, theirs_of = (
+        _summed([each[0] for each in together]),
+        _summed([each[1] for each in together]),
+    )
+    both = zip(mine_of, theirs_of, strict=True)
+    pairs = [(mine, other) for mine, other in both if mine is not None and other is not None]
+    if not pairs or theirs.scores is None:
+        return None
+    mine, others = zip(*pairs, strict=True)
+    link = LINKS[theirs.scores.link]
+    found, value = difference(mine, others, link), link(mean_of(others))
+    if not (math.isfinite(found.value) and math.isfinite(value)):
+        return None
+    margin = 0.0 if pair.margin is None else abs(value) * pair.margin / 100
+    return ClaimRow(
+        arm=pair.arm,
+        than=pair.than,
+        task=task,
+        budgets=[each[2] for each in together],
+        margin=pair.margin,
+        n=len(pairs),
+        than_value=value,
+        difference=found.value,
+        low=found.low,
+        high=found.high,
+        lower_is_better=some.lower_is_better,
+        best=some.best,
+        deciding=found.deciding(len(pairs)) if pair.margin is None else None,
+        control=pair.control,
+        verdict=_verdict(found, -margin, flipped=some.lower_is_better),
+    )
+
+
+def _verdict(found: Estimate, least: float, *, flipped: bool) -> Verdict:
+    """Say whether an interval lies above `least`, below it, or on both sides."""
+    if found.low is None or found.high is None:
+        return "undecided"
+    low, high = (-found.high, -found.low) if flipped else (found.low, found.high)
+    if low > least:
+        return "holds"
+    return "fails" if high < least else "undecided"
+
+
+def _result(document: ResultsDocument, policy: str, budget: str, task: str) -> TaskResult | None:
+    """Return the result of a policy at a budget, or without one where it takes none."""
+
+    def is_it(arm: ArmEntry) -> bool:
+        return arm.policy == policy and (arm.budget is None or str(arm.budget) == budget)
+
+    arm = next(filter(is_it, document.arms), None)
+    result = None if arm is None else document.of(arm.name, task)
+    return result if result is not None and result.scores is not None else None
+
+
+def _summed(results: Sequence[TaskResult]) -> list[Part | None]:
+    """Add up what each sample gives over several results; None where one lacks it."""
+    columns = [parts_of(result.scores) for result in results if result.scores is not None]
+    return [_sum(parts) for parts in zip(*columns, strict=True)]
+
+
+def _sum(parts: Sequence[Part | None]) -> Part | None:
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return math.fsum(part[0] for part in known), math.fsum(part[1] for part in known)

@@ -1,0 +1,89 @@
+"""Write the page of claims, README.md beside this file, from the results that lie here.
+
+    python recipes/claims/page.py [FOLDER]
+
+FOLDER holds the `results.json` of each run as NAME.json; by default `results`. Verdicts are derived
+anew from the scores of the samples. Its `why.json` may give reasons, by the name of the run.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from kvtool.documents.claim import ClaimVerdict
+from kvtool.evaluation.claims import judge_claim
+from kvtool.evaluation.run.index import read_results_file
+from kvtool.report import digits
+from kvtool.report.claims import claim_in_words, says
+
+HERE = Path(__file__).parent
+HEAD = """# Claims
+
+What papers say of their policies, held against the
+[bundled model](../../kvtool/models/README.md#the-bundled-model): a row for each claim and for each
+time at which the question may come. Verdicts follow from paired 95 % intervals (bootstrap over
+samples, the same samples in all arms). A comparison is one pair of policies on one task, each
+sample's score averaged over the budgets. *Holds*: the interval lies above 0 in one comparison or
+more, and below it in none; *fails*: the other way round; *holds in part*: some of each;
+*undecided*: neither anywhere, with this many samples. Intervals are not widened for the number of
+comparisons. A small model that was trained on such tasks is no 8B model: what fails here may hold
+there, so each command takes `-m MODEL`, and each row says what others have measured.
+
+`python recipes/claims/page.py` writes this page from [`results`](results), which holds the
+`results.json` of each run.
+
+"""
+COLUMNS = ("claim", "question", "verdict", "the paper", "measured by others", "command")
+OF_PAIRS = ("arm", "than", "task", "budgets", "of", "difference", "95 % interval", "n", "says")
+
+
+def page(folder: Path) -> str:
+    """Return the page as text, from the results of a folder."""
+    reasons = folder / "why.json"
+    why = json.loads(reasons.read_text()) if reasons.is_file() else {}
+    rows, parts = [], []
+    for recipe in sorted(HERE.glob("*.yaml"), key=lambda path: path.stem):
+        file = folder / f"{recipe.stem}.json"
+        command = f"`kvtool eval recipes/claims/{recipe.name} -o runs/claims/{recipe.stem}`"
+        if not file.is_file():
+            rows.append([recipe.stem, "", "not run", "", "", command])
+            continue
+        run = read_results_file(file)
+        assert run.claim is not None, f"{file} holds no claim"
+        found = judge_claim(run.claim, run)
+        told = "nothing of it was measured" if found is None else claim_in_words(found)
+        modes = dict.fromkeys(result.question for result in run.results)
+        said = [run.claim.paper or "", run.claim.others or ""]
+        rows.append([f"[{run.claim.says}](#{recipe.stem})", ", ".join(modes), told, *said, command])
+        parts.append(f"## {recipe.stem}\n\n{run.claim.says}: {told}.\n")
+        if recipe.stem in why:
+            parts.append(f"Why: {why[recipe.stem].strip()}\n")
+        if found is not None:
+            parts.append(_table(OF_PAIRS, _pairs(found)))
+    return HEAD + "\n".join([_table(COLUMNS, rows), *parts])
+
+
+def _pairs(found: ClaimVerdict) -> list[list[str]]:
+    return [
+        [
+            f"`{row.arm}`",
+            f"`{row.than}`",
+            row.task,
+            ", ".join(row.budgets),
+            digits.score(row.than_value, row.best),
+            digits.signed(row.difference, row.best),
+            digits.interval(row.low, row.high, row.best) or digits.MISSING,
+            str(row.n),
+            says(row),
+        ]
+        for row in found.rows
+    ]
+
+
+def _table(columns: tuple[str, ...], rows: list[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+if __name__ == "__main__":
+    (HERE / "README.md").write_text(page(Path(sys.argv[1]) if sys.argv[1:] else HERE / "results"))

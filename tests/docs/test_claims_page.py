@@ -1,0 +1,70 @@
+"""The page of claims follows from the results beside it, and a verdict from its scores."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+import kvtool
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "claims"
+SPEC = importlib.util.spec_from_file_location("claims_page", FOLDER / "page.py")
+PAGE = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(PAGE)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A run of one of the claims in small."""
+    run = kvtool.evaluate(
+        FOLDER / "order.yaml",
+        folder=tmp_path_factory.mktemp("claims") / "order",
+        policies=["roco", "h2o", "scissorhands", "tova", "streaming", "random"],
+        lengths="128",
+        samples=6,
+    )
+    return json.loads(run.to_json())
+
+
+def written(data, folder):
+    folder.mkdir(exist_ok=True)
+    (folder / "order.json").write_text(json.dumps(data))
+    return PAGE.page(folder)
+
+
+def test_the_page_that_stands_is_the_one_that_the_results_give():
+    assert (FOLDER / "README.md").read_text() == PAGE.page(FOLDER / "results")
+
+
+def test_every_claim_has_a_row_with_its_command(results, tmp_path):
+    text = written(results, tmp_path)
+    recipes = sorted(FOLDER.glob("*.yaml"))
+    for recipe in recipes:
+        assert f"`kvtool eval recipes/claims/{recipe.name} -o runs/claims/{recipe.stem}`" in text
+    assert text.count("| not run |") == len(recipes) - 1
+    assert "| `roco` | `h2o` | fidelity | 50% |" in text
+
+
+def test_a_verdict_changes_when_its_results_are_edited(results, tmp_path):
+    def verdicts(better, worse):
+        data = json.loads(json.dumps(results))
+        for result in data["results"]:
+            if result["arm"] in (better, worse):
+                value = 1.0 if result["arm"] == better else 0.0
+                n = len(result["scores"]["sums"])
+                result["scores"] = {"sums": [value] * n, "weights": None, "link": "mean"}
+        text = written(data, tmp_path)
+        [row] = [line for line in text.splitlines() if line.startswith("| `roco` | `h2o` |")]
+        return row.split(" | ")[-1].strip(" |")
+
+    assert verdicts("roco@50%", "h2o@50%") == "holds"
+    assert verdicts("h2o@50%", "roco@50%") == "fails"
+
+
+def test_a_reason_stands_below_its_claim(results, tmp_path):
+    written(results, tmp_path)
+    (tmp_path / "why.json").write_text(
+        json.dumps({"order": "The last query attends to one code in ten."})
+    )
+    assert "\nWhy: The last query attends to one code in ten.\n" in PAGE.page(tmp_path)

@@ -1,0 +1,136 @@
+"""A claim against a run: which comparisons count, where their intervals lie."""
+
+import pytest
+
+from kvtool.documents.claim import Claim
+from kvtool.documents.differences import SampleScores
+from kvtool.errors import UsageError
+from kvtool.evaluation.claims import check_claim, judge_claim
+from kvtool.report.claims import claim_in_words, claim_lines, claim_table
+from tests.report.examples import arms, document, result
+
+POLICIES = ["h2o", "h2o+caote", "tova"]
+ARMS = arms(POLICIES, [64, 128])
+GOOD, BAD, MIXED = [1.0] * 30, [0.0] * 30, [1.0, 0.0] * 15
+
+
+def claim(*pairs, **changes):
+    return Claim(says="more is more", pairs=[{"arm": a, "than": b, **changes} for a, b in pairs])
+
+
+def run(answers, task="niah", **changes):
+    """Results by policy: the scores of samples at 64 and at 128 tokens."""
+    found = []
+    for arm in ARMS:
+        if arm.policy in answers and arm.budget is not None:
+            sums = answers[arm.policy][[64, 128].index(int(arm.budget))]
+            known = [each for each in sums if each is not None]
+            scores = SampleScores(sums=sums)
+            found.append(result(arm, task, sum(known) / len(known), None, scores=scores, **changes))
+    return document(("niah",), dict.fromkeys(POLICIES, 1), (64, 128)).model_copy(
+        update={"arms": ARMS, "results": found}
+    )
+
+
+def judged(answers, *pairs, task="niah", fields=None, **changes):
+    return judge_claim(claim(*pairs, **changes), run(answers, task, **(fields or {})))
+
+
+def test_all_budgets_of_a_pair_give_one_interval_over_samples():
+    """Of 30 samples each is worth 1 and 0.5 at the two budgets, against 0 and 0.5: 0.5 above."""
+    answers = {"h2o": (BAD, MIXED), "h2o+caote": (GOOD, MIXED)}
+    found = judged(answers, ("h2o+caote", "h2o"))
+    [row] = found.rows
+    assert (row.n, row.difference, row.budgets, row.than_value) == (30, 0.5, ["64", "128"], 0.25)
+    assert (row.low, row.high) == pytest.approx((0.5, 0.5))
+    assert found.verdict == "holds"
+    assert judged(answers, ("h2o", "h2o+caote")).verdict == "fails"
+
+
+def test_only_the_budgets_that_are_named_count():
+    answers = {"h2o": (BAD, GOOD), "h2o+caote": (GOOD, BAD)}
+    for budget, verdict in ((64, "holds"), (128, "fails")):
+        found = judged(answers, ("h2o+caote", "h2o"), budgets=[budget])
+        assert (found.verdict, found.rows[0].budgets) == (verdict, [str(budget)])
+    assert judged(answers, ("h2o+caote", "h2o")).verdict == "undecided"
+
+
+def test_some_of_each_is_in_part_and_noise_is_undecided():
+    answers = {"h2o": (MIXED, MIXED), "h2o+caote": (GOOD, GOOD), "tova": (BAD, BAD)}
+    up, down = ("h2o+caote", "h2o"), ("tova", "h2o")
+    assert judged(answers, up, down).verdict == "holds in part"
+    noise = {"h2o": (MIXED, MIXED), "tova": ([*MIXED[1:], 1.0], MIXED)}
+    found = judged(noise, down)
+    assert (found.verdict, found.rows[0].verdict) == ("undecided", "undecided")
+    assert "undecided at this n (undecided in 1 of 1; n=30)" in claim_in_words(found)
+
+
+def test_less_is_more_where_less_is_better():
+    answers = {"h2o": (GOOD, GOOD), "h2o+caote": (BAD, BAD)}
+    fields = {"lower_is_better": True}
+    assert judged(answers, ("h2o+caote", "h2o"), fields=fields).verdict == "holds"
+    assert judged(answers, ("h2o", "h2o+caote"), fields=fields).verdict == "fails"
+
+
+def test_a_margin_is_percent_of_the_other_score():
+    """One of 30 wrong: 3.3 % below, surely no more than 20 %, surely more than nothing never."""
+    answers = {"h2o": (GOOD, GOOD), "tova": ([0.0, *GOOD[1:]], [0.0, *GOOD[1:]])}
+    assert judged(answers, ("tova", "h2o"), margin=20.0).verdict == "holds"
+    assert judged(answers, ("tova", "h2o"), margin=5.0).verdict == "undecided"
+    bad = {"h2o": (GOOD, GOOD), "tova": (BAD, BAD)}
+    assert judged(bad, ("tova", "h2o"), margin=20.0).verdict == "fails"
+
+
+def test_controls_do_not_count_but_are_told():
+    answers = {"h2o": (MIXED, MIXED), "h2o+caote": (GOOD, GOOD), "tova": (MIXED, MIXED)}
+    wanted = Claim(
+        says="more is more",
+        pairs=[
+            {"arm": "h2o+caote", "than": "h2o"},
+            {"arm": "h2o", "than": "tova", "control": True},
+        ],
+    )
+    found = judge_claim(wanted, run(answers))
+    assert found.verdict == "holds"
+    assert claim_in_words(found) == "holds (holds in 1 of 1; n=30; 1 of 1 controls do not hold)"
+    only = wanted.model_copy(update={"pairs": wanted.pairs[1:]})
+    assert judge_claim(only, run(answers)) is None
+
+
+def test_samples_that_one_budget_lacks_are_left_out():
+    answers = {"h2o": ([None, *BAD[1:]], BAD), "h2o+caote": (GOOD, [*GOOD[:-1], None])}
+    [row] = judged(answers, ("h2o+caote", "h2o")).rows
+    assert (row.n, row.difference) == (28, 1.0)
+
+
+def test_a_run_without_either_policy_says_nothing():
+    assert judged({"h2o": (GOOD, GOOD)}, ("tova", "h2o")) is None
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [
+        ({"arm": "roco", "than": "h2o"}, "claim.pairs.0.arm: `roco` is not compared"),
+        ({"arm": "h2o", "than": "roco"}, "claim.pairs.0.than: `roco` is not compared"),
+        ({"arm": "h2o", "than": "tova", "budgets": [96]}, "`96` is none of 64, 128"),
+    ],
+)
+def test_claims_about_what_is_not_compared_are_refused(pair, said):
+    with pytest.raises(UsageError, match=said):
+        check_claim(Claim(says="x", pairs=[pair]), POLICIES, ["64", "128"])
+
+
+def test_words_and_table_tell_every_comparison():
+    answers = {"h2o": (BAD, BAD), "h2o+caote": (GOOD, GOOD)}
+    told = run(answers)
+    wanted = claim(("h2o+caote", "h2o"))
+    told = told.model_copy(update={"claim": wanted, "claim_verdict": judge_claim(wanted, told)})
+    assert claim_lines(told) == [
+        "claim: more is more: holds (holds in 1 of 1; n=30)",
+        "  niah: h2o+caote - h2o +1.000 [+1.000, +1.000] at 64, 128: holds",
+    ]
+    [row] = claim_table(told.claim_verdict).rows
+    assert [cell.text for cell in row.cells] == [
+        *("h2o", "niah", "64, 128", "0.000", "+1.000", "[+1.000, +1.000]", "30", "holds"),
+    ]
+    assert claim_lines(told.model_copy(update={"claim": None})) == []
