@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
+from kvtool.documents.json_writer import dump_json
 from kvtool.documents.shown import Shown
 from kvtool.documents.yaml_writer import dump_yaml
 from kvtool.sizes import MOST_BYTES, MOST_TOKENS
@@ -64,7 +64,7 @@ class Document(Section):
 
     def to_json(self) -> str:
         """Return the document as JSON, ending in a newline."""
-        return json.dumps(self.to_data(), indent=2, ensure_ascii=False) + "\n"
+        return dump_json(self.to_data()) + "\n"
 
     def to_yaml(self) -> str:
         """Return the document as YAML, in the same order, with units as comments."""

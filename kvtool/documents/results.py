@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
+from kvtool.documents.claim import Claim, ClaimVerdict
+from kvtool.documents.differences import Difference, SampleScores
 from kvtool.documents.document import Section, ShownDocument
 from kvtool.documents.verdict import Paired, Verdict
 
@@ -119,7 +121,8 @@ class TaskResult(Section):
     `value` is the headline `metric`; `best` the value of a perfect score, None where there is none;
     `delta` is `value` less that of the full cache; `failed` counts samples without a result;
     `droppable` says whether a loss in percent of the full cache's value means something; `paired`
-    is None for the full cache itself, and where the two may not be compared sample by sample.
+    is None for the full cache itself, and where the two may not be compared sample by sample;
+    `scores` is None where the headline is no mean over samples.
     """
 
     arm: str
@@ -144,6 +147,7 @@ class TaskResult(Section):
     curves: list[CurveEntry]
     cost: Cost | None
     paired: Paired | None = None
+    scores: SampleScores | None = None
 
     @property
     def question(self) -> str:
@@ -199,7 +203,11 @@ class Environment(Section):
 
 
 class ResultsDocument(ShownDocument):
-    """`results.json` of a run; `complete` is false while samples are missing."""
+    """`results.json` of a run; `complete` is false while samples are missing.
+
+    `samples` are the names of each task's, `differences` hold arms against each other, where they
+    share samples. Earlier runs lack both. `claim` is what the recipe says the run shows.
+    """
 
     kind: Literal["results"] = "results"
     name: str
@@ -217,6 +225,10 @@ class ResultsDocument(ShownDocument):
     averages: list[Average]
     gates: list[GateResult]
     verdict: Verdict | None = None
+    samples: dict[str, list[str]] = Field(default_factory=dict)
+    differences: list[Difference] = Field(default_factory=list)
+    claim: Claim | None = None
+    claim_verdict: ClaimVerdict | None = None
 
     def of(self, arm: str, task: str) -> TaskResult | None:
         """Return the result of one arm on one task."""

@@ -125,6 +125,7 @@ def _measure(
             protocol=comparison.protocol,
             gates=comparison.gates,
             within=comparison.recipe.eval.within,
+            claim=comparison.recipe.claim,
         )
         _measure_missing(run, prepared, loaded, processes, watcher, stop_on_error)
     return run

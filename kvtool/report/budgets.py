@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 from kvtool.documents.results import ResultsDocument, TaskResult
 from kvtool.report.dodge import covered, dodge
 from kvtool.report.metrics import headline
-from kvtool.report.panels import add_legend, draw_points, new_panels, score_axis, widen_covered
+from kvtool.report.panels import (
+    add_legend,
+    draw_points,
+    new_panels,
+    score_axis,
+    whisker,
+    widen_covered,
+)
 from kvtool.report.style import FULL_LINE, Look, looks
 from kvtool.report.variants import (
     Family,
@@ -47,7 +54,7 @@ def budget_panels(document: ResultsDocument) -> list[tuple[str, str]]:
 
 
 def budget_figure(document: ResultsDocument) -> Figure:
-    """Return a panel per task: a line per policy over its budgets, whiskers one standard error."""
+    """Return a panel per task: a line per policy over its budgets, whiskers 95 % intervals."""
     wanted = budget_panels(document)
     look = looks(document)
     figure, panels = new_panels(len(wanted))
@@ -126,7 +133,7 @@ def _budget_line(
         panel,
         [places[variant.name] for variant in swept],
         [None if result is None else result.value for result in found],
-        [None if result is None else result.stderr for result in found],
+        [None if result is None else whisker(result) for result in found],
         look,
         family.told,
         hollow=not all(fed_like_full(document, result) for result in found if result is not None),

@@ -52,6 +52,15 @@ def stderr(value: float | None, best: float | None) -> str:
     return f"±{_digits(value, best)}"
 
 
+def interval(low: float | None, high: float | None, best: float | None) -> str:
+    """Write the ends of an interval of a difference; empty where there is none.
+
+    >>> interval(-0.25, 0.0, 1.0), interval(None, None, 1.0)
+    ('[-0.250, 0]', '')
+    """
+    return "" if low is None or high is None else f"[{signed(low, best)}, {signed(high, best)}]"
+
+
 def tokens(count: float) -> str:
     """Write a number of tokens for an axis, in K = 1024 where it divides.
 
@@ -77,10 +86,19 @@ def direction(result: TaskResult) -> str:
 
 
 def tone(result: TaskResult) -> str:
-    """Return whether a variant does `better` or `worse` than the full cache; empty if neither."""
-    if result.delta is None or signed(result.delta, result.best) == "0":
+    """Return whether a variant does `better` or `worse` than the full cache; empty if neither.
+
+    It does neither where the difference is within the noise.
+    """
+    if result.delta is None or signed(result.delta, result.best) == "0" or noise(result):
         return ""
     return "better" if (result.delta > 0) != result.lower_is_better else "worse"
+
+
+def noise(result: TaskResult) -> bool:
+    """Tell whether the interval of the difference to the full cache holds 0."""
+    pair = result.paired
+    return pair is not None and pair.low is not None and pair.low <= 0 <= (pair.high or 0.0)
 
 
 def gate_name(gate: GateResult) -> str:

@@ -10,7 +10,14 @@ from kvtool.report import digits
 from kvtool.report.dodge import covered, dodge, neighbours
 from kvtool.report.front import pareto_front
 from kvtool.report.metrics import headline
-from kvtool.report.panels import add_legend, draw_points, new_panels, score_axis, widen_covered
+from kvtool.report.panels import (
+    add_legend,
+    draw_points,
+    new_panels,
+    score_axis,
+    whisker,
+    widen_covered,
+)
 from kvtool.report.style import FRONT, FULL_LINE, looks
 from kvtool.report.variants import (
     FULL,
@@ -36,13 +43,14 @@ class HeldPoint:
 
     Attributes:
         bytes: buffers of keys and values and the policy's own numbers, the mean of the samples.
+        whisker: the ends of its 95 % interval.
         comparable: whether it was fed like the full cache, so that both compare.
     """
 
     variant: ArmEntry
     bytes: float
     value: float
-    stderr: float | None
+    whisker: tuple[float, float] | None
     comparable: bool
 
 
@@ -63,7 +71,7 @@ def held_points(document: ResultsDocument, task: str) -> list[HeldPoint]:
             variants[result.arm],
             result.cost.held_bytes,
             result.value,
-            result.stderr,
+            whisker(result),
             comparable=fed_like_full(document, result),
         )
         for result in results_of(document, task)
@@ -142,7 +150,7 @@ def _draw(
             panel,
             [x[point.variant.name] for point in found],
             [point.value for point in found],
-            [point.stderr for point in found],
+            [point.whisker for point in found],
             look[family.label],
             family.told,
             hollow=not all(point.comparable for point in found),

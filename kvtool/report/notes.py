@@ -20,7 +20,7 @@ def notes(document: ResultsDocument) -> list[str]:
     if not document.results:
         return ["nothing was measured"]
     lines = [
-        "score ± standard error; ↑ higher is better, ↓ lower is better" + _delta(document),
+        "↑ higher is better, ↓ lower is better; ±: standard error" + _delta(document),
         *_metrics(document),
         f"samples: {_samples(document)}",
         *_queries(document),
@@ -47,7 +47,12 @@ def _metrics(document: ResultsDocument) -> list[str]:
 
 
 def _delta(document: ResultsDocument) -> str:
-    return "; +/-: difference to the full cache" if full_variant(document) else ""
+    if not full_variant(document):
+        return ""
+    return (
+        "; +/-: difference to the full cache on the same samples [95 % interval], which is within"
+        " the noise where that holds 0"
+    )
 
 
 def _samples(document: ResultsDocument) -> str:

@@ -20,8 +20,9 @@ from kvtool.documents.results import ResultsDocument
 from kvtool.evaluation.extras import installed
 from kvtool.evaluation.run.wrong import WrongAnswer
 from kvtool.package_data import data_file
+from kvtool.report import claims, verdict
 from kvtool.report import page_tables as tables
-from kvtool.report import verdict
+from kvtool.report.differences import differences_table
 from kvtool.report.inline_svg import inline_svg
 from kvtool.report.notes import QUESTIONS, notes
 from kvtool.report.variants import results_of, task_names
@@ -51,9 +52,11 @@ def page(document: ResultsDocument, wrong: WrongByTask | None = None) -> str:
         subtitle=_subtitle(document),
         warnings=_warnings(document),
         verdict=_verdict(document),
+        claim=_claim(document),
         scores=tables.summary(document),
         means=tables.means(document),
         costs=tables.costs(document),
+        differences=differences_table(document) if document.differences else None,
         gates=tables.gates(document) if document.gates else None,
         tasks=[_task(document, task, (wrong or {}).get(task)) for task in task_names(document)],
         drawn=installed("plots"),
@@ -88,6 +91,18 @@ def _verdict(document: ResultsDocument) -> dict[str, object] | None:
     why, choices = document.verdict.why, verdict.choices_in_words(document)
     said = f"No verdict: {why}." if why else f"The cheapest {verdict.rule(document)}:"
     return {"said": said, "choices": choices, "arms": verdict.standings_table(document)}
+
+
+def _claim(document: ResultsDocument) -> dict[str, object] | None:
+    claim, found = document.claim, document.claim_verdict
+    if claim is None or found is None:
+        return None
+    said = [("paper", claim.paper or ""), ("others", claim.others or "")]
+    return {
+        "said": f"{claim.says}: {claims.claim_in_words(found)}.",
+        "by": [(name, text) for name, text in said if text],
+        "rows": claims.claim_table(found),
+    }
 
 
 def _task(

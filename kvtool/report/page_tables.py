@@ -203,13 +203,15 @@ def _score(result: TaskResult | None, arm: ArmEntry) -> Cell:
     if result is None:
         return Cell(digits.MISSING)
     notes = []
-    if result.stderr is not None:
+    if (pair := result.paired) is None:
         notes.append(Note(digits.stderr(result.stderr, result.best)))
     if result.delta is not None and arm.policy != FULL:
         notes.append(Note(digits.signed(result.delta, result.best), digits.tone(result)))
+    if pair is not None:
+        notes.append(Note(digits.interval(pair.low, pair.high, result.best)))
     if result.failed:
         notes.append(Note(f"!{result.failed}", "failed"))
-    return Cell(digits.score(result.value, result.best), tuple(notes))
+    return Cell(digits.score(result.value, result.best), tuple(note for note in notes if note.text))
 
 
 def _metric(result: TaskResult | None, name: str) -> Cell:

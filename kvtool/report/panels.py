@@ -54,21 +54,29 @@ def draw_points(
     panel: Axes,
     x: Sequence[float],
     y: Sequence[float | None],
-    stderrs: Sequence[float | None],
+    spans: Sequence[tuple[float, float] | None],
     look: Look,
     label: str,
     *,
     hollow: bool = False,
 ) -> None:
-    """Draw a policy's scores with whiskers of one standard error; None is a gap.
+    """Draw a policy's scores with whiskers; None is a gap.
 
     Args:
+        spans: the ends of each whisker, from which scores may lie a little outside.
         hollow: whether markers are empty, as of scores that do not compare with the others.
     """
+    known = [math.nan if value is None else value for value in y]
+    reach = [
+        (math.nan, math.nan)
+        if span is None
+        else (max(0.0, value - span[0]), max(0.0, span[1] - value))
+        for value, span in zip(known, spans, strict=True)
+    ]
     panel.errorbar(
         x,
-        [math.nan if value is None else value for value in y],
-        yerr=[math.nan if error is None else error for error in stderrs],
+        known,
+        yerr=list(zip(*reach, strict=True)) or None,
         color=look.colour,
         marker=look.marker,
         markerfacecolor=face(look, hollow),
@@ -79,6 +87,22 @@ def draw_points(
     )
     if hollow:
         name_hollow(panel)
+
+
+def whisker(result: TaskResult) -> tuple[float, float] | None:
+    """Return the 95 % interval of the difference to the full cache, set upon its score.
+
+    A whisker that holds the full cache's score is within the noise. Without a pair it is two
+    standard errors; None where there are neither.
+    """
+    pair = result.paired
+    if pair is not None:
+        if pair.low is None or pair.high is None:
+            return None
+        return pair.full + pair.low, pair.full + pair.high
+    if result.value is None or result.stderr is None:
+        return None
+    return result.value - 1.96 * result.stderr, result.value + 1.96 * result.stderr
 
 
 def face(look: Look, hollow: bool) -> str:

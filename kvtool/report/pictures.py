@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_WHISKERS = "whiskers 95 % intervals of the difference to the full cache, set upon its score"
+
+
 @dataclass(frozen=True)
 class Picture:
     """A picture that can be drawn.
@@ -47,13 +50,13 @@ def pictures(document: ResultsDocument) -> Iterator[Picture]:
     """Yield the pictures that apply, without drawing them."""
     if held_tasks(document):
         title = (
-            "Score by bytes held, whiskers one standard error; grey: the Pareto front; points whose"
+            f"Score by bytes held, {_WHISKERS}; grey: the Pareto front; points whose"
             f" bytes are nearly equal stand side by side{_bits(document)}"
         )
         yield Picture("score-by-bytes", title, None, lambda: held_figure(document))
     if budget_panels(document):
         title = (
-            "Score by budget, whiskers one standard error; policies stand side by side; dashed: the"
+            f"Score by budget, {_WHISKERS}; policies stand side by side; dashed: the"
             f" budget is what a token reads, while all is stored{_bits(document)}"
         )
         yield Picture("score-by-budget", title, None, lambda: budget_figure(document))

@@ -16,6 +16,8 @@ from rich.text import Text
 
 from kvtool.documents.results import ArmEntry, GateResult, ResultsDocument, TaskResult
 from kvtool.report import digits
+from kvtool.report.claims import claim_lines
+from kvtool.report.differences import differences_in_words
 from kvtool.report.needles import NeedleGrid, needle_grids, needle_tasks, scale
 from kvtool.report.notes import notes
 from kvtool.report.scale import colour_at, ink_on
@@ -32,6 +34,7 @@ from kvtool.report.variants import (
 )
 from kvtool.report.verdict import choices_in_words, verdict_lines
 
+_MOST_PAIRS = 24  # differences that a terminal shows
 _FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
 _STYLES = {"better": "green", "worse": "red", "": ""}
 
@@ -54,8 +57,20 @@ def results_tables(document: ResultsDocument) -> RenderableType:
     """Return the summary and the verdict, below heat maps of needles if the arms are few."""
     summary = summary_table(document)
     few = len(document.arms) <= _FEW_ARMS
-    parts = [*([needle_tables(document)] if few else []), summary, *_verdict(document)]
-    return Group(*parts)
+    parts = [*([needle_tables(document)] if few else []), summary]
+    claim = [Text(line) for line in claim_lines(document)]
+    return Group(*parts, *_differences(document), *_verdict(document), *claim)
+
+
+def _differences(document: ResultsDocument) -> list[RenderableType]:
+    """Return arms held against each other, in words; only the first of many."""
+    found = differences_in_words(document)
+    table = Table.grid(padding=(0, 1))
+    for task, pair, said in found[:_MOST_PAIRS]:
+        table.add_row(Text(f"  {task}", no_wrap=True), Text(pair), Text(said))
+    left = len(found) - _MOST_PAIRS
+    more = [Text(f"  and {left} more: see report.html")] if left > 0 else []
+    return [Text("differences on the same samples:"), table, *more] if found else []
 
 
 def _verdict(document: ResultsDocument) -> list[RenderableType]:
@@ -148,11 +163,13 @@ def _score_column(document: ResultsDocument, task: str, variants: list[ArmEntry]
     ]
     widths = [max(len(part[i]) for part in parts) for i in range(4)]
     cells = []
-    for result, (value, stderr, delta, failed) in zip(found, parts, strict=True):
-        text = Text(value.rjust(widths[0]) + stderr.ljust(widths[1]))
+    for result, (value, delta, interval, failed) in zip(found, parts, strict=True):
+        text = Text(value.rjust(widths[0]))
+        style = _STYLES[digits.tone(result)] if result else ""
+        if widths[1]:
+            text.append(" ").append(delta.rjust(widths[1]), style)
         if widths[2]:
-            style = _STYLES[digits.tone(result)] if result else ""
-            text.append(" ").append(delta.rjust(widths[2]), style)
+            text.append(" ").append(interval.ljust(widths[2]))
         if widths[3]:
             text.append(" ").append(failed.ljust(widths[3]), "bold red")
         cells.append(text)
@@ -163,11 +180,21 @@ def _score_parts(result: TaskResult | None, is_full: bool) -> tuple[str, str, st
     if result is None:
         return digits.MISSING, "", "", ""
     return (
-        digits.score(result.value, result.best),
-        digits.stderr(result.stderr, result.best),
+        digits.score(result.value, result.best) + _error(result),
         "" if is_full else digits.signed(result.delta, result.best),
+        _interval(result),
         f"!{result.failed}" if result.failed else "",
     )
+
+
+def _error(result: TaskResult) -> str:
+    """Return the standard error where no difference to the full cache says more."""
+    return digits.stderr(result.stderr, result.best) if result.paired is None else ""
+
+
+def _interval(result: TaskResult) -> str:
+    pair = result.paired
+    return "" if pair is None else digits.interval(pair.low, pair.high, result.best)
 
 
 def _average_column(document: ResultsDocument, name: str, variants: list[ArmEntry]) -> _Column:

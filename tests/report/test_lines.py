@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from kvtool.documents.results import CellEntry, CurveEntry
+from kvtool.documents.verdict import Paired
 from kvtool.report.budgets import budget_figure
 from kvtool.report.curves import curve_figure, curves, is_geometric
 from kvtool.report.style import drawing, looks
@@ -79,15 +80,30 @@ def test_a_line_under_another_one_shows_on_both_sides_of_it():
     assert list(wide[0].get_xdata()) == list(container(panel, "h2o").lines[0].get_xdata()[:2])
 
 
-def test_whiskers_are_one_standard_error():
+def ends_of(run, task):
+    [whiskers] = container(budgets(run)[task], "h2o").lines[2]
+    return {x: sorted((low, high)) for (x, low), (x, high) in filter(len, whiskers.get_segments())}
+
+
+def test_whiskers_without_the_full_cache_are_two_standard_errors():
     run = changed(document(("niah",), {"h2o": 1}), "h2o@128", stderr=0.125)
     run = changed(run, "h2o@256", stderr=None)
-    [whiskers] = container(budgets(run)["niah"], "h2o").lines[2]
-    ends = {x: sorted((low, high)) for (x, low), (x, high) in filter(len, whiskers.get_segments())}
+    ends = ends_of(run, "niah")
     first, second = (run.of(f"h2o@{budget}", "niah").value for budget in (64, 128))
-    assert ends[64] == pytest.approx([first - 0.02, first + 0.02])
-    assert ends[128] == pytest.approx([second - 0.125, second + 0.125])
+    assert ends[64] == pytest.approx([first - 0.0392, first + 0.0392])
+    assert ends[128] == pytest.approx([second - 0.245, second + 0.245])
     assert 256 not in ends
+
+
+def test_whiskers_are_intervals_of_the_difference_upon_the_full_score():
+    run = document(("niah",), {"h2o": 1})
+    first = run.of("h2o@64", "niah").value
+    pair = Paired(n=9, full=1.0, difference=first - 1, low=first - 1.1, high=0.1, speed=None)
+    run = changed(run, "h2o@64", paired=pair)
+    few = pair.model_copy(update={"low": None, "high": None})
+    ends = ends_of(changed(run, "h2o@128", paired=few), "niah")
+    assert ends[64] == pytest.approx([first - 0.1, 1.1])
+    assert 128 not in ends
 
 
 def test_the_full_cache_is_a_dotted_line_at_its_score():

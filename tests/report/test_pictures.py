@@ -45,7 +45,7 @@ def test_titles_say_what_is_drawn():
     assert titles["speed-score-by-length"] == (
         "speed: decode speed (tokens/s) ↑, by context length (tokens)"
     )
-    assert titles["score-by-bytes"].startswith("Score by bytes held, whiskers one standard error")
+    assert titles["score-by-bytes"].startswith("Score by bytes held, whiskers 95 % intervals")
 
 
 def test_names_are_safe_and_tell_tasks_apart():

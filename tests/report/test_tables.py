@@ -3,10 +3,11 @@ import re
 import pytest
 from rich.console import Console
 
+from kvtool.documents.verdict import Paired
 from kvtool.evaluation.run.collect import with_deltas
 from kvtool.report.scale import colour_at
 from kvtool.report.tables import needle_tables, summary_table
-from tests.report.examples import DEPTHS, LENGTHS, document, ppl
+from tests.report.examples import DEPTHS, LENGTHS, changed, document, ppl
 
 THREE = ("niah", "ruler/niah_multikey_1", "fidelity")
 
@@ -61,6 +62,18 @@ def test_rows_hold_scores_differences_and_costs(width):
     full = [cell for row in rows(text, "full") for cell in row]
     assert "1.000±0.020" in full
     assert not any(cell.startswith(("+", "-")) or cell == "0" for cell in full[1:4])
+
+
+def test_intervals_take_the_place_of_standard_errors():
+    run = document(("niah",), {"h2o": 1}, (64,))
+    found = run.of("h2o@64", "niah")
+    pair = Paired(n=9, full=1.0, difference=found.delta, low=-0.75, high=-0.5, speed=None)
+    sure = changed(run, "h2o@64", paired=pair)
+    text = printed(summary_table(sure), 200, colour=True)
+    assert f"{found.value:.3f} \x1b[31m{found.delta:.3f}\x1b[0m [-0.750, -0.500]" in text
+    noisy = changed(run, "h2o@64", paired=pair.model_copy(update={"high": 0.0}))
+    text = printed(summary_table(noisy), 200, colour=True)
+    assert f"{found.value:.3f} {found.delta:.3f} [-0.750, 0]" in text
 
 
 def test_colour_follows_the_better_direction_and_the_sign_the_number():

@@ -5,9 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 Part = tuple[float, float]
 """What one sample gives to a mean: its sum and its weight."""
+
+
+def _exp(mean_nll: float) -> float:
+    try:
+        return math.exp(mean_nll)
+    except OverflowError:
+        return math.inf
+
+
+LINKS: dict[str, Callable[[float], float]] = {"mean": float, "exp": _exp}
+"""What is taken of a quotient of sums: itself, or e to its power, which may be infinite."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +49,15 @@ class Summary:
         metrics: every score by name; the headline is the task's `metric`.
         cells: the headline per cell.
         curves: lines for pictures.
-        parts: of each record, in order, the headline's sum and weight: the headline is `link` of
-            all sums over all weights; empty where it is no such mean.
+        parts: of each record, in order, the headline's sum and weight: the headline is `link`, one
+            of `LINKS`, of all sums over all weights; empty where it is no such mean.
     """
 
     metrics: dict[str, Statistic]
     cells: list[tuple[Mapping[str, int | float | str], Statistic]] = field(default_factory=list)
     curves: dict[str, Curve] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
-    link: Callable[[float], float] = float
+    link: Literal["mean", "exp"] = "mean"
 
 
 def mean(values: Sequence[float]) -> Statistic:

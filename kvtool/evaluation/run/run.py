@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from kvtool.documents.results import Environment, ModelUsed, ResultsDocument
+from kvtool.documents.claim import Claim
+from kvtool.documents.results import ModelUsed, ResultsDocument
 from kvtool.documents.samples import ProtocolEntry, SamplesDocument, TaskSamples
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.variants import Variant
+from kvtool.evaluation.claims import judge_claim
+from kvtool.evaluation.differences import differences
 from kvtool.evaluation.run.collect import Measured, averages
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
 from kvtool.evaluation.run.gates import Gate, judge
+from kvtool.evaluation.run.head import Head
 from kvtool.evaluation.run.index import (
     RESULTS,
     SAMPLES,
@@ -30,7 +34,7 @@ from kvtool.evaluation.run.index import (
     variant_entry,
     within_of,
 )
-from kvtool.evaluation.run.pairing import compared_results
+from kvtool.evaluation.run.pairing import compared_results, sample_names
 from kvtool.evaluation.run.partition import unfinished
 from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_measurements, sample_key
 from kvtool.evaluation.run.store import Store
@@ -40,23 +44,6 @@ from kvtool.version import VERSION
 
 if TYPE_CHECKING:
     from kvtool.models.load import Loaded
-
-
-@dataclass(frozen=True)
-class Head:
-    """What the results say about the run as a whole.
-
-    Attributes:
-        started: when the run first began, in UTC.
-    """
-
-    name: str
-    argv: list[str]
-    started: str
-    environment: Environment
-    model: ModelUsed
-    seed: int
-    git_commit: str | None
 
 
 class Run:
@@ -97,6 +84,7 @@ class Run:
         protocol: Protocol,
         gates: Sequence[Gate],
         within: float = WITHIN,
+        claim: Claim | None = None,
     ) -> Run:
         """Write down what will be measured, and results that are still empty.
 
@@ -120,6 +108,7 @@ class Run:
             model=used,
             seed=protocol.seed,
             git_commit=git_commit(),
+            claim=claim,
         )
         tasks = [job.task for job in jobs]
         run = cls(store, index, head, gates=gates, within=within, variants=variants, tasks=tasks)
@@ -146,19 +135,10 @@ class Run:
             raise UsageError(f"`{store.folder}` holds no run (no {RESULTS})")
         index = read_samples(store)
         tasks = [read_task(entry, store) for entry in index.tasks]
-        head = Head(
-            name=results.name,
-            argv=results.argv,
-            started=results.started,
-            environment=results.environment,
-            model=results.model,
-            seed=results.seed,
-            git_commit=results.git_commit,
-        )
         return cls(
             store,
             index,
-            head,
+            Head.of(results),
             gates=gates or gates_of(results),
             within=within_of(results) if within is None else within,
             variants=[read_variant(entry, index.plan) for entry in index.arms],
@@ -236,7 +216,7 @@ class Run:
         ]
         results = compared_results(measured)
         done = sum(len(each.records) + each.failed for each in measured)
-        return ResultsDocument(
+        document = ResultsDocument(
             name=self.head.name,
             kvtool=VERSION,
             git_commit=self.head.git_commit,
@@ -252,7 +232,13 @@ class Run:
             averages=averages(results),
             gates=judge(self.gates, results),
             verdict=make_verdict(results, self.index.arms, self.within),
+            samples=sample_names(measured),
+            differences=differences(results, self.index.arms),
         )
+        if (claim := self.head.claim) is None:
+            return document
+        told = {"claim": claim, "claim_verdict": judge_claim(claim, document)}
+        return document.model_copy(update=told)
 
     def _measured(self, variant: Variant, task: Task, entry: TaskSamples) -> Measured:
         if task.version != entry.version:

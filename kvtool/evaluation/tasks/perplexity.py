@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_valida
 
 from kvtool.documents.samples import Number
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.metrics.summary import Curve, Statistic, Summary, mean
+from kvtool.evaluation.metrics.summary import LINKS, Curve, Statistic, Summary, mean
 from kvtool.evaluation.samples.data import Data, documents
 from kvtool.evaluation.samples.passages import recap_passage
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
@@ -111,7 +111,7 @@ class Perplexity(Task):
 
     def score(self, record: Json) -> dict[str, float]:
         nll = math.fsum(record["nll"]) / sum(record["tokens"])
-        return {"ppl": _exp(nll), "nll": nll}
+        return {"ppl": LINKS["exp"](nll), "nll": nll}
 
     def summarise(self, records: Sequence[Json]) -> Summary:
         """Weigh documents by their scored tokens; the standard error is over documents."""
@@ -132,15 +132,8 @@ class Perplexity(Task):
             cells=cells,
             curves={"nll by position": _curve(records)},
             parts=[(math.fsum(r["nll"]), float(sum(r["tokens"]))) for r in records],
-            link=_exp,
+            link="exp",
         )
-
-
-def _exp(nll: float) -> float:
-    try:
-        return math.exp(nll)
-    except OverflowError:
-        return math.inf
 
 
 def _edges(start: int, stop: int) -> list[int]:
@@ -157,7 +150,7 @@ def _mean_nll(records: Sequence[Json]) -> float:
 def _perplexity(records: Sequence[Json]) -> Statistic:
     """Return exp of the mean NLL over tokens; its error follows from that of the documents' NLL."""
     nlls = [math.fsum(record["nll"]) / sum(record["tokens"]) for record in records]
-    value, spread = _exp(_mean_nll(records)), mean(nlls).stderr
+    value, spread = LINKS["exp"](_mean_nll(records)), mean(nlls).stderr
     return Statistic(value, len(records), None if spread is None else value * spread)
 
 

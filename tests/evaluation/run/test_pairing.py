@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from kvtool.evaluation.metrics.summary import LINKS
 from kvtool.evaluation.run.collect import Measured, summarise
 from kvtool.evaluation.run.pairing import compared_results
 from kvtool.evaluation.tasks.perplexity import Perplexity
@@ -99,7 +100,7 @@ def test_the_parts_of_a_headline_give_it():
     def headline(task, records):
         summary = summarise(measured("full", records, task))
         sums, weights = zip(*summary.parts, strict=True)
-        return summary.link(sum(sums) / sum(weights)), summary.metrics[task.metric].value
+        return LINKS[summary.link](sum(sums) / sum(weights)), summary.metrics[task.metric].value
 
     for task, records in ((TASK, answers({1, 2})), (Perplexity(name="ppl"), texts())):
         ours, whole = headline(task, records)

@@ -1,0 +1,33 @@
+"""JSON that people can read: a key a line, and lists of numbers on one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_STEP = "  "
+
+
+def dump_json(value: Any, margin: str = "") -> str:
+    """Write dictionaries, lists and scalars, indented.
+
+    >>> print(dump_json({"a": [1, None], "b": ["x"]}))
+    {
+      "a": [1, null],
+      "b": [
+        "x"
+      ]
+    }
+    """
+    inner = margin + _STEP
+    if isinstance(value, dict) and value:
+        lines = [
+            f"{inner}{json.dumps(key, ensure_ascii=False)}: {dump_json(each, inner)}"
+            for key, each in value.items()
+        ]
+        return "{\n" + ",\n".join(lines) + f"\n{margin}}}"
+    if isinstance(value, list) and not all(
+        each is None or isinstance(each, (int, float)) for each in value
+    ):
+        return "[\n" + ",\n".join(inner + dump_json(e, inner) for e in value) + f"\n{margin}]"
+    return json.dumps(value, ensure_ascii=False)

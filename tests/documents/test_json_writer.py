@@ -1,0 +1,36 @@
+"""JSON with lists of numbers on one line says what plain JSON says."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtool.documents.json_writer import dump_json
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20
+)
+
+
+@given(VALUES)
+def test_it_reads_back(value):
+    assert json.loads(dump_json(value)) == json.loads(json.dumps(value))
+
+
+def test_numbers_share_a_line_and_everything_else_has_its_own():
+    text = dump_json({"a": [1, 2.5, None], "b": ["x", "[ 1,\n 2 ]"], "c": [], "d": {}, "e": [[1]]})
+    assert text.splitlines() == [
+        "{",
+        '  "a": [1, 2.5, null],',
+        '  "b": [',
+        '    "x",',
+        r'    "[ 1,\n 2 ]"',
+        "  ],",
+        '  "c": [],',
+        '  "d": {},',
+        '  "e": [',
+        "    [1]",
+        "  ]",
+        "}",
+    ]
