@@ -29,8 +29,8 @@ more, and below it in none; *fails*: the other way round; *holds in part*: some 
 comparisons. A small model that was trained on such tasks is no 8B model: what fails here may hold
 there, so each command takes `-m MODEL`, and each row says what others have measured.
 
-`python recipes/claims/page.py` writes this page from [`results`](results), which holds the
-`results.json` of each run.
+`python recipes/claims/page.py` writes this page from `results/NAME.json`, the `results.json` of
+each run.
 
 """
 COLUMNS = ("claim", "question", "verdict", "the paper", "measured by others", "command")
