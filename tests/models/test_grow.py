@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM
 from kvtool.errors import KvtoolError
 from kvtool.models.reference import path, train
 from kvtool.models.reference.filler import Filler
-from kvtool.models.reference.training.grow import grow
+from kvtool.models.reference.training.grow import grow, new_places
 from kvtool.models.reference.training.rows import Mixture, draw_batch
+from kvtool.models.reference.training.sinks import place_sinks
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +29,19 @@ def old():
 
 @pytest.mark.parametrize("layers", [4, 6, 8])
 def test_a_grown_model_computes_what_the_old_one_did(old, texts, layers):
-    grown = grow(old, layers, texts(1, 4, 128)).eval()
+    grown = grow(old, layers).eval()
     assert grown.config.num_hidden_layers == len(grown.model.layers) == layers
     assert old.config.num_hidden_layers == 4
+    place_sinks(grown, new_places(4, layers), texts(1, 4, 128))
     ids = texts(2, 2, 200)
     with torch.no_grad():
         assert torch.equal(grown(ids).logits, old(ids).logits)
 
 
-def test_new_heads_find_the_first_token_and_read_nothing_from_it(old, texts):
-    grown = grow(old, 8, texts(1, 8, 256)).eval()
+def test_heads_with_sinks_find_the_first_token_and_read_nothing_from_it(old, texts):
+    """New layers write nothing, so that all can be fitted at once; the last reads least evenly."""
+    grown = grow(old, 8).eval()
+    place_sinks(grown, [1, 3, 5], texts(1, 8, 256))
     grown.set_attn_implementation("eager")
     ids = texts(2, 2, 256)
     with torch.no_grad():
@@ -50,14 +54,27 @@ def test_new_heads_find_the_first_token_and_read_nothing_from_it(old, texts):
         others = layer.self_attn.v_proj(layer.input_layernorm(found.hidden_states[place][:, 1:]))
         size = layer.self_attn.head_dim
         assert first[..., :size].norm(dim=-1).max() < 1e-3 * others[..., :size].norm(dim=-1).mean()
+    without = grown.model.layers[7].self_attn.q_proj.weight
+    assert torch.equal(without, grow(old, 8).model.layers[7].self_attn.q_proj.weight)
 
 
-def test_other_depths_are_refused(old, texts):
+def test_other_depths_are_refused(old):
     for layers in (3, 9):
         with pytest.raises(KvtoolError, match=f"4 layers grow to 4 to 8, not to {layers}"):
-            grow(old, layers, texts(1, 2, 64))
+            grow(old, layers)
 
 
 def test_growing_needs_a_model(tmp_path):
     with pytest.raises(SystemExit, match="--grow needs a model to grow: --init FOLDER"):
         train.main(["--out", str(tmp_path), "--grow", "8"])
+
+
+def test_a_run_keeps_its_sinks_while_it_trains(tmp_path, texts):
+    given = ["--curriculum", "grown", "--init", str(path()), "--grow", "8", "--sinks", "1,3"]
+    train.main(["--out", str(tmp_path), *given, "--cool-down-now", "--cool-down", "0.01"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        found = model(texts(2, 2, 256), output_attentions=True).attentions
+    for place in (1, 3):
+        assert found[place][:, :2, 64:, 0].mean() >= 0.3

@@ -19,11 +19,16 @@ from kvtool.models.reference.training.run import Run
 from kvtool.models.reference.training.stages import CURRICULA
 
 
+def _places(text: str) -> list[int]:
+    return [int(place) for place in text.split(",")]
+
+
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--init", type=Path, help="start from this checkpoint's weights")
     parser.add_argument("--grow", type=int, help="layers to grow the model of --init to")
+    parser.add_argument("--sinks", type=_places, default=[], help="layers with sinks: 1,3,5,7")
     parser.add_argument("--curriculum", choices=CURRICULA, default="recall")
     parser.add_argument("--stage", type=int, default=0, help="the first, from 0")
     parser.add_argument("--cool-down-now", action="store_true", help="skip to the last stage")

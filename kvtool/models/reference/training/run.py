@@ -14,44 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvtool.errors import KvtoolError
 from kvtool.models.reference.evaluate import FILLER_SEED, measure
 from kvtool.models.reference.filler import Filler
-from kvtool.models.reference.tokenizer import MAX_TOKENS, save_tokenizer
-from kvtool.models.reference.training.grow import grow
+from kvtool.models.reference.tokenizer import save_tokenizer
+from kvtool.models.reference.training.model import first_model
 from kvtool.models.reference.training.muon import Muon
 from kvtool.models.reference.training.rows import Mixture, draw_batch
+from kvtool.models.reference.training.sinks import place_sinks
 from kvtool.models.reference.training.stages import CURRICULA, Stage
-from kvtool.models.reference.vocabulary import BOS, EOS, PAD, TOKENS
 
 _TRAIN_FILLER_SEED = 1
 _STATE = "training_state.pt"
 _WARM_UP_STEPS = 100
-_FITTED_TO = 16, 256  # rows and tokens that the sinks of a grown model are fitted to
-
-
-def new_model(options: argparse.Namespace) -> LlamaForCausalLM:
-    """Build a Llama with random weights."""
-    torch.manual_seed(options.seed)
-    config = LlamaConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=options.width,
-        intermediate_size=2 * options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        max_position_embeddings=MAX_TOKENS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-        rms_norm_eps=1e-5,
-        pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-    )
-    return LlamaForCausalLM(config)
+_FITTED_TO = 16, 256  # rows and tokens that sinks are fitted to
+_SINKS_EVERY = 20  # steps
 
 
 class Run:
@@ -67,18 +45,7 @@ class Run:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if options.init:
-            if not options.init.is_dir():
-                raise KvtoolError(f"no folder `{options.init}` to start from")
-            model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
-            if options.grow is not None:
-                rng = np.random.default_rng(options.seed)
-                texts = draw_batch(rng, *_FITTED_TO, Filler(_TRAIN_FILLER_SEED), Mixture())[0]
-                model = grow(model, options.grow, torch.from_numpy(texts), options.seed)
-        elif options.grow is not None:
-            raise KvtoolError("--grow needs a model to grow: --init FOLDER")
-        else:
-            model = new_model(options)
+        model = first_model(options)
         model.config.max_position_embeddings = self.curriculum.positions
         self.model = model.to(self.device)
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
@@ -92,6 +59,7 @@ class Run:
         self.rng = np.random.default_rng([options.seed, self.rank])
         self.filler = Filler(_TRAIN_FILLER_SEED)
         self.test_filler = Filler(FILLER_SEED, 5_000)
+        self.fitted_to = self._texts()
         self.progress: dict[str, Any] = {
             "stage": 0,
             "step": 0,
@@ -112,6 +80,17 @@ class Run:
         if self.progress["cooling"]:
             return self.curriculum.cool_down
         return self.curriculum.stages[self.progress["stage"]]
+
+    def _texts(self) -> Tensor:
+        """Draw the texts that sinks are fitted to, the same ones on every process."""
+        rng = np.random.default_rng(self.options.seed)
+        ids = draw_batch(rng, *_FITTED_TO, Filler(_TRAIN_FILLER_SEED, 500), Mixture())[0]
+        return torch.from_numpy(ids).to(self.device)
+
+    def place_sinks(self) -> None:
+        """Fit the sinks anew to what the layers read now."""
+        if self.options.sinks:
+            place_sinks(self.model, self.options.sinks, self.fitted_to)
 
     def say(self, text: str) -> None:
         """Write one line of the log, on the first process only."""
@@ -257,11 +236,14 @@ class Run:
         while not self.finished() and not self._agreed(
             deadline is not None and time.monotonic() >= deadline
         ):
+            if self.progress["step"] % _SINKS_EVERY == 0:
+                self.place_sinks()
             self.step()
             if self.progress["step"] % self.options.log_every == 0:
                 self.log()
             if self.progress["step"] % self.options.check_every == 0:
                 self._check()
+        self.place_sinks()
         self.save()
         self.export()
 
