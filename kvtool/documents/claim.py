@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeFloat, PositiveInt
 
 from kvtool.documents.document import Section
 from kvtool.documents.shapes import MOST, RecipeSection, listed
+from kvtool.errors import UsageError
 
 
 class ClaimedPair(RecipeSection):
@@ -37,6 +39,31 @@ class Claim(RecipeSection):
     paper: str | None = None
     others: str | None = None
     pairs: Annotated[list[ClaimedPair], Field(min_length=1, max_length=MOST)]
+
+
+def check_claim(claim: Claim, policies: Sequence[str], budgets: Sequence[str]) -> None:
+    """Refuse a claim about what the run does not compare.
+
+    Args:
+        policies, budgets: of the run, as tables spell them.
+
+    Raises:
+        UsageError: a pair names another policy or budget.
+    """
+    for i, pair in enumerate(claim.pairs):
+        for key, policy in (("arm", pair.arm), ("than", pair.than)):
+            if policy not in policies:
+                raise UsageError(
+                    f"claim.pairs.{i}.{key}: `{policy}` is not compared; the policies are "
+                    f"{', '.join(policies)}",
+                    hint="--unset claim",
+                )
+        for budget in pair.budgets:
+            if str(budget) not in budgets:
+                raise UsageError(
+                    f"claim.pairs.{i}.budgets: `{budget}` is none of {', '.join(budgets)}",
+                    hint="--unset claim",
+                )
 
 
 class ClaimRow(Section):

@@ -14,37 +14,11 @@ from typing import Literal
 
 from kvtool.documents.claim import Claim, ClaimedPair, ClaimRow, ClaimVerdict
 from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
-from kvtool.errors import UsageError
 from kvtool.evaluation.differences import parts_of
 from kvtool.evaluation.metrics.summary import LINKS, Part
 from kvtool.evaluation.paired import Estimate, difference, mean_of
 
 Verdict = Literal["holds", "fails", "undecided"]
-
-
-def check_claim(claim: Claim, policies: Sequence[str], budgets: Sequence[str]) -> None:
-    """Refuse a claim about what the run does not compare.
-
-    Args:
-        policies, budgets: of the run, as tables spell them.
-
-    Raises:
-        UsageError: a pair names another policy or budget.
-    """
-    for i, pair in enumerate(claim.pairs):
-        for key, policy in (("arm", pair.arm), ("than", pair.than)):
-            if policy not in policies:
-                raise UsageError(
-                    f"claim.pairs.{i}.{key}: `{policy}` is not compared; the policies are "
-                    f"{', '.join(policies)}",
-                    hint="--unset claim",
-                )
-        for budget in pair.budgets:
-            if str(budget) not in budgets:
-                raise UsageError(
-                    f"claim.pairs.{i}.budgets: `{budget}` is none of {', '.join(budgets)}",
-                    hint="--unset claim",
-                )
 
 
 def judge_claim(claim: Claim, document: ResultsDocument) -> ClaimVerdict | None:

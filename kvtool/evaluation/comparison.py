@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtool.documents.claim import Claim
+from kvtool.documents.claim import Claim, check_claim
 from kvtool.documents.flags import Flags
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.problems import Problem
@@ -17,7 +17,6 @@ from kvtool.documents.source import Source
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.variants import BASELINE, Variant, make_variants
-from kvtool.evaluation.claims import check_claim
 from kvtool.evaluation.run.gates import Gate, check_gates
 from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
 from kvtool.evaluation.tasks.task import Task

@@ -39,6 +39,8 @@ def _of_results(document: ResultsDocument) -> list[Row]:
             "stderr": result.stderr,
             "n": result.n,
             "delta": result.delta,
+            "low": result.paired.low if result.paired else None,
+            "high": result.paired.high if result.paired else None,
             "failed": result.failed,
             **{name: getattr(result.cost, name, None) for name in names},
         }

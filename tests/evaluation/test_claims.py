@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvtool.documents.claim import Claim
+from kvtool.documents.claim import Claim, check_claim
 from kvtool.documents.differences import SampleScores
 from kvtool.errors import UsageError
-from kvtool.evaluation.claims import check_claim, judge_claim
+from kvtool.evaluation.claims import judge_claim
 from kvtool.report.claims import claim_in_words, claim_lines, claim_table
 from tests.report.examples import arms, document, result
 

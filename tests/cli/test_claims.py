@@ -1,0 +1,73 @@
+"""A recipe with a claim, as a command: what it says, what a second scoring says, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+RECIPE = """\
+kind: recipe
+schema_version: 1
+policy: [h2o, h2o+caote, random]
+budget: [48, 64]
+eval:
+  tasks:
+  - {task: niah, lengths: [128], depths: 3, samples: 3}
+claim:
+  says: H2O finds more than chance
+  pairs:
+  - {arm: h2o, than: random}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text=RECIPE):
+        (tmp_path / "claim.yaml").write_text(text)
+        return "claim.yaml"
+
+    return write
+
+
+def test_a_run_says_whether_its_claim_holds(kvtool, recipe):
+    done = kvtool("eval", recipe(), "-o", "run", "-f", "text")
+    assert done.code == 0
+    said = "claim: H2O finds more than chance: holds (holds in 1 of 1; n=9)"
+    assert said in done.out.replace("\n", " ") or said in done.out
+    assert "niah h2o+caote@64 - h2o@64" in done.out
+    results = json.loads(Path("run/results.json").read_text())
+    assert results["claim"]["says"] == "H2O finds more than chance"
+    [row] = results["claim_verdict"]["rows"]
+    assert (row["verdict"], row["budgets"], row["n"]) == ("holds", ["48", "64"], 9)
+    assert len(results["samples"]["niah"]) == 9
+    again = kvtool("eval", "--rescore", "run", "-q")
+    assert again.code == 0
+    anew = json.loads(Path("run/results.json").read_text())
+    for name in ("claim", "claim_verdict", "samples", "differences"):
+        assert anew[name] == results[name]
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [
+        ("{arm: roco, than: random}", "claim.pairs.0.arm: `roco` is not compared"),
+        ("{arm: h2o, than: random, budgets: 32}", "claim.pairs.0.budgets: `32` is none of 48, 64"),
+        ("{arm: h2o}", "than"),
+        ("{arm: h2o, than: randm}", "randm"),
+    ],
+)
+def test_a_claim_about_something_else_is_refused(kvtool, recipe, pair, said):
+    text = RECIPE.replace("{arm: h2o, than: random}", pair)
+    done = kvtool("eval", recipe(text), "-o", "run")
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_claim_can_be_left_out(kvtool, recipe):
+    done = kvtool("eval", recipe(), "-p", "h2o", "--dry-run")
+    assert done.code == 2
+    assert "--unset claim" in done.err
+    assert kvtool("eval", recipe(), "-p", "h2o", "--unset", "claim", "--dry-run").code == 0
