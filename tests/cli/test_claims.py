@@ -1,4 +1,4 @@
-"""A recipe with a claim, as a command: what it says, what a second scoring says, what is refused."""
+"""A recipe with a claim: what a run says, what scoring anew says, what is refused."""
 
 import json
 from pathlib import Path
