@@ -38,9 +38,10 @@ def judge_claim(claim: Claim, document: ResultsDocument) -> ClaimVerdict | None:
 def _row(pair: ClaimedPair, task: str, document: ResultsDocument) -> ClaimRow | None:
     """Compare a pair on a task; None where either has no score of its samples."""
     wanted = [str(budget) for budget in pair.budgets]
+    budgets = dict.fromkeys(str(arm.budget) for arm in document.arms if arm.budget)
     together = [
         (ours, theirs, budget)
-        for budget in dict.fromkeys(str(arm.budget) for arm in document.arms if arm.budget)
+        for budget in budgets or [""]
         if not wanted or budget in wanted
         if (ours := _result(document, pair.arm, budget, task)) is not None
         and (theirs := _result(document, pair.than, budget, task)) is not None
@@ -48,6 +49,9 @@ def _row(pair: ClaimedPair, task: str, document: ResultsDocument) -> ClaimRow | 
     ]
     if not together:
         return None
+    whole = {arm.name for arm in document.arms if arm.budget is None}
+    if {together[0][0].arm, together[0][1].arm} <= whole:
+        together = [(*together[0][:2], "")]
     some, theirs = together[0][0], together[0][1]
     mine_of, theirs_of = (
         _summed([each[0] for each in together]),
@@ -67,7 +71,7 @@ def _row(pair: ClaimedPair, task: str, document: ResultsDocument) -> ClaimRow | 
         arm=pair.arm,
         than=pair.than,
         task=task,
-        budgets=[each[2] for each in together],
+        budgets=[each[2] for each in together if each[2]],
         margin=pair.margin,
         n=len(pairs),
         than_value=value,

@@ -45,7 +45,8 @@ def row_in_words(row: ClaimRow) -> str:
     """Say a difference, its interval, and what follows for the claim."""
     said = f"{digits.signed(row.difference, row.best)}"
     interval = digits.interval(row.low, row.high, row.best)
-    return f"{said} {interval or 'without an interval'} at {', '.join(row.budgets)}: {says(row)}"
+    at = f" at {', '.join(row.budgets)}" if row.budgets else ""
+    return f"{said} {interval or 'without an interval'}{at}: {says(row)}"
 
 
 def says(row: ClaimRow) -> str:

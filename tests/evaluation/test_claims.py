@@ -103,6 +103,24 @@ def test_samples_that_one_budget_lacks_are_left_out():
     assert (row.n, row.difference) == (28, 1.0)
 
 
+@pytest.mark.parametrize("budgets", [[], [64, 128]])
+def test_policies_without_a_budget_are_compared_once(budgets):
+    known = arms(["full+int8", "h2o"], budgets)
+    sums = {"full": GOOD, "full+int8": [0.0, *GOOD[1:]]}
+    found = [
+        result(arm, "niah", 1.0, None, scores=SampleScores(sums=sums[arm.policy]))
+        for arm in known
+        if arm.policy in sums
+    ]
+    told = run({}).model_copy(update={"arms": known, "results": found})
+    wanted = claim(("full+int8", "full"), margin=20.0)
+    [row] = judge_claim(wanted, told).rows
+    assert (row.n, row.budgets, row.verdict) == (30, [], "holds")
+    assert row.difference == pytest.approx(-1 / 30)
+    told = told.model_copy(update={"claim": wanted, "claim_verdict": judge_claim(wanted, told)})
+    assert " at " not in claim_lines(told)[1].split(":")[1]
+
+
 def test_a_run_without_either_policy_says_nothing():
     assert judged({"h2o": (GOOD, GOOD)}, ("tova", "h2o")) is None
 
