@@ -107,7 +107,7 @@ def _frequent(rng: np.random.Generator, tokens: int) -> Row:
     segments = max(1, min(int(rng.integers(2, 7)), tokens // 60))
     distinct = int(rng.integers(10, 60))
     room = max(segments, tokens - len(frequent.HEAD) - segments * (len(frequent.PROMPT) + 8) - 1)
-    words, indices = frequent.draw_list(rng, room, distinct, 1.2 + rng.random())
+    words, indices = frequent.draw_list(rng, room, distinct, 1.5 + rng.random())
     counts = np.zeros(distinct)
     for segment in np.array_split(indices, segments):
         counts += np.bincount(segment, minlength=distinct)
