@@ -1,0 +1,89 @@
+"""Measure again what the documents say of the bundled model, and print their tables.
+
+    python recipes/measure.py [NAME ..] [--folder runs/documents]
+
+Each NAME below is a run of `kvtool eval` in a folder of its own; broken off, the same command goes
+on. Without a name all are measured, one after the other. A table has a row for each policy and a
+column for each task, with the scores at all budgets, ascending.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from kvtool.documents.results import ResultsDocument, TaskResult
+from kvtool.evaluation.run.index import read_results_file
+from kvtool.report.variants import families, task_names
+
+RECIPES = Path(__file__).parent
+_NEEDLES = ("--lengths", "512,1K", "--depths", "11")
+_FIRST = "full,streaming,h2o,h2o+caote,tova,roco,snapkv"
+_CALIDROP = "streaming,streaming+calidrop,h2o,h2o+calidrop,snapkv,snapkv+calidrop"
+_D2O = "h2o,h2o+d2o-alloc,h2o+d2o-merge,d2o(merge=none)+uniform,d2o(merge=none),d2o+uniform,d2o"
+_READERS = "rocketkv,rocketkv-mt,quest,sparq,loki,hsa,exact-topk(scope=group),snapkv"
+_TURNS = "streaming,tova,h2o,h2o+caote,roco,snapkv"
+RUNS: dict[str, tuple[str, ...]] = {
+    "first-page": (str(RECIPES / "first-page.yaml"),),
+    "results": (
+        *("-t", "niah,ruler/niah_multikey_1,fidelity"),
+        *("-p", _FIRST, "-b", "64,128,256"),
+    ),
+    "calidrop": ("-t", "niah", "-p", _CALIDROP, "-b", "64,128,256", *_NEEDLES),
+    "d2o-components": ("-t", "niah", "-p", _D2O, "-b", "64,128,256", *_NEEDLES),
+    "query-agnostic": (str(RECIPES / "query-agnostic.yaml"),),
+    "reasoning": (str(RECIPES / "reasoning.yaml"),),
+    "merging": (str(RECIPES / "merging.yaml"),),
+    "bits-and-budgets": (str(RECIPES / "bits-and-budgets.yaml"),),
+    "readers": (
+        *("-t", "niah,ruler/niah_multikey_1", "-p", _READERS, "-b", "64,128,256"),
+        *("--lengths", "1K"),
+    ),
+    "turns": ("-t", "scbench/vt", "-p", _TURNS, "-b", "256,512", "--lengths", "1K"),
+    "turns-later": (
+        *("-t", "scbench/vt", "-p", _TURNS, "-b", "256,512", "--lengths", "1K"),
+        "--query-agnostic",
+    ),
+    "d2o-plan": (str(RECIPES / "d2o-plan.yaml"),),
+    "roco-fidelity": (str(RECIPES / "roco-fidelity.yaml"),),
+}
+
+
+def table(document: ResultsDocument) -> str:
+    """Write the scores of a run: a row for each policy, a column for each task."""
+    tasks = task_names(document)
+    lines = [["policy", *tasks], ["---"] * (len(tasks) + 1)]
+    for family in families(document):
+        found = [[document.of(arm.name, task) for arm in family.variants] for task in tasks]
+        lines.append([f"`{family.label}`", *(" / ".join(map(_score, each)) for each in found)])
+    counts = sorted({result.n for result in document.results})
+    budgets = dict.fromkeys(str(arm.budget) for arm in document.arms if arm.budget is not None)
+    said = f"budgets {' / '.join(budgets)}; n = {', '.join(map(str, counts))}\n"
+    return said + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _score(result: TaskResult | None) -> str:
+    if result is None or result.value is None:
+        return "–"
+    return f"{result.value:.0f}" if result.best == 100 else f"{result.value:.2f}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure the runs that are named, and print their tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(RUNS)}")
+    parser.add_argument("--folder", type=Path, default=Path("runs/documents"))
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in RUNS]:
+        parser.error(f"no run named {unknown[0]}; choose from {', '.join(RUNS)}")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name in options.names or RUNS:
+        folder = options.folder / name
+        command = [sys.executable, "-m", "kvtool", "eval", *RUNS[name], "-o", str(folder), "-q"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        sys.stdout.write(f"\n## {name}\n\n{table(read_results_file(folder / 'results.json'))}")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The program that measures the documents' numbers again."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from kvtool.evaluation.run.index import read_results_file
+
+FILE = Path(__file__).parents[2] / "recipes" / "measure.py"
+SPEC = importlib.util.spec_from_file_location("measure", FILE)
+MEASURE = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(MEASURE)
+
+
+@pytest.mark.parametrize("name", MEASURE.RUNS)
+def test_every_run_is_one_that_can_be_made(name, kvtool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = kvtool("eval", *MEASURE.RUNS[name], "--dry-run", "-q")
+    assert done.code == 0, done.err
+
+
+def test_a_run_is_measured_and_its_table_printed(tmp_path, monkeypatch, capsys):
+    small = ("-t", "niah", "-p", "h2o", "-b", "48,64", "--lengths", "128", "--depths", "3")
+    monkeypatch.setattr(MEASURE, "RUNS", {"small": small})
+    MEASURE.main(["small", "--folder", str(tmp_path / "runs")])
+    values = {
+        result.arm: f"{result.value:.2f}"
+        for result in read_results_file(tmp_path / "runs/small/results.json").results
+    }
+    assert capsys.readouterr().out == (
+        "\n## small\n\nbudgets 48 / 64; n = 3\n| policy | niah |\n| --- | --- |\n"
+        f"| `full` | {values['full']} |\n| `h2o` | {values['h2o@48']} / {values['h2o@64']} |\n"
+    )
+
+
+def test_other_names_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        MEASURE.main(["nothing"])
+    assert "no run named nothing; choose from first-page" in capsys.readouterr().err
