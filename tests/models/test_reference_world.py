@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from kvtool.errors import KvtoolError
+from kvtool.models.reference.facts import NOUN_IDS
 from kvtool.models.reference.filler import Filler
+from kvtool.models.reference.frequent import RANKING, ask_frequent, ask_ranking
 from kvtool.models.reference.tasks import TASKS, draw_example
 from kvtool.models.reference.tokenizer import build_tokenizer
 from kvtool.models.reference.training.rows import FILLER_WEIGHT, Mixture, draw_batch, draw_row
@@ -127,6 +129,18 @@ def test_rows_of_every_kind_fit_and_teach_something(kind, tokens):
     assert max(len(row.ids) for row in rows) <= tokens + 1
     assert all(len(row.ids) == len(row.weights) and row.ids[0] == BOS for row in rows)
     assert all(max(row.weights) >= 1 for row in rows)
+
+
+def test_a_ranking_has_the_words_by_count_and_ties_weigh_nothing():
+    words = NOUN_IDS[:10]
+    counts = np.array([9, 2, 30, 12, 12, 8, 7, 6, 1, 0])
+    question, weights = ask_ranking(words, counts)
+    assert question.prompt == RANKING
+    assert question.answer[::2] == words[[2, 3, 4, 0, 5, 6, 7, 1]].tolist()
+    assert weights[::2] == [1.0, 0.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0]
+    asked, weights = ask_frequent(words, counts)
+    assert asked.answer[::2] == question.answer[:5:2]
+    assert weights[::2] == [1.0, 0.0, 5.0]
 
 
 def test_only_answers_count_in_full_and_each_is_stated_before():

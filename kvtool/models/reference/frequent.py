@@ -9,8 +9,11 @@ HEAD = encode(" Words:")
 PROMPT = encode(
     "\n Question: What are the three most common words? Answer: The three most common words are"
 )
+RANKING = encode("\n Question: What are the most common words? Answer: The most common words are")
 _ASKED = 3
-_WORD_WEIGHT = 5.0  # a row has few of these, and each takes the whole list to know
+_RANKED = 8
+# of each word after the first: a row has few of them, and each takes the whole list to know
+_WORD_WEIGHT = 5.0
 
 
 def draw_list(
@@ -32,11 +35,26 @@ def ask_frequent(words: np.ndarray, counts: np.ndarray) -> tuple[Question, list[
     Returns:
         The question, and a weight for each answer token: 0 for a word tied with the next.
     """
-    order = np.argsort(-counts, kind="stable")[: _ASKED + 1]
+    return _ask(PROMPT, words, counts, _ASKED)
+
+
+def ask_ranking(words: np.ndarray, counts: np.ndarray) -> tuple[Question, list[float]]:
+    """Ask for the eight most common words so far, as training does to show more of the order.
+
+    Returns:
+        As of `ask_frequent`.
+    """
+    return _ask(RANKING, words, counts, _RANKED)
+
+
+def _ask(
+    prompt: list[int], words: np.ndarray, counts: np.ndarray, asked: int
+) -> tuple[Question, list[float]]:
+    order = np.argsort(-counts, kind="stable")[: asked + 1]
     answer: list[int] = []
     weights: list[float] = []
-    for rank in range(_ASKED):
+    for rank in range(asked):
         answer += [COMMA] * (rank > 0) + [int(words[order[rank]])]
         is_sure = float(counts[order[rank]] > counts[order[rank + 1]])
-        weights += [0.2] * (rank > 0) + [_WORD_WEIGHT * is_sure]
-    return Question(PROMPT, [*answer, STOP]), [*weights, 0.2]
+        weights += [0.2] * (rank > 0) + [is_sure * (_WORD_WEIGHT if rank else 1.0)]
+    return Question(prompt, [*answer, STOP]), [*weights, 0.2]
