@@ -7,10 +7,15 @@ anew from the scores of the samples. Its `why.json` may give reasons, by the nam
 """
 
 import json
+import math
 import sys
+from datetime import datetime
 from pathlib import Path
 
 from kvtool.documents.claim import ClaimVerdict
+from kvtool.documents.recipe_source import read_recipe
+from kvtool.documents.results import ResultsDocument
+from kvtool.documents.source import read_file
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.run.index import read_results_file
 from kvtool.report import digits
@@ -46,7 +51,7 @@ def page(folder: Path) -> str:
         file = folder / f"{recipe.stem}.json"
         command = f"`kvtool eval recipes/claims/{recipe.name} -o runs/claims/{recipe.stem}`"
         if not file.is_file():
-            rows.append([recipe.stem, "", "not run", "", "", command])
+            rows.append([*_asked(recipe), command])
             continue
         run = read_results_file(file)
         assert run.claim is not None, f"{file} holds no claim"
@@ -55,12 +60,34 @@ def page(folder: Path) -> str:
         modes = dict.fromkeys(result.question for result in run.results)
         said = [run.claim.paper or "", run.claim.others or ""]
         rows.append([f"[{run.claim.says}](#{recipe.stem})", ", ".join(modes), told, *said, command])
-        parts.append(f"## {recipe.stem}\n\n{run.claim.says}: {told}.\n")
+        parts.append(f"## {recipe.stem}\n\n{run.claim.says}: {told}.\n\n{_where(run)}\n")
         if recipe.stem in why:
             parts.append(f"Why: {why[recipe.stem].strip()}\n")
         if found is not None:
             parts.append(_table(OF_PAIRS, _pairs(found)))
     return HEAD + "\n".join([_table(COLUMNS, rows), *parts])
+
+
+def _asked(recipe: Path) -> list[str]:
+    """Return the cells of a claim that has not been run, all but the command."""
+    read, _ = read_recipe(read_file(recipe, option="RECIPE"))
+    assert read.claim is not None, f"{recipe} holds no claim"
+    mode = "later" if read.eval.query_aware is False else "known"
+    mode += ", kept" if read.eval.keep_question else ""
+    return [read.claim.says, mode, "not run", read.claim.paper or "", read.claim.others or ""]
+
+
+def _where(run: ResultsDocument) -> str:
+    """Say what was measured on, and how long it took."""
+    taken = datetime.fromisoformat(run.finished) - datetime.fromisoformat(run.started)
+    minutes = math.ceil(taken.total_seconds() / 60)
+    threads = run.environment.threads
+    return (
+        f"Measured with {run.model.id}, {run.model.layers} layers "
+        f"(`config.json` {run.model.config_hash[:8]}), {run.model.dtype}, on "
+        f"{run.environment.gpu or run.environment.cpu}, {threads} thread{'s' * (threads != 1)}, "
+        f"in {minutes} minute{'s' * (minutes != 1)}."
+    )
 
 
 def _pairs(found: ClaimVerdict) -> list[list[str]]:
