@@ -10,6 +10,7 @@ PROMPT = encode(
     "\n Question: What are the three most common words? Answer: The three most common words are"
 )
 RANKING = encode("\n Question: What are the most common words? Answer: The most common words are")
+MOST_ASKED = 35  # tokens of a question and its answer
 _ASKED = 3
 _RANKED = 8
 # of each word after the first: a row has few of them, and each takes the whole list to know

@@ -17,7 +17,6 @@ from kvtool.models.reference.vocabulary import BOS, EOS, SPECIAL, TOKENS, encode
 FILLER_WEIGHT = 0.1
 DECISION_WEIGHT = 3.0  # how a part of an answer begins and ends; the rest is copying
 END_WEIGHT = 0.1
-_QUESTION_TOKENS = 35  # of a question for frequent words and its answer, at most
 _FILLER_COUNTED = 0.3  # share of filler sentences in the loss: the rest would teach little more
 
 
@@ -107,7 +106,7 @@ def _frequent(rng: np.random.Generator, tokens: int) -> Row:
     row.add(frequent.HEAD)
     segments = max(1, min(int(rng.integers(2, 7)), tokens // 60))
     distinct = int(rng.integers(10, 60))
-    room = max(segments, tokens - len(frequent.HEAD) - segments * _QUESTION_TOKENS - 1)
+    room = max(segments, tokens - len(frequent.HEAD) - segments * frequent.MOST_ASKED - 1)
     words, indices = frequent.draw_list(rng, room, distinct, 1.5 + rng.random())
     counts = np.zeros(distinct)
     for segment in np.array_split(indices, segments):
