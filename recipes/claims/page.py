@@ -65,6 +65,7 @@ def page(folder: Path) -> str:
             parts.append(f"Why: {why[recipe.stem].strip()}\n")
         if found is not None:
             parts.append(_table(OF_PAIRS, _pairs(found)))
+        parts.append(_scores(run))
     return HEAD + "\n".join([_table(COLUMNS, rows), *parts])
 
 
@@ -105,6 +106,24 @@ def _pairs(found: ClaimVerdict) -> list[list[str]]:
         ]
         for row in found.rows
     ]
+
+
+def _scores(run: ResultsDocument) -> str:
+    """Return the scores: a row for each policy and task, a column for each budget."""
+    arms = {arm.name: arm for arm in run.arms}
+    budgets = list(dict.fromkeys(arm.budget for arm in run.arms if arm.budget is not None))
+    rows: dict[tuple[str, str], dict[int | str | None, str]] = {}
+    for result in run.results:
+        arm = arms[result.arm]
+        score = digits.score(result.value, result.best)
+        rows.setdefault((result.task, arm.policy), {})[arm.budget] = score
+    return _table(
+        ("task", "policy", *(f"at {budget}" for budget in budgets), "without a budget"),
+        [
+            [task, f"`{policy}`", *(cells.get(key, digits.MISSING) for key in (*budgets, None))]
+            for (task, policy), cells in rows.items()
+        ],
+    )
 
 
 def _table(columns: tuple[str, ...], rows: list[list[str]]) -> str:
