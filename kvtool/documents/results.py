@@ -115,6 +115,12 @@ class Cost(Section):
         return (self.kv_bytes if known is None else known) + self.state_bytes
 
 
+def when_asked(*, query_aware: bool, keep_question: bool) -> str:
+    """Say when the question comes, as tables do."""
+    later = "later, kept" if keep_question else "later"
+    return "known" if query_aware else later
+
+
 class TaskResult(Section):
     """One task under one arm.
 
@@ -152,8 +158,7 @@ class TaskResult(Section):
     @property
     def question(self) -> str:
         """Return when the question comes, as tables say it."""
-        later = "later, kept" if self.keep_question else "later"
-        return "known" if self.query_aware else later
+        return when_asked(query_aware=self.query_aware, keep_question=self.keep_question)
 
     @property
     def chunk(self) -> float | None:

@@ -37,21 +37,15 @@ def judge_claim(claim: Claim, document: ResultsDocument) -> ClaimVerdict | None:
 
 def _row(pair: ClaimedPair, task: str, document: ResultsDocument) -> ClaimRow | None:
     """Compare a pair on a task; None where either has no score of its samples."""
-    wanted = [str(budget) for budget in pair.budgets]
-    budgets = dict.fromkeys(str(arm.budget) for arm in document.arms if arm.budget)
     together = [
         (ours, theirs, budget)
-        for budget in budgets or [""]
-        if not wanted or budget in wanted
+        for budget in _budgets(pair, document)
         if (ours := _result(document, pair.arm, budget, task)) is not None
         and (theirs := _result(document, pair.than, budget, task)) is not None
         and ours.fed_like(theirs)
     ]
     if not together:
         return None
-    whole = {arm.name for arm in document.arms if arm.budget is None}
-    if {together[0][0].arm, together[0][1].arm} <= whole:
-        together = [(*together[0][:2], "")]
     some, theirs = together[0][0], together[0][1]
     mine_of, theirs_of = (
         _summed([each[0] for each in together]),
@@ -84,6 +78,15 @@ def _row(pair: ClaimedPair, task: str, document: ResultsDocument) -> ClaimRow | 
         control=pair.control,
         verdict=_verdict(found, -margin, flipped=some.lower_is_better),
     )
+
+
+def _budgets(pair: ClaimedPair, document: ResultsDocument) -> list[str]:
+    """Return the budgets to compare at, one without a name where neither policy takes any."""
+    if {pair.arm, pair.than} <= {arm.policy for arm in document.arms if arm.budget is None}:
+        return [""]
+    budgets = dict.fromkeys(str(arm.budget) for arm in document.arms if arm.budget is not None)
+    wanted = {str(budget) for budget in pair.budgets}
+    return [budget for budget in budgets if not wanted or budget in wanted]
 
 
 def _verdict(found: Estimate, least: float, *, flipped: bool) -> Verdict:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvtool.documents.claim import ClaimVerdict
 from kvtool.documents.recipe_source import read_recipe
-from kvtool.documents.results import ResultsDocument
+from kvtool.documents.results import ResultsDocument, when_asked
 from kvtool.documents.source import read_file
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.run.index import read_results_file
@@ -73,8 +73,8 @@ def _asked(recipe: Path) -> list[str]:
     """Return the cells of a claim that has not been run, all but the command."""
     read, _ = read_recipe(read_file(recipe, option="RECIPE"))
     assert read.claim is not None, f"{recipe} holds no claim"
-    mode = "later" if read.eval.query_aware is False else "known"
-    mode += ", kept" if read.eval.keep_question else ""
+    known = read.eval.query_aware is not False
+    mode = when_asked(query_aware=known, keep_question=read.eval.keep_question)
     return [read.claim.says, mode, "not run", read.claim.paper or "", read.claim.others or ""]
 
 
