@@ -48,9 +48,14 @@ def check_claim(claim: Claim, policies: Sequence[str], budgets: Sequence[str]) -
         policies, budgets: of the run, as tables spell them.
 
     Raises:
-        UsageError: a pair names another policy or budget.
+        UsageError: a pair names another policy or budget, or one policy twice.
     """
     for i, pair in enumerate(claim.pairs):
+        if pair.arm == pair.than:
+            raise UsageError(
+                f"claim.pairs.{i}: `{pair.arm}` is held against itself; name two policies",
+                hint="--unset claim",
+            )
         for key, policy in (("arm", pair.arm), ("than", pair.than)):
             if policy not in policies:
                 raise UsageError(

@@ -16,6 +16,7 @@ from kvtool.documents.claim import ClaimVerdict
 from kvtool.documents.recipe_source import read_recipe
 from kvtool.documents.results import ResultsDocument, when_asked
 from kvtool.documents.source import read_file
+from kvtool.errors import KvtoolError
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.run.index import read_results_file
 from kvtool.report import digits
@@ -131,5 +132,16 @@ def _table(columns: tuple[str, ...], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
+def main() -> None:
+    """Write the page, or say in a line why not."""
+    folder = Path(sys.argv[1]) if sys.argv[1:] else HERE / "results"
+    if not folder.is_dir():
+        sys.exit(f"error: no folder {folder}; give one that holds the results of runs as NAME.json")
+    try:
+        (HERE / "README.md").write_text(page(folder))
+    except KvtoolError as error:
+        sys.exit(f"error: {error}")
+
+
 if __name__ == "__main__":
-    (HERE / "README.md").write_text(page(Path(sys.argv[1]) if sys.argv[1:] else HERE / "results"))
+    main()

@@ -54,6 +54,7 @@ def test_a_run_says_whether_its_claim_holds(kvtool, recipe):
     [
         ("{arm: roco, than: random}", "claim.pairs.0.arm: `roco` is not compared"),
         ("{arm: h2o, than: random, budgets: 32}", "claim.pairs.0.budgets: `32` is none of 48, 64"),
+        ("{arm: h2o, than: h2o}", "claim.pairs.0: `h2o` is held against itself"),
         ("{arm: h2o}", "than"),
         ("{arm: h2o, than: randm}", "randm"),
     ],

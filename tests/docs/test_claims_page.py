@@ -70,3 +70,16 @@ def test_a_reason_stands_below_its_claim(results, tmp_path):
         json.dumps({"order": "The last query attends to one code in ten."})
     )
     assert "\nWhy: The last query attends to one code in ten.\n" in PAGE.page(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "no folder"), ("{}", "holds no results")])
+def test_no_page_is_written_of_what_holds_no_results(text, said, tmp_path, monkeypatch):
+    folder = tmp_path / "results"
+    if text is not None:
+        folder.mkdir()
+        (folder / "order.json").write_text(text)
+    before = (FOLDER / "README.md").read_text()
+    monkeypatch.setattr("sys.argv", ["page.py", str(folder)])
+    with pytest.raises(SystemExit, match=said):
+        PAGE.main()
+    assert (FOLDER / "README.md").read_text() == before

@@ -39,3 +39,13 @@ def test_the_program_prints_both_rankings(tmp_path, capsys):
     half, quarter = [line for line in lines if line.startswith("| Spearman")]
     assert half.startswith("| Spearman |  | 1.00 | 0.")
     assert not quarter.startswith("| Spearman |  | 1.00")
+
+
+@pytest.mark.parametrize(("policies", "said"), [(None, "no file"), (["kvzip"], "fewer than two")])
+def test_what_ranks_nothing_is_refused(policies, said, tmp_path, capsys):
+    path = tmp_path / "results.json"
+    if policies is not None:
+        path.write_text(json.dumps(document(policies)))
+    with pytest.raises(SystemExit):
+        main([str(path)])
+    assert said in capsys.readouterr().err

@@ -80,10 +80,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Print the two rankings and what they have in common."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
-    results = json.loads(parser.parse_args(arguments).results.read_text())
+    path = parser.parse_args(arguments).results
+    if not path.is_file():
+        parser.error(f"no file {path}; give the results.json of a run")
+    results = json.loads(path.read_text())
     for i, kept in enumerate(KEPT):
         ours = scores(results, kept)
         names = [name for name in BOARD["Qwen3-8B"] if name in ours]
+        if len(names) < 2:
+            parser.error(f"{path} has fewer than two of {', '.join(BOARD['Qwen3-8B'])} at {kept}")
         titles = [f"{kept} kept", "percent of full", *BOARD]
         rows = [
             [name, f"{ours[name]:.1f}", *(f"{BOARD[of][name][i]:.1f}" for of in BOARD)]
