@@ -39,6 +39,7 @@ class KVCache(InWords, CacheState):
     """
 
     _watcher: Watcher | None = None
+    _norms = False
 
     # ---- what transformers asks
 
@@ -83,7 +84,7 @@ class KVCache(InWords, CacheState):
             raw_key, raw_value = layer.write_token(key_states, value_states)
         placement = running.placement
         told = not decoding or placement is not None or self._watcher is not None
-        norms = RowNorms() if self._watcher is not None and not decoding else None
+        norms = RowNorms() if self._norms and not decoding else None
         kernel, lent = self.settings.kernel, layer.index in self.settings.lending
         context = StepContext(kernel, block, last, placement, group, told, lent, norms)
         taken = raw_key, raw_value, key_states, value_states
@@ -132,9 +133,9 @@ class KVCache(InWords, CacheState):
         whole = self.surprisals is not None or self.policy.two_stages
         return None if whole else self.settings.block
 
-    def watch_steps(self, watcher: Watcher | None) -> None:
-        """Show every step that has run, the call and the output to somebody; None: to nobody."""
-        self._watcher = watcher
+    def watch_steps(self, watcher: Watcher | None, *, norms: bool = True) -> None:
+        """Show somebody (None: nobody) every step that has run; no fused kernel tells the norms."""
+        self._watcher, self._norms = watcher, norms and watcher is not None
 
     def build_index(self, layer: SlotLayer) -> None:
         """Make a reader's tables for a layer that has none yet since the last prompt."""

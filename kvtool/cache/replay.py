@@ -13,12 +13,13 @@ from kvtool.cache.steps.step import run_step
 from kvtool.errors import KvtoolError
 
 
-def replay(cache: KVCache, step: PendingStep, call: Call) -> Tensor:
+def replay(cache: KVCache, step: PendingStep, call: Call, attended: Tensor | None = None) -> Tensor:
     """Let a layer take in what another cache's layer just did, and attend to what it holds itself.
 
     Args:
         cache: goes through the whole text in this way, beginning empty.
         step, call: a step of another cache, without padding.
+        attended: what that one attended to, where this one attends to the same; None: computed.
 
     Returns:
         (batch, heads, q_len, value_dim).
@@ -41,10 +42,12 @@ def replay(cache: KVCache, step: PendingStep, call: Call) -> Tensor:
         key, value = layer.write_token(step.new_key, step.new_value)
     else:
         key, value = layer.update(step.new_key, step.new_value)
+        cache.meter.run(key.nbytes + value.nbytes)
         cache.begin_block(layer, call.query.shape[1], None, call.q_len)
     seen = step.layer.seen
     placed = call.context.placement or Placement(0, seen - call.q_len, seen)
     block = cache.layer_block
     context = replace(call.context, block=block, placement=placed, group=None, norms=None)
     own = replace(call, key=key, value=value, raw_key=key, raw_value=value, context=context)
+    own = replace(own, attended=attended)
     return run_step(layer, own, step.decoding)

@@ -267,6 +267,10 @@ class CacheState(Cache):
         """Return a cache with the same content that goes its own way from here; see `rollback`."""
         return self._copy_but([])
 
+    def become(self, other: Self) -> None:
+        """Take over what another cache holds, which is not to be used any more."""
+        self.__dict__ = other.__dict__
+
     @contextmanager
     def rollback(self) -> Iterator[None]:
         """Leave the cache as it was: what is fed or generated inside is forgotten at the end.

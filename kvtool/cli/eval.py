@@ -127,6 +127,7 @@ def _flags(options: EvalOptions) -> Flags:
         query_agnostic=options.query_agnostic,
         keep_question=options.keep_question,
         prefill=options.prefill,
+        shared_prefill=options.shared_prefill,
         within=options.within,
     )
     return flags

@@ -104,6 +104,14 @@ class EvalOptions(RecipeOptions):
         str | None,
         Option("--prefill", metavar="full|block[:M]", help="Read prompts whole, or in blocks."),
     ] = None
+    shared_prefill: Annotated[
+        bool,
+        Option(
+            "--shared-prefill",
+            help="Read each prompt once for all arms that can share the run; its seconds are then "
+            "those of all together.",
+        ),
+    ] = False
     fail_under: Annotated[
         list[str],
         Option(

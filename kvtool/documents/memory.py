@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, SerializerFunctionWrapHandler, model_serializer
@@ -66,6 +67,21 @@ class CacheNeeds(Section):
         if self.reads is None:
             del found["reads"]
         return found
+
+    def beside(self, others: Sequence[CacheNeeds], memory: DeviceMemory) -> CacheNeeds:
+        """Return the same with the caches of others there at its peak.
+
+        Args:
+            memory: of the device.
+        """
+        if self.peak_bytes is None:
+            return self
+        there = sum(other.kv_bytes + other.state_bytes for other in others)
+        if memory.device == "cpu":
+            there += sum(other.host_bytes for other in others)
+        peak, free = self.peak_bytes + there, memory.free_bytes
+        fits = None if free is None else peak <= free
+        return self.model_copy(update={"peak_bytes": peak, "fits": fits})
 
     def needed(self) -> str:
         """Say what is needed, and whether it fits."""

@@ -91,6 +91,7 @@ class Evaluation(RecipeSection):
     """What is measured, and how prompts are made; `query_aware: null` is the task's own.
 
     `keep_question` keeps a question whole that comes after the context has been compressed.
+    `shared_prefill` reads a prompt once for all arms that can share the run.
     `within` is the bound of the verdict, in percent of the full cache's score.
     """
 
@@ -105,6 +106,7 @@ class Evaluation(RecipeSection):
     limit: PositiveInt | None = None
     query_aware: bool | None = None
     keep_question: bool = False
+    shared_prefill: bool = False
     chat_template: Literal["auto", "on", "off"] = "auto"
     max_length: Tokens | None = None
     truncate: Literal["middle", "left", "error"] = "middle"

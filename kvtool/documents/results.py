@@ -84,7 +84,8 @@ class Cost(Section):
     attention), `full_bytes` what a full cache would hold, `traffic_pairs` and `traffic_bytes` what
     the last decoded token read (per layer and KV head, and in all), `peak_kv_bytes` the most key
     and value bytes at a time (the largest over samples), `peak_memory_bytes` the growth of the
-    process's (or the GPU's) memory, the largest over samples, None where the system does not tell.
+    process's (or the GPU's) memory, the largest over samples, None where the system does not tell
+    or arms have read a prompt together, of which `prefill_s` then are all seconds.
     Earlier runs lack `allocated_bytes` and `kept_per_layer`.
     """
 

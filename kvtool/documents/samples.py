@@ -43,6 +43,7 @@ class ProtocolEntry(Section):
     stop: tuple[str, ...]
     seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)]
     keep_question: bool = False
+    shared_prefill: bool = False
 
 
 class SamplesDocument(Document):

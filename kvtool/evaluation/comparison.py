@@ -163,6 +163,7 @@ def _protocol(recipe: Recipe) -> Protocol:
     return Protocol(
         query_aware=wanted.query_aware,
         keep_question=wanted.keep_question,
+        shared_prefill=wanted.shared_prefill,
         chat_template=wanted.chat_template,
         max_length=wanted.max_length,
         truncate=wanted.truncate,

@@ -43,6 +43,7 @@ def evaluate(
     max_length: int | None = None,
     truncate: str | None = None,
     prefill: str | None = None,
+    shared_prefill: bool = False,
     allocator: str | None = None,
     seed: int | None = None,
     fail_under: Mapping[str, float] | None = None,
@@ -99,6 +100,7 @@ def evaluate(
         query_agnostic=query_agnostic,
         keep_question=keep_question,
         prefill=prefill,
+        shared_prefill=shared_prefill,
         within=within,
     )
     values = {"lengths": lengths, "depths": depths, "samples": samples, "prompts": prompts}
@@ -123,7 +125,13 @@ def evaluate(
 
 
 def take_eval(
-    flags: Flags, *, query_agnostic: bool, keep_question: bool, prefill: str | None, **settings: Any
+    flags: Flags,
+    *,
+    query_agnostic: bool,
+    keep_question: bool,
+    shared_prefill: bool,
+    prefill: str | None,
+    **settings: Any,
 ) -> None:
     """Set what flags say of a recipe's `eval`, and how prompts are fed.
 
@@ -136,6 +144,8 @@ def take_eval(
         flags.set("--query-agnostic", False, "eval", "query_aware")
     if keep_question:
         flags.set("--keep-question", True, "eval", "keep_question")
+    if shared_prefill:
+        flags.set("--shared-prefill", True, "eval", "shared_prefill")
     flags.take("prefill", prefill)
 
 

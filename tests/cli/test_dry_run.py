@@ -131,6 +131,20 @@ def test_eval_tells_each_variant(kvtool):
     assert line.endswith(" free on cpu")
 
 
+def test_caches_of_shared_prompts_are_there_together(kvtool):
+    given = ("-t", "niah,ppl", "--lengths", "256", "--samples", "1", "-p", "h2o,quest", "-b", "64")
+    alone, shared = (
+        yaml.safe_load(kvtool("eval", *given, "--dry-run", *more).out)["work"]["tasks"]
+        for more in ((), ("--shared-prefill",))
+    )
+    needles = alone[0]["memory"]
+    held = {name: told["kv_bytes"] + told["state_bytes"] for name, told in needles.items()}
+    for name, told in shared[0]["memory"].items():
+        others = sum(held.values()) - held[name]
+        assert told["peak_bytes"] == needles[name]["peak_bytes"] + others
+    assert shared[1] == alone[1]  # a text that is followed is read by each arm alone
+
+
 def text_of(tokens):
     """A text of so many tokens, the first of which begins every text."""
     tokenizer = load().tokenizer

@@ -75,7 +75,7 @@ class OwnBlock:
         if told and not corrected and can_sum(layer, call, block):
             return sum_block(layer, call, block)
         if not (observed or corrected):
-            return attend_plain(layer, call, block)
+            return attend_plain(layer, call, block) if call.attended is None else call.attended
         return explicit_block(layer, call, block, observed)
 
     def last_rows(self, layer: SlotLayer, block: Block) -> AttentionRows:

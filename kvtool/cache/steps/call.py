@@ -87,6 +87,8 @@ class Call:
             sees, beside those before it: images are seen from both sides; None: none.
         scale, softcap, sinks: as for `attention_weights`; the sinks of a whole layer as (heads,).
         context: what the forward is like.
+        attended: (batch, heads, q_len, value_dim), the output of a block of a prompt, where it is
+            known already; None: it is not.
     """
 
     query: Tensor
@@ -100,6 +102,7 @@ class Call:
     sinks: Tensor | None = None
     spans: Tensor | None = None
     context: StepContext = StepContext()
+    attended: Tensor | None = None
 
     @property
     def q_len(self) -> int:

@@ -67,7 +67,7 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
     if not options.query_aware:
         ids = bench.encode(prompt.context, special=prompt.special)
         instruct_chat(cache, bench.tokenizer, frame, ids, "")
-        bench.feed(cache, ids)
+        bench.feed_first(cache, ids)
         read_so_far = True
     answers: list[Json] = []
     lead = ""
@@ -82,7 +82,8 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
                 ending = frame.closing + turn.answer_prefix
                 instruct_chat(cache, bench.tokenizer, frame, ids, ending)
             with cache.budgets.raising() if options.keep_question else contextlib.nullcontext():
-                bench.feed(cache, ids, new_tokens=_answer_tokens(bench, turn))
+                feed = bench.feed if read_so_far else bench.feed_first
+                feed(cache, ids, new_tokens=_answer_tokens(bench, turn))
             with cache.rollback() if goes_on and options.golden else contextlib.nullcontext():
                 answers.append(_answer(bench, cache, turn, options))
         read_so_far = True

@@ -16,6 +16,7 @@ from kvtool.evaluation.bench.memory import Peak, watched_devices
 from kvtool.evaluation.bench.meter import Meter
 from kvtool.evaluation.bench.prompts import text_before
 from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Json
 from kvtool.generation import Generation, compress, generate, token_logprobs
@@ -44,6 +45,7 @@ class Bench:
         shared: what the variants share about the running sample, such as the full cache's answer.
         draws: what tells the running sample from others, for policies that draw; None: they draw
             as the policy says.
+        prompts: those that variants read together; None: each reads its own.
         meter: what the running sample has cost so far.
     """
 
@@ -53,11 +55,13 @@ class Bench:
         variant: Variant,
         protocol: Protocol,
         shared: dict[str, Any] | None = None,
+        prompts: SharedPrompts | None = None,
     ) -> None:
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
         self.variant, self.protocol = variant, protocol
         self.shared: dict[str, Any] = {} if shared is None else shared
+        self.prompts = prompts
         self.draws: str | None = None
         self._warm: tuple[Any, ...] | None = None
         self._contexts: dict[tuple[int, ...], tuple[KVCache, Tensor]] = {}
@@ -151,6 +155,15 @@ class Bench:
         done = compress(self.model, cache, ids, new_tokens=new_tokens, tokenizer=self.tokenizer)
         self.meter.count_prefill(cache, tokens=ids.numel(), seconds=done.prefill_s)
         return done.next_logits
+
+    def feed_first(self, cache: KVCache, ids: Tensor, new_tokens: int = 0) -> Tensor:
+        """Feed the first prompt of a sample, in one run for all that can share it; see `feed`."""
+        found = None if self.prompts is None else self.prompts.take(self, ids, new_tokens)
+        if found is None:
+            return self.feed(cache, ids, new_tokens=new_tokens)
+        cache.become(found.cache)
+        self.meter.count_prefill(cache, tokens=ids.numel(), seconds=found.seconds, shared=True)
+        return found.logits
 
     def decode(
         self,

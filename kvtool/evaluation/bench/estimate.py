@@ -161,6 +161,13 @@ class Estimate:
             variant.name: needs(self.config, self.dtype, variant, text, memory)
             for variant in variants
         }
+        if self.protocol.shared_prefill and isinstance(task, Asking):
+            found = {
+                name: each.beside(
+                    [other for others, other in found.items() if others != name], memory
+                )
+                for name, each in found.items()
+            }
         return {"longest_prompt": longest, "kv_bytes": held, "memory": found}
 
     def answer_tokens(self, samples: Sequence[Sample]) -> int:

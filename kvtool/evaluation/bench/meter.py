@@ -19,6 +19,8 @@ class Meter:
     Attributes:
         peak: the growth of memory since the sample began.
         kept_per_layer: the most tokens that each layer held after a prompt or a turn.
+        shared: whether a prompt was read for others, too: its seconds are those of all together,
+            and nobody can tell the memory apart.
     """
 
     peak: Peak
@@ -29,9 +31,13 @@ class Meter:
     decoded: int = 0
     bytes: dict[str, float] = field(default_factory=dict)
     kept_per_layer: list[int] = field(default_factory=list)
+    shared: bool = False
 
-    def count_prefill(self, cache: KVCache, *, tokens: int, seconds: float) -> None:
+    def count_prefill(
+        self, cache: KVCache, *, tokens: int, seconds: float, shared: bool = False
+    ) -> None:
         """Count a text that was fed as a prompt."""
+        self.shared |= shared
         self.prefill_s += seconds
         self.prompt_tokens += tokens
         self.read(cache)
@@ -77,5 +83,5 @@ class Meter:
             "decode_s": round(self.decode_s, 6),
             **self.bytes,
             **({"kept_per_layer": self.kept_per_layer} if self.kept_per_layer else {}),
-            "peak_memory_bytes": self.peak.growth(),
+            "peak_memory_bytes": None if self.shared else self.peak.growth(),
         }

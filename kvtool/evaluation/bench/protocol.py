@@ -17,6 +17,7 @@ class Protocol:
         max_length: tokens of a prompt, above which it is cut; None: what the model was trained for.
         temperature: 0 takes the most likely token.
         stop: texts that end an answer, on top of the task's own.
+        shared_prefill: whether a sample's prompt is read once for all variants that can share it.
     """
 
     query_aware: bool | None = None
@@ -28,10 +29,9 @@ class Protocol:
     stop: tuple[str, ...] = ()
     seed: int = 0
     keep_question: bool = False
+    shared_prefill: bool = False
 
     def identity(self) -> dict[str, Any]:
         """Return what of it tells measurements apart; what earlier versions lack only if set."""
-        fields = asdict(self)
-        if not self.keep_question:
-            del fields["keep_question"]
-        return fields
+        later = ("keep_question", "shared_prefill")
+        return {name: each for name, each in asdict(self).items() if each or name not in later}

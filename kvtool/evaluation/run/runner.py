@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
@@ -153,7 +154,10 @@ def run_measurements(
         KvtoolError: a sample failed and `stop_on_error` is set.
     """
     shared: dict[str, Any] = {}
-    benches = {variant: Bench(loaded, variant, place.protocol, shared) for variant in variants}
+    prompts = SharedPrompts() if place.protocol.shared_prefill else None
+    benches = {
+        variant: Bench(loaded, variant, place.protocol, shared, prompts) for variant in variants
+    }
     warm: set[Variant] = set()
     configurations = {
         (variant, job.task.name): place.configuration(variant, job.task)
@@ -163,12 +167,16 @@ def run_measurements(
     for (j, s), of_sample in groupby(measurements, key=lambda each: (each.job, each.sample)):
         task, sample, content = jobs[j].task, jobs[j].samples[s], jobs[j].hashes[s]
         shared.clear()
-        for variant in (variants[each.variant] for each in of_sample):
+        of_all = [variants[each.variant] for each in of_sample]
+        for variant in of_all:
+            # of a compiled decode, other draws are another graph
+            benches[variant].draw_for(None if getattr(task, "compile", False) else content)
+        if prompts is not None:
+            prompts.begin([benches[variant] for variant in of_all])
+        for variant in of_all:
             if variant not in warm:
                 benches[variant].warm_up()
                 warm.add(variant)
-            # of a compiled decode, other draws are another graph
-            benches[variant].draw_for(None if getattr(task, "compile", False) else content)
             record = _measure(benches[variant], task, sample)
             configuration = configurations[variant, task.name]
             head = {"key": sample_key(configuration, content), "configuration": configuration}

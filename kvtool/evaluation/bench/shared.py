@@ -1,0 +1,97 @@
+"""Prompts that the variants of a sample have in common, each read in one run of the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from kvtool.generation.shared import can_share, prefill_shared
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from kvtool.cache.cache import KVCache
+    from kvtool.evaluation.bench.variants import Variant
+
+
+class Reader(Protocol):
+    """Who reads a prompt under a variant: `kvtool.evaluation.bench.bench.Bench`."""
+
+    model: PreTrainedModel
+    variant: Variant
+
+    def new_cache(self) -> KVCache: ...
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt that a cache has taken in.
+
+    Attributes:
+        logits: (batch, vocab) float32, of the next token, on the CPU.
+        seconds: of the run, for all its caches together.
+    """
+
+    cache: KVCache
+    logits: Tensor
+    seconds: float
+
+
+class SharedPrompts:
+    """The prompts of the running sample that variants read together."""
+
+    def __init__(self) -> None:
+        self.begin([])
+
+    def begin(self, readers: Sequence[Reader]) -> None:
+        """Begin a sample, which will be measured with these."""
+        self._readers = readers
+        self._read: dict[tuple[tuple[int, ...], int], dict[Variant, ReadPrompt]] = {}
+
+    def take(self, reader: Reader, ids: Tensor, new_tokens: int) -> ReadPrompt | None:
+        """Return the cache of a variant that holds a prompt; None where it has to read it alone.
+
+        Whoever asks first has it read for all that can.
+
+        Args:
+            ids: (1, n) int64.
+            new_tokens: how many will be generated after it, as far as is known.
+        """
+        key = tuple(ids[0].tolist()), new_tokens
+        if key not in self._read:
+            self._read[key] = {}
+            try:
+                self._read[key] = self._read_together(ids, new_tokens)
+            except Exception:  # any: each variant reads alone, and says what is wrong with it
+                return None
+        return self._read[key].pop(reader.variant, None)
+
+    def _read_together(self, ids: Tensor, new_tokens: int) -> dict[Variant, ReadPrompt]:
+        caches = {}
+        for reader in self._readers:
+            cache = _ready(reader, ids.shape[1])
+            if cache is not None:
+                caches[reader.variant] = cache
+        if len(caches) < 2:
+            return {}
+        start = time.perf_counter()
+        logits = prefill_shared(
+            self._readers[0].model, list(caches.values()), ids, new_tokens=new_tokens
+        ).cpu()
+        seconds = time.perf_counter() - start
+        for cache in caches.values():
+            cache.remember(ids.cpu(), logits)
+        return {variant: ReadPrompt(cache, logits, seconds) for variant, cache in caches.items()}
+
+
+def _ready(reader: Reader, tokens: int) -> KVCache | None:
+    """Return an empty cache of a variant that can take a prompt in with others."""
+    try:
+        cache = reader.new_cache()
+        cache.budgets.check([tokens])
+    except Exception:  # any: it reads alone, and says what is wrong with it
+        return None
+    return cache if can_share(reader.model, cache, tokens) else None

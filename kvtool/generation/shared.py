@@ -1,0 +1,86 @@
+"""Read a prompt once for several caches: the model runs over one that keeps everything.
+
+As long as a cache sees the whole prompt at once, what it evicts changes nothing before the first
+generated token. So queries, keys, values and attention outputs of one run serve every policy, and
+only scores and selections are computed for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvtool.cache.build import build_cache
+from kvtool.cache.cache import KVCache
+from kvtool.cache.hooks.attachment import attachment
+from kvtool.cache.replay import replay
+from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.pending import PendingStep
+from kvtool.cache.storage.layer import SlotLayer
+from kvtool.generation.feeding import prefill
+from kvtool.model_shape import stores_latents
+
+
+def can_share(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
+    """Tell whether an empty cache can take a prompt in from another one's run.
+
+    Not where it reads the prompt in blocks, goes by logits, has the prompt repeated or numbers
+    tokens anew; nor on a model with other layers than those of full attention, or whose keys are
+    stored in latent form.
+
+    Args:
+        tokens: of the prompt.
+    """
+    attached = attachment(model)
+    block = cache.settings.block
+    return (
+        (attached is None or not attached.eager)
+        and not stores_latents(cache.config)
+        and cache.get_seq_length() == 0
+        and (block is None or block >= tokens)
+        and cache.surprisals is None
+        and cache.repetition is None
+        and not (cache.recurrent or cache.renumbers)
+        and not cache.settings.lending
+        and all(_is_plain(layer) for layer in cache.layers)
+    )
+
+
+def _is_plain(layer: object) -> bool:
+    """Whether a layer attends to all of a prompt and nothing else."""
+    return isinstance(layer, SlotLayer) and layer.window is None and not layer.chunked
+
+
+def prefill_shared(
+    model: PreTrainedModel, caches: Sequence[KVCache], input_ids: Tensor, *, new_tokens: int = 0
+) -> Tensor:
+    """Feed a prompt to several empty caches by one run of the model.
+
+    Args:
+        caches: those of which `can_share` says so.
+        input_ids: (batch, n), without padding.
+        new_tokens: how many will be generated after it, as far as is known.
+
+    Returns:
+        (batch, vocab) float32 logits after the last token.
+
+    Raises:
+        UsageError: a budget that is not above the tokens that its policy always keeps.
+        KvtoolError: keys that are stored in another form than they are attended in.
+        BrokenNumbers: the logits are not finite.
+    """
+    batch, width = input_ids.shape
+    lead = build_cache(model, "full")
+
+    def take_in(step: PendingStep, call: Call, out: Tensor) -> None:
+        for cache in caches:
+            replay(cache, step, call, out)
+
+    lead.watch_steps(take_in, norms=False)
+    with ExitStack() as prompts:
+        for cache in caches:
+            prompts.enter_context(cache.prompt([width] * batch, new_tokens))
+        return prefill(model, lead, input_ids, new_tokens=new_tokens)

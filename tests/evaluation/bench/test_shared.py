@@ -1,0 +1,89 @@
+"""Prompts that arms have in common: read once, and every answer is what it was."""
+
+import json
+
+import pytest
+
+from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.evaluation.run.partition import unfinished
+from kvtool.evaluation.run.runner import Place, draw_jobs, run_measurements
+from kvtool.evaluation.run.store import Store
+from tests.evaluation.tasks.drawing import make
+from tests.evaluation.variants import make_variants
+
+TOGETHER = ["h2o", "snapkv", "random", "quest", "snapkv+calidrop"]
+ARMS = make_variants([*TOGETHER, "kvzip"], ["64"])  # and the full cache
+MODES = [{}, {"query_aware": False}, {"query_aware": False, "keep_question": True}]
+
+
+@pytest.fixture
+def measure(loaded, counter, tmp_path):
+    """Measure a needle under arms: the records of each, and how many prompts the model read."""
+    jobs = draw_jobs([make("niah", lengths=[512], depths=[50], samples=2)], counter, None)
+
+    def run(name, arms=ARMS, **protocol):
+        store, place = Store(tmp_path / name), Place({"id": "reference"}, Protocol(**protocol))
+        read = []
+
+        def note(module, args, kwargs):
+            if kwargs["input_ids"].shape[1] > 256 and kwargs["position_ids"][0, 0] == 0:
+                read.append(1)
+
+        hook = loaded.model.register_forward_pre_hook(note, with_kwargs=True)
+        left = unfinished(jobs, arms, place, store)
+        steps = list(run_measurements(left, jobs, arms, loaded, place, store))
+        hook.remove()
+        assert len(steps) == len(left)
+        paths = {arm.name: store.path(arm.folder, "niah") for arm in arms}
+        lines = {name: path.read_text().splitlines() for name, path in paths.items()}
+        return {name: list(map(json.loads, each)) for name, each in lines.items()}, len(read)
+
+    return run
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_answers_and_bytes_are_those_of_prompts_read_alone(measure, mode):
+    alone, reads = measure("alone", **mode)
+    shared, fewer = measure("shared", shared_prefill=True, **mode)
+    assert (reads, fewer) == (2 * len(ARMS), 2 * 2)  # once for all, and once for kvzip
+    for name in alone:
+        for one, other in zip(alone[name], shared[name], strict=True):
+            assert one["turns"] == other["turns"]
+            assert one["scores"] == other["scores"]
+            assert _bytes(one) == _bytes(other)
+
+
+def _bytes(record):
+    timed = ("prefill_s", "decode_s", "peak_memory_bytes")
+    return {name: value for name, value in record["cost"].items() if name not in timed}
+
+
+def test_the_seconds_are_those_of_all_together_and_nobody_tells_the_memory(measure):
+    shared, _ = measure("shared", shared_prefill=True)
+    for i in range(2):
+        costs = {name: records[i]["cost"] for name, records in shared.items()}
+        own = costs.pop("kvzip@64")
+        assert own["peak_memory_bytes"] is not None
+        assert len({cost["prefill_s"] for cost in costs.values()}) == 1
+        assert all(cost["peak_memory_bytes"] is None for cost in costs.values())
+
+
+def test_an_arm_alone_reads_alone(measure):
+    shared, reads = measure("shared", make_variants(["h2o"], ["64"], baseline=False))
+    assert reads == 2
+    assert shared["h2o@64"][0]["cost"]["peak_memory_bytes"] is not None
+
+
+def test_an_arm_that_fails_fails_alone(measure):
+    arms = make_variants(["streaming(sinks=4)", "h2o", "snapkv"], ["1%"], baseline=False)
+    shared, reads = measure("shared", arms, shared_prefill=True)
+    assert [name for name, records in shared.items() if "error" in records[0]] == [
+        "streaming@1%",
+        "snapkv@1%",
+    ]
+    assert (reads, shared["h2o@1%"][0]["cost"]["kept_tokens"]) == (2, 4.0)
+
+
+def test_it_is_another_measurement():
+    assert "shared_prefill" not in Protocol().identity()
+    assert Protocol(shared_prefill=True).identity()["shared_prefill"]

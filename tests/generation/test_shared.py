@@ -1,0 +1,118 @@
+"""A prompt that several caches read in one run: each ends as it would have alone."""
+
+import pytest
+import torch
+
+import kvtool
+from kvtool.errors import UsageError
+from kvtool.generation import prefill
+from kvtool.generation.feeding import decode_step
+from kvtool.generation.shared import can_share, prefill_shared
+from kvtool.policies.table import BASES
+from tests.models_for_tests import FAMILIES, any_cache, family_model, peaky_model, random_ids
+
+BUDGET, TOKENS, NEW = 48, 90, 5
+SHARING = {  # families of full attention alone
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gpt_neox", "mixtral", "qwen3_moe")
+}
+ALONE = {"kvzip", "sirllm"}  # repeats its prompt, goes by logits
+COMBINED = [
+    *("h2o+caote", "snapkv+fastcaote", "snapkv+ada", "snapkv+pyramid", "snapkv+chunk"),
+    *("h2o+every(steps=4)", "h2o+d2o-merge", "streaming+cam", "snapkv+calidrop", "h2o+calidrop"),
+    *("h2o+int8", "snapkv+fp8", "d2o+uniform"),
+]
+
+
+def policies():
+    return [name for name in BASES if name not in ALONE] + COMBINED
+
+
+def budget(policy):
+    return None if policy == "full" else BUDGET
+
+
+def assert_same(own, other):
+    """Both hold the same tokens, bytes and all."""
+    assert own.report() == other.report()
+    for layer in own.slot_layers:
+        held, found = own.kept_positions(layer.index), other.kept_positions(layer.index)
+        assert torch.equal(held, found)
+
+
+@pytest.mark.parametrize("policy", policies())
+def test_a_cache_ends_as_it_would_have_alone(policy):
+    model = kvtool.attach(peaky_model("llama"))
+    ids = random_ids(TOKENS, batch=2)
+    own, other, beside = (any_cache(model, policy, budget(policy)) for _ in range(3))
+    assert can_share(model, other, TOKENS)
+    # a difference of rounding may move a code by one
+    tolerance = 5e-5 if own.policy.codec is None else 1e-2
+    alone = prefill(model, own, ids, new_tokens=NEW)
+    shared = prefill_shared(model, [other, beside], ids, new_tokens=NEW)
+    torch.testing.assert_close(shared, alone, rtol=0, atol=2e-5)
+    assert_same(own, other)
+    assert_same(own, beside)
+    for token in random_ids(NEW, seed=3, batch=2).unbind(1):
+        wanted, found = (decode_step(model, cache, token) for cache in (own, other))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+    assert_same(own, other)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("policy", ["h2o+caote", "snapkv+ada", "rocketkv", "full"])
+@pytest.mark.parametrize("family", sorted(SHARING))
+def test_families_of_full_attention_share(family, policy):
+    model = kvtool.attach(family_model(family))
+    ids = random_ids(TOKENS)
+    own, other = (any_cache(model, policy, budget(policy)) for _ in range(2))
+    assert can_share(model, other, TOKENS)
+    prefill(model, own, ids)
+    prefill_shared(model, [other], ids)
+    assert_same(own, other)
+
+
+def test_the_model_runs_once():
+    model, ids = kvtool.attach(peaky_model("llama")), random_ids(TOKENS)
+    runs = []
+    model.model.layers[0].register_forward_hook(lambda *_: runs.append(1))
+    caches = [any_cache(model, policy, BUDGET) for policy in ("h2o", "snapkv", "quest")]
+    prefill_shared(model, caches, ids)
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - SHARING))
+def test_families_of_other_layers_read_alone(family):
+    model = kvtool.attach(family_model(family))
+    assert not can_share(model, any_cache(model, "h2o", BUDGET), TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    [
+        *((policy, "full") for policy in sorted(ALONE)),
+        ("streaming(positions=cache)", "full"),
+        ("h2o", "block:32"),
+    ],
+)
+def test_policies_that_read_otherwise_read_alone(policy, mode):
+    model = kvtool.attach(peaky_model("llama"))
+    assert not can_share(model, any_cache(model, policy, BUDGET, prefill=mode), TOKENS)
+
+
+def test_a_cache_that_holds_something_reads_alone():
+    model = kvtool.attach(peaky_model("llama"))
+    cache = any_cache(model, "h2o", BUDGET)
+    prefill(model, cache, random_ids(TOKENS))
+    assert not can_share(model, cache, TOKENS)
+
+
+def test_blocks_that_hold_the_prompt_share():
+    model = kvtool.attach(peaky_model("llama"))
+    assert can_share(model, any_cache(model, "h2o", BUDGET, prefill="block:90"), TOKENS)
+
+
+def test_a_budget_too_small_is_refused():
+    model = kvtool.attach(peaky_model("llama"))
+    cache = any_cache(model, "streaming(sinks=4)", "5%")
+    with pytest.raises(UsageError, match="budget"):
+        prefill_shared(model, [cache], random_ids(40))
