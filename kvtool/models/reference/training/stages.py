@@ -89,12 +89,12 @@ TRACE = Curriculum(
 
 _HARD = Mixture(
     echo=0.01,
-    needles=0.25,
-    several_values=0.35,
-    routes=0.04,
-    variables=0.1,
-    everything=0.12,
-    frequent=0.18,
+    needles=0.12,
+    several_values=0.5,
+    routes=0.05,
+    variables=0.07,
+    everything=0.05,
+    frequent=0.2,
 )
 _HARD_TASKS = (*_ALL, "frequent")
 GROWN = Curriculum(
