@@ -134,7 +134,7 @@ class KVCache(InWords, CacheState):
         return None if whole else self.settings.block
 
     def watch_steps(self, watcher: Watcher | None, *, norms: bool = True) -> None:
-        """Show somebody (None: nobody) every step that has run; no fused kernel tells the norms."""
+        """Show somebody (None: nobody) every step that has run, with the norms of rows."""
         self._watcher, self._norms = watcher, norms and watcher is not None
 
     def build_index(self, layer: SlotLayer) -> None:

@@ -48,6 +48,13 @@ def replay(cache: KVCache, step: PendingStep, call: Call, attended: Tensor | Non
     placed = call.context.placement or Placement(0, seen - call.q_len, seen)
     block = cache.layer_block
     context = replace(call.context, block=block, placement=placed, group=None, norms=None)
-    own = replace(call, key=key, value=value, raw_key=key, raw_value=value, context=context)
-    own = replace(own, attended=attended)
+    own = replace(
+        call,
+        key=key,
+        value=value,
+        raw_key=key,
+        raw_value=value,
+        context=context,
+        attended=attended,
+    )
     return run_step(layer, own, step.decoding)

@@ -286,7 +286,7 @@ class CacheState(Cache):
         try:
             yield
         finally:
-            self.__dict__ = before.__dict__
+            self.become(before)
 
     def _copy_but(self, shared: list[Tensor]) -> Self:
         """Copy everything deeply except for some tensors, and for what never changes."""

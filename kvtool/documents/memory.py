@@ -24,6 +24,12 @@ class DeviceMemory(Section):
     free_bytes: Annotated[NonNegativeInt | None, Field(exclude=True)]
     weights_bytes: NonNegativeInt | None
 
+    def holds(self, peak_bytes: int | None) -> bool | None:
+        """Tell whether so many bytes fit, weights included; None where that is not known."""
+        if peak_bytes is None or self.free_bytes is None:
+            return None
+        return peak_bytes <= self.free_bytes
+
     def there(self) -> str:
         """Say what there is, and what the weights take of it."""
         free = "an unknown size" if self.free_bytes is None else bytes_in_words(self.free_bytes)
@@ -79,9 +85,8 @@ class CacheNeeds(Section):
         there = sum(other.kv_bytes + other.state_bytes for other in others)
         if memory.device == "cpu":
             there += sum(other.host_bytes for other in others)
-        peak, free = self.peak_bytes + there, memory.free_bytes
-        fits = None if free is None else peak <= free
-        return self.model_copy(update={"peak_bytes": peak, "fits": fits})
+        peak = self.peak_bytes + there
+        return self.model_copy(update={"peak_bytes": peak, "fits": memory.holds(peak)})
 
     def needed(self) -> str:
         """Say what is needed, and whether it fits."""

@@ -126,7 +126,7 @@ def prepare(
     if sizes:
         watcher.note_any(handful_note(min(sizes)))
     if comparison.protocol.shared_prefill:
-        watcher.note("arms that can read a prompt together: its seconds are those of all of them")
+        watcher.note("arms read a prompt together where they can, and share its seconds")
     place = run_folder(comparison, folder)
     settings = comparison.recipe.model.model_dump(exclude={"id"})
     model = ModelSource(comparison.recipe.model.id, settings, trust_remote_code, loaded)

@@ -91,7 +91,7 @@ def needs(
         host_bytes=host,
         full_bytes=kv_bytes(layers, tokens_held(layers, text.full)) * text.rows,
         peak_bytes=peak,
-        fits=None if peak is None or memory.free_bytes is None else peak <= memory.free_bytes,
+        fits=memory.holds(peak),
     )
 
 

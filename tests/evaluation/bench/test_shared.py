@@ -69,7 +69,8 @@ def test_the_seconds_are_those_of_all_together_and_nobody_tells_the_memory(measu
 
 
 def test_an_arm_alone_reads_alone(measure):
-    shared, reads = measure("shared", make_variants(["h2o"], ["64"], baseline=False))
+    arms = make_variants(["h2o"], ["64"], baseline=False)
+    shared, reads = measure("shared", arms, shared_prefill=True)
     assert reads == 2
     assert shared["h2o@64"][0]["cost"]["peak_memory_bytes"] is not None
 
