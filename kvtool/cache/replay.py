@@ -8,18 +8,26 @@ from torch import Tensor
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.steps.call import Call, Placement
+from kvtool.cache.steps.known_columns import KnownColumns
 from kvtool.cache.steps.pending import PendingStep
 from kvtool.cache.steps.step import run_step
 from kvtool.errors import KvtoolError
 
 
-def replay(cache: KVCache, step: PendingStep, call: Call, attended: Tensor | None = None) -> Tensor:
+def replay(
+    cache: KVCache,
+    step: PendingStep,
+    call: Call,
+    attended: Tensor | None = None,
+    columns: KnownColumns | None = None,
+) -> Tensor:
     """Let a layer take in what another cache's layer just did, and attend to what it holds itself.
 
     Args:
         cache: goes through the whole text in this way, beginning empty.
         step, call: a step of another cache, without padding.
         attended: what that one attended to, where this one attends to the same; None: computed.
+        columns: what others that attend to the same have summed of it; None: there are none.
 
     Returns:
         (batch, heads, q_len, value_dim).
@@ -56,5 +64,6 @@ def replay(cache: KVCache, step: PendingStep, call: Call, attended: Tensor | Non
         raw_value=value,
         context=context,
         attended=attended,
+        columns=columns,
     )
     return run_step(layer, own, step.decoding)

@@ -18,6 +18,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.attachment import attachment
 from kvtool.cache.replay import replay
 from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.known_columns import KnownColumns
 from kvtool.cache.steps.pending import PendingStep
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.generation.feeding import prefill
@@ -76,8 +77,9 @@ def prefill_shared(
     lead = build_cache(model, "full")
 
     def take_in(step: PendingStep, call: Call, out: Tensor) -> None:
+        columns = KnownColumns()
         for cache in caches:
-            replay(cache, step, call, out)
+            replay(cache, step, call, out, columns)
 
     lead.watch_steps(take_in, norms=False)
     with ExitStack() as prompts:

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.steps.attend_block import OwnBlock
 from kvtool.errors import UsageError
 from kvtool.generation import prefill
 from kvtool.generation.feeding import decode_step
 from kvtool.generation.shared import can_share, prefill_shared
 from kvtool.policies.table import BASES
+from kvtool.sizes import LONG_PROMPT
 from tests.models_for_tests import FAMILIES, any_cache, family_model, peaky_model, random_ids
 
 BUDGET, TOKENS, NEW = 48, 90, 5
@@ -80,6 +82,34 @@ def test_the_model_runs_once():
     caches = [any_cache(model, policy, BUDGET) for policy in ("h2o", "snapkv", "quest")]
     prefill_shared(model, caches, ids)
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, LONG_PROMPT])
+def test_attention_is_summed_once_for_policies_of_the_same_numbers(tokens, monkeypatch):
+    """Among others that sum something else, and one that goes by the variance of all layers."""
+    model, ids = kvtool.attach(peaky_model("llama")), random_ids(tokens)
+    names = ["h2o", "d2o", "roco", "h2o+caote", "d2o(merge=none)", "scissorhands", "h2o+fastcaote"]
+    alone = [any_cache(model, name, BUDGET) for name in names]
+    for cache in alone:
+        prefill(model, cache, ids)
+    summed = []
+    once = OwnBlock._attend
+
+    def count(attention, layer, *rest):
+        if layer.policy.needs_all_rows:
+            summed.append((layer.policy.columns, layer.index))
+        return once(attention, layer, *rest)
+
+    monkeypatch.setattr(OwnBlock, "_attend", count)
+    together = [any_cache(model, name, BUDGET) for name in names]
+    prefill_shared(model, together, ids)
+    layers = model.config.num_hidden_layers
+    assert len(summed) == 4 * layers  # h2o, d2o beside its variance, roco, scissorhands
+    for own, cache in zip(alone, together, strict=True):
+        assert_same(own, cache)
+        for one, other in zip(own.slot_layers, cache.slot_layers, strict=True):
+            for name, numbers in one.slots.state.items():
+                torch.testing.assert_close(other.slots.state[name], numbers, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - SHARING))

@@ -6,7 +6,6 @@ Queries go in chunks, so that nothing of size prompt x prompt is ever held.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -14,20 +13,20 @@ from torch.nn import functional
 
 from kvtool.cache.steps.attend import call_weights, call_weights_lse
 from kvtool.cache.steps.attend_triton import can_count, can_run, count_block
-from kvtool.cache.steps.block import Block, RowWatcher, store_block, vote_weights
+from kvtool.cache.steps.block import Block, RowWatcher, store_block
 from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.last_rows import last_of_prompt, last_rows
 from kvtool.cache.steps.lent import Lent, lend
 from kvtool.cache.steps.moments import add_queries
 from kvtool.cache.steps.rope_shift import shift_block
 from kvtool.cache.steps.sum_block import can_sum, sum_block
-from kvtool.cache.steps.view import last_query_columns, make_rows
+from kvtool.cache.steps.view import make_rows
 from kvtool.cache.storage.calibration import Calibration
 from kvtool.cache.storage.last_queries import LastQueries
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import visible_keys, weighted_values
-from kvtool.maths.selection import take
 from kvtool.policies.attention_rows import AttentionRows
 
 _EXPLICIT_ROWS = 128  # queries whose weights are held at a time
@@ -68,6 +67,17 @@ class OwnBlock:
             calibration.set_scale(call.scale, call.softcap)
             calibration.begin_block(call.query, call.value.shape[-1], block.new)
         corrected = calibration is not None and calibration.active
+        summed = observed and not (corrected or block.kept or layer.policy.observes_rows)
+        known = call.columns if summed else None
+        if known is None or call.attended is None:
+            return self._attend(layer, block, observed, corrected)
+        if not known.give(layer, block):
+            self._attend(layer, block, observed, corrected)
+            known.note(layer, block)
+        return call.attended
+
+    def _attend(self, layer: SlotLayer, block: Block, observed: bool, corrected: bool) -> Tensor:
+        call = self.call
         odd = corrected or _odd(layer, call)
         if observed and not odd and can_count(layer, call, Family.ROWS):
             return count_block(layer, call, block, observed)
@@ -100,7 +110,7 @@ class OwnBlock:
         if last is None:
             return block
         if not self.call.context.last:
-            last.keep(*_last_of_prompt(layer, self.call, block))
+            last.keep(*last_of_prompt(layer, self.call, block))
             store_block(layer, block, *self.raw)
             return None
         if last.positions is None:
@@ -212,55 +222,6 @@ def explicit_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -
     if watch is not None:
         watch.end()
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-
-def _last_of_prompt(layer: SlotLayer, call: Call, block: Block) -> tuple[Tensor, Tensor]:
-    """The last queries that a policy sees, those of earlier blocks of a prompt cut once included.
-
-    Returns:
-        (batch, heads, rows, head_dim), and their positions, (batch or 1, rows), -1 = padding.
-    """
-    query, new = call.query, block.new
-    before = LastQueries.of(layer)
-    if before is not None and before.query is not None and before.positions is not None:
-        query = torch.cat([before.query, query], 2)
-        rows = max(new.shape[0], before.positions.shape[0])
-        new = torch.cat([before.positions.expand(rows, -1), new.expand(rows, -1)], 1)
-    last = last_query_columns(layer, new)
-    return take(query, last[:, None].expand(query.shape[0], -1, -1)), new.gather(1, last)
-
-
-def last_rows(layer: SlotLayer, call: Call, block: Block) -> AttentionRows:
-    """Weights of the last queries of a prompt, or the sum of their votes."""
-    query, new = _last_of_prompt(layer, call, block)
-    visible = partial(visible_keys, key_positions=block.view.positions)
-    spans = None if call.spans is None else _last_spans(layer, call.spans, block, new)
-    weights = vote_weights(layer, block, new.shape[1])
-    if weights is None:
-        return _rows_of(layer, call, query, new, visible(new, spans=spans))
-    votes = []
-    for start in range(0, new.shape[1], _EXPLICIT_ROWS):
-        part = slice(start, start + _EXPLICIT_ROWS)
-        own = None if spans is None else spans[:, part]
-        seen = visible(new[:, part], spans=own)
-        rows = _rows_of(layer, call, query[:, :, part], new[:, part], seen)
-        votes.append(rows.summed(weights[:, part]).weights)
-    return AttentionRows(reduce(Tensor.add_, votes))
-
-
-def _last_spans(layer: SlotLayer, spans: Tensor, block: Block, new: Tensor) -> Tensor:
-    """Spans of the last queries; those of an earlier block see nothing later."""
-    columns = last_query_columns(layer, block.new)[..., None]
-    own = spans.gather(1, columns.expand(len(spans), -1, 2))
-    earlier = new[:, : new.shape[1] - own.shape[1], None].expand(len(own), -1, 2)
-    return torch.cat([earlier, own], 1)
-
-
-def _rows_of(
-    layer: SlotLayer, call: Call, query: Tensor, new: Tensor, visible: Tensor
-) -> AttentionRows:
-    weights = call_weights(call, query, call.key, visible)
-    return make_rows(layer, weights, visible[:, :, 0], new >= 0 if layer.padded else None)
 
 
 def _chunks(layer: SlotLayer, q_len: int, rows: int) -> list[tuple[int, int]]:

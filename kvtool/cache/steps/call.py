@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from kvtool.cache.steps.grouped import LayerGroup
+from kvtool.cache.steps.known_columns import KnownColumns
 from kvtool.cache.steps.row_norms import RowNorms
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.repetition import RepeatedWeights
@@ -89,6 +90,7 @@ class Call:
         context: what the forward is like.
         attended: (batch, heads, q_len, value_dim), the output of a block of a prompt, where it is
             known already; None: it is not.
+        columns: what other caches have summed of this attention; None: no other attends to it.
     """
 
     query: Tensor
@@ -103,6 +105,7 @@ class Call:
     spans: Tensor | None = None
     context: StepContext = StepContext()
     attended: Tensor | None = None
+    columns: KnownColumns | None = None
 
     @property
     def q_len(self) -> int:
