@@ -2,6 +2,9 @@
 
 So do the processes that they start, whose sums would otherwise differ in the last digits. Without a
 GPU, Triton's interpreter runs the kernels; it has to be chosen before Triton is imported.
+
+The bundled model is a small one here (`tests.models.bundled`); processes that tests start run the
+one that ships.
 """
 
 import os
@@ -9,11 +12,13 @@ import os
 import pytest
 import torch
 
+from tests.models.bundled import put_in_place
 from tests.tiers import mark_the_rest
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 torch.set_num_threads(1)
+put_in_place()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects

@@ -6,8 +6,10 @@ import pytest
 
 from kvtool.cli.main import main
 from kvtool.errors import KvtoolError
+from kvtool.models import reference
 from kvtool.models.reference import CHECKPOINTS
 from kvtool.package_data import data_file
+from tests.models.bundled import shipped
 
 FILES = (
     "models/reference/checkpoint",
@@ -30,6 +32,7 @@ def test_a_file_that_is_missing_is_named(tmp_path, monkeypatch):
 
 
 def test_a_command_without_its_model_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(reference, "path", shipped)
     monkeypatch.setattr("kvtool.package_data._PACKAGE", tmp_path)
     assert main(["generate", "--policy", "h2o+caote"]) == 1
     told = capsys.readouterr().err.splitlines()[-2:]

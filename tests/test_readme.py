@@ -20,9 +20,10 @@ import pytest
 from safetensors.torch import save_file
 
 from kvtool.cli.main import main
-from kvtool.models.reference import path as reference_path
+from kvtool.models import reference
 from kvtool.models.reference.prompt import needle_prompt
 from kvtool.policies.table import BASES, MODIFIERS, describe
+from tests.models.bundled import shipped
 from tests.models.published import LLAMA_3
 
 ROOT = Path(__file__).parents[1]
@@ -91,10 +92,11 @@ def without_numbers(text: str) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """A folder with the files that commands read, and Llama 3.1 8B without its weights."""
+    monkeypatch.setattr(reference, "path", shipped)
     llama = tmp_path / "llama"
-    shutil.copytree(reference_path(), llama, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(shipped(), llama, ignore=shutil.ignore_patterns("*.safetensors"))
     (llama / "config.json").write_text(json.dumps(LLAMA_3))
     (llama / "generation_config.json").unlink(missing_ok=True)
     save_file({}, llama / "model.safetensors")
@@ -109,7 +111,7 @@ def folder(tmp_path) -> Path:
 def with_local_model(command: str) -> str:
     """Put local models in place of those of the hub and of the reader's."""
     command = command.replace(LLAMA, "llama")
-    return re.sub(r"(?<=-m )(Qwen/\S+|MODEL|DIR)", str(reference_path()), command)
+    return re.sub(r"(?<=-m )(Qwen/\S+|MODEL|DIR)", str(shipped()), command)
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
@@ -173,7 +175,7 @@ def test_python_blocks_run(page, folder, monkeypatch):
     monkeypatch.chdir(folder)
     names = {}
     for block in blocks(page, "python"):
-        code = re.sub(r'"(Qwen/[^"]+|path/to/model)"', repr(str(reference_path())), block)
+        code = re.sub(r'"(Qwen/[^"]+|path/to/model)"', repr(str(shipped())), block)
         exec(compile(code, name_of(page), "exec"), names)
 
 

@@ -8,10 +8,10 @@ prints
       6.4x smaller; 0.0 MiB in host memory
       kettle: 72829.
       coral: 55812.
-      falcon: 9001. (wrong, it is 90417)
+      falcon: 950. (wrong, it is 90417)
     h2o+calidrop: 1651 tokens read, 256 kept,
-      6.4x smaller; 2.8 MiB in host memory
-      kettle: 72829.
+      6.4x smaller; 5.5 MiB in host memory
+      kettle: 72 72 7282 (wrong, it is 72829)
       coral: 55812.
       falcon: 90417.
 """

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.bundled import shipped
+
 EXAMPLES = Path(__file__).parents[2] / "recipes" / "examples"
 
 
@@ -26,13 +28,11 @@ def test_an_example_prints_what_it_says(script, tmp_path):
 
 @pytest.mark.exhaustive
 def test_policies_are_compared_on_a_text_of_the_readers(tmp_path):
-    from kvtool.models.reference import path
-
     text = "The green lamp was near the school. Olga returned a robin at the museum. " * 90
     (tmp_path / "mine.txt").write_text(text)
     script = EXAMPLES / "compare_policies.py"
     done = subprocess.run(
-        [sys.executable, str(script), "mine.txt", str(path())],
+        [sys.executable, str(script), "mine.txt", str(shipped())],
         cwd=tmp_path,
         capture_output=True,
         text=True,

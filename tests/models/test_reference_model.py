@@ -9,22 +9,22 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvtool.errors import KvtoolError
-from kvtool.models.reference import path
 from kvtool.models.reference.evaluate import FILLER_SEED, measure
 from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.prompt import needle_prompt
+from tests.models.bundled import shipped
 
 MOST_BYTES = 8 * 2**20
 
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(shipped(), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(path())
+    return AutoTokenizer.from_pretrained(shipped())
 
 
 @pytest.mark.parametrize(("tokens", "seed"), [(1024, 0), (1024, 1), (512, 0), (2048, 0)])
@@ -91,4 +91,4 @@ def test_loading_is_silent_and_needs_no_network():
 
 
 def test_the_folder_is_small():
-    assert sum(file.stat().st_size for file in path().iterdir()) <= MOST_BYTES
+    assert sum(file.stat().st_size for file in shipped().iterdir()) <= MOST_BYTES

@@ -6,8 +6,7 @@ needle by needle; all its keys have the same form, so that at lengths with more 
 there are adjectives in all of them. Depths are drawn from 40 equally spaced ones everywhere.
 
 The bundled reference model was not taught UUIDs (niah_single_3, niah_multikey_3) nor keys of two
-words (niah_multikey_2 from about 2,400 tokens on), and it is unreliable on niah_multivalue: its
-scores there say little about a cache.
+words (niah_multikey_2 from about 2,400 tokens on): its scores there say little about a cache.
 """
 
 from __future__ import annotations

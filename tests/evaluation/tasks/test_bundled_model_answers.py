@@ -8,17 +8,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvtool.evaluation.tasks.infinitebench import NumberRetrieval, PassKeyRetrieval
 from kvtool.evaluation.tasks.scbench import Variables
-from kvtool.models.reference import path
 from tests.evaluation.tasks.counters import bundled
+from tests.models.bundled import shipped
 
 
 @lru_cache(maxsize=1)
 def loaded():
-    return AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(shipped(), dtype=torch.float32)
 
 
 def answer(text: str, max_new_tokens: int) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(path())
+    tokenizer = AutoTokenizer.from_pretrained(shipped())
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         out = loaded().generate(ids, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
