@@ -7,9 +7,7 @@ anew from the scores of the samples. Its `why.json` may give reasons, by the nam
 """
 
 import json
-import math
 import sys
-from datetime import datetime
 from pathlib import Path
 
 from kvtool.documents.claim import ClaimVerdict
@@ -80,15 +78,11 @@ def _asked(recipe: Path) -> list[str]:
 
 
 def _where(run: ResultsDocument) -> str:
-    """Say what was measured on, and how long it took."""
-    taken = datetime.fromisoformat(run.finished) - datetime.fromisoformat(run.started)
-    minutes = math.ceil(taken.total_seconds() / 60)
-    threads = run.environment.threads
+    """Say what was measured on; seconds would count the breaks of a run that went on later."""
+    model, environment = run.model, run.environment
     return (
-        f"Measured with {run.model.id}, {run.model.layers} layers "
-        f"(`config.json` {run.model.config_hash[:8]}), {run.model.dtype}, on "
-        f"{run.environment.gpu or run.environment.cpu}, {threads} thread{'s' * (threads != 1)}, "
-        f"in {minutes} minute{'s' * (minutes != 1)}."
+        f"Measured with {model.id}, {model.layers} layers (`config.json` {model.config_hash[:8]}), "
+        f"{model.dtype}, on {environment.gpu or environment.cpu}."
     )
 
 

@@ -41,6 +41,16 @@ def test_the_program_prints_both_rankings(tmp_path, capsys):
     assert not quarter.startswith("| Spearman |  | 1.00")
 
 
+def test_policies_that_the_board_lacks_are_shown_unranked(tmp_path, capsys):
+    order = ["kvzip", "h2o", "snapkv"]
+    both = document(order)["results"] + document(order, "25%")["results"]
+    (tmp_path / "results.json").write_text(json.dumps({"results": both}))
+    main([str(tmp_path / "results.json")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4].startswith("| h2o (unranked) | 66.7 |")
+    assert lines[5].startswith("| Spearman |  | 1.00 | 1.00 |")
+
+
 @pytest.mark.parametrize(("policies", "said"), [(None, "no file"), (["kvzip"], "fewer than two")])
 def test_what_ranks_nothing_is_refused(policies, said, tmp_path, capsys):
     path = tmp_path / "results.json"

@@ -5,7 +5,8 @@
 
 The two columns are RULER at 4096 tokens, 13 tasks, the question unknown, half and a quarter of the
 prompt kept, as published on kvpress' board (https://huggingface.co/spaces/nvidia/kvpress-leaderboard,
-read 2026-08-05).
+read 2026-08-05). Other policies of a run, such as `h2o`, are shown beside them, unranked: the
+board has none, or another form of it.
 """
 
 import argparse
@@ -93,6 +94,10 @@ def main(arguments: list[str] | None = None) -> None:
         rows = [
             [name, f"{ours[name]:.1f}", *(f"{BOARD[of][name][i]:.1f}" for of in BOARD)]
             for name in sorted(names, key=lambda name: -ours[name])
+        ]
+        beside = sorted(ours.keys() - {*names, "full"}, key=lambda name: -ours[name])
+        rows += [
+            [f"{name} (unranked)", f"{ours[name]:.1f}", *("" for _ in BOARD)] for name in beside
         ]
         agree = [
             f"{spearman([ours[n] for n in names], [BOARD[of][n][i] for n in names]):.2f}"
