@@ -4,7 +4,7 @@ So do the processes that they start, whose sums would otherwise differ in the la
 GPU, Triton's interpreter runs the kernels; it has to be chosen before Triton is imported.
 
 The bundled model is a small one here (`tests.models.bundled`); processes that tests start run the
-one that ships.
+one that ships, and so do tests that take `shipped_model`.
 """
 
 import os
@@ -12,7 +12,8 @@ import os
 import pytest
 import torch
 
-from tests.models.bundled import put_in_place
+from kvtool.models import reference
+from tests.models.bundled import put_in_place, shipped
 from tests.tiers import mark_the_rest
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,3 +25,9 @@ put_in_place()
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_the_rest(items)
+
+
+@pytest.fixture
+def shipped_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `reference` be the model that ships here too, as in processes that the test starts."""
+    monkeypatch.setattr(reference, "path", shipped)

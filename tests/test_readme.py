@@ -20,7 +20,6 @@ import pytest
 from safetensors.torch import save_file
 
 from kvtool.cli.main import main
-from kvtool.models import reference
 from kvtool.models.reference.prompt import needle_prompt
 from kvtool.policies.table import BASES, MODIFIERS, describe
 from tests.models.bundled import shipped
@@ -92,9 +91,8 @@ def without_numbers(text: str) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(shipped_model, tmp_path) -> Path:
     """A folder with the files that commands read, and Llama 3.1 8B without its weights."""
-    monkeypatch.setattr(reference, "path", shipped)
     llama = tmp_path / "llama"
     shutil.copytree(shipped(), llama, ignore=shutil.ignore_patterns("*.safetensors"))
     (llama / "config.json").write_text(json.dumps(LLAMA_3))

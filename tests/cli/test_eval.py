@@ -142,7 +142,7 @@ def test_overwrite_starts_anew_in_a_run_only(kvtool):
 
 
 @pytest.mark.exhaustive
-def test_a_killed_run_goes_on_and_ends_as_an_unbroken_one(kvtool, tmp_path):
+def test_a_killed_run_goes_on_and_ends_as_an_unbroken_one(shipped_model, kvtool, tmp_path):
     """Kill -9 at three moments; every sample ends up in the files exactly once."""
     command = ["eval", *QUICK, "--samples", "4", *ARMS, "-q", "-f", "json", "--no-plots"]
     unbroken = evaluate(kvtool, *command[1:-4], "-o", "unbroken")

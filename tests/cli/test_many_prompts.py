@@ -96,7 +96,7 @@ def test_wherever_a_run_ends_no_answer_is_lost_or_doubled(kvtool, prompts, tmp_p
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills with a signal of POSIX")
-def test_a_killed_run_goes_on(kvtool, prompts, tmp_path):
+def test_a_killed_run_goes_on(shipped_model, kvtool, prompts, tmp_path):
     with (tmp_path / prompts).open("a") as file:
         file.writelines(json.dumps(f"{FACTS}{i} The old") + "\n" for i in range(40))
     path = tmp_path / "answers.jsonl"

@@ -69,7 +69,7 @@ def test_two_processes_of_torchrun_give_the_results_of_one(alone, printed, tmp_p
 
 @pytest.mark.exhaustive
 def test_a_killed_process_loses_its_running_sample_and_the_run_goes_on(
-    alone, printed, kvtool, tmp_path
+    alone, printed, shipped_model, kvtool, tmp_path
 ):
     program = ("-m", "kvtool", *RUN, "-q", "-o", "run")
     processes = launch(2, *program, folder=tmp_path)

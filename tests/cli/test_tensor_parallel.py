@@ -22,7 +22,7 @@ splits_any_vocabulary = pytest.mark.skipif(
 
 @pytest.mark.exhaustive
 @splits_any_vocabulary
-def test_generate_says_what_one_process_says(kvtool, tmp_path):
+def test_generate_says_what_one_process_says(shipped_model, kvtool, tmp_path):
     alone = json.loads(kvtool(*GENERATE).out)
     program = ("-m", "kvtool", *GENERATE, "--tensor-parallel", "--compare-full")
     (code, out, err), second = finish(launch(2, *program, folder=tmp_path))
@@ -36,7 +36,7 @@ def test_generate_says_what_one_process_says(kvtool, tmp_path):
 
 @pytest.mark.exhaustive
 @splits_any_vocabulary
-def test_eval_scores_what_one_process_scores(kvtool, tmp_path):
+def test_eval_scores_what_one_process_scores(shipped_model, kvtool, tmp_path):
     alone = ResultsDocument(**json.loads(kvtool(*EVAL, "-o", "alone").out))
     program = ("-m", "kvtool", *EVAL, "--tensor-parallel", "-o", "split", "--fail-under", "niah=1")
     ends = finish(launch(2, *program, folder=tmp_path))

@@ -184,7 +184,7 @@ def run_command(printed, folder, text):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("size", [320_000, 10**7])
 def test_the_recommended_command_runs_and_holds_the_bytes_it_promised(
-    kvtool, folder, tmp_path, size
+    shipped_model, kvtool, folder, tmp_path, size
 ):
     tokens = len(load_tokenizer()[0](TEXT)["input_ids"])
     lengths = ("--context", str(tokens + NEW), "-n", str(NEW))
