@@ -16,7 +16,8 @@ class ClaimedPair(RecipeSection):
     """One policy that is said to score above another at the same budgets.
 
     With a `margin` (percent of the other's score) it is said to stay at most so far below.
-    `budgets` are those of the run that count, all where it is empty. A `control` is no part of the
+    `budgets` are those of the run that count, all where it is empty. With `than_at` the difference
+    there is said to be larger than the one at these other budgets. A `control` is no part of the
     claim: it has to hold for the run to say anything.
     """
 
@@ -24,6 +25,9 @@ class ClaimedPair(RecipeSection):
     than: Annotated[str, Field(min_length=1)]
     margin: Annotated[NonNegativeFloat, Field(le=100)] | None = None
     budgets: Annotated[list[int | str], Field(max_length=MOST), BeforeValidator(listed)] = Field(
+        default_factory=list
+    )
+    than_at: Annotated[list[int | str], Field(max_length=MOST), BeforeValidator(listed)] = Field(
         default_factory=list
     )
     control: bool = False
@@ -48,7 +52,8 @@ def check_claim(claim: Claim, policies: Sequence[str], budgets: Sequence[str]) -
         policies, budgets: of the run, as tables spell them.
 
     Raises:
-        UsageError: a pair names another policy or budget, or one policy twice.
+        UsageError: a pair names another policy or budget, one policy twice, or `than_at` with a
+            margin or without other `budgets`.
     """
     for i, pair in enumerate(claim.pairs):
         if pair.arm == pair.than:
@@ -63,19 +68,29 @@ def check_claim(claim: Claim, policies: Sequence[str], budgets: Sequence[str]) -
                     f"{', '.join(policies)}",
                     hint="--unset claim",
                 )
-        for budget in pair.budgets:
-            if str(budget) not in budgets:
-                raise UsageError(
-                    f"claim.pairs.{i}.budgets: `{budget}` is none of {', '.join(budgets)}",
-                    hint="--unset claim",
-                )
+        for key, named in (("budgets", pair.budgets), ("than_at", pair.than_at)):
+            for budget in named:
+                if str(budget) not in budgets:
+                    raise UsageError(
+                        f"claim.pairs.{i}.{key}: `{budget}` is none of {', '.join(budgets)}",
+                        hint="--unset claim",
+                    )
+        if not pair.than_at:
+            continue
+        both = {*map(str, pair.budgets)} & {*map(str, pair.than_at)}
+        if pair.margin is not None or not pair.budgets or both:
+            raise UsageError(
+                f"claim.pairs.{i}.than_at: names budgets beside others in `budgets`, and no margin",
+                hint="budgets: [64], than_at: [256]",
+            )
 
 
 class ClaimRow(Section):
     """One pair on one task: the mean difference over its budgets, sample by sample.
 
-    `than_value` is the other's score; `low` and `high` are the ends of the 95 % interval of
-    `difference`, None where there is none.
+    `than_value` is the other's score; where there is a `than_at` it is the difference at those
+    budgets, and `difference` what the one at `budgets` has on top of it. `low` and `high` are the
+    ends of the 95 % interval of `difference`, None where there is none.
     """
 
     arm: str
@@ -93,6 +108,7 @@ class ClaimRow(Section):
     deciding: PositiveInt | None
     control: bool
     verdict: Literal["holds", "fails", "undecided"]
+    than_at: list[str] = Field(default_factory=list)
 
 
 class ClaimVerdict(Section):

@@ -3,6 +3,7 @@
 Each pair of policies is compared once on each task: a sample's score is its mean over the budgets
 that count, so that all budgets give one interval. A pair holds where the whole interval lies above
 0 (above the margin's end, where there is one), fails where it lies below, and is undecided between.
+A pair with `than_at` compares two differences, at some budgets and at others, in the same way.
 Intervals are not widened for the number of comparisons.
 """
 
@@ -10,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from kvtool.documents.claim import Claim, ClaimedPair, ClaimRow, ClaimVerdict
 from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
 from kvtool.evaluation.differences import parts_of
 from kvtool.evaluation.metrics.summary import LINKS, Part
-from kvtool.evaluation.paired import Estimate, difference, mean_of
+from kvtool.evaluation.paired import Estimate, difference, excess, mean_of
 
 Verdict = Literal["holds", "fails", "undecided"]
 
@@ -37,27 +39,22 @@ def judge_claim(claim: Claim, document: ResultsDocument) -> ClaimVerdict | None:
 
 def _row(pair: ClaimedPair, task: str, document: ResultsDocument) -> ClaimRow | None:
     """Compare a pair on a task; None where either has no score of its samples."""
-    together = [
-        (ours, theirs, budget)
-        for budget in _budgets(pair, document)
-        if (ours := _result(document, pair.arm, budget, task)) is not None
-        and (theirs := _result(document, pair.than, budget, task)) is not None
-        and ours.fed_like(theirs)
-    ]
-    if not together:
+    here = _measured(pair, pair.budgets, task, document)
+    there = _measured(pair, pair.than_at, task, document) if pair.than_at else None
+    if here is None or (pair.than_at and there is None):
         return None
-    some, theirs = together[0][0], together[0][1]
-    mine_of, theirs_of = (
-        _summed([each[0] for each in together]),
-        _summed([each[1] for each in together]),
-    )
-    both = zip(mine_of, theirs_of, strict=True)
-    pairs = [(mine, other) for mine, other in both if mine is not None and other is not None]
-    if not pairs or theirs.scores is None:
+    columns = [*here.columns, *(there.columns if there else ())]
+    known = [parts for parts in zip(*columns, strict=True) if None not in parts]
+    if not known:
         return None
-    mine, others = zip(*pairs, strict=True)
-    link = LINKS[theirs.scores.link]
-    found, value = difference(mine, others, link), link(mean_of(others))
+    mine, others, *elsewhere = zip(*known, strict=True)
+    link = LINKS[here.link]
+    if elsewhere:
+        mine_there, others_there = elsewhere
+        value = difference(mine_there, others_there, link).value
+        found = excess((mine, others), (mine_there, others_there), link)
+    else:
+        value, found = link(mean_of(others)), difference(mine, others, link)
     if not (math.isfinite(found.value) and math.isfinite(value)):
         return None
     margin = 0.0 if pair.margin is None else abs(value) * pair.margin / 100
@@ -65,28 +62,66 @@ def _row(pair: ClaimedPair, task: str, document: ResultsDocument) -> ClaimRow | 
         arm=pair.arm,
         than=pair.than,
         task=task,
-        budgets=[each[2] for each in together if each[2]],
+        budgets=here.budgets,
+        than_at=there.budgets if there else [],
         margin=pair.margin,
-        n=len(pairs),
+        n=len(known),
         than_value=value,
         difference=found.value,
         low=found.low,
         high=found.high,
-        lower_is_better=some.lower_is_better,
-        best=some.best,
-        deciding=found.deciding(len(pairs)) if pair.margin is None else None,
+        lower_is_better=here.lower_is_better,
+        best=here.best,
+        deciding=found.deciding(len(known)) if pair.margin is None else None,
         control=pair.control,
-        verdict=_verdict(found, -margin, flipped=some.lower_is_better),
+        verdict=_verdict(found, -margin, flipped=here.lower_is_better),
     )
 
 
-def _budgets(pair: ClaimedPair, document: ResultsDocument) -> list[str]:
+@dataclass(frozen=True)
+class _Measured:
+    """What the samples gave the two policies of a pair, `columns`, added up over budgets."""
+
+    columns: tuple[list[Part | None], list[Part | None]]
+    budgets: list[str]
+    link: str
+    lower_is_better: bool
+    best: float | None
+
+
+def _measured(
+    pair: ClaimedPair, wanted: Sequence[int | str], task: str, document: ResultsDocument
+) -> _Measured | None:
+    """Collect the samples at those of the budgets at which both policies were measured."""
+    together = [
+        (ours, theirs, budget)
+        for budget in _budgets(pair, wanted, document)
+        if (ours := _result(document, pair.arm, budget, task)) is not None
+        and (theirs := _result(document, pair.than, budget, task)) is not None
+        and ours.fed_like(theirs)
+    ]
+    if not together:
+        return None
+    ours, theirs, _ = together[0]
+    assert theirs.scores is not None
+    return _Measured(
+        (_summed([each[0] for each in together]), _summed([each[1] for each in together])),
+        [budget for *_, budget in together if budget],
+        theirs.scores.link,
+        ours.lower_is_better,
+        ours.best,
+    )
+
+
+def _budgets(
+    pair: ClaimedPair, wanted: Sequence[int | str], document: ResultsDocument
+) -> list[str]:
     """Return the budgets to compare at, one without a name where neither policy takes any."""
     if {pair.arm, pair.than} <= {arm.policy for arm in document.arms if arm.budget is None}:
         return [""]
     budgets = dict.fromkeys(str(arm.budget) for arm in document.arms if arm.budget is not None)
-    wanted = {str(budget) for budget in pair.budgets}
-    return [budget for budget in budgets if not wanted or budget in wanted]
+    named = {str(budget) for budget in wanted}
+    return [budget for budget in budgets if not named or budget in named]
 
 
 def _verdict(found: Estimate, least: float, *, flipped: bool) -> Verdict:

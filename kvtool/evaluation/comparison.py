@@ -124,6 +124,7 @@ def _claim(recipe: Recipe, policies: list[str], budgets: list[Budget]) -> Claim 
                 "arm": str(parse_policy(pair.arm)),
                 "than": str(parse_policy(pair.than)),
                 "budgets": [str(Budget.parse(budget)) for budget in pair.budgets],
+                "than_at": [str(Budget.parse(budget)) for budget in pair.than_at],
             }
         )
         for pair in recipe.claim.pairs

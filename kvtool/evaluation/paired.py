@@ -70,7 +70,25 @@ def difference(
     def of(a: Sequence[float], b: Sequence[float]) -> list[float]:
         return [link(x) - link(y) for x, y in zip(a, b, strict=True)]
 
-    return _estimate(ours, theirs, of)
+    return _estimate(of, ours, theirs)
+
+
+def excess(
+    here: tuple[Sequence[Part], Sequence[Part]],
+    there: tuple[Sequence[Part], Sequence[Part]],
+    link: Callable[[float], float] = float,
+) -> Estimate:
+    """Subtract one difference between two variants, such as at another budget, from another.
+
+    Args:
+        here, there: what `difference` takes, all four of the same samples in the same order.
+    """
+
+    def of(*means: Sequence[float]) -> list[float]:
+        columns = zip(*(map(link, mean) for mean in means), strict=True)
+        return [(a - b) - (c - d) for a, b, c, d in columns]
+
+    return _estimate(of, *here, *there)
 
 
 def ratio(ours: Sequence[Part], theirs: Sequence[Part]) -> Estimate:
@@ -79,7 +97,7 @@ def ratio(ours: Sequence[Part], theirs: Sequence[Part]) -> Estimate:
     def of(a: Sequence[float], b: Sequence[float]) -> list[float]:
         return [x / y if y else math.inf for x, y in zip(a, b, strict=True)]
 
-    return _estimate(ours, theirs, of)
+    return _estimate(of, ours, theirs)
 
 
 def mean_of(parts: Sequence[Part]) -> float:
@@ -102,17 +120,15 @@ def unseen(n: int) -> float:
     return 1 - (1 - LEVEL) ** (1 / n)
 
 
-def _estimate(
-    ours: Sequence[Part],
-    theirs: Sequence[Part],
-    of: Callable[[Sequence[float], Sequence[float]], list[float]],
-) -> Estimate:
-    if len(ours) != len(theirs) or not ours:
-        raise ValueError(f"{len(ours)} samples cannot be paired with {len(theirs)}")
-    (value,) = of([mean_of(ours)], [mean_of(theirs)])
-    if len(ours) < LEAST_PAIRS:
+def _estimate(of: Callable[..., list[float]], *samples: Sequence[Part]) -> Estimate:
+    """Apply `of` to the means of each list, and to those of each resample."""
+    sizes = [len(each) for each in samples]
+    if len(set(sizes)) > 1 or not sizes[0]:
+        raise ValueError(f"{' and '.join(map(str, sizes))} samples cannot be paired")
+    (value,) = of(*([mean_of(each)] for each in samples))
+    if sizes[0] < LEAST_PAIRS:
         return Estimate(value, None, None)
-    found = of(*_resampled_means(ours, theirs))
+    found = of(*_resampled_means(*samples))
     if not all(map(math.isfinite, found)):
         return Estimate(value, None, None)
     tail, over = (1 - LEVEL) / 2, torch.tensor(found, dtype=torch.float64)

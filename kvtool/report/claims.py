@@ -45,8 +45,19 @@ def row_in_words(row: ClaimRow) -> str:
     """Say a difference, its interval, and what follows for the claim."""
     said = f"{digits.signed(row.difference, row.best)}"
     interval = digits.interval(row.low, row.high, row.best)
-    at = f" at {', '.join(row.budgets)}" if row.budgets else ""
+    at = f" at {at_budgets(row)}" if row.budgets else ""
     return f"{said} {interval or 'without an interval'}{at}: {says(row)}"
+
+
+def at_budgets(row: ClaimRow) -> str:
+    """Name the budgets compared at: `64, 256`, or `64 more than at 256`."""
+    named = ", ".join(row.budgets)
+    return f"{named} more than at {', '.join(row.than_at)}" if row.than_at else named
+
+
+def than_value(row: ClaimRow) -> str:
+    """Write the other's score, or the difference at the other budgets."""
+    return (digits.signed if row.than_at else digits.score)(row.than_value, row.best)
 
 
 def says(row: ClaimRow) -> str:
@@ -67,9 +78,9 @@ def claim_table(found: ClaimVerdict) -> Table:
 
 
 def _row(row: ClaimRow) -> Row:
-    words = [Cell(text, look="words") for text in (row.than, row.task, ", ".join(row.budgets))]
+    words = [Cell(text, look="words") for text in (row.than, row.task, at_budgets(row))]
     interval = digits.interval(row.low, row.high, row.best) or digits.MISSING
-    told = (digits.score(row.than_value, row.best), digits.signed(row.difference, row.best))
+    told = (than_value(row), digits.signed(row.difference, row.best))
     numbers = [Cell(text) for text in (*told, interval, str(row.n))]
     look = {"holds": "better", "fails": "worse"}.get(row.verdict, "words")
     return Row(row.arm, [*words, *numbers, Cell(says(row), look=look)])

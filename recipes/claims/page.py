@@ -18,7 +18,7 @@ from kvtool.errors import KvtoolError
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.run.index import read_results_file
 from kvtool.report import digits
-from kvtool.report.claims import claim_in_words, says
+from kvtool.report.claims import at_budgets, claim_in_words, says, than_value
 
 HERE = Path(__file__).parent
 HEAD = """# Claims
@@ -92,8 +92,8 @@ def _pairs(found: ClaimVerdict) -> list[list[str]]:
             f"`{row.arm}`",
             f"`{row.than}`",
             row.task,
-            ", ".join(row.budgets),
-            digits.score(row.than_value, row.best),
+            at_budgets(row),
+            than_value(row),
             digits.signed(row.difference, row.best),
             digits.interval(row.low, row.high, row.best) or digits.MISSING,
             str(row.n),

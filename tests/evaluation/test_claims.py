@@ -6,7 +6,7 @@ from kvtool.documents.claim import Claim, check_claim
 from kvtool.documents.differences import SampleScores
 from kvtool.errors import UsageError
 from kvtool.evaluation.claims import judge_claim
-from kvtool.report.claims import claim_in_words, claim_lines, claim_table
+from kvtool.report.claims import claim_in_words, claim_lines, claim_table, row_in_words
 from tests.report.examples import arms, document, result
 
 POLICIES = ["h2o", "h2o+caote", "tova"]
@@ -53,6 +53,42 @@ def test_only_the_budgets_that_are_named_count():
         found = judged(answers, ("h2o+caote", "h2o"), budgets=[budget])
         assert (found.verdict, found.rows[0].budgets) == (verdict, [str(budget)])
     assert judged(answers, ("h2o+caote", "h2o")).verdict == "undecided"
+
+
+def test_a_gain_may_be_said_to_be_larger_at_some_budgets_than_at_others():
+    """Of 30 samples CAOTE gains 1 each at 64 tokens, and 0.5 on average at 128."""
+    answers = {"h2o": (BAD, BAD), "h2o+caote": (GOOD, MIXED)}
+    pair = ("h2o+caote", "h2o")
+    found = judged(answers, pair, budgets=[64], than_at=[128])
+    [row] = found.rows
+    assert (row.difference, row.than_value, row.n, found.verdict) == (0.5, 0.5, 30, "holds")
+    direct = {"h2o": (MIXED, BAD), "h2o+caote": (GOOD, BAD)}  # 1 - MIXED at 64 itself
+    [plain] = judged(direct, pair, budgets=[64]).rows
+    assert (row.low, row.high) == pytest.approx((plain.low, plain.high))
+    assert row_in_words(row) == (
+        f"+0.500 [+{row.low:.3f}, +{row.high:.3f}] at 64 more than at 128: holds"
+    )
+    assert judged(answers, pair, budgets=[128], than_at=[64]).verdict == "fails"
+    assert judged(answers, ("h2o", "h2o+caote"), budgets=[64], than_at=[128]).verdict == "fails"
+    less = judged(answers, pair, budgets=[64], than_at=[128], fields={"lower_is_better": True})
+    assert less.verdict == "fails"
+    same = {"h2o": (BAD, BAD), "h2o+caote": (MIXED, MIXED)}
+    assert judged(same, pair, budgets=[64], than_at=[128]).verdict == "undecided"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"than_at": [128]},
+        {"than_at": [128], "budgets": [64, 128]},
+        {"than_at": [128], "budgets": [64], "margin": 5.0},
+        {"than_at": [256], "budgets": [64]},
+    ],
+)
+def test_a_gain_is_compared_between_budgets_of_the_run(more):
+    wanted = claim(("h2o+caote", "h2o"), **more)
+    with pytest.raises(UsageError, match=r"claim\.pairs\.0\.than_at: "):
+        check_claim(wanted, POLICIES, ["64", "128"])
 
 
 def test_some_of_each_is_in_part_and_noise_is_undecided():

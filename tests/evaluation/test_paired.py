@@ -6,7 +6,15 @@ from fractions import Fraction
 
 import pytest
 
-from kvtool.evaluation.paired import LEAST_PAIRS, RESAMPLES, difference, mean_of, ratio, unseen
+from kvtool.evaluation.paired import (
+    LEAST_PAIRS,
+    RESAMPLES,
+    difference,
+    excess,
+    mean_of,
+    ratio,
+    unseen,
+)
 
 
 def plain(scores):
@@ -100,6 +108,18 @@ def test_what_is_hard_for_both_cancels():
     assert (found.low, found.high) == pytest.approx((-0.01, -0.01))
 
 
+def test_an_excess_subtracts_one_difference_from_another_over_the_same_draws():
+    ours, theirs = plain([3, 1, 4, 1, 5, 9, 2]), plain([2, 7, 1, 8, 2, 8, 1])
+    zero = plain([0] * 7)
+    direct = difference(ours, theirs)
+    assert excess((ours, zero), (theirs, zero)) == direct
+    assert excess((ours, theirs), (zero, zero)) == direct
+    assert excess((zero, theirs), (zero, ours)) == direct
+    assert excess((ours, theirs), (ours, theirs)).value == 0
+    e = excess((plain([1] * 7), zero), (plain([2] * 7), zero), math.exp)  # e - 1 - (e^2 - 1)
+    assert (e.value, e.low) == pytest.approx((math.e - math.e**2,) * 2)
+
+
 def test_draws_follow_from_the_number_of_samples_alone():
     first, again = (difference(OURS, DOCUMENTS) for _ in range(2))
     assert first == again
@@ -123,7 +143,7 @@ def test_few_pairs_have_no_interval():
     few = difference(ours[1:], full[1:])
     assert (few.value, few.low, few.high) == (-1, None, None)
     assert 2 * 0.5**LEAST_PAIRS < 0.05 < 2 * 0.5 ** (LEAST_PAIRS - 1)  # of a sign test
-    with pytest.raises(ValueError, match="6 samples cannot be paired with 5"):
+    with pytest.raises(ValueError, match="6 and 5 samples cannot be paired"):
         difference(ours, full[1:])
 
 
