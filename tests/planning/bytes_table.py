@@ -1,8 +1,8 @@
 """What plans for bytes promise and what runs hold, counted from tensors, as a table.
 
-    python -m tests.planning.bytes_table    # writes the page of `kvtool/planning` anew, about 1 min
+    python -m tests.planning.bytes_table    # writes the page of `kvtool/planning` anew, about 2 min
 
-The bundled model reads a prompt of 600 random tokens and 16 more, under the plan of each policy.
+The bundled model, as it ships, reads a prompt of 600 random tokens and 16 more, under the plan of each policy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.table import BASES
 from kvtool.sizes import Budget
+from tests.models.bundled import shipped
 from tests.models_for_tests import any_cache
 
 PAGE = Path(__file__).parents[2] / "kvtool" / "planning" / "README.md"
-TARGETS = ("384KiB", "1MiB", "3MiB")
+TARGETS = ("768KiB", "2MiB", "6MiB")
 PROMPT, NEW = 600, 16
 POLICIES = [name for name in BASES if name != "full"]
 CODED = ("h2o+int8", "snapkv+fp8", "h2o+int4")
-SMALLER = ("64KiB", "128KiB", "384KiB")
+SMALLER = ("128KiB", "256KiB", "768KiB")
 CASES = [(name, target) for name in POLICIES for target in TARGETS]
 CASES += [(name, target) for name in CODED for target in SMALLER]
 _BEGIN, _END = "<!-- table -->\n", "<!-- end of the table -->\n"
@@ -95,7 +96,7 @@ def measure(model, name: str, target: str) -> Measured:
 
 def measure_all() -> list[Measured]:
     """Every policy of the table that has a budget at every target, and codecs at smaller ones."""
-    model = kvtool.attach(load().model)
+    model = kvtool.attach(load(str(shipped())).model)
     return [measure(model, *case) for case in CASES]
 
 
