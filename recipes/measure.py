@@ -3,8 +3,9 @@
     python recipes/measure.py [NAME ..] [--folder runs/documents]
 
 Each NAME below is a run of `kvtool eval` in a folder of its own; broken off, the same command goes
-on. Without a name all are measured, one after the other. A table has a row for each policy and a
-column for each task, with the scores at all budgets, ascending.
+on. Without a name all are measured, one after the other. What the claims measure is not measured
+again: their page has tables of its own. A table has a row for each policy and a column for each
+task, with the scores at all budgets, ascending.
 """
 
 import argparse
@@ -18,35 +19,31 @@ from kvtool.report import digits
 from kvtool.report.variants import families, task_names
 
 RECIPES = Path(__file__).parent
-_NEEDLES = ("--lengths", "512,1K", "--depths", "11")
-_FIRST = "full,streaming,h2o,h2o+caote,tova,roco,snapkv"
-_CALIDROP = "streaming,streaming+calidrop,h2o,h2o+calidrop,snapkv,snapkv+calidrop"
-_D2O = "h2o,h2o+d2o-alloc,h2o+d2o-merge,d2o(merge=none)+uniform,d2o(merge=none),d2o+uniform,d2o"
-_READERS = "rocketkv,rocketkv-mt,quest,sparq,loki,hsa,exact-topk(scope=group),snapkv"
-_TURNS = "streaming,tova,h2o,h2o+caote,roco,snapkv"
+_TABLE = "full,streaming,tova,h2o,h2o+caote,roco,snapkv"
+_CAM = "streaming,streaming+cam,h2o,h2o+cam,d2o(merge=v)"
+
+
+def _recipe(name: str, *more: str) -> tuple[str, ...]:
+    return (str(RECIPES / f"{name}.yaml"), *more)
+
+
+_TURNS = _recipe("multi-turn", "-b", "256,512")
 RUNS: dict[str, tuple[str, ...]] = {
-    "first-page": (str(RECIPES / "first-page.yaml"),),
+    "first-page": _recipe("first-page"),
     "results": (
-        *("-t", "niah,ruler/niah_multikey_1,fidelity"),
-        *("-p", _FIRST, "-b", "64,128,256"),
+        *("-t", "niah,ruler/niah_multikey_1,fidelity", "-p", _TABLE, "-b", "64,128,256"),
+        "--shared-prefill",
     ),
-    "calidrop": ("-t", "niah", "-p", _CALIDROP, "-b", "64,128,256", *_NEEDLES),
-    "d2o-components": ("-t", "niah", "-p", _D2O, "-b", "64,128,256", *_NEEDLES),
-    "query-agnostic": (str(RECIPES / "query-agnostic.yaml"),),
-    "reasoning": (str(RECIPES / "reasoning.yaml"),),
-    "merging": (str(RECIPES / "merging.yaml"),),
-    "bits-and-budgets": (str(RECIPES / "bits-and-budgets.yaml"),),
-    "readers": (
-        *("-t", "niah,ruler/niah_multikey_1", "-p", _READERS, "-b", "64,128,256"),
-        *("--lengths", "1K"),
-    ),
-    "turns": ("-t", "scbench/vt", "-p", _TURNS, "-b", "256,512", "--lengths", "1K"),
-    "turns-later": (
-        *("-t", "scbench/vt", "-p", _TURNS, "-b", "256,512", "--lengths", "1K"),
-        "--query-agnostic",
-    ),
-    "d2o-plan": (str(RECIPES / "d2o-plan.yaml"),),
-    "roco-fidelity": (str(RECIPES / "roco-fidelity.yaml"),),
+    "cam": _recipe("claims/d2o", "-p", _CAM, "--unset", "claim"),
+    "readers": _recipe("claims/rocketkv", "-p", "hsa,loki", "--unset", "claim"),
+    "query-agnostic": _recipe("query-agnostic"),
+    "reasoning": _recipe("reasoning"),
+    "bits-and-budgets": _recipe("bits-and-budgets"),
+    "turns": _TURNS,
+    "turns-later": (*_TURNS, "--query-agnostic"),
+    "turns-alone": (*_TURNS, "--query-agnostic", "--set", "eval.tasks.0.mode=scdq"),
+    "d2o-plan": _recipe("d2o-plan"),
+    "roco-fidelity": _recipe("roco-fidelity"),
 }
 
 

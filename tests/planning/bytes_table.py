@@ -2,7 +2,8 @@
 
     python -m tests.planning.bytes_table    # writes the page of `kvtool/planning` anew, about 2 min
 
-The bundled model, as it ships, reads a prompt of 600 random tokens and 16 more, under the plan of each policy.
+The bundled model, as it ships, reads a prompt of 600 random tokens and 16 more, under the plan of
+each policy.
 """
 
 from __future__ import annotations
