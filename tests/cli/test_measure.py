@@ -1,6 +1,7 @@
 """The program that measures the documents' numbers again."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,15 @@ def test_other_names_are_refused(capsys):
     with pytest.raises(SystemExit):
         MEASURE.main(["nothing"])
     assert "no run named nothing; choose from first-page" in capsys.readouterr().err
+
+
+def test_documents_name_runs_that_there_are():
+    home = FILE.parents[1]
+    pages = [*home.glob("recipes/*.md"), *home.glob("kvtool/**/README.md"), home / "README.md"]
+    commands = re.findall(
+        r"recipes/measure\.py((?:\s+[a-z-]+)*)(?=`|$)",
+        "\n".join(page.read_text() for page in pages),
+        re.MULTILINE,
+    )
+    named = {name for command in commands for name in command.split()}
+    assert {"results", "turns-later", "readers"} <= named <= set(MEASURE.RUNS)
