@@ -62,7 +62,7 @@ def than_value(row: ClaimRow) -> str:
 
 def says(row: ClaimRow) -> str:
     """Say the verdict on one comparison, and what would decide it."""
-    bound = "" if row.margin is None else f" (at most {row.margin:g} % below)"
+    bound = "" if row.margin is None else f" (claimed: at most {row.margin:g} % below)"
     bound += " (control)" if row.control else ""
     if row.deciding is not None:
         return f"undecided{bound}, about {row.deciding} samples would decide"

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from kvtool.documents.claim import ClaimVerdict
+from kvtool.documents.claim import ClaimRow, ClaimVerdict
 from kvtool.documents.recipe_source import read_recipe
 from kvtool.documents.results import ResultsDocument, when_asked
 from kvtool.documents.source import read_file
@@ -23,22 +23,37 @@ from kvtool.report.claims import at_budgets, claim_in_words, says, than_value
 HERE = Path(__file__).parent
 HEAD = """# Claims
 
-What papers say of their policies, held against the
-[bundled model](../../kvtool/models/README.md#the-bundled-model): a row for each claim and for each
-time at which the question may come. Verdicts follow from paired 95 % intervals (bootstrap over
-samples, the same samples in all arms). A comparison is one pair of policies on one task, each
-sample's score averaged over the budgets. *Holds*: the interval lies above 0 in one comparison or
-more, and below it in none; *fails*: the other way round; *holds in part*: some of each;
-*undecided*: neither anywhere, with this many samples. Intervals are not widened for the number of
-comparisons. A small model that was trained on such tasks is no 8B model: what fails here may hold
-there, so each command takes `-m MODEL`, and each row says what others have measured.
+What papers and their peers say of policies, held against the [bundled
+model](../../kvtool/models/README.md#the-bundled-model): a row for each claim and for each time at
+which the question may come. *Known*: it stands in the prompt that is compressed; *later, kept*:
+the context is compressed first, the question stays whole beside it.
+
+Verdicts follow from paired 95 % intervals (bootstrap over samples, the same samples in all arms).
+A comparison is one pair of policies on one task, each sample's score averaged over the budgets.
+*Holds*: the interval lies on the claim's side of 0 in one comparison or more, and on the other
+side in none; *fails*: the other way round; *holds in part*: some of each; *undecided*: neither
+anywhere, with this many samples. Intervals are not widened for the number of comparisons: where
+two policies are equal, one comparison in forty fails by chance. A small model that was trained on
+such tasks is no 8B model: what fails here may hold there, so each command takes `-m MODEL`, and
+each row says what others have measured.
+
+In the tables of comparisons, `of` is the score of the policy compared with. *Each budget* has the
+difference at one budget after the other, with a star where it decides the comparison for that
+budget alone. A *control* is no part of the claim: `random`, or the like, has to lose. "64 more
+than at 256" compares the gains at two budgets: `of` is the gain at the second, the difference
+what the first has on top of it. With "at most 5 % below" the claim is that a policy comes that
+near. Of `ppl` (perplexity) less is better. Needles of `niah` lie at five depths, the deepest
+among the newest tokens: a policy with a window of them finds 0.2 whatever else it keeps.
 
 `python recipes/claims/page.py` writes this page from `results/NAME.json`, the `results.json` of
 each run.
 
 """
 COLUMNS = ("claim", "question", "verdict", "the paper", "measured by others", "command")
-OF_PAIRS = ("arm", "than", "task", "budgets", "of", "difference", "95 % interval", "n", "says")
+OF_PAIRS = (
+    *("arm", "than", "task", "budgets", "of", "difference", "95 % interval", "each budget"),
+    *("n", "says"),
+)
 
 
 def page(folder: Path) -> str:
@@ -63,7 +78,7 @@ def page(folder: Path) -> str:
         if recipe.stem in why:
             parts.append(f"Why: {why[recipe.stem].strip()}\n")
         if found is not None:
-            parts.append(_table(OF_PAIRS, _pairs(found)))
+            parts.append(_table(OF_PAIRS, _pairs(found, _each_budget(run))))
         parts.append(_scores(run))
     return HEAD + "\n".join([_table(COLUMNS, rows), *parts])
 
@@ -86,7 +101,32 @@ def _where(run: ResultsDocument) -> str:
     )
 
 
-def _pairs(found: ClaimVerdict) -> list[list[str]]:
+def _each_budget(run: ResultsDocument) -> dict[tuple[str, ...], ClaimRow]:
+    """Compare the pairs at one budget each: by the two policies, the task and the budget."""
+    assert run.claim is not None
+    budgets = dict.fromkeys(arm.budget for arm in run.arms if arm.budget is not None)
+    pairs = [
+        pair.model_copy(update={"budgets": [budget]})
+        for pair in run.claim.pairs
+        for budget in budgets
+        if not pair.than_at
+    ]
+    found = judge_claim(run.claim.model_copy(update={"pairs": pairs}), run)
+    rows = [] if found is None else found.rows
+    return {(row.arm, row.than, row.task, *row.budgets): row for row in rows}
+
+
+def _difference(row: ClaimRow) -> str:
+    star = "" if row.verdict == "undecided" else "*"
+    return digits.signed(row.difference, row.best) + star
+
+
+def _pairs(found: ClaimVerdict, each: dict[tuple[str, ...], ClaimRow]) -> list[list[str]]:
+    def at(row: ClaimRow) -> str:
+        if row.than_at or len(row.budgets) == 1:
+            return digits.MISSING
+        return " / ".join(_difference(each[row.arm, row.than, row.task, b]) for b in row.budgets)
+
     return [
         [
             f"`{row.arm}`",
@@ -96,6 +136,7 @@ def _pairs(found: ClaimVerdict) -> list[list[str]]:
             than_value(row),
             digits.signed(row.difference, row.best),
             digits.interval(row.low, row.high, row.best) or digits.MISSING,
+            at(row),
             str(row.n),
             says(row),
         ]

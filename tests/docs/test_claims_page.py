@@ -64,6 +64,14 @@ def test_a_verdict_changes_when_its_results_are_edited(results, tmp_path):
     assert verdicts("h2o@50%", "roco@50%") == "fails"
 
 
+def test_each_budget_has_its_own_difference_and_a_star_where_it_decides():
+    """RocketKV against SparQ: the budgets disagree, and their mean says nothing."""
+    text = (FOLDER / "README.md").read_text()
+    of_pair = "| `rocketkv` | `sparq` | ruler/niah_multikey_1 | 64, 128, 256 |"
+    row = next(line for line in text.splitlines() if line.startswith(of_pair))
+    assert "| +15.0* / -14.5* / -0.5 | 200 | undecided |" in row
+
+
 def test_a_reason_stands_below_its_claim(results, tmp_path):
     written(results, tmp_path)
     (tmp_path / "why.json").write_text(
