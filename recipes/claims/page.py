@@ -37,6 +37,12 @@ two policies are equal, one comparison in forty fails by chance. A small model t
 such tasks is no 8B model: what fails here may hold there, so each command takes `-m MODEL`, and
 each row says what others have measured.
 
+Papers are linked from [the table of policies](../../kvtool/policies/README.md). The others are
+kvpress' [board](https://huggingface.co/spaces/nvidia/kvpress-leaderboard) and [pull request
+219](https://github.com/NVIDIA/kvpress/pull/219), the data that
+[SurrogateKV](https://github.com/kimjunewon/SurrogateKV) has published, and NVIDIA's TensorRT-LLM
+blog 17.
+
 In the tables of comparisons, `of` is the score of the policy compared with. *Each budget* has the
 difference at one budget after the other, with a star where it decides the comparison for that
 budget alone. A *control* is no part of the claim: `random`, or the like, has to lose. "64 more
