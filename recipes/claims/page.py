@@ -114,7 +114,7 @@ def _each_budget(run: ResultsDocument) -> dict[tuple[str, ...], ClaimRow]:
     pairs = [
         pair.model_copy(update={"budgets": [budget]})
         for pair in run.claim.pairs
-        for budget in budgets
+        for budget in pair.budgets or budgets
         if not pair.than_at
     ]
     found = judge_claim(run.claim.model_copy(update={"pairs": pairs}), run)
@@ -129,7 +129,7 @@ def _difference(row: ClaimRow) -> str:
 
 def _pairs(found: ClaimVerdict, each: dict[tuple[str, ...], ClaimRow]) -> list[list[str]]:
     def at(row: ClaimRow) -> str:
-        if row.than_at or len(row.budgets) == 1:
+        if row.than_at or len(row.budgets) < 2:
             return digits.MISSING
         return " / ".join(_difference(each[row.arm, row.than, row.task, b]) for b in row.budgets)
 
