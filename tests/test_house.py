@@ -79,7 +79,7 @@ def test_no_files_import_each_other():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_files_are_short(file):
     if str(file.relative_to(PACKAGE)) not in TABLES:
-        assert len(file.read_text().splitlines()) <= 300
+        assert len(file.read_text().splitlines()) <= 500
 
 
 def own_attributes(node: ast.ClassDef) -> set[str]:
