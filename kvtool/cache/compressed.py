@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import threading
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from kvtool.cache.build import build_cache, read_plan
 from kvtool.cache.hooks import attach as hooks
 from kvtool.cache.hooks.attachment import attachment
-from kvtool.cache.hooks.generate_calls import LOCK, CacheMaker, GenerateCalls, generate_calls
+from kvtool.cache.hooks.blocks import CacheMaker
+from kvtool.cache.hooks.generate_calls import LOCK, GenerateCalls, generate_calls
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.policies.grammar import parse_policy
@@ -56,7 +57,7 @@ def attach(
             raise UsageError(f"{given} needs a policy", hint='policy="h2o+caote"')
         return hooks.attach(model)
     with LOCK:
-        maker = _maker(model, policy, budget, prefill, plan, for_good=True)
+        maker = _maker(model, policy, budget, prefill, plan)
         _calls(model).set_maker(maker)
     return model
 
@@ -72,9 +73,12 @@ def compressed(
 ) -> Iterator[PreTrainedModel]:
     """Give every `generate` and pipeline call inside a fresh cache of its own.
 
-    The setting belongs to the model: it holds for calls of other threads, too (a streamer's, say),
-    blocks inside blocks restore the outer one, and at the end the model is what it was. A call that
-    brings a cache keeps it. Blocks of several threads over one model must ask for the same.
+    Blocks inside blocks restore the outer one, and at the end the model is what it was. A call that
+    brings a cache keeps it. Coroutines and generators may each open a block of their own over one
+    model: a call gets the policy of the block that it is made in, also through `asyncio.to_thread`.
+    Calls of threads that were not handed the context (a streamer's, `run_in_executor`) get the
+    policy of the open blocks. Such a call is refused where open blocks differ, and so are blocks of
+    several threads that ask for different policies.
 
     Args:
         policy, budget, prefill, plan: as `build_cache` takes them.
@@ -83,23 +87,24 @@ def compressed(
         The model.
 
     Raises:
-        UsageError: another thread compresses this model's calls otherwise; as `build_cache`.
+        UsageError: another thread compresses this model's calls otherwise; as `build_cache`. A call
+            inside raises it where it could belong to several blocks that differ.
         KvtoolError: the model's attention cannot be replaced, or its layers cannot be compressed.
     """
     with LOCK:
         detach = hooks.detach if attachment(model) is None else None
         try:
-            maker = _maker(model, policy, budget, prefill, plan, for_good=False)
+            maker = _maker(model, policy, budget, prefill, plan)
             calls = _calls(model)
         except BaseException:
             if detach is not None:
                 detach(model)
             raise
-        calls.open_block(maker, detach)
+        block = calls.open_block(maker, sys._getframe(), detach)
     try:
         yield model
     finally:
-        calls.close_block(maker)
+        calls.close_block(block)
 
 
 def _maker(
@@ -108,8 +113,6 @@ def _maker(
     budget: Budget | str | int | float | None,
     prefill: str,
     plan: Plan | None,
-    *,
-    for_good: bool,
 ) -> CacheMaker:
     """Check a request by making a cache of it."""
     policy = parse_policy(policy)
@@ -121,8 +124,7 @@ def _maker(
         )
     plan = None if plan is None else read_plan(plan)
     make = functools.partial(build_cache, policy=policy, budget=budget, prefill=prefill, plan=plan)
-    thread = None if for_good else threading.get_ident()
-    return CacheMaker(make(model).settings, make, thread)
+    return CacheMaker(make(model).settings, make)
 
 
 def _calls(model: PreTrainedModel) -> GenerateCalls:

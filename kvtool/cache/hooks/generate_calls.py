@@ -11,7 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,33 +19,12 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.text import CacheSettings
+from kvtool.cache.hooks.blocks import Block, CacheMaker, block_of_call, check_threads
 from kvtool.errors import KvtoolError, UsageError
 
 LOCK = threading.RLock()  # of all models: a lock on a model could not be copied with it
 _NAME = "generate"
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
-
-
-@dataclass(frozen=True)
-class CacheMaker:
-    """What every call is given a cache of.
-
-    Attributes:
-        settings: what tells two of them apart.
-        make: returns an empty cache for the model.
-        thread: the thread that set it, None where it holds for good.
-    """
-
-    settings: CacheSettings
-    make: Callable[[PreTrainedModel], KVCache]
-    thread: int | None = None
-
-    @property
-    def name(self) -> str:
-        """Policy and budget, in words."""
-        budget = self.settings.budget
-        return f"{self.settings.policy}" + ("" if budget is None else f" at {budget}")
 
 
 class GenerateCalls:
@@ -62,30 +41,35 @@ class GenerateCalls:
         self.__name__, self.__doc__ = _NAME, type(model).generate.__doc__
         self.replaced = vars(model).get(_NAME)
         self._model = weakref.ref(model)  # a model that is deleted is to be gone at once
-        self._makers: list[CacheMaker] = []
+        self._for_good: CacheMaker | None = None
+        self._blocks: list[Block] = []
         self._running = 0
         self._at_end: Callable[[PreTrainedModel], object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of the model takes along: no call that runs here, and no open block."""
-        for_good = [maker for maker in self._makers if maker.thread is None]
-        mine = {"_model": self._model(), "_makers": for_good, "_running": 0, "_at_end": None}
+        mine = {"_model": self._model(), "_blocks": [], "_running": 0, "_at_end": None}
         return vars(self) | mine
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _model=weakref.ref(state["_model"]))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
         with LOCK:
-            maker = self._makers[-1] if self._makers else None
+            maker = None if kwargs.get("past_key_values") is not None else self._maker()
             self._running += 1
         try:
-            names = self.__signature__.parameters
-            return self._run(dict(zip(names, args, strict=False)) | kwargs, maker)
+            return self._run(kwargs, maker)
         finally:
             with LOCK:
                 self._running -= 1
                 self._end()
+
+    def _maker(self) -> CacheMaker | None:
+        """What the running call is given a cache of."""
+        block = block_of_call(self.model, self._blocks)
+        return self._for_good if block is None else block.maker
 
     def _run(self, kwargs: dict[str, Any], maker: CacheMaker | None) -> Any:
         cache = kwargs.get("past_key_values")
@@ -159,42 +143,44 @@ class GenerateCalls:
     # ---- what calls without a cache get
 
     def set_maker(self, maker: CacheMaker) -> None:
-        """Give every call a fresh cache from here on."""
+        """Give every call outside of blocks a fresh cache from here on."""
         with LOCK:
-            self._makers = [maker, *(each for each in self._makers if each.thread is not None)]
+            self._for_good = maker
 
     def open_block(
-        self, maker: CacheMaker, at_end: Callable[[PreTrainedModel], object] | None
-    ) -> None:
-        """Give every call a fresh cache until the block is closed.
+        self,
+        maker: CacheMaker,
+        frame: FrameType,
+        at_end: Callable[[PreTrainedModel], object] | None,
+    ) -> Block:
+        """Give every call inside a block a fresh cache until the block is closed.
 
         Args:
+            frame: of the generator that a `with` statement has entered.
             at_end: called with the model once no block is open and no call runs any more.
 
         Raises:
             UsageError: another thread gives this model's calls other caches.
         """
         with LOCK:
-            for other in self._makers:
-                if other.thread not in (None, maker.thread) and other.settings != maker.settings:
-                    raise UsageError(
-                        f"another thread compresses this model's calls by {other.name}, "
-                        f"and this one wants {maker.name}",
-                        hint="load the model once more, or let one thread end first",
-                    )
-            self._makers.append(maker)
+            check_threads(self._blocks, maker)
+            block = Block(self.model, maker, frame)
+            self._blocks.append(block)
             self._at_end = self._at_end or at_end
+            return block
 
-    def close_block(self, maker: CacheMaker) -> None:
-        """Let the block before it hold again, or none."""
+    def close_block(self, block: Block) -> None:
+        """Let the block around it hold again, or none."""
         with LOCK:
-            self._makers = [each for each in self._makers if each is not maker]
+            block.close()
+            self._blocks.remove(block)
             self._end()
 
     def _end(self) -> None:
-        if not self._running and not self._makers and self._at_end is not None:
-            at_end, self._at_end = self._at_end, None
-            at_end(self.model)
+        if self._running or self._blocks or self._for_good is not None or self._at_end is None:
+            return
+        at_end, self._at_end = self._at_end, None
+        at_end(self.model)
 
 
 def generate_calls(model: PreTrainedModel) -> GenerateCalls | None:

@@ -1,0 +1,184 @@
+"""Open blocks of `kvtool.compressed`, and the one that a call of `generate` is made in.
+
+A context variable tells coroutines of one thread apart: each task has a context of its own, which
+`asyncio.to_thread` copies. Generators share the context of whoever drives them, so that for a block
+opened in one, the stack is asked as well. A call from a context without any open block (a
+streamer's thread, an executor's) belongs to the blocks that are open, if they agree.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+
+from transformers import PreTrainedModel
+
+from kvtool.cache.cache import KVCache
+from kvtool.cache.text import CacheSettings
+from kvtool.errors import UsageError
+
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_TASK = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_SEPARATE = "load the model once more, or let one block end first"
+
+
+@dataclass(frozen=True)
+class CacheMaker:
+    """What every call is given a cache of.
+
+    Attributes:
+        settings: what tells two of them apart.
+        make: returns an empty cache for the model.
+    """
+
+    settings: CacheSettings
+    make: Callable[[PreTrainedModel], KVCache]
+
+    @property
+    def name(self) -> str:
+        """Policy and budget, in words."""
+        budget = self.settings.budget
+        return f"{self.settings.policy}" + ("" if budget is None else f" at {budget}")
+
+
+class Block:
+    """A block of `kvtool.compressed` over one model, from its beginning to its end.
+
+    Attributes:
+        maker: what its calls are given caches of.
+        thread: that opened it.
+        open: whether it has not ended.
+    """
+
+    def __init__(self, model: PreTrainedModel, maker: CacheMaker, frame: FrameType) -> None:
+        """Open a block in the running context.
+
+        Args:
+            frame: of the generator that a `with` statement has entered.
+        """
+        self.maker, self.thread, self.open = maker, threading.get_ident(), True
+        self._model = weakref.ref(model)
+        self._frame: FrameType | None = _owner(frame)
+        around = [block for block in _HERE.get() if block.open and block.on_stack]
+        self._around = () if self._flags & _GENERATOR else tuple(around)
+        _HERE.set((*_HERE.get(), self))
+
+    def close(self) -> None:
+        """End it; contexts that were copied from this one may still name it."""
+        self.open, self._frame, self._around = False, None, ()
+        _HERE.set(tuple(block for block in _HERE.get() if block is not self))
+
+    @property
+    def on_stack(self) -> bool:
+        """Whether the function that opened it is running, or waits for what is."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
+
+    @property
+    def suspended(self) -> bool:
+        """Whether a generator opened it that does not run now."""
+        return bool(self._flags & _GENERATOR) and not self.on_stack
+
+    @property
+    def of_a_task(self) -> bool:
+        """Whether a coroutine opened it, beside which others of its thread run."""
+        return bool(self._flags & _TASK)
+
+    @property
+    def _flags(self) -> int:
+        return 0 if self._frame is None else self._frame.f_code.co_flags
+
+    def is_over(self, model: PreTrainedModel) -> bool:
+        """Whether it was a block of this model, and has ended."""
+        return not self.open and self._model() is model
+
+    def holds_up(self, other: Block) -> bool:
+        """Whether the code around another block waits until this one ends."""
+        return any(block is other for block in self._around)
+
+
+_HERE: ContextVar[tuple[Block, ...]] = ContextVar("kvtool_blocks", default=())
+
+
+def _owner(frame: FrameType) -> FrameType:
+    """Find the function whose `with` statement it is: helpers of contextlib only pass it on."""
+    while frame.f_code.co_flags & _GENERATOR and _of_contextlib(frame.f_back):
+        while frame.f_back is not None and _of_contextlib(frame.f_back):
+            frame = frame.f_back
+        frame = frame.f_back or frame
+    return frame
+
+
+def _of_contextlib(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_globals.get("__name__") == "contextlib"
+
+
+def block_of_call(model: PreTrainedModel, blocks: Sequence[Block]) -> Block | None:
+    """Find the block that the running call of a model is made in.
+
+    Args:
+        blocks: the open blocks of the model.
+
+    Returns:
+        The block; None where none is open.
+
+    Raises:
+        UsageError: it could be one of several that differ, or belongs to none that is open.
+    """
+    if not blocks:
+        return None
+    here = _HERE.get()
+    mine = [block for block in here if block in blocks]
+    entered = [block for block in mine if not block.suspended]
+    if entered:
+        return entered[-1]
+    found = mine or list(blocks)
+    found = [block for block in found if not any(other.holds_up(block) for other in found)]
+    last = found[-1]
+    if any(block.maker.settings != last.maker.settings for block in found):
+        names = ", ".join(dict.fromkeys(block.maker.name for block in found))
+        raise UsageError(
+            f"this model's calls are compressed by {names} at the same time, "
+            "and this call could belong to any of them",
+            hint="call generate where the block is open: asyncio.to_thread takes its context along"
+            ", run_in_executor and new threads do not",
+        )
+    if mine:
+        return last
+    if any(block.thread == threading.get_ident() and block.of_a_task for block in found):
+        raise UsageError(
+            f"another task of this thread compresses this model's calls by {last.maker.name}, "
+            "and this call is outside of its block",
+            hint='open a block here, too ("full" keeps everything), '
+            "or set the policy for good: kvtool.attach(model, policy=..)",
+        )
+    if any(block.is_over(model) for block in here):
+        raise UsageError(
+            "the kvtool.compressed block that this call was made in has ended, "
+            f"and another one compresses this model's calls by {last.maker.name}",
+            hint=_SEPARATE,
+        )
+    return last
+
+
+def check_threads(blocks: Sequence[Block], maker: CacheMaker) -> None:
+    """Refuse to open a block beside one of another thread that wants something else.
+
+    Raises:
+        UsageError: the calls of both would be compressed differently.
+    """
+    for other in blocks:
+        if other.thread != threading.get_ident() and other.maker.settings != maker.settings:
+            raise UsageError(
+                f"another thread compresses this model's calls by {other.maker.name}, "
+                f"and this one wants {maker.name}",
+                hint=_SEPARATE,
+            )
