@@ -65,14 +65,14 @@ def _check_fits(cache: KVCache, loaded: Loaded) -> None:
     Raises:
         UsageError: a model that differs in configuration, weights or dtype; more than one row.
     """
-    from kvtool.cache.files.format import weights_fingerprint
     from kvtool.identity import config_hash
+    from kvtool.weights_hash import weights_hash
 
     made_for, model = cache.link.model(), loaded.model
     if made_for is not model:
         other = config_hash(cache.config) != config_hash(model.config.get_text_config(decoder=True))
         if not other and made_for is not None:
-            other = weights_fingerprint(made_for) != weights_fingerprint(model)
+            other = weights_hash(made_for) != weights_hash(model)
         if other:
             raise UsageError(f"the cache is that of another model, not of `{loaded.name}`")
     if cache.first_layer.batch_size > 1:

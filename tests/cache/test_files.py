@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import kvtool
+from kvtool.cache.files.format import digest_of
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
 
@@ -168,6 +169,35 @@ def test_another_model_other_weights_or_another_dtype_is_refused(saved):
     kvtool.load_cache(path, model)
     with pytest.raises(kvtool.KvtoolError, match="other weights or another dtype"):
         kvtool.load_cache(path, model.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("place", [(0, 0), (-1, -1), (7, 9)])
+def test_one_changed_number_of_one_weight_is_refused(place, saved):
+    """Wherever it is in the tensor, and after the model has been hashed."""
+    model, path = saved
+    kvtool.load_cache(path, model)
+    weight = model.model.layers[1].mlp.down_proj.weight.data
+    before = weight[place].clone()
+    weight[place] += 0.5
+    with pytest.raises(kvtool.KvtoolError, match="other weights or another dtype"):
+        kvtool.load_cache(path, model)
+    weight[place] = before
+    kvtool.load_cache(path, model)
+
+
+def test_a_file_without_the_hash_of_all_weights_still_loads_with_its_model(saved):
+    model, path = saved
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    assert len(metadata.pop("weights_sha256")) == 64
+    metadata.pop("sha256")
+    save_file(tensors, path, metadata | {"sha256": digest_of(tensors, metadata)})
+    kvtool.load_cache(path, model)
+    with torch.no_grad():
+        model.model.norm.weight += 0.5
+    with pytest.raises(kvtool.KvtoolError, match="other weights or another dtype"):
+        kvtool.load_cache(path, model)
 
 
 def test_a_stranger_and_a_later_schema_are_refused(saved, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from kvtool.cache.cache import KVCache
 from kvtool.cache.files.checks import check_metadata
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.weights_hash import weights_hash
 
 KIND, SCHEMA = "kvtool.cache", "1"
 
@@ -79,8 +81,21 @@ def check_one_process(cache: KVCache) -> None:
         )
 
 
+def weights_labels(model: PreTrainedModel) -> dict[str, str]:
+    """What a file says of the weights that made it: a hash of all, and the one of older files."""
+    return {"weights": weights_fingerprint(model), "weights_sha256": weights_hash(model)}
+
+
+def has_weights(model: PreTrainedModel, metadata: Mapping[str, str]) -> bool:
+    """Tell whether a model has the weights of a file, which may be older than the whole hash."""
+    whole = metadata.get("weights_sha256")
+    if whole is None:
+        return metadata["weights"] == weights_fingerprint(model)
+    return whole == weights_hash(model)
+
+
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """Hash of the dtype and a few numbers of every weight, which fine-tuned siblings differ in."""
+    """Hash of the dtype and eight numbers of every weight, which every file holds."""
     sample = [
         weight.detach().flatten()[:8].float().to(model.device)
         for weight in (_local(weight) for weight in model.parameters())

@@ -18,8 +18,8 @@ from kvtool.cache.files.checks import bad_file, check_metadata
 from kvtool.cache.files.format import (
     check_one_process,
     digest_of,
+    has_weights,
     read_file,
-    weights_fingerprint,
 )
 from kvtool.cache.files.tensor_checks import check_ranks, check_tensors
 from kvtool.cache.storage.growth import LayerBudget
@@ -57,7 +57,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
             f"`{path}` holds the cache of another model, `{metadata['model']}`, "
             f"not of `{model.config._name_or_path or model.config.model_type}`"
         )
-    if metadata["weights"] != weights_fingerprint(model):
+    if not has_weights(model, metadata):
         raise KvtoolError(
             f"`{path}` was made with other weights or another dtype than those loaded, "
             f"of `{metadata['model']}`"

@@ -16,7 +16,7 @@ from kvtool.cache.files.format import (
     SCHEMA,
     check_one_process,
     digest_of,
-    weights_fingerprint,
+    weights_labels,
 )
 from kvtool.cache.files.tensor_file import write_tensors
 from kvtool.cache.hooks.shape_probe import recurrent_states
@@ -79,7 +79,7 @@ def save_cache(
         "seen": str(cache.get_seq_length()),
         "model": model_name or model.config._name_or_path or model.config.model_type,
         "config_hash": config_hash(model.config),
-        "weights": weights_fingerprint(model),
+        **weights_labels(model),
         "kvtool": VERSION,
     }
     if cache.text.chat is not None and input_ids is not None:
