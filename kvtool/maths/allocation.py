@@ -5,6 +5,7 @@ Weights are logarithms, so that a weight of e^-600 is a share of next to nothing
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _STEPS = 200  # halvings of the bracket; a float64 has 53 bits, the bracket some 10 more
+_NOTHING = 1e-6  # a share that is no token yet
 _WHOLE = 1e-9  # a share this close below a whole number is that number
 
 
@@ -59,7 +61,7 @@ def allocate(
         raise ValueError("a weight is infinite or no number")
     min_budgets, max_budgets = _limits(len(log_weights), min_budgets, max_budgets)
     possible = min(max(int(total), sum(min_budgets)), sum(max_budgets))
-    shares = _fill(_centred(log_weights), possible, min_budgets, max_budgets)
+    shares = _fill(_near(log_weights, max(max_budgets)), possible, min_budgets, max_budgets)
     floors = [math.floor(share + _WHOLE) for share in shares]
     return Allocation(_round(shares, floors, possible, min_budgets, max_budgets), int(total))
 
@@ -97,9 +99,22 @@ def _limits(
     return [int(low) for low in min_budgets], [int(high) for high in max_budgets]
 
 
-def _centred(log_weights: Sequence[float]) -> list[float]:
-    highest = max(float(weight) for weight in log_weights)
-    return [float(weight) - highest for weight in log_weights]
+def _near(log_weights: Sequence[float], most: int) -> list[float]:
+    """Move weights together that are so far apart that their order alone counts, the highest to 0.
+
+    A share grows from nothing to its limit while the level rises by less than `apart`. A wider gap
+    changes no share, and the level would need more digits than a float has.
+    """
+    apart = math.log(most + 1) - math.log(_NOTHING) + 1
+    weights = [float(weight) for weight in log_weights]
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])
+    moved = [0.0] * len(weights)
+    base, place = weights[order[0]], 0.0
+    for above, i in itertools.pairwise(order):
+        if weights[above] - weights[i] > apart:
+            base, place = weights[i], moved[above] - apart
+        moved[i] = place + (weights[i] - base)
+    return moved
 
 
 def _fill(
@@ -113,9 +128,9 @@ def _fill(
             for weight, low, high in zip(log_weights, min_budgets, max_budgets, strict=True)
         ]
 
-    # at `low` even the heaviest share is below a millionth, at `high` even the lightest is at its
+    # at `low` even the heaviest share is next to nothing, at `high` even the lightest is at its
     # limit
-    low, high = math.log(1e-6), math.log(max(max_budgets) + 1) - min(log_weights)
+    low, high = math.log(_NOTHING), math.log(max(max_budgets) + 1) - min(log_weights)
     for _ in range(_STEPS):
         middle = (low + high) / 2
         if not low < middle < high:
@@ -166,12 +181,11 @@ def _round(
         for n, low, high in zip(floors, min_budgets, max_budgets, strict=True)
     ]
     left = total - sum(tokens)
-    step = 1 if left >= 0 else -1
     # a unit moves every remainder by 1, so a second round would keep the order of the first
-    order = sorted(range(len(shares)), key=lambda i: (step * (tokens[i] - shares[i]), i))
+    order = sorted(range(len(shares)), key=lambda i: (tokens[i] - shares[i], i))
     while left:
         for i in order:
-            if left and min_budgets[i] <= tokens[i] + step <= max_budgets[i]:
-                tokens[i] += step
-                left -= step
+            if left and tokens[i] < max_budgets[i]:
+                tokens[i] += 1
+                left -= 1
     return tokens

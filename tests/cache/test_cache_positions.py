@@ -7,7 +7,9 @@ import torch
 
 import kvtool
 from kvtool.cache.hooks.rope_probe import find_rotations
+from kvtool.cache.steps.evicted import shift_behind
 from kvtool.generation import decode_step, prefill
+from kvtool.policies.numbers import SHIFT
 from tests import models_for_tests
 from tests.cache.test_oracle import BUDGET, follow, spell
 from tests.models_for_tests import (
@@ -228,6 +230,33 @@ def test_rows_are_swapped_with_their_places():
     twin.reorder_cache(torch.tensor([1, 0]))
     ours, swapped = decode_step(model, cache, token), decode_step(model, twin, token)
     torch.testing.assert_close(swapped, ours.flip(0), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["recency", "h2o"])
+def test_a_padded_entry_that_still_fits_stands_where_it_does_alone(policy):
+    """While its neighbour evicts at every step, the slot that it would reuse is empty."""
+    model = kvtool.attach(peaky_model("llama"))
+    long, short, new = random_ids(40), random_ids(6, seed=2), random_ids(12, seed=3, batch=2)
+    ids = torch.cat([long, torch.cat([torch.zeros(1, 34, dtype=torch.long), short], 1)])
+    both = kvtool.build_cache(model, placed(policy), 20)
+    found = [prefill(model, both, ids, (ids > 0).long())]
+    found += [decode_step(model, both, token) for token in new.T]
+    for row, text in enumerate((long, short)):
+        alone = kvtool.build_cache(model, placed(policy), 20)
+        expected = [prefill(model, alone, text)]
+        expected += [decode_step(model, alone, token) for token in new[row : row + 1].T]
+        ours = torch.stack(found)[:, row : row + 1]
+        torch.testing.assert_close(ours, torch.stack(expected), atol=3e-4, rtol=3e-4)
+
+
+def test_only_tokens_behind_one_that_leaves_move_up():
+    positions = torch.tensor([[[5, 0, 3, -1], [2, 7, -1, -1]], [[4, 1, -1, -1], [-1, 0, 6, 2]]])
+    state = {SHIFT: torch.arange(16.0).view(2, 2, 4)}
+    before = state[SHIFT].clone()
+    evicted = torch.tensor([[2, 2], [1, 1]])  # positions 3, none, 1 and 0
+    shift_behind(state, positions, evicted)
+    moved = [[[1, 0, 0, 0], [0, 0, 0, 0]], [[1, 0, 0, 0], [0, 0, 1, 1]]]
+    assert torch.equal(before - state[SHIFT], torch.tensor(moved).float())
 
 
 def test_the_turns_are_counted_beside_the_slots():

@@ -225,6 +225,23 @@ def test_the_report_counts_what_is_on_either_side():
     assert report.state_bytes == 2 * (heads * 20 * position + held)
 
 
+@pytest.mark.parametrize("rows", [[1, 0], [1], [1, 1, 0]])
+def test_an_entry_of_which_nothing_was_set_aside_counts_no_step_wherever_it_is(rows):
+    model = kvtool.attach(peaky_model("llama"))
+    ids = random_ids(40, batch=2)
+    mask = torch.ones_like(ids)
+    mask[1, :32] = 0  # fits
+    cache = kvtool.build_cache(model, "streaming+calidrop", 20)
+    prefill(model, cache, ids, mask)
+    cache.batch_select_indices(torch.tensor(rows))
+    for token in random_ids(5, seed=1, batch=len(rows)).T:
+        decode_step(model, cache, token)
+    for layer in cache.slot_layers:
+        steps = Calibration.of(layer).memory["steps"]
+        counted = [5.0 if row == 0 else 0.0 for row in rows]
+        assert steps.amax(-1).tolist() == steps.amin(-1).tolist() == counted
+
+
 def worked(**settings):
     """A layer of one head that has set aside two tokens of the worked example."""
     keys = torch.tensor([[[[1.0, 0], [0, 1], [1, 1], [-1, 0]]]])

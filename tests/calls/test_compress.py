@@ -41,9 +41,26 @@ def test_a_cache_goes_on_from_question_to_question(loaded):
     cache = kvtool.compress(loaded, TEXT, "h2o", 48)
     first = kvtool.generate(loaded, QUESTIONS[0], cache=cache, **SHORT)
     second = kvtool.generate(loaded, QUESTIONS[1], cache=cache, **SHORT)
-    assert second.cache.tokens_seen > first.cache.tokens_seen
+    assert second.cache.tokens_seen == first.cache.tokens_seen + second.prompt_tokens + 6
     goes_on = kvtool.generate(loaded, cache=cache, max_new_tokens=2)
     assert (goes_on.prompt_tokens, goes_on.new_tokens) == (0, 2)
+
+
+def test_its_answers_are_those_of_transformers_to_the_whole_history(loaded):
+    cache = kvtool.compress(loaded, TEXT, "full")
+    history = loaded.tokenizer(TEXT, return_tensors="pt").input_ids
+    asked = [(QUESTIONS[0], 6), (QUESTIONS[1], 6), (None, 2)]
+    ours = [kvtool.generate(loaded, q, cache=cache, max_new_tokens=n).token_ids for q, n in asked]
+    kvtool.detach(loaded.model)
+    for (question, new), answer in zip(asked, ours, strict=True):
+        if question is not None:
+            turn = loaded.tokenizer(question, add_special_tokens=False, return_tensors="pt")
+            history = torch.cat([history, turn.input_ids], 1)
+        before = history.shape[1]
+        history = loaded.model.generate(
+            history, attention_mask=torch.ones_like(history), max_new_tokens=new, do_sample=False
+        )
+        assert answer == history[0, before:].tolist()
 
 
 def test_a_model_by_name_is_loaded_anew_for_each_call():

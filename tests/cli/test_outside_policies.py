@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import kvtool as library
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models.load import load
+from tests.models_for_tests import peaky_model, random_ids
 
 README = (Path(__file__).parents[2] / "kvtool" / "README.md").read_text()
 SCORE = '''
@@ -242,5 +244,19 @@ def test_the_readmes_policy_runs_from_a_module(kvtool, package):
     code = re.search(r"   ```python\n(   \"\"\"Peak.*?)   ```", README, re.DOTALL)[1]
     (package.parent / "my_peak.py").write_text(re.sub(r"^   ", "", code, flags=re.MULTILINE))
     command = re.search(r"^   (kvtool generate .*my_peak:Peak.*)$", README, re.MULTILINE)[1]
-    done = kvtool(*shlex.split(command)[1:], "-q", "-n", "4")
+    done = kvtool(*shlex.split(command)[1:], "-q", "-n", "4", "-f", "json")
     assert done.code == 0, done.err
+    told = json.loads(done.out)
+    assert told["policy"] == "my_peak:Peak(recent=8)+caote"
+    assert set(told["cache"]["kept_per_layer"]) == {256}
+    assert told["cache"]["tokens_seen"] > 900
+    ids, model = random_ids(40), peaky_model("llama", "eager")
+    weights = model(ids, output_attentions=True).attentions
+    cache = library.build_cache(library.attach(model), "my_peak:Peak(recent=4)", 12)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    for layer in range(2):
+        peaks = weights[layer][0].unflatten(0, (2, 4)).mean(1).amax(1)  # (kv_heads, tokens)
+        best = peaks[:, :36].topk(8).indices.sort().values
+        expected = [[*head, 36, 37, 38, 39] for head in best.tolist()]
+        assert cache.kept_positions(layer)[0].tolist() == expected

@@ -70,6 +70,21 @@ def test_more_weight_for_one_layer_takes_no_token_from_it():
         assert allocate(weights, total, min_budgets, max_budgets).tokens[layer] >= before
 
 
+@pytest.mark.parametrize(
+    ("weights", "total", "tokens"),
+    [
+        ([0.0, -1e17], 150, [100, 50]),
+        ([-1e17, 0.0], 150, [50, 100]),
+        ([1e300, 0.0, -1e300], 230, [100, 100, 30]),
+        ([0.0, 0.0, -1e17, -1e17], 250, [100, 100, 25, 25]),
+        ([2e17, 1e17, math.log(3), 0.0], 240, [100, 100, 30, 10]),
+    ],
+)
+def test_weights_too_far_apart_for_a_float_fill_one_after_the_other(weights, total, tokens):
+    """By hand: the lighter layers share what the limits of the heavier ones leave."""
+    assert allocate(weights, total, [0] * len(weights), [100] * len(weights)).tokens == tokens
+
+
 def slow_shares(weights, total, min_budgets, max_budgets):
     """Water-filling by its definition: fix the layers that break a limit, one side at a time."""
     fixed = {}

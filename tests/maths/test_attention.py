@@ -1,8 +1,37 @@
-"""Attention weights: masks, and gradients."""
+"""Attention weights: masks, sinks, and gradients."""
 
+import math
+
+import pytest
 import torch
 
-from kvtool.maths.attention import attention_weights
+from kvtool.maths.attention import attention_weights, attention_weights_lse
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_weights_and_what_they_are_divided_by(masked, sinks):
+    """Two query heads, each with a sink of its own; masked, the first row sees nothing."""
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(1, 1, 2, 2, 4, generator=generator)
+    keys = torch.randn(1, 1, 3, 4, generator=generator)
+    sink = torch.tensor([[[0.7, -2.0]]]) if sinks else None
+    seen = torch.tensor([[False] * 3, [True, False, True]]) if masked else None
+    told = {"scale": 0.5, "visible": seen}
+    weights, lse = attention_weights_lse(query, keys, **told, sinks=sink)
+    for head in range(2):
+        for row in range(2):
+            parts = [
+                math.exp(0.5 * float(query[0, 0, head, row] @ keys[0, 0, i]))
+                if seen is None or seen[row, i]
+                else 0.0
+                for i in range(3)
+            ]
+            total = sum(parts) + (math.exp(sink[0, 0, head]) if sinks else 0)
+            expected = [part / total if total else 0.0 for part in parts]
+            assert weights[0, 0, head, row].tolist() == pytest.approx(expected, abs=1e-6)
+            log = math.log(total) if total else -math.inf
+            assert lse[0, 0, head, row].item() == pytest.approx(log, abs=1e-5)
 
 
 def test_a_mask_of_the_last_keys_is_one_whose_other_keys_are_visible():

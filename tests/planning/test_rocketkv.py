@@ -68,6 +68,12 @@ def test_a_decode_step_never_reads_more_than_the_budget_and_a_page():
             assert read > 0.9 * budget
 
 
+def test_a_prompt_may_keep_its_window_and_nothing_else():
+    assert plan_rocketkv(4096, 32, 128, split=1.0).prompt_tokens == 32
+    assert plan_rocketkv(4096, 40, 128, split=1.0, max_new_tokens=8).prompt_tokens == 32
+    assert plan_rocketkv(4096, 33, 128, split=1.0, window=33).prompt_tokens == 33
+
+
 def test_generated_tokens_keep_their_room():
     plan = plan_rocketkv(4096, 64, 128, max_new_tokens=1500)
     assert (plan.stage1_tokens, plan.prompt_tokens) == (3000, 1500)

@@ -3,9 +3,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvtool
 from kvtool import parse_policy
 from kvtool.errors import UsageError
-from tests.policies.trial import Trial, Twin, random_pair, spell
+from kvtool.generation import decode_step, prefill
+from tests.models_for_tests import peaky_model, random_ids
+from tests.policies.trial import Trial, random_pair, spell
 from tests.reference.selection import choose_kept, pool
 
 
@@ -101,8 +104,16 @@ def test_a_kernel_wider_than_the_votes_is_fine():
 
 
 def test_nothing_is_evicted_after_the_prompt():
-    assert parse_policy("snapkv").score.when == "prompt"
-    assert Twin("snapkv", 40).policy.prompt_only
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "snapkv(window=4)", 12)
+    prefill(model, cache, random_ids(40))
+    after_prompt = [cache.kept_positions(layer)[0].tolist() for layer in range(2)]
+    assert {len(head) for heads in after_prompt for head in heads} == {12}
+    for i, token in enumerate(random_ids(20, seed=1)[0]):
+        decode_step(model, cache, token[None])
+        for layer, heads in enumerate(after_prompt):
+            new = list(range(40, 41 + i))
+            assert cache.kept_positions(layer)[0].tolist() == [head + new for head in heads]
 
 
 def test_defaults():

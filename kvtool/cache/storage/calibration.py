@@ -267,7 +267,6 @@ class Calibration(Part):
         if memory:
             self.store.map_rows(change, len(memory["lse"]))
             self._memory = {name: change(number) for name, number in memory.items()}
-            self._whole = False  # a row may be new
 
     @property
     def nbytes(self) -> int:

@@ -120,9 +120,26 @@ def test_texts_of_a_file_are_summarised(loaded, counter, tmp_path):
     path.write_text('{"article": "%s"}\n' % ("The old lamp was near the school. " * 60))
     task = FidelityTask(name="fidelity", lengths="200", samples=3, data=str(path), new_tokens=8)
     samples, records = measure(loaded, counter, task, FULL, TINY)
-    assert len(samples) == 1
-    assert records[TINY][0]["cost"]["prompt_tokens"] <= 200 - 8
+    (sample,) = samples
+    asked = sample.context + sample.turns[0].question + sample.turns[0].answer_prefix
+    assert asked.startswith("The old lamp was near the school. The old lamp")
+    assert asked.endswith(task.instruction)
+    prompt = loaded.tokenizer(asked, return_tensors="pt")
+    length = prompt.input_ids.shape[1]
+    assert records[TINY][0]["cost"]["prompt_tokens"] == length
+    assert 200 - 8 - 2 <= length <= 200 - 8  # tokens may join where the text is cut
+    kvtool.detach(loaded.model)
+    try:
+        plain = loaded.model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, length:]
+    finally:
+        kvtool.attach(loaded.model)
+    summary = loaded.tokenizer.decode(plain, skip_special_tokens=True)
+    for arm in (FULL, TINY):
+        assert records[arm][0]["references"] == [summary]
+    assert records[FULL][0]["prediction"] == summary
+    assert records[TINY][0]["prediction"] != summary
     assert task.summarise(records[FULL]).metrics["agreement"].value == 1.0
+    assert task.summarise(records[TINY]).metrics["agreement"].value < 1.0
 
 
 @pytest.mark.parametrize("kind", [FidelityTask, OutputError], ids=["fidelity", "output-error"])

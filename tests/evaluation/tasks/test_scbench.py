@@ -42,9 +42,24 @@ def conversation(sample, turns, golden=True):
     return text + sample.turns[turns - 1].question + sample.turns[turns - 1].answer_prefix
 
 
+QUESTIONS = {
+    "kv": r"\n Question: What is the value of \"[0-9a-f-]{36}\"\? Answer:",
+    "prefix_suffix": r"\n Question: Which string begins with .\w+. and ends with .\w+.\? Answer:",
+    "vt": r"\n Question: Which variables have the value \d{5}\? Answer:",
+    "mf": r"\n Question: What is the [a-z ]+ of the list\? Answer:",
+}
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_the_table_has_the_task(name):
-    assert task_class(f"scbench/{name}") is TASKS[name]
+    named = f"scbench/{name}"
+    (sample,) = task_class(named)(name=named, lengths=1024, samples=1).draw(WORDS)
+    assert len(sample.turns) == 5
+    for turn in sample.turns:
+        assert re.fullmatch(QUESTIONS[name], turn.question)
+        answers = turn.references[0].split()
+        assert answers
+        assert all(re.search(rf"\b{re.escape(each)}\b", sample.context) for each in answers)
 
 
 @pytest.mark.parametrize("name", TASKS)
