@@ -156,7 +156,7 @@ def _hash_leaf(leaf: Any, known: Mapping[tuple, str]) -> tuple[tuple | None, str
     label = f"{leaf.dtype} {list(leaf.shape)}"
     if leaf.is_meta:  # no numbers anywhere
         return None, hashlib.sha256(f"{label} meta".encode()).hexdigest()
-    plain = _as_bytes(leaf)
+    plain = as_bytes(leaf)
     version = None if leaf.is_inference() else leaf._version
     key = (leaf.data_ptr(), str(leaf.device), version, label, _mark(plain))
     digest = known.get(key)
@@ -167,11 +167,14 @@ def _hash_leaf(leaf: Any, known: Mapping[tuple, str]) -> tuple[tuple | None, str
     return key, digest
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's bytes in order, without a copy where it lies in one piece."""
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's bytes in order, without a copy where it is in one piece."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
-    return plain.flatten().view(torch.uint8)
+    flat = plain.reshape(-1)
+    if flat.stride(0) != 1:  # one number with a stride of its own
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _mark(plain: Tensor) -> bytes:

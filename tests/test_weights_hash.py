@@ -73,6 +73,8 @@ def test_a_buffer_a_replaced_weight_and_a_dtype_count():
             self.weight = nn.Parameter(torch.arange(7.0))
             self.register_buffer("scale", torch.tensor(3.0))
             self.register_buffer("empty", torch.zeros(0, 4))
+            self.register_buffer("one", torch.ones(2, 2).t()[:1, 1:])  # of a stride that is not 1
+            self.register_buffer("turns", torch.tensor([1 + 2j]))
             self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     hashes = set()

@@ -9,14 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtool.cache.files.tensor_file import write_tensors
+from kvtool.cache.files.tensor_file import digest_of_file, write_tensors
 from kvtool.documents.flags import MODEL_SETTINGS
 from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.profile import HeadsFile, Metrics, ProfileDocument
 from kvtool.errors import UsageError
 from kvtool.evaluation.profile_request import ProfileRequest, read_request
 from kvtool.evaluation.run.environment import without_home
-from kvtool.evaluation.samples.data_files import digest
 from kvtool.evaluation.samples.profile_texts import BUILTIN, draw_texts
 from kvtool.evaluation.watcher import Watcher
 from kvtool.model_shape import trained_length
@@ -177,4 +176,4 @@ def _save_heads(path: Path | None, found: dict[str, Tensor]) -> HeadsFile | None
     tensors = {name: values.contiguous() for name, values in sorted(found.items())}
     metadata = {"kind": "kvtool.heads", "schema_version": "1"}
     write_tensors(path, tensors, metadata)
-    return HeadsFile(path=path.name, sha256=digest(path))
+    return HeadsFile(path=path.name, sha256=digest_of_file(tensors, metadata))

@@ -1,12 +1,16 @@
 """What is set aside in host memory comes back as it went in."""
 
 import copy
+import errno
+import os
+import tempfile
 
 import pytest
 import torch
 
 from kvtool.cache.storage.host import Store
 from kvtool.cache.storage.packed import pack, unpack
+from kvtool.errors import KvtoolError
 
 
 def tokens(first, count, batch=2):
@@ -138,3 +142,24 @@ def test_files(form):
     assert (again.tokens, again.staged) == (store.tokens, store.staged)
     for a, b in zip(read(store, 0, 2), read(again, 0, 2), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_disk_without_space_is_told_before_its_mapping_is_written_to(monkeypatch):
+    """Beyond what a sparse file was given, a full disk ends the process (SIGBUS)."""
+    asked = []
+
+    def refuse(file, start, size):
+        asked.append(size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse, raising=False)
+    with pytest.raises(KvtoolError, match=r"cannot set aside .* No space left on device") as caught:
+        filled("file")
+    assert asked == [2 * 3 * 100 * 4 * 4]  # keys of all tokens, joined
+    assert "store=int8" in caught.value.hint
+
+
+def test_a_folder_that_takes_no_files_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(KvtoolError, match=r"cannot set aside .* No such file or directory"):
+        filled("file")

@@ -1,14 +1,16 @@
 """Run commands one after another, some of them killed at one of their writes.
 
-One request a line on stdin, `{"folder": .., "arguments": [..], "kill_at": n or null}`; one answer a
-line on stdout: the exit code (-9: killed) and how many writes the command has begun. A write is
-what Python tells its audit hooks of files under the working folder, just before it happens: opened
-for writing, renamed, deleted, and so on. Each command is forked from a process that has imported
-everything and has one thread, so that it takes no time to start.
+One request a line on stdin, `{"folder": .., "arguments": [..], "kill_at": n or null, "bytes": n or
+null}`; one answer a line on stdout: the exit code (-9: killed) and how many writes the command has
+begun. A write is what Python tells its audit hooks of files under the working folder, just before
+it happens: opened for writing, renamed, deleted, and so on. With `bytes` the system kills the
+command (-25) in the middle of the write that takes a file beyond so many. Each command is forked
+from a process that has imported everything and has one thread, so that it takes no time to start.
 """
 
 import json
 import os
+import resource
 import signal
 import sys
 
@@ -26,7 +28,7 @@ def is_write(event, arguments, folder):
     ).startswith(folder)
 
 
-def run(folder, arguments, kill_at):
+def run(folder, arguments, kill_at, bytes=None):
     """Return the exit code and the count of writes."""
     ours, theirs = os.pipe()
     child = os.fork()
@@ -34,7 +36,7 @@ def run(folder, arguments, kill_at):
         code = 99
         try:
             os.chdir(folder)
-            code = in_child(arguments, kill_at, theirs)
+            code = in_child(arguments, kill_at, bytes, theirs)
         finally:
             os._exit(code)
     os.close(theirs)
@@ -46,7 +48,7 @@ def run(folder, arguments, kill_at):
     return os.waitstatus_to_exitcode(status), len(told)
 
 
-def in_child(arguments, kill_at, pipe):
+def in_child(arguments, kill_at, limit, pipe):
     from kvtool.cli.main import main
 
     folder, writes = os.getcwd() + os.sep, 0
@@ -64,6 +66,10 @@ def in_child(arguments, kill_at, pipe):
         os.write(pipe, b".")
 
     sys.addaudithook(hook)
+    if limit is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which Python ignores
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     return main(arguments)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from kvtool.documents.files import temporaries_of
 from kvtool.documents.results import ResultsDocument
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
@@ -38,8 +40,9 @@ def run():
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     ) as program:
 
-        def run(folder, arguments, kill_at=None):
+        def run(folder, arguments, kill_at=None, bytes=None):
             request = {"folder": str(folder), "arguments": arguments, "kill_at": kill_at}
+            request |= {"bytes": bytes}
             program.stdin.write(json.dumps(request) + "\n")
             program.stdin.flush()
             return json.loads(program.stdout.readline())
@@ -104,3 +107,32 @@ def test_a_killed_command_leaves_whole_files_and_ends_as_an_unbroken_one(run, tm
 @pytest.mark.exhaustive
 def test_ten_kills_are_drawn():
     assert sum(COMMANDS.values()) == 10
+
+
+SAVES = {  # the file whose tensors are being written when the command is killed
+    "generate -p h2o -b 16 -n 6 --save a.st -o a.json": "a.st",
+    "compress -p snapkv -b 40 --save b.st -o b.json": "b.st",
+    "profile --tokens 64 --samples 1 --metrics entropy,key_basis -o c.yaml": "c.heads.safetensors",
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("command", SAVES, ids=lambda command: command.split()[0])
+def test_a_kill_in_the_middle_of_the_tensors_loses_nothing_and_is_swept(run, tmp_path, command):
+    arguments, name = [*command.split(), "-q"], SAVES[command]
+    if arguments[0] != "profile":
+        arguments += PROMPT
+    path = tmp_path / name
+    assert run(tmp_path, arguments)[0] == 0
+    whole, size = contents(tmp_path), path.stat().st_size
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    for share in (0.1, 0.5, 0.9):
+        path.write_bytes(OLD)
+        limit = header + int(share * (size - header))
+        assert run(tmp_path, arguments, bytes=limit)[0] == -signal.SIGXFSZ
+        assert path.read_bytes() == OLD
+        (left,) = temporaries_of(path)
+        assert left.stat().st_size == limit, "killed in the middle of the write"
+        assert set(os.listdir(tmp_path)) == {*whole, left.name}
+        assert run(tmp_path, arguments)[0] == 0
+        assert contents(tmp_path) == whole

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvtool.cache.files.tensor_file import DamagedFile, TensorFile
 from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 
@@ -23,9 +23,9 @@ def read_basis(path: str) -> Tensor:
     if not expand(path).is_file():
         raise UsageError(f"loki: no file of key bases at `{path}`")
     try:
-        with safe_open(expand(path), framework="pt") as file:
-            return file.get_tensor(NAME)
-    except (SafetensorError, OSError, ValueError) as error:
+        with expand(path).open("rb", buffering=0) as raw:
+            return TensorFile(raw).read(NAME)
+    except (DamagedFile, OSError, KeyError) as error:
         raise UsageError(
             f"`{path}` holds no `{NAME}`",
             hint=f"written by kvtool profile --metrics {NAME} -o profile.yaml, beside it",

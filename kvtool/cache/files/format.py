@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.files.checks import check_metadata
+from kvtool.cache.files.tensor_file import DamagedFile, TensorFile, bytes_of
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.weights_hash import weights_hash
 
@@ -37,18 +37,17 @@ def read_file(path: Path, *, with_tensors: bool) -> tuple[dict[str, str], dict[s
     if not path.is_file():
         raise KvtoolError(f"no cache file at `{path}`")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            _check_kind(path, metadata)
-            names = list(file.keys()) if with_tensors else []
-            tensors = {name: file.get_tensor(name) for name in names}
-    except KvtoolError:
-        raise
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        with path.open("rb", buffering=0) as raw:
+            file = TensorFile(raw)
+            _check_kind(path, file.metadata)
+            names = file.names if with_tensors else []
+            return file.metadata, {name: file.read(name) for name in names}
+    except DamagedFile as error:
         raise KvtoolError(
             f"`{path}` is not a whole cache file: it is truncated or damaged"
         ) from error
-    return metadata, tensors
+    except OSError as error:
+        raise KvtoolError(f"cannot read `{path}`: {error.strerror or error}") from error
 
 
 def _check_kind(path: Path, metadata: dict[str, str]) -> None:
@@ -67,7 +66,7 @@ def digest_of(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ chunk ahead on a stream of its own, beside what is computed meanwhile.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +20,9 @@ from torch import Tensor
 from kvtool.cache.storage.head_runs import head_runs
 from kvtool.cache.storage.packed import pack, unpack
 from kvtool.cache.storage.part import tensor_bytes
+from kvtool.errors import KvtoolError
 from kvtool.policies.evicted.calidrop import GATHERED
+from kvtool.sizes import bytes_in_words
 
 _CHUNK = 8192  # tokens that are fetched at a time
 _JOINED = 512  # tokens up to which segments are joined whenever more come
@@ -201,9 +204,7 @@ class Store:
         with torch.inference_mode(False):
             if self.form != "file":
                 return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
-            with tempfile.NamedTemporaryFile(prefix="kvtool-") as file:  # the mapping outlives it
-                size = torch.Size(shape).numel()
-                flat = torch.from_file(file.name, shared=True, size=size, dtype=dtype)
+            flat = _map_file(torch.Size(shape).numel(), dtype)
         return flat.view(shape)
 
     # ---- how they are read
@@ -276,6 +277,27 @@ class Store:
         if gathered:
             whole = bool((gathered[-1] >= 0).all())
             self.stage(tuple(t.to(device) for t in gathered), whole)
+
+
+def _map_file(size: int, dtype: torch.dtype) -> Tensor:
+    """Return numbers in a temporary file, whose disk space is taken at once.
+
+    A full disk would end a process that writes to the mapping.
+
+    Raises:
+        KvtoolError: there is no such space.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(prefix="kvtool-") as file:  # the mapping outlives it
+            if size and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size * dtype.itemsize)
+            return torch.from_file(file.name, shared=True, size=size, dtype=dtype)
+    except OSError as error:
+        raise KvtoolError(
+            f"cannot set aside {bytes_in_words(size * dtype.itemsize)} of evicted tokens in "
+            f"`{tempfile.tempdir}`: {error.strerror or error}",
+            hint="set TMPDIR to a folder with more space, or store=exact or store=int8",
+        ) from error
 
 
 def _one_by_one(heads: slice) -> list[slice]:
