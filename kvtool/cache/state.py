@@ -28,6 +28,7 @@ from kvtool.cache.storage.repetition import Repetition
 from kvtool.cache.storage.trace import Trace
 from kvtool.cache.text import CacheSettings, ModelLink, Text
 from kvtool.documents.plan import PlanDocument
+from kvtool.documents.said import Said
 from kvtool.errors import KvtoolError
 from kvtool.maths.rope import Rotation
 from kvtool.policies.policy import Policy
@@ -151,9 +152,13 @@ class CacheState(Cache):
         """Note the text so far, and the logits after it where all of it has been fed."""
         self.text = replace(self.text, input_ids=input_ids, next_logits=next_logits)
 
-    def end_with(self, chat: Literal["open", "answer"] | None) -> None:
-        """Note what a conversation ends with: an `open` message, an `answer`, or nothing known."""
-        self.text = replace(self.text, chat=chat)
+    def end_with(self, chat: Literal["open", "answer"] | None, said: Said | None = None) -> None:
+        """Note what a conversation ends with: an `open` message, an `answer`, or nothing known.
+
+        Args:
+            said: its messages, where they are known.
+        """
+        self.text = replace(self.text, chat=chat, said=said)
 
     def kept_positions(self, layer: int) -> Tensor:
         """True positions of the tokens that a layer holds.

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtool.documents.plan import PlanDocument
+from kvtool.documents.said import Said
 from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget
@@ -79,8 +80,10 @@ class Text:
         input_ids: (batch, n) all tokens; None where nobody knows them.
         next_logits: (batch, vocab) after the last one, where all of them have been fed.
         chat: what it ends with, where it is a conversation in the words of a chat template.
+        said: the messages of this conversation, where they are known.
     """
 
     input_ids: Tensor | None = None
     next_logits: Tensor | None = None
     chat: Literal["open", "answer"] | None = None
+    said: Said | None = None

@@ -1,12 +1,13 @@
 """Turns on one cache: what goes around each of them, and what the model says to it.
 
-Only what is new is fed in a turn: the last token of the answer before, and the turn with its share
-of the chat template, which is the text that a template sets between an answer and a message. The
-policy cuts after every turn as it does after a prompt.
+Only what is new is fed in a turn: the last token of the answer before, and what the chat template
+makes of the whole conversation beyond the text that the cache has read. An answer of the model
+stays as it was generated. The policy cuts after every turn as it does after a prompt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,11 +15,22 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtool.cache.cache import KVCache
+from kvtool.documents.messages import Message
+from kvtool.documents.said import Said
 from kvtool.documents.turns import UserTurn
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.continuation import Compressed, Generation, compress, generate
 from kvtool.generation.repeating import instruct_chat
-from kvtool.models.chat import Frame, continued_ids, make_frame
+from kvtool.models.chat import (
+    Answer,
+    Frame,
+    Piece,
+    TemplateFrame,
+    make_frame,
+    piece_ids,
+    read_answer,
+    rest_behind,
+)
 
 _LINES = Frame(next="\n")  # without a template a line end parts what is said
 
@@ -60,13 +72,31 @@ class Conversation:
             raise UsageError("a system message goes before everything, and the cache holds a text")
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         frame = make_frame(tokenizer, chat_template, chat=True, system=system)
-        self._frame = _LINES if frame == Frame() else frame
+        self._frame = frame if isinstance(frame, TemplateFrame) else _LINES
         self._behind: Literal["nothing", "open", "text", "answer"] = "nothing"
-        if cache.chat is not None:
-            self._behind = cache.chat
-        elif cache.input_ids is not None:
-            text = tokenizer.decode(cache.input_ids[0], clean_up_tokenization_spaces=False)
+        before = [] if system is None else [Message("system", system)]
+        self._messages: list[Message] | None = before
+        self._answered = 0
+        if cache.input_ids is not None:
+            self._recall(cache.input_ids)
+
+    def _recall(self, known: Tensor) -> None:
+        """Find out where the text of a loaded cache stands, and what has been said in it."""
+        if self.cache.chat is not None:
+            self._behind = self.cache.chat
+        else:
+            text = self.tokenizer.decode(known[0], clean_up_tokenization_spaces=False)
             self._behind = "answer" if self._frame.closing in text else "text"
+        said, self._messages = self.cache.text.said, None
+        if self._behind == "text":
+            self._messages = []
+        elif said is not None and said.tokens == known.shape[1] and self.in_template:
+            if said.template != self._frame.fingerprint:
+                raise UsageError(
+                    "the chat template is not the one that the cached text was put into",
+                    hint="give the tokenizer the template that it had, or --chat-template off",
+                )
+            self._messages, self._answered = list(said.messages), said.answer_tokens
 
     @property
     def in_template(self) -> bool:
@@ -79,12 +109,14 @@ class Conversation:
         The message stays open: what is said next goes on with it.
         """
         read = self._feed(self.context_ids(context), "")
+        self._note(self._with_user(context))
         self._stand("open")
         return read
 
     def hear(self, turn: UserTurn) -> Compressed:
         """Feed a turn whose answer is given."""
         heard = self._feed(self.turn_ids(turn), self._frame.closing)
+        self._note(self._with_turn(turn))
         self._stand("answer")
         return heard
 
@@ -99,6 +131,13 @@ class Conversation:
             instruct_chat(self.cache, self.tokenizer, self._frame, ids, self._frame.closing)
         outside = turn.verbatim and self._frame.closing and self._behind in ("nothing", "text")
         said = generate(self.model, self.tokenizer, self.cache, ids, **drawing)
+        new = len(said.token_ids[0])
+        if not turn.verbatim:
+            self._note(self._with_turn(turn), new)
+        elif outside:
+            self._note([])
+        else:
+            self._go_on(ids.shape[1] + new)
         self._stand("text" if outside else "answer")
         return said
 
@@ -110,27 +149,95 @@ class Conversation:
         """
         if self._behind == "open" and self._frame.closing:
             return self.say(UserTurn(""), **drawing)
-        return generate(self.model, self.tokenizer, self.cache, None, **drawing)
+        said = generate(self.model, self.tokenizer, self.cache, None, **drawing)
+        self._go_on(len(said.token_ids[0]))
+        if self._behind in ("open", "answer"):
+            self._stand(self._behind)
+        return said
 
     def turn_ids(self, turn: UserTurn) -> Tensor:
         """Return what a turn feeds beside the answer before it: (1, n) int64.
 
         Raises:
-            UsageError: a turn in which the user says nothing, where no message is open.
+            UsageError: a turn in which the user says nothing, where no message is open; a chat
+                template that changes what has been read.
         """
         if turn.verbatim:
-            return self._ids(turn.text, special=True)
-        frame = self._frame
+            return self._ids(Piece("", turn.text), special=True)
         if not turn.text and self._behind != "open":
             raise UsageError("an assistant message answers a message of the user, and none is open")
-        asked = self._lead() + frame.message(turn.text) if turn.text else ""
-        if turn.answer is None:
-            return self._ids(asked + frame.closing)
-        return self._ids(asked + frame.given + frame.message(turn.answer))
+        return self._ids(self._piece(turn))
+
+    def prompt_ids(self, messages: Sequence[Message]) -> Tensor:
+        """Return a whole conversation, up to where its last message is answered: (1, n) int64."""
+        return self._ids(Piece("", self._frame.prompt([*(self._messages or []), *messages])))
 
     def context_ids(self, context: str) -> Tensor:
         """Return what the beginning of a message feeds: (1, n) int64."""
-        return self._ids(self._lead() + self._frame.message(context))
+        messages = self._with_user(context)
+        if messages is None:
+            return self._ids(Piece("", self._lead() + self._frame.message(context)))
+        return self._ids(self._beyond(self._frame.opened(messages)))
+
+    def _piece(self, turn: UserTurn) -> Piece:
+        frame, messages = self._frame, self._with_turn(turn)
+        if messages is None:
+            asked = self._lead() + frame.message(turn.text) if turn.text else ""
+            given = "" if turn.answer is None else frame.given + frame.message(turn.answer)
+            return Piece("", asked + (given or frame.closing))
+        ends = turn.answer is not None
+        return self._beyond(frame.answered(messages) if ends else frame.prompt(messages))
+
+    def _beyond(self, whole: str) -> Piece:
+        """Return what is behind the text that the cache has read.
+
+        Args:
+            whole: the text of all messages, read and new.
+        """
+        said, frame = self._messages or [], self._frame
+        if self._behind == "nothing":
+            return Piece("", whole)
+        if self._behind == "text":  # which has the token that begins texts
+            return Piece("", whole.removeprefix(self.tokenizer.bos_token or ""))
+        if self._answered and isinstance(frame, TemplateFrame):
+            return frame.behind(whole, frame.prompt(said), self._last_answer())
+        read = frame.opened(said) if self._behind == "open" else frame.answered(said)
+        return Piece(read, rest_behind(whole, read))
+
+    def _with_user(self, text: str) -> list[Message] | None:
+        """Return all messages, with one more or a longer one; None: they are not known."""
+        if self._messages is None or not self.in_template:
+            return None
+        said = list(self._messages)
+        if self._behind == "open":
+            whole = f"{said[-1].content}\n{text}" if text else said[-1].content
+            return [*said[:-1], Message("user", whole)]
+        if self._answered:
+            said.append(Message("assistant", self._last_answer().text))
+        return [*said, Message("user", text)]
+
+    def _with_turn(self, turn: UserTurn) -> list[Message] | None:
+        messages = self._with_user(turn.text)
+        if messages is None or turn.answer is None:
+            return messages
+        return [*messages, Message("assistant", turn.answer)]
+
+    def _last_answer(self) -> Answer:
+        """Return what the model has said last."""
+        known = self.cache.input_ids
+        ids = [] if known is None else known[0, -self._answered :].tolist()
+        return read_answer(self.tokenizer, ids, self.model.generation_config.eos_token_id)
+
+    def _note(self, messages: list[Message] | None, answered: int = 0) -> None:
+        """Remember what has been said, and how many tokens of an answer to it."""
+        self._messages, self._answered = messages, answered
+
+    def _go_on(self, tokens: int) -> None:
+        """Remember that the last answer has gone on, or that nobody knows what has been said."""
+        if self._behind == "answer" and self._answered:
+            self._answered += tokens
+        elif self._behind in ("open", "answer"):
+            self._note(None)
 
     def _feed(self, ids: Tensor, ending: str) -> Compressed:
         """Feed what a turn begins with, or all of it; `ending` is the text behind what is said."""
@@ -140,25 +247,38 @@ class Conversation:
     def _stand(self, behind: Literal["open", "text", "answer"]) -> None:
         """Remember what the text so far ends with, in the cache, too, if in a template's words."""
         self._behind = behind
-        if self.in_template:
-            self.cache.end_with(None if behind == "text" else behind)
+        if not isinstance(self._frame, TemplateFrame):
+            return
+        known, said = self.cache.input_ids, None
+        if self._messages is not None and known is not None:
+            print_ = self._frame.fingerprint
+            said = Said(tuple(self._messages), self._answered, known.shape[1], print_)
+        self.cache.end_with(None if behind == "text" else behind, said)
 
     def _lead(self) -> str:
-        """Return what comes between the text so far and what the user says."""
+        """Return what comes before what the user says, where nobody knows what was said before."""
+        frame = self._frame
+        if isinstance(frame, TemplateFrame) and not frame.is_regular():
+            raise UsageError(
+                "the chat template words a message by what was said before, and the cache does "
+                "not know that",
+                hint="read the text anew, or --chat-template off",
+            )
         if self._behind == "nothing":
-            return self._frame.opening
+            return frame.opening
         if self._behind == "open":
             return "\n"
         if self._behind == "text":  # which has the token that begins texts
-            return self._frame.opening.removeprefix(self.tokenizer.bos_token or "")
+            return frame.opening.removeprefix(self.tokenizer.bos_token or "")
         known = self.cache.input_ids
-        ended = "" if known is None else self.tokenizer.decode(known[0, -1:])
-        return self._frame.next.removeprefix(ended)  # which the answer may have said itself
+        ids = [] if known is None else known[0, -1:].tolist()
+        ends = self.model.generation_config.eos_token_id
+        return read_answer(self.tokenizer, ids, ends).cut_from(frame.next)
 
-    def _ids(self, text: str, *, special: bool = False) -> Tensor:
+    def _ids(self, piece: Piece, *, special: bool = False) -> Tensor:
         if self._behind == "nothing":
             special = special or self._frame.special
-            ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+            ids = self.tokenizer(piece.text, add_special_tokens=special)["input_ids"]
         else:
-            ids = continued_ids(self.tokenizer, text)
+            ids = piece_ids(self.tokenizer, piece)
         return torch.tensor([ids], dtype=torch.long, device=self.model.device)

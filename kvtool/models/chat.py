@@ -1,10 +1,14 @@
-"""How a conversation is put to a model: what a chat template sets around messages, as text."""
+"""How a conversation is put to a model: what a chat template makes of messages, as text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
+from kvtool.documents.messages import Message
 from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -12,6 +16,40 @@ if TYPE_CHECKING:
 
 _LONGEST = 64 * 2**20  # characters that a template may make of a few words
 _MARKS = ("<kvtool-first>", "<kvtool-answer>", "<kvtool-second>")
+_ANOTHER = Message("user", _MARKS[2])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model has said.
+
+    Attributes:
+        text: without the token that ends it.
+        end: the text of that token; empty if the answer was broken off.
+    """
+
+    text: str
+    end: str = ""
+
+    def cut_from(self, behind: str) -> str:
+        """Leave out of a text behind the answer what the answer has said itself."""
+        stripped = behind.lstrip()
+        if self.end.strip() and stripped.startswith(self.end):
+            return stripped[len(self.end) :]
+        space = self.text[len(self.text.rstrip()) :]
+        return behind.removeprefix(self.end or space)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A text that goes on from another.
+
+    Attributes:
+        before: what it goes on from; empty: nothing is known of it.
+    """
+
+    before: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -42,6 +80,154 @@ class Frame:
     def message(self, text: str) -> str:
         """Return what stands in the template for a message."""
         return text.strip() if self.trims else text
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return the text of messages up to where the next answer begins."""
+        return self.opened(messages) + self.closing
+
+    def opened(self, messages: Sequence[Message]) -> str:
+        """Return the text of messages whose last one, of the user, may go on."""
+        text = self.opening + self.message(messages[0].content)
+        for each in messages[1:]:
+            lead = self.given if each.role == "assistant" else self.next
+            text += lead + self.message(each.content)
+        return text
+
+    def answered(self, messages: Sequence[Message]) -> str:
+        """Return the text of messages up to the end of the last one, an answer that is given."""
+        return self.opened(messages)
+
+    def follow(self, messages: Sequence[Message], answer: Answer) -> Piece:
+        """Return what goes on from an answer up to where the next one begins.
+
+        Args:
+            messages: all of them, the last two of which are the answer and what is said to it.
+        """
+        asked = self.message(messages[-1].content)
+        return Piece("", answer.cut_from(self.next) + asked + self.closing)
+
+
+@dataclass(frozen=True)
+class TemplateFrame(Frame):
+    """The frame of a chat template, which words every conversation anew as a whole.
+
+    A template may word a message by its place, or otherwise once others follow. So the text of a
+    conversation is what the template makes of all its messages, and what goes on from a text is the
+    rest behind it. The texts around single messages are those of a short conversation.
+    """
+
+    tokenizer: Any = field(default=None, compare=False, repr=False)
+    thinking: bool | None = field(default=None, compare=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the template."""
+        template = json.dumps(self.tokenizer.chat_template, sort_keys=True)
+        return hashlib.sha256(template.encode()).hexdigest()
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        return _render(self.tokenizer, messages, self.thinking)
+
+    def opened(self, messages: Sequence[Message]) -> str:
+        return self._up_to_end(messages, [])
+
+    def answered(self, messages: Sequence[Message]) -> str:
+        return self._up_to_end(messages, [_ANOTHER])
+
+    def _up_to_end(self, messages: Sequence[Message], more: Sequence[Message]) -> str:
+        """Return the text up to the end of the last message, without space that may be trimmed."""
+        *before, last = messages
+        marked = Message(last.role, last.content + _MARKS[0])
+        text = self.prompt([*before, marked, *more])
+        if text.count(_MARKS[0]) != 1:
+            raise _unusable("it leaves out or repeats a message")
+        ended = text[: text.index(_MARKS[0])]
+        return common_start(self.prompt([*messages, *more]), ended)
+
+    def follow(self, messages: Sequence[Message], answer: Answer) -> Piece:
+        return self.behind(self.prompt(messages), self.prompt(messages[:-2]), answer)
+
+    def behind(self, whole: str, read: str, answer: Answer) -> Piece:
+        """Return what goes on from an answer, which stays as the model has said it.
+
+        Args:
+            whole: the text of all messages, those behind the answer, too.
+            read: the text up to where the answer begins.
+
+        Raises:
+            UsageError: the text does not go on from what has been read.
+        """
+        text = answer.cut_from(_behind(rest_behind(whole, read), answer.text))
+        return Piece(whole[: len(whole) - len(text)], text)
+
+    def is_regular(self) -> bool:
+        """Tell whether the template words a message the same wherever it comes."""
+        texts = ["a0", "b1", "c2", "d3", "e4"]
+        talk = [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(texts)]
+        plain = Frame(self.opening, self.closing, self.given, self.next)
+        return all(self.prompt(talk[:n]) == plain.prompt(talk[:n]) for n in (1, 3, 5))
+
+
+def read_answer(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: int | Sequence[int] | None
+) -> Answer:
+    """Return an answer in words.
+
+    Args:
+        ids: its tokens.
+        ends: the tokens that end one, beside the tokenizer's special ones.
+    """
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    special = {*tokenizer.all_special_ids, *([ends] if isinstance(ends, int) else ends or [])}
+    if ids and ids[-1] in special:
+        return Answer(decode(ids[:-1]), decode(ids[-1:]))
+    return Answer(decode(ids))
+
+
+def common_start(one: str, other: str) -> str:
+    """Return the text with which both begin.
+
+    >>> common_start("tea", "ten"), common_start("a", "b"), common_start("a", "ab")
+    ('te', '', 'a')
+    """
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return one[:low]
+
+
+def rest_behind(whole: str, read: str) -> str:
+    """Return what is behind the text that has been read.
+
+    Raises:
+        UsageError: the text does not begin with it.
+    """
+    if not whole.startswith(read):
+        raise _changed()
+    return whole[len(read) :]
+
+
+def _behind(rest: str, said: str) -> str:
+    """Return what is behind an answer, around which the template may have other space."""
+    text = said.strip()
+    start = len(rest) - len(rest.lstrip()) if text else 0
+    if not rest.startswith(text, start):
+        raise _changed()
+    return rest[start + len(text) :]
+
+
+def _changed() -> UsageError:
+    return UsageError(
+        "the chat template changes messages that the cache has read once another one follows",
+        hint="ask in one turn, or --chat-template off",
+    )
 
 
 def make_frame(
@@ -76,43 +262,81 @@ def make_frame(
                 hint="put its text at the beginning of the prompt",
             )
         return Frame()
+    return _read_frame(tokenizer, system, thinking)
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool | None
+) -> str:
+    """Return what the chat template makes of messages, up to where the next answer begins."""
+    told = {} if thinking is None else {"enable_thinking": thinking}
+    talk = [{"role": each.role, "content": each.content} for each in messages]
     try:
-        return _read_frame(tokenizer, system, thinking)
+        text = tokenizer.apply_chat_template(
+            talk, tokenize=False, add_generation_prompt=True, **told
+        )
+        if len(text) > _LONGEST + sum(len(each.content) for each in messages):
+            raise ValueError(
+                f"it makes {len(text) >> 20} MiB of a message, {_LONGEST >> 20} at most"
+            )
     except Exception as error:  # any: the template is a program of the checkpoint
-        raise UsageError(
-            f"the tokenizer's chat template cannot be used: {error}", hint="--chat-template off"
-        ) from error
+        raise _unusable(str(error)) from error
+    return text
+
+
+def _unusable(why: str) -> UsageError:
+    return UsageError(
+        f"the tokenizer's chat template cannot be used: {why}", hint="--chat-template off"
+    )
 
 
 def _read_frame(
     tokenizer: PreTrainedTokenizerBase, system: str | None, thinking: bool | None
-) -> Frame:
+) -> TemplateFrame:
     """Find out what a template sets around marks in place of messages."""
-    first, answer, second = _MARKS
-    spaced = f" {first} "
-    told_thinking = {} if thinking is None else {"enable_thinking": thinking}
+    first, answer, _ = _MARKS
+    before = [] if system is None else [Message("system", system)]
 
-    def render(*talk: tuple[str, str]) -> str:
-        messages = [{"role": role, "content": text} for role, text in talk]
-        told = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **told_thinking
-        )
-        if len(told) > _LONGEST:
-            raise ValueError(
-                f"it makes {len(told) >> 20} MiB of a message, {_LONGEST >> 20} at most"
-            )
-        return told
+    def render(*talk: Message) -> str:
+        return _render(tokenizer, talk, thinking)
 
-    one = render(*([] if system is None else [("system", system)]), ("user", spaced))
-    trims = spaced not in one
-    opening, closing = one.split(first if trims else spaced)
+    one = render(*before, Message("user", first))
+    trims = render(*before, Message("user", f" {first} ")) == one
+    opening, closing = _split(one, [first])
     if system is not None and system.strip() not in opening:
-        raise ValueError("it leaves out the system message")
+        raise _unusable("it leaves out the system message")
     # without the system message, which some templates put before the last message
-    two = render(("user", first), ("assistant", answer), ("user", second))
-    given = two[two.index(first) + len(first) : two.index(answer)]
-    between = two[two.index(answer) + len(answer) : two.index(second)]
-    return Frame(opening, closing, given, between, special=False, trims=trims)
+    two = render(Message("user", first), Message("assistant", answer), _ANOTHER)
+    _, given, between, _ = _split(two, _MARKS)
+    return TemplateFrame(
+        opening, closing, given, between, False, trims, tokenizer=tokenizer, thinking=thinking
+    )
+
+
+def _split(text: str, marks: Sequence[str]) -> list[str]:
+    """Cut a text at marks, each of which it holds once."""
+    parts = [text]
+    for mark in marks:
+        last = parts.pop()
+        if last.count(mark) != 1:
+            raise _unusable("it leaves out or repeats a message")
+        parts += last.split(mark)
+    return parts
+
+
+def piece_ids(tokenizer: PreTrainedTokenizerBase, piece: Piece) -> list[int]:
+    """Return the token ids of a piece: those that it has in the whole text, where it has its own.
+
+    A token that reaches over the border is split, as what is before has been read.
+    """
+    if piece.before:
+        before, whole = (
+            tokenizer(text, add_special_tokens=False)["input_ids"]
+            for text in (piece.before, piece.before + piece.text)
+        )
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+    return continued_ids(tokenizer, piece.text)
 
 
 def continued_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -6,6 +6,7 @@ A cache that is saved, loaded and continued gives what the unbroken run gives.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.ragged import to_ragged
 from kvtool.cache.storage.slots import Slots
 from kvtool.documents.plan import PlanDocument
+from kvtool.documents.said import Said, read_said
 from kvtool.documents.source import Source
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
@@ -84,8 +86,21 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
         cache.budgets.expect(int(tensors["read.reserve"]))
     cache.remember(tensors.get("input_ids"), tensors.get("next_logits"))
     chat = metadata.get("chat")
-    cache.end_with("open" if chat == "open" else "answer" if chat == "answer" else None)
+    behind: Literal["open", "answer"] | None = (
+        "open" if chat == "open" else "answer" if chat == "answer" else None
+    )
+    cache.end_with(behind, _read_said(path, metadata))
     return cache
+
+
+def _read_said(path: Path, metadata: dict[str, str]) -> Said | None:
+    """Read the messages of a conversation; files of earlier versions hold none."""
+    if "said" not in metadata:
+        return None
+    try:
+        return read_said(metadata["said"])
+    except ValueError as error:
+        raise bad_file(path, f"`said`: {error}") from None
 
 
 def _empty_cache(

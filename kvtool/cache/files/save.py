@@ -84,6 +84,8 @@ def save_cache(
     }
     if cache.text.chat is not None and input_ids is not None:
         metadata["chat"] = cache.text.chat
+        said = None if cache.text.said is None else cache.text.said.to_text()
+        metadata |= {} if said is None else {"said": said}
     metadata["sha256"] = digest_of(tensors, metadata)
     write_tensors(Path(path), tensors, metadata)
 

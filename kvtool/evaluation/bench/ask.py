@@ -6,11 +6,12 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtool.documents.messages import Message
 from kvtool.evaluation.bench.prompts import Prompt, first_prompt, spoken, text_before
 from kvtool.evaluation.samples.sample import Json, Sample, Turn
 from kvtool.generation.repeating import instruct_chat
 from kvtool.model_shape import trained_length
-from kvtool.models.chat import Frame, make_frame
+from kvtool.models.chat import Answer, Frame, Piece, make_frame, read_answer, rest_behind
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
@@ -70,15 +71,15 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
         bench.feed_first(cache, ids)
         read_so_far = True
     answers: list[Json] = []
-    lead = ""
+    talk = _Talk(frame, prompt)
     for i, turn in enumerate(sample.turns):
-        text = lead + turn.question + frame.closing + turn.answer_prefix
+        piece = talk.ask(turn, alone=options.same_context)
         goes_on = i + 1 < len(sample.turns) and not options.same_context
         with cache.rollback() if options.same_context else contextlib.nullcontext():
             if read_so_far:
-                ids = bench.encode_on(text)
+                ids = bench.encode_on(piece)
             else:
-                ids = bench.encode(prompt.context + text, special=prompt.special)
+                ids = bench.encode(prompt.context + prompt.question, special=prompt.special)
                 ending = frame.closing + turn.answer_prefix
                 instruct_chat(cache, bench.tokenizer, frame, ids, ending)
             with cache.budgets.raising() if options.keep_question else contextlib.nullcontext():
@@ -89,12 +90,51 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
         read_so_far = True
         if goes_on and options.golden:
             space = " " if turn.answer_prefix else ""
-            lead = space + ", ".join(turn.references) + frame.next
-        elif goes_on:  # an answer that ended itself has its end-of-turn token already
-            said = cache.input_ids
-            last = "" if said is None else bench.tokenizer.decode(said[0, -1:])
-            lead = frame.next.removeprefix(last)
+            talk.tell(space + ", ".join(turn.references))
+        elif goes_on and cache.input_ids is not None:
+            said = cache.input_ids[0, -answers[-1]["new_tokens"] :].tolist()
+            ends = bench.model.generation_config.eos_token_id
+            talk.hear(read_answer(bench.tokenizer, said, ends))
     return answers
+
+
+class _Talk:
+    """What has been said in the turns of a sample, and what each further one feeds."""
+
+    def __init__(self, frame: Frame, prompt: Prompt) -> None:
+        self._frame, self._prompt = frame, prompt
+        self._messages: list[Message] = []
+        self._prefix = ""
+        self._told, self._heard = "", Answer("")
+
+    def ask(self, turn: Turn, *, alone: bool) -> Piece:
+        """Return what a turn feeds, up to where its answer begins.
+
+        Args:
+            alone: whether it is asked of the context, not after the turn before it.
+        """
+        begins = alone or not self._messages
+        before, prefix = self._messages, self._prefix
+        self._prefix = turn.answer_prefix
+        if begins:
+            self._messages = self._prompt.messages(turn.question)
+            whole = self._frame.prompt(self._messages)
+            rest = rest_behind(whole, self._prompt.context)
+            return Piece(self._prompt.context, rest + turn.answer_prefix)
+        said = Answer(prefix + self._told + self._heard.text, self._heard.end)
+        self._messages = [*before, Message("assistant", said.text), Message("user", turn.question)]
+        piece = self._frame.follow(self._messages, said)
+        if self._told and piece.before:  # the cache has not read the answer yet
+            piece = Piece(self._frame.prompt(before) + prefix, piece.text)
+        return Piece(piece.before, self._told + piece.text + turn.answer_prefix)
+
+    def tell(self, answer: str) -> None:
+        """Let the reference answer be fed with the next turn."""
+        self._told, self._heard = answer, Answer("")
+
+    def hear(self, answer: Answer) -> None:
+        """Note what the model has said, which the cache holds."""
+        self._told, self._heard = "", answer
 
 
 def _first_prompt(bench: Bench, sample: Sample, frame: Frame, *, conversation: bool) -> Prompt:

@@ -21,7 +21,7 @@ from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Json
 from kvtool.generation import Generation, compress, generate, token_logprobs
 from kvtool.model_shape import trained_length
-from kvtool.models.chat import continued_ids
+from kvtool.models.chat import Piece, piece_ids
 from kvtool.policies.draws import drawn_for
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
 
@@ -138,9 +138,9 @@ class Bench:
         ids = self.tokenizer(text, add_special_tokens=special, return_tensors="pt")["input_ids"]
         return ids.long().to(self.model.device)
 
-    def encode_on(self, text: str) -> Tensor:
+    def encode_on(self, piece: Piece) -> Tensor:
         """Return (1, n) token ids of a text that goes on from what a cache holds."""
-        ids = continued_ids(self.tokenizer, text)
+        ids = piece_ids(self.tokenizer, piece)
         return torch.tensor([ids], dtype=torch.long, device=self.model.device)
 
     def feed(self, cache: KVCache, ids: Tensor, new_tokens: int = 0) -> Tensor:

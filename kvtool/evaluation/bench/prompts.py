@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from kvtool.documents.messages import Message
 from kvtool.errors import KvtoolError
-from kvtool.models.chat import Frame
+from kvtool.models.chat import Frame, common_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,11 +30,19 @@ class Prompt:
         context: up to the end of what can be read before the question is known.
         question: the rest, up to where the answer begins.
         special: whether the tokenizer's special tokens go in front of the text.
+        before: messages before the user's.
+        said: what the user's message says before the question.
     """
 
     context: str
     question: str
     special: bool
+    before: tuple[Message, ...] = ()
+    said: str = ""
+
+    def messages(self, question: str) -> list[Message]:
+        """Return the messages up to a question about the context."""
+        return [*self.before, Message("user", self.said + question)]
 
 
 def first_prompt(
@@ -61,13 +70,24 @@ def first_prompt(
     """
     turn = sample.turns[0]
     context, question = sample.context, turn.question + turn.answer_prefix
+    before: list[Message] = []
     if conversation:
-        context, truncate = transcript(frame, [*json.loads(context), ""]), "error"
-        context = context.removeprefix(frame.opening).removesuffix(frame.closing)
-    if max_length is not None:
+        before, context = as_messages(json.loads(context)), ""
+        told = frame.prompt([*before, Message("user", "")])
+        told = told.removeprefix(frame.opening).removesuffix(frame.closing)
+        if max_length is not None:
+            _shorten(tokenizer, told, question, max_length, "error")
+    elif max_length is not None:
         context = _shorten(tokenizer, context, question, max_length, truncate)
-    ending = turn.question + frame.closing + turn.answer_prefix
-    return Prompt(frame.opening + context, ending, frame.special)
+    whole = frame.prompt([*before, Message("user", context + turn.question)])
+    read = common_start(whole, frame.opened([*before, Message("user", context)]))
+    rest = whole[len(read) :] + turn.answer_prefix
+    return Prompt(read, rest, frame.special, tuple(before), context)
+
+
+def as_messages(texts: Sequence[str]) -> list[Message]:
+    """Return what user and assistant say in turn, the user first."""
+    return [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(texts)]
 
 
 def spoken(frame: Frame) -> Frame:
@@ -81,10 +101,7 @@ def transcript(frame: Frame, messages: Sequence[str]) -> str:
     Args:
         messages: of user and assistant in turn, the last one the user's.
     """
-    text = frame.opening + frame.message(messages[0])
-    for answer, message in zip(messages[1::2], messages[2::2], strict=True):
-        text += frame.given + frame.message(answer) + frame.next + frame.message(message)
-    return text + frame.closing
+    return frame.prompt(as_messages(messages))
 
 
 def _shorten(

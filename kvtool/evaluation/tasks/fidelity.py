@@ -25,6 +25,7 @@ from kvtool.evaluation.samples.passages import question_samples
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
 from kvtool.evaluation.tasks.task import Task
+from kvtool.models.chat import Piece
 from kvtool.sizes import MOST_TOKENS
 
 if TYPE_CHECKING:
@@ -193,7 +194,8 @@ def _encode(bench: Bench, prompt: tuple[str, str], query_aware: bool) -> list[to
     """Return the token ids of what is fed at once."""
     if query_aware:
         return [bench.encode("".join(prompt), special=True)]
-    return [bench.encode(prompt[0], special=True), bench.encode_on(prompt[1])]
+    later = bench.encode_on(Piece("", prompt[1]))
+    return [bench.encode(prompt[0], special=True), later]
 
 
 def _full_answer(

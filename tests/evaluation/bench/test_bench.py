@@ -17,6 +17,7 @@ from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Sample, Turn
 from kvtool.evaluation.tasks.scbench import SharedContext
 from kvtool.models.chat import make_frame
+from tests.chat_templates import CHANGED, WHOLE
 from tests.evaluation.variants import make_variants
 
 CHAT = (
@@ -78,6 +79,14 @@ class Recorder:
 
 def asked_of(bench, sample, task):
     return ask(bench, sample, task.ask_options(bench.protocol))
+
+
+def asked_cache(bench, sample, task):
+    """The cache that a sample has been asked of."""
+    made, new = [], bench.new_cache
+    bench.new_cache = lambda: made.append(new()) or made[-1]
+    asked_of(bench, sample, task)
+    return made[0]
 
 
 def first_turn(sample):
@@ -207,6 +216,56 @@ def test_a_chat_template_goes_around_the_question_and_before_the_cue(chatty):
         f"[user] {SAMPLE.context}{question('falcon')}\n[assistant] {cue('falcon')}",
         f" 7429103\n[user] {question('tiger')}\n[assistant] {cue('tiger')}",
     ]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("query_aware", [True, False])
+@pytest.mark.parametrize("template", ["chatml", "llama-2", "numbered", "zephyr"])
+def test_what_is_fed_is_what_the_template_makes_of_all_messages(chatty, template, query_aware):
+    """With trimmed messages the cue, which no template knows, is the only text around them."""
+    tokenizer = chatty.tokenizer
+    tokenizer.chat_template = WHOLE[template]
+    recorder = Recorder([])
+    bench = recorder.bench(chatty, FULL, Protocol(query_aware=query_aware))
+    cache = asked_cache(bench, SAMPLE, Questions(name="q"))
+    told = cue("falcon") + " 7429103"
+    messages = [
+        {"role": "user", "content": SAMPLE.context + question("falcon")},
+        {"role": "assistant", "content": told},
+        {"role": "user", "content": question("tiger")},
+    ]
+    first, whole = (
+        tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=True)
+        for part in (messages[:1], messages)
+    )
+    fed = tokenizer.decode(cache.input_ids[0], clean_up_tokenization_spaces=False)
+    assert fed.startswith(f"{first}{cue('falcon')}")
+    assert fed.startswith(f"{whole}{cue('tiger')}")
+    if not query_aware:
+        assert recorder.fed[0].rstrip().endswith(SAMPLE.context.rstrip())
+
+
+def test_questions_of_one_context_are_each_put_into_the_template(chatty):
+    chatty.tokenizer.chat_template = WHOLE["llama-2"]
+    recorder = Recorder([])
+    asked_of(recorder.bench(chatty, FULL), SAMPLE, Questions(name="q", mode="scdq"))
+    for fed, key in zip(recorder.fed[1:], ("falcon", "tiger"), strict=True):
+        message = {"role": "user", "content": SAMPLE.context + question(key)}
+        whole = chatty.tokenizer.apply_chat_template(
+            [message], tokenize=False, add_generation_prompt=True
+        )
+        whole = whole.removeprefix("<bos>")
+        assert recorder.fed[0] + fed == whole + cue(key)
+
+
+@pytest.mark.parametrize("name", ["last is marked", "opens thoughts"])
+def test_a_template_that_changes_earlier_messages_is_refused_in_the_second_turn(chatty, name):
+    chatty.tokenizer.chat_template = CHANGED[name]
+    bench = Recorder([]).bench(chatty, FULL)
+    (answer,) = asked_of(bench, first_turn(SAMPLE), Questions(name="q"))
+    assert answer["prediction"]
+    with pytest.raises(KvtoolError, match="changes messages that the cache has read"):
+        asked_of(bench, SAMPLE, Questions(name="q"))
 
 
 def test_a_task_can_do_without_the_template_and_so_can_a_run(chatty):
