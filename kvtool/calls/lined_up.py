@@ -11,12 +11,16 @@ from kvtool.calls.prompt import encode, note_text
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.asked import AnswerLine, AskedPrompt
+from kvtool.documents.messages import Message
 from kvtool.errors import UsageError
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtool.generation import Conversation
     from kvtool.generation.serving import Waiting
 
 _FREE_SHARE = 2  # of the free memory, rows take one part; what reads prompts needs some, too
@@ -88,7 +92,6 @@ def line_up(
         UsageError: a prompt without a token, or shorter than what the policy always keeps; an
             answer that is there and cannot be one to its prompt.
     """
-    from kvtool.documents.turns import UserTurn
     from kvtool.generation.serving import Waiting
 
     cache, told = request.new_cache(loaded.model), False
@@ -102,10 +105,10 @@ def line_up(
     waiting, ends = [], _end_tokens(loaded.model)
     sizes: dict[tuple[int, int], int] = {}
     for index, asked in enumerate(prompts):
-        if talk is None:
-            ids = encode(loaded, asked.prompt, first=True, source=f"prompt {index}")
-        else:
-            ids = talk.turn_ids(UserTurn(asked.prompt))
+        try:
+            ids = _prompt_ids(settings, loaded, talk, asked, f"prompt {index}")
+        except UsageError as error:
+            raise UsageError(f"prompt {index}: {error.message}", hint=error.hint) from None
         tokens, new = ids.shape[1], asked.max_new_tokens or settings.new_tokens
         if index in answered:
             ended = bool(settings.stop) or answered[index].token_ids[-1] in ends
@@ -120,6 +123,28 @@ def line_up(
         told = told or note_text(cache, loaded.model.config, tokens, new, watcher)
         waiting.append(Waiting(index, ids, new, sizes[tokens, new]))
     return waiting
+
+
+def _prompt_ids(
+    settings: PromptsSettings,
+    loaded: Loaded,
+    talk: Conversation | None,
+    asked: AskedPrompt,
+    source: str,
+) -> Tensor:
+    """Return the tokens of a prompt: (1, n) int64. Without a template a line end parts messages."""
+    messages = asked.messages or (Message("user", asked.prompt or ""),)
+    if messages[0].role == "system" and settings.system is not None:
+        raise UsageError("the prompt and --system both give a system message; keep one")
+    if talk is not None:
+        return talk.prompt_ids(messages)
+    if messages[0].role == "system":
+        raise UsageError(
+            "a system message needs a chat template, and there is none",
+            hint="put its text at the beginning of the user's message",
+        )
+    text = "\n".join(each.content for each in messages)
+    return encode(loaded, text, first=True, source=source)
 
 
 def _end_tokens(model: Any) -> list[int]:

@@ -1,7 +1,8 @@
 """Many prompts from a file of JSON Lines, and the file of their answers.
 
 A prompt is `{"prompt": "text"}`, with `id` and `max_new_tokens` where they are wanted, or a JSON
-string.
+string, or a conversation whose last message is answered: `{"messages": [..]}`, as OpenAI writes it,
+or `{"conversations": [..]}`, as ShareGPT does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,28 +26,47 @@ from pydantic import (
 
 from kvtool.documents.document import Section, TokenCount
 from kvtool.documents.files import fcntl, write_text
-from kvtool.documents.json_reader import load_json
+from kvtool.documents.json_reader import load_json, parse_json
+from kvtool.documents.messages import LISTS, Message, check_order, read_conversation
 from kvtool.documents.problems import DocumentError, Mark, Problem
 from kvtool.documents.prompts import read_utf8
-from kvtool.documents.validation import reason
+from kvtool.documents.validation import reason, show
 from kvtool.errors import KvtoolError, UsageError
 
-_HINT = 'a prompt is {"prompt": "text"}, with "id" and "max_new_tokens" if wanted, or a JSON string'
+_HINT = (
+    'a prompt is {"prompt": "text"} or {"messages": [..]}, with "id" and "max_new_tokens" if '
+    "wanted, or a JSON string"
+)
 
 
-class AskedPrompt(Section):
-    """A prompt of many.
+class _Line(Section):
+    """What a line may say beside what is asked."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str | int | None = None
+    max_new_tokens: TokenCount | None = None
+
+
+class _TextLine(_Line):
+    prompt: Annotated[str, StringConstraints(pattern=r"\S")]
+
+
+@dataclass(frozen=True)
+class AskedPrompt:
+    """A prompt of many: a text, or messages of which the last one is answered.
 
     Attributes:
+        prompt: the text; None: there are messages.
+        messages: in the order in which they were said; None: there is a text.
         id: that its answer bears; None: none.
         max_new_tokens: of its answer; None: as many as of all others.
     """
 
-    model_config = ConfigDict(strict=True)
-
-    prompt: Annotated[str, StringConstraints(pattern=r"\S")]
+    prompt: str | None = None
+    messages: tuple[Message, ...] | None = None
     id: str | int | None = None
-    max_new_tokens: TokenCount | None = None
+    max_new_tokens: int | None = None
 
 
 class AnswerLine(Section):
@@ -79,24 +100,54 @@ def read_prompts(path: str) -> list[AskedPrompt]:
         DocumentError: every line that is no prompt, with its number.
     """
     name, text = read_utf8(path, "prompts file")
-    shown, start = "<stdin>" if path == "-" else path, 0
+    shown = "<stdin>" if path == "-" else path
     prompts: list[AskedPrompt] = []
     problems: list[Problem] = []
+    ids: dict[str | int, Mark] = {}
+    for mark, value in _items(text, shown, problems):
+        try:
+            asked = _read_prompt(value)
+        except ValueError as error:
+            problems.append(Problem(mark, (), _told(error)))
+            continue
+        if asked.id is not None and asked.id in ids:
+            first = f"first in line {ids[asked.id].line}"
+            problems.append(Problem(mark, (), f"id {show(asked.id)} is given twice, {first}"))
+        elif asked.id is not None:
+            ids[asked.id] = mark
+        prompts.append(asked)
+    if problems:
+        problems.sort(key=lambda problem: problem.mark.index or 0)
+        raise DocumentError(problems, hint=_HINT)
+    if not prompts:
+        raise UsageError(f"{name} holds no prompt", hint=_HINT)
+    return prompts
+
+
+def _items(text: str, shown: str, problems: list[Problem]) -> Iterator[tuple[Mark, Any]]:
+    """Yield what the lines hold, or the items of a file that is one JSON array."""
+    if text.lstrip().startswith("[") and _is_list(text):
+        for item in parse_json(text, shown).value:
+            yield item.mark, item.data
+        return
+    start = 0
     for line in text.split("\n"):
         if line.strip():
             try:
-                prompts.append(_read_prompt(load_json(line)))
+                yield Mark(shown, text, start), load_json(line, unique=True)
             except json.JSONDecodeError as error:
                 place = Mark(shown, text, start + error.pos)
                 problems.append(Problem(place, (), f"is not JSON: {error.msg.lower()}"))
             except ValueError as error:
                 problems.append(Problem(Mark(shown, text, start), (), _told(error)))
         start += len(line) + 1
-    if problems:
-        raise DocumentError(problems, hint=_HINT)
-    if not prompts:
-        raise UsageError(f"{name} holds no prompt", hint=_HINT)
-    return prompts
+
+
+def _is_list(text: str) -> bool:
+    try:
+        return isinstance(load_json(text), list)
+    except ValueError:
+        return False
 
 
 def make_prompts(items: Sequence[Any]) -> list[AskedPrompt]:
@@ -108,16 +159,27 @@ def make_prompts(items: Sequence[Any]) -> list[AskedPrompt]:
     prompts = []
     for place, item in enumerate(items):
         try:
-            prompts.append(_read_prompt(item))
-        except ValidationError as error:
+            asked = _read_prompt(item)
+        except ValueError as error:
             raise UsageError(f"prompt {place}: {_told(error)}", hint=_HINT) from None
+        if asked.id is not None and any(asked.id == each.id for each in prompts):
+            raise UsageError(f"prompt {place}: id {show(asked.id)} is given twice", hint=_HINT)
+        prompts.append(asked)
     if not prompts:
         raise UsageError("there is no prompt", hint=_HINT)
     return prompts
 
 
 def _read_prompt(value: Any) -> AskedPrompt:
-    return AskedPrompt.model_validate({"prompt": value} if isinstance(value, str) else value)
+    if not isinstance(value, dict) or not any(key in value for key in LISTS):
+        text = {"prompt": value} if isinstance(value, str) else value
+        line = _TextLine.model_validate(text)
+        return AskedPrompt(line.prompt, None, line.id, line.max_new_tokens)
+    beside = {key: value[key] for key in _Line.model_fields if key in value}
+    more = _Line.model_validate(beside)
+    messages = read_conversation({key: value[key] for key in value if key not in beside})
+    check_order(messages)
+    return AskedPrompt(None, tuple(messages), more.id, more.max_new_tokens)
 
 
 def _told(error: ValueError) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from kvtool.documents.problems import DocumentError, Keys, Mark, Problem
 from kvtool.documents.scalars import join_surrogates, read_finite, read_integer
 from kvtool.documents.tree import DEEPEST, Node
+from kvtool.errors import quote
 
 _TOO_DEEP = f"nested more than {DEEPEST} levels deep"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -62,14 +63,26 @@ def parse_json(text: str, name: str) -> Node:
     return document.node(value, ())
 
 
-def load_json(data: bytes | str) -> Any:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {quote(key)} is given twice")
+        found[key] = value
+    return found
+
+
+def load_json(data: bytes | str, *, unique: bool = False) -> Any:
     """Read JSON whose numbers are finite and whose texts are whole.
+
+    Args:
+        unique: whether a key that is given twice is refused.
 
     Raises:
         ValueError: anything else, and what is nested too deep.
     """
     try:
-        value = json.loads(data, **_NUMBERS)
+        value = json.loads(data, object_pairs_hook=_unique if unique else None, **_NUMBERS)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     level = [value]

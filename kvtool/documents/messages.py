@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvtool.documents.validation import show
-from kvtool.errors import UsageError, did_you_mean
+from kvtool.errors import UsageError
 
 Role = Literal["system", "user", "assistant"]
 
@@ -33,9 +33,10 @@ _ROLES: dict[str, dict[str, Role]] = {
         "assistant": "assistant",
     },
 }
+_WHO = {"role": "role", "from": "speaker"}
 _TOOL_ROLES = (
-    *("tool", "function", "function_call", "function_response"),
-    *("tool_call", "tool_response", "observation", "ipython"),
+    *("tool", "function", "function_call", "function_response", "function-call"),
+    *("tool_call", "tool_calls", "tool_response", "observation", "ipython"),
 )
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _NO_TEXT = {
@@ -72,10 +73,11 @@ def read_conversation(value: Mapping[str, Any]) -> list[Message]:
     Raises:
         UsageError: what is wrong with it, without its place in the file.
     """
-    (key,) = (key for key in LISTS if key in value)
-    for other in value:
-        if other not in (key, "id") and value[other] not in (None, [], {}):
-            refuse_key(other, (key, "id"))
+    key, *others = (key for key in LISTS if key in value)
+    for other in others + [key for key in value if key not in (*LISTS, "id")]:
+        if not holds_nothing(value[other]):
+            refuse_no_text(other)
+            raise UsageError(f"unknown key `{other}` beside `{key}`")
     found = value[key]
     if not isinstance(found, list) or not found:
         raise UsageError(f"`{key}` is a list of messages, got {show(found)}")
@@ -92,7 +94,7 @@ def _read_one(value: Any, keys: tuple[str, str], place: int) -> Message:
 
 
 def read_message(value: Mapping[str, Any], keys: tuple[str, str]) -> Message:
-    """Read a message; keys without a value are left out.
+    """Read a message; other keys may stand beside it if they hold nothing.
 
     Args:
         keys: of its role and of its content.
@@ -100,34 +102,50 @@ def read_message(value: Mapping[str, Any], keys: tuple[str, str]) -> Message:
     Raises:
         UsageError: what is wrong with it, without its place in the file.
     """
+    has = f"a message has `{keys[0]}` and `{keys[1]}`"
     for key, other in value.items():
-        if key not in keys and other not in (None, [], {}):
-            refuse_key(key, keys)
-    told, content = (value.get(key) for key in keys)
-    if told is None or content is None:
-        missing = keys[0] if told is None else keys[1]
-        raise UsageError(f"a message has `{keys[0]}` and `{keys[1]}`, and `{missing}` is missing")
-    if told in _TOOL_ROLES:
-        raise UsageError(f"a message of the {keys[0]} `{told}` comes from tools; {_ONLY_TEXT}")
+        if key not in keys and not holds_nothing(other):
+            refuse_no_text(key)
+            raise UsageError(f"{has}, and no `{key}`")
+    if any(key not in value for key in keys):
+        raise UsageError(has)
+    told, content = (value[key] for key in keys)
     roles = _ROLES[keys[0]]
     if not isinstance(told, str) or told not in roles:
-        raise UsageError(f"no {keys[0]} {show(told)}; choose one of: {', '.join(roles)}")
+        message = f"no {_WHO[keys[0]]} {show(told)}; choose one of: {', '.join(roles)}"
+        tools = isinstance(told, str) and told in _TOOL_ROLES
+        raise UsageError(f"{message}; {_ONLY_TEXT}, no tools" if tools else message)
     text = _join(content)
     if not text.strip():
         raise UsageError("a turn must not be empty")
     return Message(roles[told], text)
 
 
-def refuse_key(key: str, known: Sequence[str]) -> None:
-    """Refuse a key, by its name where it holds what is no text.
+def check_order(messages: Sequence[Message]) -> None:
+    """Refuse messages of which the last is not to be answered, or the system's not the first.
 
     Raises:
-        UsageError: always.
+        UsageError: the first mistake.
+    """
+    if any(each.role == "system" for each in messages[1:]):
+        raise UsageError("a system message comes before all others")
+    if messages[-1].role != "user":
+        raise UsageError("there is no message to answer: the last one must be of the user")
+
+
+def holds_nothing(value: Any) -> bool:
+    """Tell whether a key's value says no more than if the key were not there."""
+    return value is None or value in ([], {}, "")
+
+
+def refuse_no_text(key: str) -> None:
+    """Refuse a key of something that is no text, by its name.
+
+    Raises:
+        UsageError: it is one.
     """
     if key in _NO_TEXT:
         raise UsageError(f"`{key}` holds {_NO_TEXT[key]}; {_ONLY_TEXT}")
-    hint = did_you_mean(key, known)
-    raise UsageError(f"unknown key `{key}`" + (f"; {hint}" if hint else ""))
 
 
 def _join(content: Any) -> str:
@@ -136,22 +154,19 @@ def _join(content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise UsageError(f"a turn is text, got {show(content)}")
-    return "".join(_part(part) for part in content)
+    return "".join(_part(part, i) for i, part in enumerate(content))
 
 
-def _part(part: Any) -> str:
+def _part(part: Any, place: int) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
-        raise UsageError(f"a part of a content is text, got {show(part)}")
+        raise UsageError(f"a turn is text, got a list whose part {place} is {show(part)}")
     kind = part.get("type", "text")
     if kind not in _TEXT_PARTS:
-        named = next((word for name, word in _KINDS.items() if name in str(kind)), None)
-        told = f"a part of the type {show(kind)}" + (f" is {named}" if named else " is no text")
-        raise UsageError(f"{told}; {_ONLY_TEXT}")
-    for key, other in part.items():
-        if key not in ("type", "text") and other not in (None, [], {}):
-            refuse_key(key, ("type", "text"))
-    if not isinstance(part.get("text"), str):
-        raise UsageError(f"a part of a content is text, got {show(part.get('text'))}")
-    return part["text"]
+        named = next((word for name, word in _KINDS.items() if name in str(kind)), "no text")
+        raise UsageError(f"a part of the type {show(kind)} is {named}; {_ONLY_TEXT}")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise UsageError(f"a turn is text, got a list whose part {place} has no `text`")
+    return text

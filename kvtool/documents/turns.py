@@ -6,6 +6,8 @@ Lines of plain text, JSON Lines, or one JSON array, which hold
     {"prompt": "text"}                    text that goes in as it stands, with nothing around it
     {"role": "user", "content": "text"}   a message as chat interfaces have it; an answer of the
                                           role `assistant` is given, `system` comes before all
+    {"messages": [..]}                    a whole conversation, or a part of one; ShareGPT's
+                                          {"conversations": [{"from": .., "value": ..}]}, too
 """
 
 from __future__ import annotations
@@ -17,6 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.documents.json_reader import load_json, parse_json
+from kvtool.documents.messages import (
+    LISTS,
+    Message,
+    read_conversation,
+    read_message,
+    refuse_no_text,
+)
 from kvtool.documents.problems import DocumentError, Mark, Problem
 from kvtool.documents.prompts import read_utf8
 from kvtool.documents.tree import Node
@@ -24,8 +33,7 @@ from kvtool.documents.validation import show
 from kvtool.errors import UsageError, did_you_mean
 
 _FORMS = '"text", {"user": "text"}, {"prompt": "text"} or {"role": "user", "content": "text"}'
-_KEYS = ("user", "prompt", "role", "content")
-_ROLES = ("system", "user", "assistant")
+_KEYS = ("user", "prompt", "role", "content", *LISTS)
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,8 @@ def _is_array(path: str, text: str) -> bool:
     suffix, start = Path(path).suffix.lower(), text.lstrip()
     if suffix == ".json":
         return True
+    if start.startswith("{"):
+        return _is_conversation(text)
     if not start.startswith("["):
         return False
     if suffix not in (".txt", ".jsonl") and start[1:].lstrip()[:1] in ("{", '"'):
@@ -115,6 +125,15 @@ def _is_array(path: str, text: str) -> bool:
         return isinstance(load_json(text), list)
     except ValueError:
         return False
+
+
+def _is_conversation(text: str) -> bool:
+    """Whether a text is one JSON object that holds a conversation, perhaps over several lines."""
+    try:
+        value = load_json(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and any(key in value for key in LISTS)
 
 
 def _read_array(text: str, shown: str) -> list[tuple[Mark, _Item]]:
@@ -135,7 +154,7 @@ def _read_lines(
     problems: list[Problem] = []
     for start, line in lines:
         try:
-            value = load_json(line)
+            value = load_json(line, unique=True)
         except json.JSONDecodeError as error:
             place = Mark(shown, text, start + error.pos)
             problems.append(Problem(place, (), f"is not JSON: {error.msg.lower()}"))
@@ -148,7 +167,7 @@ def _read_lines(
 
 def _collect(node: Node, items: list[tuple[Mark, _Item]], problems: list[Problem]) -> None:
     try:
-        items.append((node.mark, _parse(node.data)))
+        items += [(node.mark, item) for item in _parse(node.data)]
     except UsageError as error:
         problems.append(Problem(node.mark, (), str(error)))
 
@@ -168,6 +187,11 @@ def _join(items: list[tuple[Mark, _Item]]) -> Turns:
     turns: list[UserTurn] = []
     system, problems = None, []
     for i, (mark, item) in enumerate(items):
+        before = items[i - 1][1] if i > 0 else None
+        if item.begins and before is not None and before.ends and before.role == "assistant":
+            message = "another conversation begins here, and --turns is one"
+            problems.append(Problem(mark, (), f"{message} (--prompts takes one a line)"))
+            break
         if item.role == "system":
             if i > 0:
                 problems.append(Problem(mark, (), "a system message comes before all others"))
@@ -205,40 +229,44 @@ def _is_jsonl(path: str, first: str) -> bool:
 
 @dataclass(frozen=True)
 class _Item:
+    """What is said by somebody, and whether it begins or ends what one object holds."""
+
     role: str
     text: str
     verbatim: bool = False
+    begins: bool = False
+    ends: bool = False
+
+    @classmethod
+    def of(cls, message: Message) -> _Item:
+        return cls(message.role, message.content)
 
 
-def _parse(value: Any) -> _Item:
+def _parse(value: Any) -> list[_Item]:
     """Read one item of a file.
 
     Raises:
         UsageError: what is wrong with it, without its place.
     """
-    role, key = "user", "user"
+    key = "user"
     if isinstance(value, dict):
+        for keys in LISTS.values():
+            if any(key in value for key in keys):
+                return [_Item.of(read_message(value, keys))]
+        if any(key in value for key in LISTS):
+            items = [_Item.of(message) for message in read_conversation(value)]
+            items[0] = replace(items[0], begins=True)
+            return [*items[:-1], replace(items[-1], ends=True)]
         unknown = [key for key in value if key not in _KEYS]
         if unknown:
+            refuse_no_text(unknown[0])
             hint = did_you_mean(unknown[0], _KEYS)
             raise UsageError(f"unknown key `{unknown[0]}`" + (f"; {hint}" if hint else ""))
-        if "role" in value or "content" in value:
-            role, value = _parse_message(value)
-        elif len(value) != 1:
+        if len(value) != 1:
             raise UsageError("a turn has either `user` or `prompt`")
-        else:
-            ((key, value),) = value.items()
+        ((key, value),) = value.items()
     if not isinstance(value, str):
         raise UsageError(f"a turn is text, got {show(value)}")
     if not value.strip():
         raise UsageError("a turn must not be empty")
-    return _Item(role, value, verbatim=key == "prompt")
-
-
-def _parse_message(message: dict[str, Any]) -> tuple[str, Any]:
-    if set(message) != {"role", "content"}:
-        raise UsageError("a message has `role` and `content`, and nothing else")
-    role = message["role"]
-    if role not in _ROLES:
-        raise UsageError(f"no role {show(role)}; choose one of: {', '.join(_ROLES)}")
-    return role, message["content"]
+    return [_Item("user", value, verbatim=key == "prompt")]

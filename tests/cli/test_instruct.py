@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 import kvtool as library
 from kvtool.generation import compress
+from kvtool.generation import generate as generate_text
 from kvtool.models import reference
 from kvtool.models.load import load
 
@@ -180,3 +181,29 @@ def test_a_system_message_has_no_place_behind_a_cached_text(kvtool, chat):
     done = kvtool("generate", "-m", "chat", "--cache", "b.st", "--system", "Hm.")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: --system goes before everything, and --cache holds a text")
+
+
+def test_prompts_may_be_conversations(kvtool, chat, tmp_path):
+    talk = [("system", "Hm."), ("user", BOOK), ("assistant", "So."), ("user", ASKED)]
+    messages = [{"role": role, "content": text} for role, text in talk]
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    shared = [{"from": names[role], "value": text} for role, text in talk]
+    lines = [{"messages": messages}, {"id": "b", "conversations": shared}, {"prompt": ASKED}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = ["-m", "chat", "-n", "4", "-q", "-f", "json", "-p", "h2o", "-b", "40"]
+    done = kvtool("generate", *options, "--prompts", "a.jsonl")
+    assert done.code == 0, done.err
+    found = [json.loads(line) for line in done.out.splitlines()]
+    assert [each["id"] for each in found] == [None, "b", None]
+    model = load(str(tmp_path / "chat")).model
+    for answer, said in zip(found, [messages, messages, messages[3:]], strict=True):
+        ids = chat.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt")
+        cache = library.build_cache(model, "h2o", 40)
+        alone = generate_text(model, chat, cache, ids["input_ids"], max_new_tokens=4)
+        assert answer["token_ids"] == alone.token_ids[0]
+        assert answer["prompt_tokens"] == alone.prompt_tokens
+    done = kvtool("generate", *options, "--prompts", "a.jsonl", "--system", "Hm.")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: prompt 0: the prompt and --system both give a system mess")
+    done = kvtool("generate", *options[2:], "--prompts", "a.jsonl")
+    assert done.err.startswith("error: prompt 0: a system message needs a chat template")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from kvtool.documents.asked import AnswerLine, AnswersFile, make_prompts, read_prompts
+from kvtool.documents.messages import Message
 from kvtool.documents.problems import DocumentError
 from kvtool.errors import UsageError
 
@@ -64,3 +65,83 @@ def test_what_holds_something_else_is_left_alone(tmp_path):
     with pytest.raises(UsageError, match=told), AnswersFile(path).opened():
         pass
     assert path.read_text() == '{"index": 0}\n'
+
+
+TALK = [
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "How"}, {"type": "text", "text": "?"}]},
+    {"role": "assistant", "content": "So.", "tool_calls": None, "refusal": None},
+    {"role": "user", "content": "Why?"},
+]
+SHARED = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "How?"},
+    {"from": "gpt", "value": "So."},
+    {"from": "human", "value": "Why?"},
+]
+SAID = (
+    Message("system", "Be brief."),
+    Message("user", "How?"),
+    Message("assistant", "So."),
+    Message("user", "Why?"),
+)
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_a_prompt_may_be_a_conversation(tmp_path, as_array):
+    lines = [
+        {"messages": TALK, "id": "a", "max_new_tokens": 3, "tools": []},
+        {"id": 1, "conversations": SHARED},
+        {"prompt": "one"},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    text = json.dumps(lines, indent=2) if as_array else "\n".join(map(json.dumps, lines))
+    path.write_text(text)
+    found = read_prompts(str(path))
+    assert found == make_prompts(lines)
+    assert [each.messages for each in found] == [SAID, SAID, None]
+    assert [(each.id, each.max_new_tokens) for each in found] == [("a", 3), (1, None), (None, None)]
+    assert (found[0].prompt, found[2].prompt) == (None, "one")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"messages": []}', "`messages` is a list of messages, got a list"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{"a": 1}]}', "holds tools"),
+        ('{"messages": [{"role": "user", "content": "a"}], "prompt": "b"}', "key `prompt` beside"),
+        ('{"messages": [{"role": "user", "content": "a"}], "id": 1.5}', "id.str: must be"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "no message to answer: the last"),
+        ('{"messages": ["a"]}', "message 0: a message has `role` and `content`, got `a`"),
+        (
+            '{"conversations": [{"from": "human", "value": 3}]}',
+            "message 0: a turn is text, got `3`",
+        ),
+        ('{"conversations": [{"from": "observation", "value": "3"}]}', "no speaker `observation`"),
+        ('{"id": 1, "id": 2, "prompt": "a"}', "key `id` is given twice"),
+        ('{"prompt": "a", "prompt": "b"}', "key `prompt` is given twice"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "key `content` is"),
+        ("{}", "prompt: is required"),
+    ],
+)
+def test_what_is_no_prompt_is_told_with_its_line(tmp_path, line, said):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f'"fine"\n{line}\n')
+    with pytest.raises(DocumentError) as caught:
+        read_prompts(str(path))
+    (problem,) = caught.value.problems
+    assert str(problem).startswith(f"{path}:2:1: ")
+    assert said in str(problem)
+
+
+def test_an_id_that_is_given_twice_is_refused(tmp_path):
+    lines = [{"prompt": "a", "id": 1}, {"prompt": "b", "id": "1"}, {"prompt": "c", "id": 1}]
+    path = tmp_path / "twice.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    with pytest.raises(DocumentError) as caught:
+        read_prompts(str(path))
+    (problem,) = caught.value.problems
+    assert str(problem) == f"{path}:5:1: id `1` is given twice, first in line 1"
+    assert len(make_prompts(lines[:2])) == 2
+    with pytest.raises(UsageError, match="prompt 2: id `1` is given twice"):
+        make_prompts(lines)

@@ -172,3 +172,88 @@ def test_turns_without_a_message_to_answer_are_refused(tmp_path, kept):
     path = write(tmp_path, json.dumps([MESSAGES[i] for i in kept]))
     with pytest.raises(UsageError, match="holds no message to answer"):
         read_turns(path)
+
+
+SPOKEN = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "How?"},
+    {"from": "gpt", "value": "So."},
+    {"from": "human", "value": " Why?"},
+]
+PARTS = [
+    MESSAGES[0] | {"role": "developer"},
+    {"role": "user", "content": [{"type": "text", "text": "Ho"}, {"type": "text", "text": "w?"}]},
+    MESSAGES[2] | {"tool_calls": None, "function_call": None, "refusal": None, "name": None},
+    {"role": "user", "content": [" Why?"]},
+]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["turns.json", "turns.jsonl", "turns", "turns.txt"])
+@pytest.mark.parametrize(
+    "value",
+    [{"messages": MESSAGES}, {"id": "x1", "conversations": SPOKEN}, {"messages": PARTS}],
+    ids=["messages", "conversations", "parts"],
+)
+def test_a_whole_conversation_may_stand_in_one_object(tmp_path, value, name, indent):
+    assert read_turns(write(tmp_path, json.dumps(value, indent=indent), name)) == HEARD
+    assert read_turns(write(tmp_path, json.dumps([value], indent=indent), name)) == HEARD
+
+
+@pytest.mark.parametrize("messages", [SPOKEN, PARTS])
+def test_messages_of_other_shapes_may_stand_a_line(tmp_path, messages):
+    text = "\n".join(map(json.dumps, messages))
+    assert read_turns(write(tmp_path, text, "a.jsonl")) == HEARD
+
+
+def test_a_conversation_may_go_on_in_further_lines_but_no_other_may_begin(tmp_path):
+    first, rest = {"messages": MESSAGES[:2]}, {"messages": MESSAGES[2:]}
+    text = f"{json.dumps(first)}\n{json.dumps(rest)}\n"
+    assert read_turns(write(tmp_path, text, "a.jsonl")) == HEARD
+    ended = {"messages": MESSAGES[1:3]}
+    text = f"{json.dumps(ended)}\n"
+    turns = read_turns(write(tmp_path, f'{text}{{"user": "b"}}', "b.jsonl"))
+    assert turns == Turns([UserTurn("How?", answer="So."), UserTurn("b")])
+    path = write(tmp_path, f"{text}{json.dumps({'messages': MESSAGES[1:2]})}", "b.jsonl")
+    with pytest.raises(DocumentError, match=r"b\.jsonl:2:1: another conversation begins here"):
+        read_turns(path)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "a"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "`tool_calls` holds tool c"),
+        ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "a function call;"),
+        ({"role": "tool", "content": "4", "tool_call_id": "x"}, "`tool_call_id` holds the answer"),
+        ({"role": "tool", "content": "4"}, "kvtool reads messages of text alone, no tools"),
+        ({"role": "function", "content": "4"}, "no role `function`; choose one of"),
+        ({"from": "function_call", "value": "4"}, "no speaker `function_call`; choose one of"),
+        ({"role": "user", "content": [IMAGE]}, "a part of the type `image_url` is an image"),
+        ({"role": "user", "content": ["What?", SOUND]}, "type `input_audio` is audio"),
+        ({"role": "user", "content": [{"type": "video", "video": "a"}]}, "`video` is a video"),
+        ({"role": "user", "content": [{"type": "file"}]}, "`file` is a file"),
+        ({"role": "user", "content": [{"type": "thing"}]}, "`thing` is no text"),
+        ({"role": "user", "content": "a", "images": ["a.png"]}, "`images` holds images"),
+        ({"role": "user", "content": [3]}, "a turn is text, got a list whose part 0 is `3`"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "`tools` holds tools"),
+        ({"user": "a", "images": ["a"]}, "`images` holds images"),
+        ({"content": "a"}, "a message has `role` and `content`"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_its_name(tmp_path, message, said):
+    path = write(tmp_path, f'{{"user": "a"}}\n{json.dumps(message)}\n', "a.jsonl")
+    with pytest.raises(DocumentError) as caught:
+        read_turns(path)
+    (problem,) = caught.value.problems
+    assert str(problem).startswith(f"{path}:2:1: ")
+    assert said in str(problem)
+
+
+def test_a_key_that_is_given_twice_is_refused(tmp_path):
+    path = write(tmp_path, '{"user": "a"}\n{"user": "b", "user": "c"}\n', "a.jsonl")
+    with pytest.raises(DocumentError, match=r"a\.jsonl:2:1: key `user` is given twice"):
+        read_turns(path)
