@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtool.calls.compress import compress
     from kvtool.calls.generate import generate
     from kvtool.calls.plan import plan
-    from kvtool.errors import KvtoolError, UsageError
+    from kvtool.errors import KvtoolError, PolicyError, UsageError
     from kvtool.evaluation.evaluate import evaluate
     from kvtool.evaluation.profile import profile
     from kvtool.policies.grammar import parse_policy
@@ -41,12 +41,14 @@ _HOMES = {
     "profile": "kvtool.evaluation.profile",
     "KvtoolError": "kvtool.errors",
     "UsageError": "kvtool.errors",
+    "PolicyError": "kvtool.errors",
 }
 
 _WITHOUT_TRANSFORMERS = ("kvtool.errors", "kvtool.policies.grammar")
 
 __all__ = [
     "KvtoolError",
+    "PolicyError",
     "UsageError",
     "attach",
     "build_cache",

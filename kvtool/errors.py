@@ -47,6 +47,20 @@ class UsageError(KvtoolError):
     exit_code = 2
 
 
+class PolicyError(KvtoolError):
+    """A policy from outside the package that breaks its contract, with the place in its file."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the class of an error and the first line that it says.
+
+    >>> in_one_line(ValueError("no number\nsecond line"))
+    'ValueError: no number'
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
 def quote(text: object) -> str:
     """Return what was given in backquotes, at most 200 characters of it.
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.codec.codec import Codec
+from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Score, Select
@@ -134,6 +135,11 @@ def check_evicted(evicted: Evicted, score: Score) -> None:
     name = evicted.name
     if isinstance(evicted, SelectOnly):
         raise UsageError(f"`{name}` needs a score that comes with a reader, as rocketkv-mt does")
+    if not isinstance(evicted, (Merging, CaliDrop)):
+        raise UsageError(
+            f"`{name}` is no Merging, so no evicted token reaches it",
+            hint="kvtool.policies.evicted.merging.Merging is the part that is handed them",
+        )
     if score.when == "never":
         raise UsageError(
             f"`{name}` makes something of evicted tokens, and `{score.name}` evicts none"

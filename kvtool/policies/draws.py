@@ -2,21 +2,24 @@
 
 A draw follows from seed, layer, position and tokens seen, so that texts of one length lose the same
 positions: over many texts that is one draw, and what is measured of it is not what drawing does.
+A part that draws says so, `draws: ClassVar = True`, and has a setting `seed`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from kvtool.policies.evicted.cam import CaM
-from kvtool.policies.scores.random import Random
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
 
 _BITS = 48  # of a seed
+
+
+def draws(part: object) -> bool:
+    """Tell whether a part says that it draws at random by its setting `seed`."""
+    return bool(getattr(part, "draws", False))
 
 
 def drawn_for(policy: Policy, text: str) -> Policy:
@@ -25,13 +28,17 @@ def drawn_for(policy: Policy, text: str) -> Policy:
     Args:
         text: anything that tells the text from others.
     """
-    if isinstance(policy.score, Random):
-        score = replace(policy.score, seed=_mixed(policy.score.seed, text))
-        policy = replace(policy, score=score)
-    if isinstance(policy.evicted, CaM) and not policy.evicted.deterministic:
-        evicted = replace(policy.evicted, seed=_mixed(policy.evicted.seed, text))
-        policy = replace(policy, evicted=evicted)
+    score, evicted = policy.score, policy.evicted
+    if draws(score):
+        policy = replace(policy, score=_with_own_draws(score, text))
+    if evicted is not None and draws(evicted):
+        policy = replace(policy, evicted=_with_own_draws(evicted, text))
     return policy
+
+
+def _with_own_draws(part: Any, text: str) -> Any:
+    """Return a part that draws with a seed of its own."""
+    return replace(part, seed=_mixed(part.seed, text))
 
 
 def _mixed(seed: int, text: str) -> int:

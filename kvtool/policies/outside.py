@@ -9,14 +9,14 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvtool.errors import UsageError, did_you_mean, quote
-from kvtool.policies.parts import Evidence, Score
+from kvtool.errors import KvtoolError, UsageError, did_you_mean, in_one_line, quote
+from kvtool.policies.declared import class_fault, is_score
+from kvtool.policies.parts import Score
 from kvtool.policies.spelling import read_settings
 
 _NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
@@ -46,7 +46,7 @@ def build_outside(name: str, arguments: str, *, imports: bool) -> Score:
             made, a setting that it does not take.
     """
     cls = _find(name, imports)
-    wrong = _fault(cls)
+    wrong = class_fault(cls)
     if wrong is not None:
         raise UsageError(
             f"`{name}` is no score: {wrong}",
@@ -54,10 +54,10 @@ def build_outside(name: str, arguments: str, *, imports: bool) -> Score:
         )
     try:
         return cls(**read_settings(name, cls, arguments))
-    except UsageError:
+    except KvtoolError:
         raise
-    except Exception as error:
-        raise UsageError(f"`{name}` cannot be made: {_told(error)}") from None
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"`{name}` cannot be made: {in_one_line(error)}") from None
 
 
 def _find(name: str, imports: bool) -> Any:
@@ -76,13 +76,22 @@ def _find(name: str, imports: bool) -> Any:
     # what a file names is only looked at: a module may import others when it is asked for a name
     names = vars(module) if not imports and module is not None else None
     module = module or _import(match[1])
-    found = getattr(module, match[2], None) if names is None else names.get(match[2])
+    found = _named(module, match[2]) if names is None else names.get(match[2])
     if found is None:
-        known = [each for each, value in vars(module).items() if _is_score(value)]
+        known = [each for each, value in vars(module).items() if is_score(value)]
         raise UsageError(
             f"module `{match[1]}` has no class `{match[2]}`", hint=did_you_mean(match[2], known)
         )
     return found
+
+
+def _named(module: ModuleType, name: str) -> Any:
+    """Return what a module has under a name, of which it may be asked by a function of its own."""
+    try:
+        return getattr(module, name, None)
+    except (Exception, SystemExit) as error:
+        told = f"module `{module.__name__}` fails when it is asked for `{name}`"
+        raise UsageError(f"{told}: {in_one_line(error)}") from None
 
 
 def _import(name: str) -> ModuleType:
@@ -91,13 +100,13 @@ def _import(name: str) -> ModuleType:
             return import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise UsageError(f"cannot import module `{name}`: {_told(error)}") from None
+            raise UsageError(f"cannot import module `{name}`: {in_one_line(error)}") from None
         raise UsageError(
             f"no module named `{error.name}`",
             hint="modules are found in the current folder, on PYTHONPATH and where Python installs",
         ) from None
     except (Exception, SystemExit) as error:
-        raise UsageError(f"cannot import module `{name}`: {_told(error)}") from None
+        raise UsageError(f"cannot import module `{name}`: {in_one_line(error)}") from None
 
 
 @contextmanager
@@ -109,32 +118,3 @@ def _current_folder() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(folder)
-
-
-def _is_score(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Score) and value is not Score
-
-
-def _fault(cls: Any) -> str | None:
-    """Say why something is no score that a policy string can make, None if it is one."""
-    if not _is_score(cls):
-        return "it is no class under Score"
-    score: type[Score] = cls
-    if not hasattr(cls, "__dataclass_params__") or not cls.__dataclass_params__.frozen:
-        return "it is no frozen dataclass"
-    if not isinstance(getattr(score, "name", None), str) or not score.name:
-        return "it has no `name`"
-    if score.importance is Score.importance:
-        return "it has no `importance`"
-    if score.evidence is Evidence.LOGITS:
-        return "it goes by logits, and only sirllm does"
-    for each in fields(cls):
-        if each.default is MISSING:
-            return f"its setting `{each.name}` has no default value"
-    return None
-
-
-def _told(error: BaseException) -> str:
-    """Tell an error in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

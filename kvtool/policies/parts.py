@@ -58,6 +58,7 @@ class Score:
         when: `always` holds the budget at every step; `prompt` cuts prompts, then appends; `never`.
         statistics: names of the float32 numbers kept beside each slot, which start at 0 and move
             with it. With COLUMNS those in `kvtool.maths.columns.COLUMNS` are summed for the score.
+        draws: of its own where it draws at random: True, beside a setting `seed` (see `draws.py`).
         distinct: whether no two tokens of a head ever have the same number.
         layer_tokens: which tokens a layer may keep: `own`, whichever it chooses; `nested`, only
             such that the layer above keeps, of which the view tells, and budgets must not grow with

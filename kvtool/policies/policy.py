@@ -17,15 +17,25 @@ from kvtool.policies.combination import (
     check_select,
     check_split,
 )
+from kvtool.policies.declared import check_declared, class_fault
 from kvtool.policies.evicted.select_only import SelectOnly
+from kvtool.policies.guard import (
+    fault,
+    guarded_rescore,
+    guarded_score,
+    guarded_select,
+    part_label,
+    reserved_tokens,
+)
 from kvtool.policies.numbers import PROMPT, SHIFT
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Rescore, Score, Select
 from kvtool.policies.query_moments import MomentsAsked
 from kvtool.policies.repetition import RepetitionAsked
 from kvtool.policies.scores.full import Full
-from kvtool.policies.spelling import check_numbers, part_name, spell_settings
+from kvtool.policies.spelling import check_numbers, is_inside, part_name, spell_settings
 
 Part = Score | Rescore | Select | Pace | Allocator | Evicted | Read | Codec
+_ATTEMPTS = 10_000  # budgets that are tried until one is above what is always kept
 _SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv, d2o"
 
 
@@ -68,8 +78,13 @@ class Policy:
     codec: Codec | None = None
 
     def __post_init__(self) -> None:
+        if not is_inside(type(self.score)):
+            wrong = class_fault(type(self.score))
+            if wrong is not None:
+                raise UsageError(f"`{part_label(self.score)}` is no score: {wrong}")
         for part in self._parts:
             check_numbers(part)
+        check_declared(self.score)
         check_evidence(self.score)
         check_reader(self.score, self.read, self._modifiers, self.on_evict, self.head_split)
         if self.select is not None:
@@ -89,10 +104,16 @@ class Policy:
                 hint=f"{_SCORED}, expected or keydiff",
             )
         if self.rescore is not None and not self.score.attention:
+            hint = f"{_SCORED} or expected(values=false)"
+            if not is_inside(type(self.score)):
+                hint = (
+                    "if its importance is attention that each token receives, its class says so: "
+                    "attention: ClassVar = True"
+                )
             raise UsageError(
                 f"`{self.rescore.name}` weighs values by attention scores, "
-                f"and `{self.score.name}` has none",
-                hint=f"{_SCORED} or expected(values=false)",
+                f"and `{part_name(self.score)}` has none",
+                hint=hint,
             )
         if self.evicted is not None:
             check_evicted(self.evicted, self.score)
@@ -105,7 +126,13 @@ class Policy:
                 f"`{self.score.name}` with `{split.modifier}` has them",
                 hint=f"put it on a policy that cuts a prompt: adakv+{used.name}",
             )
-        for name in ("statistics", "columns", "needs_all_rows"):  # and what they follow from
+        for name in (
+            "statistics",
+            "columns",
+            "needs_all_rows",
+            "rescoring",
+            "selecting",
+        ):  # and what they follow from
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
 
     @property
@@ -166,7 +193,17 @@ class Policy:
     def ranking(self) -> Score:
         """Return the score as it is run: per KV head where another part makes heads differ."""
         by_head = self.rescore is not None or self.head_split is not None
-        return self.score.by_head() if by_head else self.score
+        return guarded_score(self.score.by_head() if by_head else self.score)
+
+    @cached_property
+    def rescoring(self) -> Rescore | None:
+        """Return the rescore as it is run."""
+        return None if self.rescore is None else guarded_rescore(self.rescore)
+
+    @cached_property
+    def selecting(self) -> Select | None:
+        """Return the selection as it is run."""
+        return None if self.select is None else guarded_select(self.select)
 
     @property
     def allocator(self) -> Allocator | None:
@@ -251,12 +288,14 @@ class Policy:
                 f"budget {tokens} is below a run of {least} tokens of `{self.select.name}`",
                 hint=f"+{self.select.name}(length={max(tokens // 4, 1)})",
             )
-        reserved = {name: count for name, count in self.score.reserved(tokens).items() if count}
+        reserved = {name: n for name, n in reserved_tokens(self.score, tokens).items() if n}
         total = sum(reserved.values())
         if total >= tokens:
             parts = " + ".join(f"{name} {count}" for name, count in reserved.items())
             parts += f" = {total}" if len(reserved) > 1 else ""
-            raise UsageError(f"budget {tokens} is not above {parts} of policy `{self.score.name}`")
+            raise UsageError(
+                f"budget {tokens} is not above {parts} of policy `{part_name(self.score)}`"
+            )
 
     @property
     def min_budget(self) -> int:
@@ -264,9 +303,12 @@ class Policy:
         reader = self.reader if self.budget_is_traffic else None
         tokens = self.score.min_budget if reader is None else reader.min_budget
         tokens = tokens if self.select is None else max(tokens, self.select.min_budget)
-        while (reserved := sum(self.score.reserved(tokens).values())) >= tokens:
+        for _ in range(_ATTEMPTS):
+            reserved = sum(reserved_tokens(self.score, tokens).values())
+            if reserved < tokens:
+                return tokens
             tokens = reserved + 1  # what is reserved never falls with the budget
-        return tokens
+        raise fault(self.score, "reserved", f"counts {reserved} tokens of a budget of {tokens - 1}")
 
     def __str__(self) -> str:
         """Spell it: lower case, only the parameters that differ from their defaults."""

@@ -134,11 +134,15 @@ def _read_value(label: str, text: str, kind: Any) -> Any:
     return kind(text)
 
 
+def is_inside(cls: type) -> bool:
+    """Tell whether a class is one of the package."""
+    return cls.__module__.partition(".")[0] == "kvtool"
+
+
 def part_name(part: Any) -> str:
     """Return what a part is called in a policy string; one from outside by its module."""
     cls = type(part)
-    inside = cls.__module__.partition(".")[0] == "kvtool"
-    if isinstance(part, Score) and not inside and cls.__qualname__.isidentifier():
+    if isinstance(part, Score) and not is_inside(cls) and cls.__qualname__.isidentifier():
         return f"{cls.__module__}:{cls.__qualname__}"
     return getattr(part, "modifier", None) or part.name
 

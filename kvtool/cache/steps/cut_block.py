@@ -73,8 +73,9 @@ def cut(
     else:
         budget, most = split[..., None], int(split.max())
     slots, order = min(most, view.positions.shape[2]), importance
-    if layer.policy.select is not None:
-        order = layer.policy.select.order(importance, view, protected).expand_as(importance)
+    select = layer.policy.selecting
+    if select is not None:
+        order = select.order(importance, view, protected).expand_as(importance)
     chosen, positions = keep_top(order, view.positions, budget, protected, slots)
     kept = part_block(layer, joined, view, state, importance, chosen, positions)
     if split is not None:

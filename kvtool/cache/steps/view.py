@@ -165,8 +165,8 @@ def score(
         the same shape, which slots stay whatever theirs is; None: none.
     """
     importance = policy.ranking.importance(state, view, rows)
-    if policy.rescore is not None:
-        importance = policy.rescore.rescore(importance, view)
+    if policy.rescoring is not None:
+        importance = policy.rescoring.rescore(importance, view)
     protected = policy.ranking.protected(state, view, evicted)
     if PROMPT in state:
         prompt = state[PROMPT] > 0

@@ -144,6 +144,11 @@ class CaM(Merging):
         if self.seed < 0:
             raise UsageError(f"cam: seed must be 0 or more, got {self.seed}")
 
+    @property
+    def draws(self) -> bool:
+        """Tell whether it draws, by its `seed`."""
+        return not self.deterministic
+
     def absorb(self, memory: State, eviction: Eviction) -> Tensor:
         if eviction.decoded:
             return self._absorb_one(eviction)

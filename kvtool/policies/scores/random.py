@@ -78,6 +78,7 @@ class Random(Score):
 
     name: ClassVar = "random"
     paper: ClassVar = "https://arxiv.org/abs/2402.06262"
+    draws: ClassVar = True
 
     def __post_init__(self) -> None:
         check_ends(self)
