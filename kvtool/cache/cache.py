@@ -14,6 +14,7 @@ from kvtool.cache.steps.call import Call, StepContext
 from kvtool.cache.steps.cut_block import cut_deferred
 from kvtool.cache.steps.pending import (
     IMPLEMENTATION,
+    MaskTarget,
     PendingStep,
     check_attended,
     set_mask_target,
@@ -100,7 +101,8 @@ class KVCache(InWords, CacheState):
         layer = self.layers[layer_idx]
         layer = layer if isinstance(layer, SlotLayer) else self.slot_layer(layer_idx)
         if self.settings.config._attn_implementation == IMPLEMENTATION:
-            set_mask_target(layer, self.decodes(layer, query_length))
+            decoding = self.decodes(layer, query_length)
+            set_mask_target(MaskTarget(layer, decoding, self.running.own_mask))
         return layer.get_mask_sizes(query_length)
 
     @property

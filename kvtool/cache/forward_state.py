@@ -14,6 +14,8 @@ class ForwardState:
 
     Attributes:
         masked: whether batch entries may have padding in it, as its mask would say.
+        own_mask: whether its mask says of each query, or anew, which tokens it sees.
+        in_generate: whether transformers' `generate` of an attached model runs it.
         placement: where it has placed its tokens; None: by their place in the text.
         logits_asked: its `logits_to_keep`.
         in_prompt: whether it is a part of a prompt that somebody has announced.
@@ -22,7 +24,7 @@ class ForwardState:
     """
 
     def __init__(self) -> None:
-        self.masked = True
+        self.masked, self.own_mask, self.in_generate = True, False, False
         self.placement: Placement | None = None
         self.logits_asked: int | Tensor = 0
         self.prompt_lengths: list[int] | None = None
@@ -54,9 +56,13 @@ class ForwardState:
                 hint="call kvtool.attach(model) first, and pass the cache as past_key_values=cache",
             )
 
-    def begin(self, *, masked: bool) -> None:
+    def begin(self, *, masked: bool, own_mask: bool) -> None:
         """Take note of a forward that begins."""
-        self.masked = masked
+        self.masked, self.own_mask = masked, own_mask
+
+    def within_generate(self, inside: bool) -> None:
+        """Say whether `generate` runs the forwards that follow."""
+        self.in_generate = inside
 
     def place(self, placement: Placement | None) -> None:
         """Say where the running forward has placed its tokens."""

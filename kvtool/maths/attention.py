@@ -70,6 +70,34 @@ def weights_of_products(
     return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
 
 
+def biased_weights(
+    query: Tensor,
+    keys: Tensor,
+    bias: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute the softmax of scaled dot products to which numbers are added, in float32.
+
+    Args:
+        query, keys, scale, softcap, sinks: as for `attention_weights`.
+        bias: float32, broadcastable to (batch, kv_heads, group, q_len, kv_len); added behind the
+            cap.
+
+    Returns:
+        (batch, kv_heads, group, q_len, kv_len) float32.
+    """
+    import torch
+
+    logits = _logits(dot_products(query, keys), scale, None, softcap) + bias
+    if sinks is None:
+        return logits.softmax(-1)
+    column = sinks.float()[..., None, None].expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, column], -1).softmax(-1)[..., :-1]
+
+
 def attention_weights_lse(
     query: Tensor,
     keys: Tensor,

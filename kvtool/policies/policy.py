@@ -185,6 +185,11 @@ class Policy:
         return self.budget_is_traffic and (self.score.when == "never" or self.select_only)
 
     @property
+    def attends_all(self) -> bool:
+        """Tell whether every token stays, and every step looks at all of them."""
+        return self.score.when == "never" and self.reader is None
+
+    @property
     def takes_budget(self) -> bool:
         """Tell whether there is anything that a budget would bound."""
         return self.score.when != "never" or self.read is not None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from kvtool.cache.hooks.masks import is_callers, note_own
 from kvtool.cache.hooks.spans import later_columns
 from kvtool.cache.steps.borrow import attend_borrowed
 from kvtool.cache.steps.call import Call, StepContext
@@ -36,10 +37,13 @@ def kvtool_mask(
     Returns:
         (batch, 1, q_len, n) int64: true positions, -1 = padding, where a row has padding; then the
         first and the last new token that each sees (`Call.spans`), where some see later ones. None
-        where neither is. Without a kvtool cache, the mask of scaled dot product attention.
+        where neither is. Without a kvtool cache, and where the caller's mask hides or shows tokens
+        that were read before, the mask of scaled dot product attention.
     """
     target = take_mask_target()
-    if target is None:
+    if target is None or target.anew:
+        if target is not None:
+            kwargs["allow_is_causal_skip"] = False
         return sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -50,18 +54,18 @@ def kvtool_mask(
             attention_mask=attention_mask,
             **kwargs,
         )
-    layer, decoding = target
+    layer, decoding, _ = target
     plain = kwargs.get("allow_is_causal_skip", True) and not kwargs.get("use_vmap", False)
     spans = None
     if not (plain or decoding):
         spans = later_columns(mask_function, attention_mask, q_length, q_offset, batch_size, kwargs)
     positions = _padded_positions(layer, decoding, attention_mask, q_length, q_offset)
     if spans is None:
-        return None if positions is None else positions[:, None, :, None]
+        return None if positions is None else note_own(positions[:, None, :, None])
     if positions is None:
-        return (layer.seen + spans)[:, None]
+        return note_own((layer.seen + spans)[:, None])
     both = torch.stack([positions.gather(1, columns) for columns in spans.unbind(-1)], -1)
-    return torch.cat([positions[..., None], both], -1)[:, None]
+    return note_own(torch.cat([positions[..., None], both], -1)[:, None])
 
 
 def _padded_positions(
@@ -112,19 +116,21 @@ def kvtool_attention(
 
     def make_call(context: StepContext, raw_key: Tensor, raw_value: Tensor) -> Call:
         mask = attention_mask
-        told = 0 if mask is None else mask.shape[-1]  # see `kvtool_mask`
+        theirs = mask is not None and is_callers(mask)
+        told = 0 if mask is None or theirs else mask.shape[-1]  # see `kvtool_mask`
         return Call(
             query=query,
             key=key,
             value=value,
             raw_key=raw_key,
             raw_value=raw_value,
-            positions=None if mask is None or told == 2 else mask[:, 0, :, 0].to(query.device),
+            positions=None if mask is None or told in (0, 2) else mask[:, 0, :, 0].to(query.device),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap=softcap,
             sinks=s_aux,
-            spans=None if mask is None or told == 1 else mask[:, 0, :, -2:].to(query.device),
+            spans=None if mask is None or told < 2 else mask[:, 0, :, -2:].to(query.device),
             context=context,
+            mask=mask if theirs else None,
         )
 
     step = take_pending(key.shape[2])

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from kvtool.cache.cache import KVCache
 from kvtool.cache.steps.attend import AttendedToken
 from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
+from kvtool.cache.steps.masked import as_bias, check_order, check_shape
 from kvtool.cache.steps.pending import PendingStep, take_pending
 from kvtool.cache.steps.step import end_token, run_block
 from kvtool.cache.steps.view import (
@@ -91,6 +92,11 @@ def _before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None
             f"which the model's own eager attention cannot read"
         )
     decoding = cache.decodes(layer, q_len)
+    if cache.running.own_mask:
+        heads = cache.config.num_attention_heads
+        mask = _callers_mask(layer, kwargs["attention_mask"], hidden, heads)
+        _LOCAL.masked = Masked(None, mask[:, :, None])
+        return args, kwargs | {"attention_mask": mask}
     padded = _new_positions(layer, kwargs.get("attention_mask"), q_len, decoding)
     if padded is None:
         new = (_first_new(layer) + torch.arange(q_len, device=hidden.device)).expand(batch, q_len)
@@ -102,6 +108,16 @@ def _before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None
     mask = torch.zeros_like(visible[:, :, 0], dtype=hidden.dtype)
     mask = mask.masked_fill_(~visible[:, :, 0], blocked)
     return args, kwargs | {"attention_mask": mask}
+
+
+def _callers_mask(layer: SlotLayer, mask: Tensor, hidden: Tensor, heads: int) -> Tensor:
+    """Check a caller's own mask, and return it as numbers to be added: eager attention does so."""
+    (batch, q_len), kept = hidden.shape[:2], 0
+    if layer.is_initialized and layer.slots.used:
+        kept = layer.slots.kept
+        check_order(layer)
+    check_shape(mask, (batch, heads, q_len, kept + q_len))
+    return as_bias(mask.to(hidden.device)).clamp(min=torch.finfo(hidden.dtype).min).to(hidden.dtype)
 
 
 def _new_positions(

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.logits import answer_logits, ask_logits
-from kvtool.cache.hooks.position_ids import place
+from kvtool.cache.hooks.masks import PACKED, check_packed, read_mask
+from kvtool.cache.hooks.position_ids import check_running, place
 from kvtool.cache.steps.lent import forget_lent
 from kvtool.cache.steps.pending import forget_pending
 from kvtool.errors import UsageError
@@ -43,6 +44,7 @@ def _before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, 
     given, cache = _given(module, args, kwargs)
     if cache is None or cache.surprisals is None:
         return None
+    _note_mask(cache, given)
     cache.begin_forward()
     return ask_logits(cache, given)
 
@@ -53,14 +55,26 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     if cache is None:
         return None
     if not torch.compiler.is_compiling():  # whose layers decide alone, and whose graph may not care
-        masked = given.get("attention_mask") is not None
-        if masked != cache.running.masked:
-            cache.running.begin(masked=masked)
+        if given.get("attention_mask") is not None or cache.running.masked:
+            _note_mask(cache, given)
+        if not PACKED.isdisjoint(given):
+            check_packed(given)
+        position_ids = given.get("position_ids")
+        if position_ids is not None and position_ids.shape[-1] > 1:
+            check_running(cache, given, position_ids)
     if cache.surprisals is None:
         cache.begin_forward()
     if cache.settings.policy.score.positions != "cache":
         return None
     return (), {**given, "position_ids": place(cache, given)}
+
+
+def _note_mask(cache: KVCache, given: dict[str, Any]) -> None:
+    """Note what the mask of a forward says, and refuse what cannot be honoured."""
+    mask, running = given.get("attention_mask"), cache.running
+    own_mask = False if mask is None else read_mask(cache, given, mask)
+    if (mask is not None) != running.masked or own_mask != running.own_mask:
+        running.begin(masked=mask is not None, own_mask=own_mask)
 
 
 def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any], KVCache | None]:

@@ -17,6 +17,36 @@ from kvtool.cache.steps.call import Placement
 from kvtool.errors import KvtoolError
 
 
+def check_running(cache: KVCache, given: dict[str, Any], position_ids: Tensor) -> None:
+    """Refuse position ids that do not count a block's tokens on, for a policy that goes by them.
+
+    Raises:
+        KvtoolError: positions of packed texts, of a tree, or with gaps.
+    """
+    layer, policy = cache.first_layer, cache.policy
+    by_place = policy.score.positions == "cache"
+    if not (by_place or policy.moments is not None) or position_ids.dim() != 2:
+        return
+    if cache.running.in_prompt or layer.seen_device is not None:
+        return  # kvtool has counted them
+    device, mask, q_len = position_ids.device, given.get("attention_mask"), position_ids.shape[1]
+    start: Tensor | int = layer.seen
+    if layer.lengths is not None:
+        start = layer.lengths.to(device)[:, None]
+    valid = torch.ones_like(position_ids, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        valid = mask[:, -q_len:].to(device).bool()
+    wanted = start + valid.long().cumsum(1) - 1
+    if not by_place:  # a shift of a whole text turns all alike
+        wanted = wanted + (position_ids - wanted)[:, -1:]
+    if bool(((position_ids != wanted) & valid).any()):
+        raise KvtoolError(
+            f"policy `{policy}` goes by the places of tokens in the text, "
+            "and the position ids of this forward do not count them one by one",
+            hint="leave out position_ids, or take a policy that needs no positions (h2o, snapkv)",
+        )
+
+
 def place(cache: KVCache, given: dict[str, Any]) -> Tensor:
     """Number the tokens of a forward on from those that the cache holds.
 

@@ -57,10 +57,16 @@ class PendingStep:
 
 
 class MaskTarget(NamedTuple):
-    """The layer that a mask is made for, and whether a token is being decoded."""
+    """The layer that a mask is made for.
+
+    Attributes:
+        decoding: whether a token is being decoded.
+        anew: whether the caller's mask hides or shows tokens that were read before.
+    """
 
     layer: SlotLayer
     decoding: bool
+    anew: bool = False
 
 
 def set_pending(step: PendingStep) -> None:
@@ -93,9 +99,9 @@ def check_attended(layer: SlotLayer) -> None:
         )
 
 
-def set_mask_target(layer: SlotLayer, decoding: bool) -> None:
+def set_mask_target(target: MaskTarget) -> None:
     """Tell the mask function of this thread which layer it is called for, and for what."""
-    _LOCAL.mask = MaskTarget(layer, decoding)
+    _LOCAL.mask = target
 
 
 def take_mask_target() -> MaskTarget | None:

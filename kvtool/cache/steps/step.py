@@ -25,6 +25,7 @@ from kvtool.cache.steps.block import (
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.evict import evict_after_token
 from kvtool.cache.steps.grouped import LayerGroup
+from kvtool.cache.steps.masked import check_mask, mask_by_slot, masked_attention
 from kvtool.cache.steps.repeat import attend_repetition
 from kvtool.cache.steps.sparse import sparse_decode
 from kvtool.cache.steps.view import values_by_kv_head
@@ -87,6 +88,8 @@ def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
     """
     if call.key is not call.raw_key:
         _check_latent(layer)
+    if call.mask is not None:
+        return _run_masked(layer, call, call.mask, decoding)
     if call.context.repeats is not None:
         return attend_repetition(layer, call, call.context.repeats)
     if not decoding:
@@ -136,6 +139,23 @@ def run_block(layer: SlotLayer, attention: BlockAttention, q_len: int) -> Attend
         if part is not None:
             part.clear()
     return AttendedBlock(out, chosen)
+
+
+def _run_masked(layer: SlotLayer, call: Call, mask: Tensor, decoding: bool) -> Tensor:
+    """Attend under the caller's own mask, a block in one piece."""
+    check_mask(layer, call, mask, decoding)
+    key, value = call.key, call.value
+    if not decoding:
+        block = enter_block(layer, call.q_len, None, call.raw_key, value)
+        out = masked_attention(call, key, value, mask)
+        leave_block(layer, block, call.raw_key, call.raw_value, None)
+        return out
+    layer.enter_token(None)
+    if layer.attends_codes:
+        key, value = layer.slots.decoded()
+    out = masked_attention(call, key, value, mask_by_slot(layer, mask))
+    end_token(layer, AttendedToken(out), value, call.context.group)
+    return out
 
 
 def _check_latent(layer: SlotLayer) -> None:
@@ -257,6 +277,7 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
     if call.positions is not None:
         # padding goes behind the tokens
         order = (call.positions < 0).long().argsort(dim=-1, stable=True)
+        layer.slots.read_out_of_order()
     kept, placement = call.key.shape[2] - call.q_len, call.context.placement
     latent = call.key is not call.raw_key
     sources = (call.key, call.value, call.raw_key, call.raw_value)

@@ -28,6 +28,8 @@ class SlotBuffers(SlotMemory):
         used: slots in use, `positions[..., used:]` are empty. In a padded batch a short entry has
             empty slots below it.
         ordered: whether the slots in use are in ascending position.
+        as_read: whether the slots of a padded batch, its padding included, are in the order in
+            which they were read.
         reuse_slot: (batch, kv_heads) slot that the next token overwrites; counts as empty for
             everybody but the writer.
         write_pos: (batch, kv_heads) int64, the slot of the next token where slots are reserved, so
@@ -48,7 +50,7 @@ class SlotBuffers(SlotMemory):
         """Make empty slots."""
         super().__init__(form, batch, kv_heads, statistics, growth, meter)
         self.used = self.reserved = 0
-        self.ordered = True
+        self.ordered = self.as_read = True
         self.reuse_slot: Tensor | None = None
         self.write_pos: Tensor | None = None
         self.written: Tensor | None = None
@@ -254,12 +256,17 @@ class SlotBuffers(SlotMemory):
             self.state[name][:, :, :count] = number
             self.state[name][:, :, count:] = 0
         self.used, self.reserved, self.ordered = count, 0, True
+        self.as_read = False
         self.reuse_slot = self.write_pos = None
 
     def fill_to(self, slots: int) -> None:
         """Count empty slots as used, so that batch entries of different budgets can grow."""
         self.grow(slots)
         self.used = max(self.used, slots)
+
+    def read_out_of_order(self) -> None:
+        """Note that the padding of a batch is not where it was."""
+        self.as_read = False
 
     def use(self, slots: int) -> None:
         """Count the first slots as the used ones; those behind them are empty."""
