@@ -12,7 +12,7 @@ from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.asked import AnswerLine, AskedPrompt
 from kvtool.documents.messages import Message
-from kvtool.errors import UsageError
+from kvtool.errors import UsageError, quote
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
 from kvtool.sizes import Budget
@@ -50,10 +50,15 @@ class PromptsSettings(GenerationSettings):
         """The bytes of the rows in flight."""
         if self.memory is None:
             return None
-        size = Budget.parse(self.memory)
-        if size.bytes is None:
-            raise UsageError(f"--memory is a number of bytes such as 8GiB, got `{self.memory}`")
-        return size.bytes
+        try:
+            size = Budget.parse(self.memory).bytes
+        except UsageError:
+            size = None  # said below, as the memory that it is
+        if size is None:
+            raise UsageError(
+                f"--memory is a number of bytes such as 8GiB, got {quote(self.memory)}"
+            )
+        return size
 
     def check(self) -> None:
         super().check()
@@ -92,6 +97,7 @@ def line_up(
         UsageError: a prompt without a token, or shorter than what the policy always keeps; an
             answer that is there and cannot be one to its prompt.
     """
+    from kvtool.generation.model_settings import end_tokens, ends_early
     from kvtool.generation.serving import Waiting
 
     cache, told = request.new_cache(loaded.model), False
@@ -102,7 +108,7 @@ def line_up(
                 f"the answers hold one to prompt {index}, and there are {len(prompts)}",
                 hint=_ELSEWHERE,
             )
-    waiting, ends = [], _end_tokens(loaded.model)
+    waiting, ends, early = [], end_tokens(loaded.model), ends_early(loaded.model)
     sizes: dict[tuple[int, int], int] = {}
     for index, asked in enumerate(prompts):
         try:
@@ -111,7 +117,7 @@ def line_up(
             raise UsageError(f"prompt {index}: {error.message}", hint=error.hint) from None
         tokens, new = ids.shape[1], asked.max_new_tokens or settings.new_tokens
         if index in answered:
-            ended = bool(settings.stop) or answered[index].token_ids[-1] in ends
+            ended = bool(settings.stop) or early or answered[index].token_ids[-1] in ends
             _check_answer(answered[index], asked, tokens, new, ended=ended)
             continue
         if (tokens, new) not in sizes:
@@ -145,11 +151,6 @@ def _prompt_ids(
         )
     text = "\n".join(each.content for each in messages)
     return encode(loaded, text, first=True, source=source)
-
-
-def _end_tokens(model: Any) -> list[int]:
-    ends = model.generation_config.eos_token_id
-    return ends if isinstance(ends, list) else [ends]
 
 
 def _check_answer(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.report import CacheReport
@@ -19,12 +19,12 @@ from kvtool.generation.decoding import (
     StopsAt,
     StopsWhen,
     decode_loop,
-    drawing_settings,
     until_end,
 )
 from kvtool.generation.feeding import decode_step, prefill, wait
 from kvtool.generation.fidelity import Fidelity, compare_with_full
 from kvtool.generation.finite import check_logits, explaining
+from kvtool.generation.model_settings import check_drawing, drawing_settings, prepare
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ def generate(
             then nothing is compared.
 
     Raises:
-        UsageError: nothing to start from, or a comparison of padded rows.
+        UsageError: nothing to start from, a comparison of padded rows, or settings of the model
+            that cannot be followed.
         KvtoolError: a policy or model that cannot be compiled.
         BrokenNumbers: logits are not finite.
     """
@@ -140,6 +141,8 @@ def generate(
         raise UsageError(f"max-new-tokens must be 1 or more, got {max_new_tokens}")
     if compare_full and attention_mask is not None and not bool(attention_mask.bool().all()):
         raise UsageError("the comparison with the full cache needs rows of equal length")
+    settings = drawing_settings(model, max_new_tokens, temperature, min_new_tokens)
+    check_drawing(model, tokenizer, settings)
     ids, logits, prefill_s = _run_prompt(
         model, cache, prompt_ids, attention_mask, max_new_tokens, tokenizer
     )
@@ -148,18 +151,17 @@ def generate(
     if stop_when is not None:
         stop_when()  # whoever watches for a reason to stop begins before the first token is shown
     start = time.perf_counter()
-    everything = type(model).generate(  # what stands in for it on the model makes caches of its own
+    stops = [
+        *([StopsAt(tokenizer, stop, ids.shape[1] + min_new_tokens)] if stop else []),
+        *([StopsWhen(stop_when)] if stop_when is not None else []),
+    ]
+    made = prepare(model, tokenizer, ids, settings, stops)
+    everything = decode_loop(
         model,
         ids,
-        attention_mask=torch.ones_like(ids),
-        generation_config=drawing_settings(model, max_new_tokens, temperature, min_new_tokens),
-        stopping_criteria=StoppingCriteriaList(
-            [
-                *([StopsAt(tokenizer, stop, ids.shape[1] + min_new_tokens)] if stop else []),
-                *([StopsWhen(stop_when)] if stop_when is not None else []),
-            ]
-        ),
-        custom_generate=decode_loop,
+        made.processors,
+        made.criteria,
+        made.settings,
         text_streamer=None if on_text is None else Callback(tokenizer, on_text),
         next_logits=logits,
         kv_cache=cache,

@@ -1,13 +1,12 @@
 """Draw one token after another; sampling and its settings are those of transformers.
 
-What a token costs does not depend on how many came before: ids go into a buffer that is made once,
-and stop texts and streamed text look at the last tokens only. (Settings of transformers that look
-at the whole text, such as a repetition penalty, do so.)
+What a token costs does not depend on how many came before: ids go into a buffer that doubles where
+it is full, and stop texts and streamed text look at the last tokens only. (Settings of transformers
+that look at the whole text, such as a repetition penalty, do so.)
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,17 +22,20 @@ from transformers import (
 from kvtool.cache.cache import KVCache
 from kvtool.generation.feeding import decode_step
 from kvtool.generation.finite import broken_rows, explain, explaining
+from kvtool.generation.model_settings import end_tokens
 
+_FEWEST = 256  # tokens of a text's buffer
 _BYTES = 4  # of a character at most, and a token has one or more
 _MARGIN = 8  # tokens before a stop text, for tokenizers whose first token loses a space
 _HELD, _CONTEXT = 64, 16  # tokens of streamed text that are decoded again, and that stay
 
 
+@torch.no_grad()
 def decode_loop(
     model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor,
-    stopping_criteria,
+    logits_processor: Callable[[Tensor, Tensor], Tensor],
+    stopping_criteria: Callable[[Tensor, Tensor | None], Tensor],
     generation_config: GenerationConfig,
     *,
     next_logits: Tensor,
@@ -42,19 +44,25 @@ def decode_loop(
     generator: torch.Generator | None = None,
     kept_logits: list[Tensor] | None = None,
     step: Callable[[PreTrainedModel, KVCache, Tensor], Tensor] = decode_step,
-    **unused,
 ) -> Tensor:
-    """Sample from the logits that a prompt has left; runs inside transformers' generate.
+    """Sample from the logits that a prompt has left.
 
     The host waits for a token once: it reads the tokens, whether any logits were broken and whether
     any row goes on.
+
+    Args:
+        input_ids: (batch, n) the text so far.
+        logits_processor, stopping_criteria, generation_config: what transformers has made of the
+            settings for it (`kvtool.generation.model_settings.prepare`).
+
+    Returns:
+        (batch, more) the text and what follows it.
 
     Raises:
         BrokenNumbers: the logits of a row that still runs are not finite.
     """
     written = input_ids.shape[1]
-    text = input_ids.new_zeros(input_ids.shape[0], generation_config.max_length)
-    text[:, :written] = input_ids
+    text = longer(input_ids, generation_config.max_length)
     running = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
     padding = generation_config._pad_token_tensor
     logits = next_logits
@@ -70,6 +78,8 @@ def decode_loop(
         if padding is not None:
             token = torch.where(running, token, padding)
         broken &= running
+        if written == text.shape[1]:
+            text = longer(text, generation_config.max_length)
         text[:, written] = token
         written += 1
         running = running & ~stopping_criteria(text[:, :written], None)
@@ -85,6 +95,14 @@ def decode_loop(
             return text[:, :written]
         with explaining(model, text[:, :written]):
             logits = step(model, kv_cache, token)
+
+
+def longer(text: Tensor, most: int) -> Tensor:
+    """Return a text in a buffer of twice its length, and no more than it can come to."""
+    rows, tokens = text.shape
+    buffer = text.new_zeros(rows, min(most, max(2 * tokens, _FEWEST)))
+    buffer[:, :tokens] = text
+    return buffer
 
 
 class StopsAt(StoppingCriteria):
@@ -142,30 +160,9 @@ class Callback(TextStreamer):
             self._on_text(text)
 
 
-def drawing_settings(
-    model: PreTrainedModel,
-    max_new_tokens: int,
-    temperature: float,
-    min_new_tokens: int,
-) -> GenerationConfig:
-    """Return the model's own settings but for what is said here; temperature 0 samples nothing."""
-    settings = copy.deepcopy(model.generation_config)
-    settings.max_length, settings.max_new_tokens = None, max_new_tokens
-    settings.min_new_tokens = min_new_tokens or None
-    settings.num_beams = settings.num_return_sequences = 1
-    settings.do_sample = temperature > 0
-    if settings.do_sample:
-        settings.temperature = temperature
-    else:
-        settings.temperature = settings.top_p = settings.top_k = settings.min_p = None
-        settings.typical_p = settings.epsilon_cutoff = settings.eta_cutoff = None
-    return settings
-
-
 def until_end(row: list[int], model: PreTrainedModel) -> list[int]:
     """Return the tokens up to the end-of-text token, which stays, without the padding behind it."""
-    ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    ends = end_tokens(model)
     for i, token in enumerate(row):
         if token in ends:
             return row[: i + 1]

@@ -13,19 +13,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.rows import append_rows, keep_rows
 from kvtool.errors import KvtoolError
-from kvtool.generation.decoding import StopsAt, drawing_settings
+from kvtool.generation.decoding import StopsAt, longer
 from kvtool.generation.feeding import decode_step, prefill, wait
 from kvtool.generation.finite import broken_rows, explain
+from kvtool.generation.model_settings import Prepared, check_drawing, drawing_settings, prepare
 
 
 @dataclass(frozen=True)
@@ -99,18 +95,16 @@ class Drawing:
     stop: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Row:
     """A prompt in flight.
 
     Attributes:
-        known: (1, tokens so far) int64 on the CPU, one for each token written.
+        text: (1, tokens and room for more) int64 on the CPU.
     """
 
     prompt: Waiting
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    samples: bool
+    made: Prepared
     generator: torch.Generator
     text: Tensor
     new: list[int] = field(default_factory=list)
@@ -122,16 +116,19 @@ class _Row:
 
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the next token from (1, vocab) logits: (1,) int64."""
-        scores = self.processors(self.known.to(logits.device), logits)
-        if self.samples:
+        scores = self.made.processors(self.known.to(logits.device), logits)
+        if self.made.settings.do_sample:
             return torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
         return scores.argmax(-1)
 
     def take(self, token: int) -> bool:
         """Add a token, and say whether it ends the answer."""
-        self.text[0, self.known.shape[1]] = token
+        place = self.known.shape[1]
+        if place == self.text.shape[1]:
+            self.text = longer(self.text, self.prompt.ids.shape[1] + self.prompt.max_new_tokens)
+        self.text[0, place] = token
         self.new.append(token)
-        return bool(self.criteria(self.known, None).all())
+        return bool(self.made.criteria(self.known, None).all())
 
     def answer(self) -> Answered:
         """Return what has been written."""
@@ -173,6 +170,8 @@ def serve(
     room = _Room(memory, most_rows)
     for prompt in prompts:
         room.check(prompt)
+    settings = drawing_settings(model, 1, drawing.temperature, 0)
+    check_drawing(model, tokenizer, settings)
     waiting, rows = deque(prompts), list[_Row]()
     cache, logits = None, None
     start = time.perf_counter()
@@ -260,33 +259,19 @@ def _begin(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Waiting, drawing: Drawing
 ) -> _Row:
     """Take a row's settings from transformers' own generate, which runs nothing here."""
-    taken: dict = {}
-
-    def take(model, input_ids, logits_processor, stopping_criteria, generation_config, **unused):
-        taken.update(processors=logits_processor, criteria=stopping_criteria)
-        taken.update(samples=generation_config.do_sample)
-        return input_ids
-
     ids = prompt.ids.to(model.device)
     stops = [StopsAt(tokenizer, drawing.stop, ids.shape[1])] if drawing.stop else []
-    type(model).generate(
-        model,
-        ids,
-        attention_mask=torch.ones_like(ids),
-        generation_config=drawing_settings(model, prompt.max_new_tokens, drawing.temperature, 0),
-        stopping_criteria=StoppingCriteriaList(stops),
-        custom_generate=take,
-    )
-    text = torch.zeros(1, ids.shape[1] + prompt.max_new_tokens, dtype=torch.long)
-    text[:, : ids.shape[1]] = prompt.ids.cpu()
+    settings = drawing_settings(model, prompt.max_new_tokens, drawing.temperature, 0)
+    made = prepare(model, tokenizer, ids, settings, stops)
+    text = longer(prompt.ids.cpu(), ids.shape[1] + prompt.max_new_tokens)
     generator = torch.Generator(model.device).manual_seed(drawing.seed + prompt.index)
-    return _Row(prompt, generator=generator, text=text, **taken)
+    return _Row(prompt, made, generator, text)
 
 
 def _step(model: PreTrainedModel, rows: Sequence[_Row], logits: Tensor) -> list[bool]:
     """Draw a token for each row; which rows it ends. The host waits for a step once."""
     broken = broken_rows(logits)
-    if any(row.processors or row.samples for row in rows):
+    if any(row.made.processors or row.made.settings.do_sample for row in rows):
         whole = logits.masked_fill(broken[:, None], 0.0)
         drawn = torch.cat([row.draw(own) for row, own in zip(rows, whole.split(1), strict=True)])
     else:

@@ -131,6 +131,7 @@ def test_policies_whose_rows_cannot_join_run_one_by_one_and_it_is_said(kvtool, p
         (("-p", "h2o,tova"), "--prompts takes one policy, got `h2o,tova`"),
         (("--stream",), "--prompts and --stream exclude each other"),
         (("--memory", "512"), "--memory is a number of bytes such as 8GiB"),
+        (("--memory", "-1"), "--memory is a number of bytes such as 8GiB, got `-1`"),
         (("-f", "yaml"), "--prompts writes text or lines of JSON"),
     ],
 )
