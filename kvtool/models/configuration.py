@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvtool.models.folder import check_folder, find_source
+from kvtool.models.folder import base_of, check_folder, find_source
 from kvtool.plain_config import plain_config
 from kvtool.transformers_versions import reads_plain_configs
 
@@ -25,6 +25,7 @@ def read_config(
         UsageError, KvtoolError: as `kvtool.models.load.load`.
     """
     check_folder(model, config_only=True)
+    model, revision = base_of(model, revision)
     file = Path(find_source(model)[1]) / "config.json"
     if file.is_file() and reads_plain_configs():
         plain = plain_config(json.loads(file.read_bytes()))

@@ -9,6 +9,7 @@ from kvtool.documents.files import check_name
 from kvtool.documents.reading import expand
 from kvtool.errors import UsageError
 from kvtool.models import reference
+from kvtool.models.adapter import check_adapter, find_adapter
 
 REFERENCE = "reference"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -27,6 +28,20 @@ _TOKENIZERS = (
 def is_bundled(model: str) -> bool:
     """Tell whether a name is that of a bundled model; a folder of that name goes first."""
     return model in reference.CHECKPOINTS and not Path(model).exists()
+
+
+def base_of(model: str | None, revision: str | None = None) -> tuple[str | None, str | None]:
+    """Return the model, and its revision, that says how an adapter's folder is run; or the same."""
+    adapter = None if model is None or is_bundled(model) else find_adapter(model)
+    return (model, revision) if adapter is None else (adapter.base, adapter.revision)
+
+
+def tokenizer_folder(model: str | None) -> str | None:
+    """Return an adapter's own folder if it holds a tokenizer; None: its base has the tokenizer."""
+    if base_of(model)[0] == model:
+        return None
+    source = find_source(model)[1]
+    return source if any((Path(source) / file).is_file() for file in _TOKENIZERS) else None
 
 
 def find_source(model: str | None) -> tuple[str, str]:
@@ -65,6 +80,11 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
     gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
     if gguf is not None and not _has_weights(folder):
         raise _refuse_gguf(str(gguf))
+    adapter = find_adapter(source)
+    if adapter is not None:
+        check_adapter(adapter)
+        check_folder(adapter.base, config_only=config_only)
+        return
     if not config.is_file():
         raise UsageError(f"model folder `{name}` has no config.json")
     try:

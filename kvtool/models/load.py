@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
+from kvtool.models.adapter import find_adapter, merge_adapter
 from kvtool.models.failures import (
     UNQUANTISED,
     in_one_line,
     library_output_on_stderr,
     named_if_quantised,
 )
-from kvtool.models.folder import check_folder, find_source
+from kvtool.models.folder import base_of, check_folder, find_source, tokenizer_folder
 from kvtool.models.hub import check_hub
 from kvtool.models.placement import (
     check_attention,
@@ -66,10 +67,15 @@ def load(
             be run with a compressed cache.
     """
     check_folder(model)
+    given, (model, revision) = model, base_of(model, revision)
     check_hub(model, revision)
     place = resolve_device(device, device_map)
     if tensor_parallel:
         check_processes(device, device_map)
+        if given != model:
+            raise UsageError(
+                f"model folder `{given}` is an adapter, and --tensor-parallel takes whole models"
+            )
     check_attention(attn_implementation, place)
     name, source = find_source(model)
     where = _where(revision, trust_remote_code)
@@ -78,7 +84,7 @@ def load(
             config = _load_config(name, source, where)
             split = split_over_processes(config) if tensor_parallel else {}
         with in_one_line("tokenizer", name, trust_remote_code):
-            tokenizer = _load_tokenizer(source, where)
+            tokenizer = _load_tokenizer(tokenizer_folder(given) or source, where)
         with (
             in_one_line("weights", name, trust_remote_code),
             named_if_quantised(name, config),
@@ -95,6 +101,11 @@ def load(
             )
             if device_map is None and not tensor_parallel:
                 loaded.to(place)
+        adapter = None if given == model else find_adapter(given)
+        if adapter is not None:
+            name = adapter.name
+            with in_one_line("adapter", name, trust_remote_code):
+                loaded = merge_adapter(loaded, adapter)
     loaded.eval().requires_grad_(False)
     loaded.name_or_path = loaded.config._name_or_path = name
     commit = getattr(config, "_commit_hash", None)
@@ -113,6 +124,8 @@ def load_tokenizer(
         UsageError, KvtoolError: as `load`.
     """
     check_folder(model)
+    own = tokenizer_folder(model)
+    model, revision = base_of(model, revision)
     check_hub(model, revision)
     name, source = find_source(model)
     where = _where(revision, trust_remote_code)
@@ -120,7 +133,7 @@ def load_tokenizer(
         with in_one_line("configuration", name, trust_remote_code):
             config = _load_config(name, source, where)
         with in_one_line("tokenizer", name, trust_remote_code):
-            return _load_tokenizer(source, where), config
+            return _load_tokenizer(own or source, where), config
 
 
 def load_config(
@@ -132,6 +145,7 @@ def load_config(
         UsageError, KvtoolError: as `load`.
     """
     check_folder(model, config_only=True)
+    model, revision = base_of(model, revision)
     check_hub(model, revision)
     name, source = find_source(model)
     where = _where(revision, trust_remote_code)
