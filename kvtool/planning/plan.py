@@ -127,14 +127,11 @@ class _Drafts:
         scale = Fraction(1)
         if target.ratio is not None:
             scale = length_scale(self.profile, target.prompt_tokens)
-        window = None
-        if policy is not None and policy.score.when == "prompt":
-            window = policy.score.window
         problem = AllocationProblem(
             total=total,
             min_budgets=[min(least, layers.prompt_tokens)] * len(layers.free),
             max_budgets=[layers.prompt_tokens] * len(layers.free),
-            window=window,
+            window=None if policy is None else policy.voting_window,
             **evidence(self.allocator, self.profile, layers.free, scale),
         )
         split = self.allocator.split(problem)

@@ -216,6 +216,13 @@ class Policy:
         return self.score.allocator if self.allocate is None else self.allocate
 
     @property
+    def voting_window(self) -> int | None:
+        """Return how many newest tokens vote on the others and stay; None: no such window."""
+        score = self.score
+        votes = score.evidence is Evidence.LAST_ROWS and score.when == "prompt"
+        return score.window if votes or score.evidence is Evidence.QUERIES else None
+
+    @property
     def head_split(self) -> HeadSplit | None:
         """Return how a layer's budget is split over its KV heads; None: equally."""
         split = self.score.head_split if self.heads is None else self.heads

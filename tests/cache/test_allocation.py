@@ -13,7 +13,7 @@ from kvtool.generation import compress, decode_step, prefill
 from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.pyramid import pyramid_line
-from kvtool.policies.allocate.split import Spread
+from kvtool.policies.allocate.split import AllocatedSplit, Spread
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
 pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
@@ -121,6 +121,25 @@ def test_pyramid_follows_its_line():
     assert cache.report().kept_per_layer == [round(past) + 8 for past in line]
     cache, _ = filled(model, "h2o+pyramid", 48, random_ids(500), prefill_mode="block:32")
     assert sum(cache.report().kept_per_layer) == 48 * LAYERS
+
+
+WINDOWS = {  # that `+pyramid` adds to its line: the votes that stay, else 8
+    "expected": 8,
+    "tova": 8,
+    "h2o": 8,
+    "snapkv(window=12)": 12,
+    "pyramidkv(window=5)": 5,
+    "rkv(window=12)": 12,
+    "snapkv(window=12)+pyramid(window=0)": 0,
+}
+
+
+@pytest.mark.parametrize(("policy", "window"), WINDOWS.items())
+def test_pyramid_adds_the_window_of_votes_or_else_8(policy, window):
+    parsed = kvtool.parse_policy(policy if "pyramid" in policy else f"{policy}+pyramid")
+    line = [past + window for past in pyramid_line(3, 40, 150, window=window, beta=20)]
+    least = [max(round(tokens), parsed.min_budget) for tokens in line]
+    assert AllocatedSplit(parsed, 3).for_prompt(40, 150) == [120 - sum(least[1:]), *least[1:]]
 
 
 @pytest.mark.parametrize("policy", ["h2o+pyramid", "roco(sinks=2)+d2o-alloc(norm=minmax)"])

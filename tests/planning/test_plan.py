@@ -132,6 +132,11 @@ def test_pyramid_takes_the_window_that_the_policy_keeps():
     needs = {"policy": parse_policy("snapkv")}
     made = plan(Pyramid(), tokens=128, context=4096, options=needs)
     assert made.layers.tokens[-1] == 32 + round((128 - 32) / 20)
+    needs = {"policy": parse_policy("rkv(window=32)")}  # cuts while it decodes, and keeps it, too
+    assert plan(Pyramid(), tokens=128, context=4096, options=needs).layers == made.layers
+    needs = {"policy": parse_policy("expected")}  # has no window
+    made = plan(Pyramid(), tokens=128, context=4096, options=needs)
+    assert made.layers.tokens[-1] == 8 + round((128 - 8) / 20)
 
 
 def test_error_optimal_budgets_of_a_ratio_grow_with_the_prompt():

@@ -76,12 +76,11 @@ class AllocatedSplit:
         spare = total - sum(held)
         if spare >= 0:  # the prompt fits; what is generated grows alike
             return [tokens + spare // self.layers for tokens in held]
-        score = self.policy.score
         problem = AllocationProblem(
             total=total,
             min_budgets=[min(self.policy.min_budget, mean, tokens) for tokens in held],
             max_budgets=held,
-            window=score.window if score.when == "prompt" else None,
+            window=self.policy.voting_window,
             variance=spread.variance if spread else (),
             largest=spread.largest if spread else (),
         )
