@@ -73,7 +73,8 @@ def prefill(
             else:
                 ends_here = valid.any(1)[:, None]
                 logits = torch.where(ends_here, out, logits)
-        if cache.repetition is not None and not cache.repetition.ended:
+        part = cache.repetition
+        if logits is not None and part is not None and not part.ended:
             rows = [
                 ids[own].tolist()
                 for ids, own in zip(input_ids, _tokens(input_ids, mask), strict=True)

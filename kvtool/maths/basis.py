@@ -12,16 +12,16 @@ def moments(keys: Tensor) -> Tensor:
     """Average over the tokens: k k^T, and in one more row k.
 
     Args:
-        keys: (..., tokens, head_dim).
+        keys: (..., tokens, head_dim); of no tokens the averages are 0.
 
     Returns:
         (..., head_dim + 1, head_dim) float32.
     """
     import torch
 
-    keys = keys.float()
-    products = torch.matmul(keys.transpose(-1, -2), keys) / keys.shape[-2]
-    return torch.cat([products, keys.mean(-2, keepdim=True)], -2)
+    keys, tokens = keys.float(), max(1, keys.shape[-2])
+    sums = [torch.matmul(keys.transpose(-1, -2), keys), keys.sum(-2, keepdim=True)]
+    return torch.cat(sums, -2) / tokens
 
 
 def principal_components(moments: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ def sized_reader(
     Args:
         pairs: as above, or what the reader's own `k` amounts to.
         length: tokens of the prompt, or what is stored of it if the budget is what is stored.
-        stored: tokens that are stored when the prompt ends.
+        stored: tokens that are stored when the prompt ends; 0 of padding alone, sized as one.
         head_dim: channels of a key.
         planned: the layer's stages, as a plan has them.
     """
@@ -51,7 +51,7 @@ def sized_reader(
     if reader.planned and planned is None:
         strict = pairs >= reader.min_budget  # what is generated may exceed the budget
         stages = _stages(policy, pairs, length + new, head_dim, new, window=0, strict=strict)
-    return reader.sized(StepBudget(pairs, stored, head_dim, stages))
+    return reader.sized(StepBudget(pairs, max(1, stored), head_dim, stages))
 
 
 def pairs_of(reader: Read) -> int:

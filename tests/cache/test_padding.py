@@ -7,7 +7,7 @@ import torch
 
 import kvtool
 from kvtool.generation import decode_step, prefill
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import instructed, peaky_model, random_ids
 
 pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
 
@@ -90,6 +90,29 @@ def test_rows_are_what_they_are_alone(family, policy, budget, mode):
         ours = torch.stack([logits[i] for logits in together])
         torch.testing.assert_close(ours, torch.cat(alone), atol=3e-4, rtol=3e-4)
         same_row(both, one, i)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "quest", "exact-topk", "rocketkv(window=3)"])
+def test_a_share_of_padding_alone_is_no_reason_to_refuse_the_others(policy):
+    model = kvtool.attach(peaky_model("llama"))
+    row, new = random_ids(60, seed=60), random_ids(4, seed=9)
+    ids, mask = torch.zeros(2, 60, dtype=torch.long), torch.zeros(2, 60, dtype=torch.long)
+    ids[1], mask[1] = row[0], 1
+    both, one = (kvtool.build_cache(model, policy, 0.5) for _ in range(2))
+    together = [prefill(model, both, ids, mask)]
+    together += [decode_step(model, both, tokens.expand(2)) for tokens in new.T]
+    alone = [prefill(model, one, row)] + [decode_step(model, one, tokens) for tokens in new.T]
+    ours = torch.stack([logits[1] for logits in together])
+    torch.testing.assert_close(ours, torch.cat(alone), atol=3e-4, rtol=3e-4)
+    same_row(both, one, 1)
+
+
+def test_a_batch_of_padding_alone_is_refused():
+    model = kvtool.attach(peaky_model("llama"))
+    ids = torch.zeros(2, 9, dtype=torch.long)
+    for policy in ("h2o", "kvzip", "quest"):
+        with pytest.raises(kvtool.UsageError, match="the prompt is empty"):
+            prefill(model, instructed(kvtool.build_cache(model, policy, 20)), ids, ids)
 
 
 LAST_BLOCKS = [

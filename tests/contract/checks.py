@@ -131,6 +131,50 @@ def so_they_are_where_the_prompt_comes_in_blocks(case: Case) -> None:
     rows_are_rows_alone(case, lambda: new_cache(case, BLOCK))
 
 
+def short_batch(case: Case, mode: str, decoded: int) -> None:
+    """Entries of 46, 0 and 1 tokens; so many are decoded, then a turn comes in which all have some.
+
+    An entry of padding alone has nothing to be compared with before the turn, and afterwards only
+    where nothing was decoded: it is then an entry whose prompt is the turn.
+    """
+    rows = [random_ids(length, seed=length) for length in (PROMPT, 1)]
+    ids, mask = torch.zeros(3, PROMPT, dtype=torch.long), torch.zeros(3, PROMPT, dtype=torch.long)
+    for entry, row in ((0, rows[0]), (2, rows[1])):
+        ids[entry, -row.shape[1] :], mask[entry, -row.shape[1] :] = row[0], 1
+    new, turn = random_ids(2, seed=9, batch=3)[:, :decoded], random_ids(28, seed=7, batch=3)
+    both = new_cache(case, mode)
+    together = [feed(both, ids, mask), *([steps(both, new)] if decoded else [])]
+    together += [feed(both, turn), steps(both, turn[:, :3])]
+    for entry, row in ((0, rows[0]), (1, None), (2, rows[1])):
+        if row is None and decoded:
+            continue
+        one, own = new_cache(case, mode), slice(entry, entry + 1)
+        alone = [feed(one, row)] if row is not None else []
+        alone += [steps(one, new[own])] if decoded else []
+        alone += [feed(one, turn[own]), steps(one, turn[own, :3])]
+        ours = torch.cat(together)[:, own][-sum(map(len, alone)) :]
+        torch.testing.assert_close(ours, torch.cat(alone), **rounding(case))
+        same_slots(both, one, row=entry)
+
+
+@check
+def an_entry_of_padding_alone_leaves_the_others_as_they_are(case: Case) -> None:
+    short_batch(case, BLOCK, decoded=2)
+
+
+@check
+def so_it_does_where_the_prompt_comes_whole(case: Case) -> None:
+    short_batch(case, "full", decoded=2)
+
+
+@check
+def an_entry_may_begin_in_a_later_turn(case: Case) -> None:
+    if case.repeats:
+        return  # only a first prompt is repeated
+    for mode in MODES:
+        short_batch(case, mode, decoded=0)
+
+
 @functools.cache
 def full_logits(policy: str, mode: str) -> Tensor:
     """The full cache's logits, by transformers alone where they are not of codes."""

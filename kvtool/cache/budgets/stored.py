@@ -278,12 +278,12 @@ class StoredBudgets:
         """The mean over layers that each row may keep, for a ratio; empty for other budgets."""
         if self.budget is None or self.budget.ratio is None:
             return []
-        rows = [fraction_of(self.budget.ratio, n) for n in lengths]
+        shortest = min((n for n in lengths if n), default=0)
         try:
-            self.policy.check_budget(min(rows))
+            self.policy.check_budget(fraction_of(self.budget.ratio, shortest))
         except UsageError as error:
-            raise UsageError(f"{self.budget} of {min(lengths)} tokens: {error}") from None
-        return rows
+            raise UsageError(f"{self.budget} of {shortest} tokens: {error}") from None
+        return [fraction_of(self.budget.ratio, n) for n in lengths]
 
     def _tokens(self, layer: SlotLayer, length: int = 0) -> int:
         return self._in_tokens.of(layer, length, self.new_tokens)

@@ -77,7 +77,13 @@ class TrafficBudgets:
             self.ends = change(torch.tensor(self.ends)).tolist()
 
     def pairs(self, layer: SlotLayer, length: int) -> int:
-        """What a step may read of a row, its prompt being so long."""
+        """What a step may read of a row, its prompt being so long.
+
+        A row of padding alone has at least what its reader needs.
+        """
+        return max(self._pairs(layer, length), 0 if length else self.policy.min_budget)
+
+    def _pairs(self, layer: SlotLayer, length: int) -> int:
         own = self.reader_part.k
         if own is not None and not self.policy.budget_is_traffic:
             return own * self.reader_part.divisor

@@ -93,7 +93,7 @@ class PaddedEntries:
         for row, (each, tokens) in enumerate(counts):
             own = slice(row, row + 1)
             index = None if self.index is None else self.index[own]
-            entry = replace(each, budget=0, tokens=tokens, index=index)
+            entry = replace(each, budget=-1, tokens=tokens, index=index)  # not even of no tokens
             entry.build(keys[own], values[own])
             made.append(entry.tables or {})
         self.tables = {

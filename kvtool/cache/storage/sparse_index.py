@@ -200,7 +200,7 @@ def take_slots(buffer: Tensor, slots: Tensor) -> Tensor:
     first = torch.arange(0, batch * heads * capacity, capacity, device=buffer.device)
     first = first.view(batch, heads, *[1] * (slots.dim() - 2))
     taken = buffer.view(-1, dim).index_select(0, (slots + first).flatten())
-    return taken.view(batch, -1, slots.shape[-1], dim)
+    return taken.view(batch, slots.shape[1:-1].numel(), slots.shape[-1], dim)
 
 
 def _with_room(tables: State, columns: Mapping[str, int]) -> State:

@@ -37,7 +37,7 @@ class StepBudget:
 
     Attributes:
         pairs: t.
-        tokens: stored at the end of the prompt.
+        tokens: stored at the end of the prompt, at least 1.
         head_dim: channels of a key.
         stages: RocketKV's plan, for a reader that is `planned`.
     """
