@@ -9,6 +9,7 @@ from kvtool.calls.plan_settings import PlanModel
 from kvtool.errors import UsageError
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.folder import REFERENCE
+from kvtool.sizes import MOST_TOKENS
 
 if TYPE_CHECKING:
     from kvtool.documents.model_shape import ModelShape
@@ -85,5 +86,11 @@ def usual_context(shape: ModelShape, profile: ProfileDocument | None, watcher: W
         return profile.data.tokens
     if shape.trained_length is None:
         raise UsageError(f"model `{shape.id}` has no longest context", hint="--context 32K")
+    if shape.trained_length > MOST_TOKENS:
+        raise UsageError(
+            f"model `{shape.id}` gives {shape.trained_length} tokens as its longest context, more "
+            f"than the {MOST_TOKENS} that can be planned for",
+            hint="--context 32K",
+        )
     watcher.note(f"context: {shape.trained_length} tokens, the model's longest (change: --context)")
     return shape.trained_length

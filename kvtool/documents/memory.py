@@ -71,7 +71,7 @@ class CacheNeeds(Section):
     def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found = serialize(self)
         if self.reads is None:
-            del found["reads"]
+            found.pop("reads", None)  # which the caller may have left out already
         return found
 
     def beside(self, others: Sequence[CacheNeeds], memory: DeviceMemory) -> CacheNeeds:

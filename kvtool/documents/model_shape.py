@@ -54,7 +54,7 @@ class ModelShape(Section):
     def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found = serialize(self)
         if self.latent_dim is None:
-            del found["latent_dim"]
+            found.pop("latent_dim", None)  # which the caller may have left out already
         return found
 
     @classmethod

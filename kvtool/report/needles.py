@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtool.documents.results import ResultsDocument, TaskResult
@@ -55,8 +56,13 @@ def needle_grids(document: ResultsDocument, task: str) -> dict[str, NeedleGrid]:
 
 
 def is_needle(result: TaskResult) -> bool:
-    """Tell whether cells are places of a needle: lengths and depths."""
-    return bool(result.cells) and all(set(cell.at) == {"length", "depth"} for cell in result.cells)
+    """Tell whether cells are places of a needle: a length and a depth, both of them numbers."""
+    return bool(result.cells) and all(_is_place(cell.at) for cell in result.cells)
+
+
+def _is_place(at: Mapping[str, object]) -> bool:
+    numbers = (isinstance(value, (int, float)) for value in at.values())
+    return set(at) == {"length", "depth"} and all(numbers)
 
 
 def scale(result: TaskResult) -> float:

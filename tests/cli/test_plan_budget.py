@@ -88,6 +88,23 @@ def test_what_was_chosen_is_said(kvtool):
     assert done.err == "context: 1000 tokens, as profiled (change: --context)\n"
 
 
+def test_a_longest_context_that_no_text_has_is_refused(kvtool):
+    profile = yaml.safe_load(PROFILE)
+    del profile["data"]
+    profile["model"]["trained_length"] = 99999999999
+    given = {"stdin": yaml.safe_dump(profile).encode()}
+    done = kvtool("plan-budget", "-", "--ratio", "20%", "--allocator", "uniform", **given)
+    assert (done.code, done.out) == (2, "")
+    told, hint = done.err.splitlines()
+    assert told.endswith(
+        "gives 99999999999 tokens as its longest context, more than the 2147483647 that can be "
+        "planned for"
+    )
+    assert hint == "hint: --context 32K"
+    asked = ("--ratio", "20%", "--allocator", "uniform", "--context", "1K")
+    assert kvtool("plan-budget", "-", *asked, **given).code == 0
+
+
 def test_a_plan_in_a_file_reads_back(kvtool):
     for name in ("plan.yaml", "plan.json"):
         done = kvtool("plan-budget", "both.yaml", "--ratio", "1/3", "-o", name)

@@ -2,6 +2,7 @@
 
 from tests.fuzz.caches import DamagedCaches, MetadataAlone, SealedCaches
 from tests.fuzz.documents import Plans, Profiles, Recipes, Sources, TurnFiles
+from tests.fuzz.fields import Lines, PlanFields, ProfileFields, RecipeFields, RunFields
 from tests.fuzz.policies import Flags, Policies, Sizes
 from tests.fuzz.runs import RunFolders
 
@@ -18,4 +19,9 @@ KINDS = (
     MetadataAlone,
     SealedCaches,
     RunFolders,
+    PlanFields,
+    ProfileFields,
+    RecipeFields,
+    Lines,
+    RunFields,
 )

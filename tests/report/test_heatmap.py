@@ -7,6 +7,7 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 
 from kvtool.report.heatmap import needle_figure
+from kvtool.report.needles import needle_tasks
 from kvtool.report.style import drawing
 from tests.report.examples import DEPTHS, LENGTHS, document
 
@@ -29,6 +30,14 @@ def with_cells(run, change):
         for r in run.results
     ]
     return run.model_copy(update={"results": results})
+
+
+@pytest.mark.parametrize("at", [{"depth": "1/3"}, {"length": "1K"}, {"length": "x", "depth": ""}])
+def test_cells_at_places_that_are_no_numbers_are_no_map(at):
+    run = document(("niah",), {"h2o": 1}, (64,))
+    changed = with_cells(run, lambda cell: cell.model_copy(update={"at": cell.at | at}))
+    assert needle_tasks(run) == ["niah"]
+    assert needle_tasks(changed) == []
 
 
 def test_depth_0_is_on_top_and_lengths_grow_to_the_right():

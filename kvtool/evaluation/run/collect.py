@@ -150,7 +150,7 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
         return count / total if total > 0 and count > 0 else None
 
     def if_all(name: str) -> float | None:
-        return mean(name) if all(name in cost for cost in costs) else None
+        return mean(name) if all(cost.get(name) is not None for cost in costs) else None
 
     peaks = [cost["peak_memory_bytes"] for cost in costs]
     return Cost(
@@ -162,7 +162,7 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
         prefill_tokens_per_s=rate("prompt_tokens", "prefill_s"),
         decode_tokens_per_s=rate("decoded_tokens", "decode_s"),
         allocated_bytes=if_all("allocated_bytes"),
-        kept_per_layer=_mean_per_layer([cost.get("kept_per_layer", []) for cost in costs]),
+        kept_per_layer=_mean_per_layer([cost.get("kept_per_layer") or [] for cost in costs]),
     )
 
 

@@ -96,6 +96,9 @@ def test_held_bytes_are_buffers_and_policy_state_and_layers_have_means():
     assert cost.kept_per_layer == [20, 0, 20.5]
     mixed = task_result(Measured("a", Match(name="t"), [first, record("no")], 0, 2, True, "f")).cost
     assert (mixed.allocated_bytes, mixed.kept_per_layer) == (None, [])
+    unknown = record("no", allocated_bytes=None, kept_per_layer=None)
+    null = task_result(Measured("a", Match(name="t"), [first, unknown], 0, 2, True, "f")).cost
+    assert null == mixed  # what is null is not recorded
     fewer = [first, record("no", allocated_bytes=2500, kept_per_layer=[30, 0])]
     cost = task_result(Measured("a", Match(name="t"), fewer, 0, 2, True, "f")).cost
     assert cost.kept_per_layer == []  # one record tells of another number of layers
