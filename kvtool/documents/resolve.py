@@ -15,12 +15,14 @@ from kvtool.documents.reading import expand
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import Check, read_recipe, resolve_includes
 from kvtool.documents.source import Source, check_kind, read_named
-from kvtool.errors import UsageError
+from kvtool.documents.tree import Node
+from kvtool.errors import UsageError, quote
 
 Value = TypeVar("Value")
-CheckNamed = Callable[[Sequence[Any], str], None]
+CheckNamed = Callable[[Sequence[Any], str, str], None]
 
 _LOCK = "recipe.lock.yaml"  # of a run's folder
+_SAVED = "a run or a plan"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ def resolve(
         source: a recipe or a plan, not yet validated or a plan that is; None for neither.
         sets, unsets: `--set` and `--unset` flags.
         command: as typed, such as `kvtool eval`.
-        check_named: refuses policies that a plan, or the recipe of a run, may not name.
+        check_named: refuses policies that no file may name, given where they stand and what
+            document it is.
         check: finds further mistakes, as for `read_recipe`.
 
     Raises:
@@ -61,7 +64,7 @@ def resolve(
         UsageError: the recipe cannot be read.
     """
     given, piped, name = flags.values, None, "the plan"
-    own = flags.sets("policy") or any(text.startswith("policy") for text in sets)
+    own = flags.sets("policy") or any(text.partition("=")[0].strip() == "policy" for text in sets)
     if isinstance(source, PlanDocument):
         flags.check_beside_plan(name)
         source, piped = None, source
@@ -74,13 +77,18 @@ def resolve(
             flags.check_beside_plan(f"{source.name}: budget.plan")
     if piped is not None:
         if not own:
-            check_named([piped.policy], name)
+            check_named([piped.policy], name, _SAVED)
         given = [(name, _values_of_plan(piped)), *given]
     if source is not None and source.path is not None and source.path.name == _LOCK and not own:
         node = source.node.child("policy")
         chosen = None if node is None else node.data
-        check_named(chosen if isinstance(chosen, list) else [chosen], source.name)
-    recipe, found = read_recipe(source or Source.empty(), given, sets, unsets, check)
+        check_named(chosen if isinstance(chosen, list) else [chosen], source.name, _SAVED)
+
+    def check_all(recipe: Recipe, source: Source) -> list[Problem]:
+        _check_code(source, check_named)
+        return [] if check is None else check(recipe, source)
+
+    recipe, found = read_recipe(source or Source.empty(), given, sets, unsets, check_all)
     if recipe.plan is not None and recipe.allocator is not None:
         raise UsageError(
             f"allocator `{recipe.allocator}` and a plan exclude each other: the plan has split its "
@@ -88,6 +96,36 @@ def resolve(
             hint="leave out one of them",
         )
     return Resolved(recipe, found, _plan_of(recipe, found, piped))
+
+
+def _check_code(source: Source, check_named: CheckNamed) -> None:
+    """Refuse code that a file names: scores of one's own, tasks of one's own.
+
+    What a flag or a Python call says has no place in a text, and may name code.
+
+    Raises:
+        UsageError: the first such name.
+    """
+    for key in ("policy", "modifiers"):
+        for node in _items(source.node.child(key)):
+            named = node.child("name") or node
+            if named.mark.index is not None:
+                check_named([named.data], named.mark.name, "a recipe")
+    evaluation = source.node.child("eval")
+    for i, task in enumerate(_items(evaluation.child("tasks") if evaluation else None)):
+        folder = task.child("include_path")
+        if folder is not None and folder.value is not None and folder.mark.index is not None:
+            raise UsageError(
+                f"`{folder.mark.name}` names tasks in {quote(folder.data)}, which may "
+                "run code, and no file may name code",
+                hint=f"--set eval.tasks.{i}.include_path=FOLDER",
+            )
+
+
+def _items(node: Node | None) -> list[Node]:
+    if node is None:
+        return []
+    return node.value if isinstance(node.value, list) else [node]
 
 
 def _names_plan(source: Source) -> bool:

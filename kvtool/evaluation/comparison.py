@@ -121,8 +121,8 @@ def _claim(recipe: Recipe, policies: list[str], budgets: list[Budget]) -> Claim 
     pairs = [
         pair.model_copy(
             update={
-                "arm": str(parse_policy(pair.arm)),
-                "than": str(parse_policy(pair.than)),
+                "arm": str(parse_policy(pair.arm, imports=False)),
+                "than": str(parse_policy(pair.than, imports=False)),
                 "budgets": [str(Budget.parse(budget)) for budget in pair.budgets],
                 "than_at": [str(Budget.parse(budget)) for budget in pair.than_at],
             }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from kvtool.documents.files import check_name
 from kvtool.documents.reading import expand
-from kvtool.errors import UsageError
+from kvtool.errors import UsageError, quote
 from kvtool.models import reference
 from kvtool.models.adapter import check_adapter, find_adapter
 
@@ -111,18 +111,51 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _check_weights(name: str, folder: Path) -> None:
-    index = next((folder / file for file in _INDEXES if (folder / file).is_file()), None)
-    if any((folder / file).is_file() for file in _WEIGHTS):
-        return
-    if index is None:
+    """Refuse a folder without weights; all indexes are read, since transformers chooses one."""
+    whole = any((folder / file).is_file() for file in _WEIGHTS)
+    indexes = [folder / file for file in _INDEXES if (folder / file).is_file()]
+    if not whole and not indexes:
         raise UsageError(f"model folder `{name}` has no weights (no {_WEIGHTS[0]})")
+    for index in indexes:
+        shards = _read_shards(index)
+        for shard in shards:
+            _check_inside(index, shard)
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        if missing and not whole:
+            raise UsageError(
+                f"model folder `{name}` lacks {len(missing)} of {len(shards)} weight files "
+                f"(first: {missing[0]})"
+            )
+        whole = True  # a further index is of weights in another format
+
+
+def _read_shards(index: Path) -> list[str]:
     try:
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        shards = set(json.loads(index.read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"`{index}` is not an index of weight files") from None
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing:
+    if not all(isinstance(shard, str) for shard in shards):
+        raise UsageError(f"`{index}` is not an index of weight files")
+    return sorted(shards)
+
+
+def _check_inside(index: Path, shard: str) -> None:
+    """Refuse a weight file that an index places outside of its folder.
+
+    In the hub's cache a file of a snapshot is a link into the `blobs` of the same model.
+    """
+    folder = index.parent.resolve()
+    places = [folder]
+    if folder.parent.name == "snapshots":
+        places.append(folder.parent.parent / "blobs")
+    try:
+        named = PurePath(shard)
+        inside = not named.is_absolute() and ".." not in named.parts
+        inside = inside and any((folder / named).resolve().is_relative_to(p) for p in places)
+    except (OSError, ValueError, RuntimeError):  # no name of a file, links in a circle
+        inside = False
+    if not inside:
         raise UsageError(
-            f"model folder `{name}` lacks {len(missing)} of {len(shards)} weight files "
-            f"(first: {missing[0]})"
+            f"`{index}` names {quote(shard)}, which is outside the model's folder",
+            hint="put the weight files into that folder",
         )

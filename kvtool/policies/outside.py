@@ -1,7 +1,7 @@
 """Scores from outside the package, named `my_package.my_module:MyScore` in a policy string.
 
-A name on the command line, in Python or in a recipe is imported. A name in a file that somebody may
-have been sent (a saved cache, a run, a plan) never is: it is looked up among the modules that are
+A name on the command line or in Python is imported. A name in a file that somebody may have been
+sent (a recipe, a plan, a run, a saved cache) never is: it is looked up among the modules that are
 imported already.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from kvtool.errors import KvtoolError, UsageError, did_you_mean, in_one_line, quote
 from kvtool.policies.declared import class_fault, is_score
 from kvtool.policies.parts import Score
-from kvtool.policies.spelling import read_settings
+from kvtool.policies.spelling import read_settings, split_outside
 
 _NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
@@ -31,6 +31,17 @@ def module_of(policy: str) -> str | None:
     """Return the module that a policy string names its base by, None where it names none."""
     match = _NAME.match(policy.lstrip())
     return None if match is None else match[1]
+
+
+def named_parts(policies: str) -> list[tuple[str, str]]:
+    """Return module and class of each score that a policy string, or a list of them, names so.
+
+    >>> named_parts("h2o, my_module:Mine(recent=2)+caote")
+    [('my_module', 'Mine')]
+    """
+    parts = [part for text in split_outside(policies, ",") for part in split_outside(text, "+")]
+    found = [_NAME.match(part.lstrip()) for part in parts]
+    return [(match[1], match[2]) for match in found if match is not None]
 
 
 def build_outside(name: str, arguments: str, *, imports: bool) -> Score:

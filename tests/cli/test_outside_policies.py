@@ -189,7 +189,8 @@ def test_a_recipe_names_it_and_its_run_goes_on(kvtool, tmp_path):
         "eval": {"baseline": False, "tasks": [{"task": "niah", "lengths": "256", "depths": "2"}]},
     }
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(recipe))
-    run = ("eval", "own.yaml", "-q", "-f", "json", "--no-plots", "-o", "run")
+    named = ("-p", f"{POLICY},my_own.scores:MyScore(recent=2)")
+    run = ("eval", "own.yaml", *named, "-q", "-f", "json", "--no-plots", "-o", "run")
     first = kvtool(*run, "--limit", "1")
     assert first.code == 0, first.err
     forget()
@@ -213,6 +214,67 @@ def test_a_recipe_names_it_and_its_run_goes_on(kvtool, tmp_path):
     assert "what a run or a plan names is not imported" in error
     assert "my_own" not in sys.modules
     assert kvtool(*lock, "-p", POLICY, "--dry-run").code == 0
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(POLICY, [POLICY], {"name": "my_own.scores:MyScore"}, ["h2o", f" {POLICY}"]),
+        *(f"h2o,{POLICY}", f"h2o+{POLICY}", "my_own.lazy:MyScore"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "eval", "compress"])
+@pytest.mark.each_once
+def test_a_recipe_does_not_import_what_it_names(kvtool, tmp_path, package, policy, command):
+    marker = tmp_path / "imported"
+    (package / "scores.py").write_text(f"open({str(marker)!r}, 'w')\n{SCORE}")
+    (package / "lazy.py").write_text((package / "scores.py").read_text())
+    recipe = {"kind": "recipe", "schema_version": 1, "policy": policy, "budget": 32}
+    (tmp_path / "inner.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "outer.yaml").write_text("kind: recipe\nschema_version: 1\ninclude: inner.yaml\n")
+    more = {"eval": ("-t", "niah"), "compress": ("--prompt", "a", "--save", "a.safetensors")}
+    for file in ("inner.yaml", "outer.yaml"):
+        for extra in ((), ("--set", "seed=1"), ("--set", "policy_x=1")):
+            done = kvtool(command, file, "--dry-run", *more.get(command, ()), *extra)
+            assert done.code == 2
+            assert "what a recipe names is not imported" in done.err or "unknown key" in done.err
+            assert "Traceback" not in done.err
+    assert not marker.exists()
+    done = kvtool(command, "outer.yaml", "--dry-run", *more.get(command, ()), "-p", POLICY)
+    assert done.code == 0, done.err
+    assert marker.exists()
+
+
+def test_a_recipe_in_python_may_name_code_and_one_in_a_file_may_not(kvtool, tmp_path):
+    from kvtool.calls.settings import GenerationSettings
+    from kvtool.calls.settle import settle
+    from kvtool.documents.given import document_of
+
+    recipe = {"kind": "recipe", "schema_version": 1, "policy": POLICY, "budget": 32}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(recipe))
+    typed = GenerationSettings(recipe=document_of(recipe, "a recipe"))
+    assert settle(typed, "kvtool generate")[0].policy == POLICY
+    with pytest.raises(UsageError, match=r"own\.yaml` names policy"):
+        settle(GenerationSettings(recipe="own.yaml"), "kvtool generate")
+
+
+def test_the_pairs_of_a_claim_import_nothing(kvtool, tmp_path):
+    claim = {"text": "a", "pairs": [{"task": "niah", "arm": POLICY, "than": "h2o"}]}
+    recipe = {"kind": "recipe", "schema_version": 1, "policy": "h2o", "claim": claim}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(recipe))
+    done = kvtool("eval", "own.yaml", "-t", "niah", "--dry-run")
+    assert done.code == 2
+    assert "my_own" not in sys.modules
+
+
+def test_a_recipe_does_not_name_tasks_that_run_code(kvtool, tmp_path):
+    task = {"task": "lm-eval/mine", "include_path": str(tmp_path)}
+    recipe = {"kind": "recipe", "schema_version": 1, "policy": "h2o", "eval": {"tasks": [task]}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(recipe))
+    error = refused(kvtool("eval", "own.yaml", "--dry-run"))
+    assert "no file may name code" in error
+    done = kvtool("eval", "own.yaml", "--dry-run", "-s", f"eval.tasks.0.include_path={tmp_path}")
+    assert "no file may name code" not in done.err
 
 
 def test_a_plan_does_not_import_what_it_names(kvtool):

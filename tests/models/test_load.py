@@ -122,6 +122,40 @@ def test_refuses_a_folder_that_lacks_a_shard(folder):
         check_folder(str(folder))
 
 
+@pytest.mark.parametrize("place", ["../model-1.safetensors", "absolute", "link", "a/../../b", 3])
+@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_refuses_an_index_that_points_outside_of_its_folder(folder, place, kind, whole):
+    outside = folder.parent / "model-1.safetensors"
+    outside.write_bytes((folder / "model.safetensors").read_bytes())
+    if place == "absolute":
+        place = str(outside)
+    elif place == "link":
+        (folder / place).symlink_to(outside)
+    (folder / f"{kind}.index.json").write_text(json.dumps({"weight_map": {"a": place}}))
+    if not whole:
+        (folder / "model.safetensors").unlink()
+    told = "is not an index" if place == 3 else "outside the model's folder"
+    with pytest.raises(UsageError, match=told):
+        check_folder(str(folder))
+
+
+def test_takes_the_links_of_the_hubs_cache_and_no_others(folder, tmp_path):
+    model = tmp_path / "models--a--b"
+    (model / "blobs").mkdir(parents=True)
+    snapshot = shutil.copytree(folder, model / "snapshots" / "0123")
+    (snapshot / "model.safetensors").rename(model / "blobs" / "sha")
+    (snapshot / "one.safetensors").symlink_to("../../blobs/sha")
+    index = snapshot / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    check_folder(str(snapshot))
+    (snapshot / "one.safetensors").unlink()
+    (snapshot / "one.safetensors").symlink_to("../../sha")
+    (model / "blobs" / "sha").rename(model / "sha")
+    with pytest.raises(UsageError, match="outside the model's folder"):
+        check_folder(str(snapshot))
+
+
 def test_refuses_a_configuration_that_is_no_json(folder):
     (folder / "config.json").write_text('{"model_type":')
     with pytest.raises(UsageError, match=r"config.json` is not valid JSON: Expecting value"):
