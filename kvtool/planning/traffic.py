@@ -12,6 +12,8 @@ from kvtool.policies.read.view import StepBudget
 def tokens_left(policy: Policy, pairs: int, n: int, new: int) -> int:
     """Return what a policy whose budget is traffic leaves of a prompt; all, without a stage 1.
 
+    A prompt of no more tokens than the pairs that a step reads is kept whole.
+
     Args:
         pairs: of key and value that a decoded token reads per layer and KV head.
         n: tokens of the prompt.
@@ -22,7 +24,8 @@ def tokens_left(policy: Policy, pairs: int, n: int, new: int) -> int:
     """
     if not policy.two_stages:
         return n
-    plan = _stages(policy, pairs, n + new, head_dim=1, new=new, window=policy.score.window)
+    window = 0 if n <= pairs else policy.score.window
+    plan = _stages(policy, pairs, n + new, head_dim=1, new=new, window=window)
     return n if n <= pairs else min(n, plan.prompt_tokens)
 
 
@@ -50,7 +53,10 @@ def sized_reader(
     stages: LayerStages | RocketKVPlan | None = planned
     if reader.planned and planned is None:
         strict = pairs >= reader.min_budget  # what is generated may exceed the budget
-        stages = _stages(policy, pairs, length + new, head_dim, new, window=0, strict=strict)
+        whole = length <= pairs  # the prompt is stored whole, and so is what is generated
+        stages = _stages(
+            policy, pairs, length + new, head_dim, new, window=0, strict=strict, whole=whole
+        )
     return reader.sized(StepBudget(pairs, max(1, stored), head_dim, stages))
 
 
@@ -67,14 +73,15 @@ def _stages(
     new: int,
     window: int,
     strict: bool = False,
+    whole: bool = False,
 ) -> RocketKVPlan:
-    """Plan both stages of RocketKV; readers that keep everything have no stage 1."""
+    """Plan both stages of RocketKV; what keeps everything has no stage 1."""
     return plan_rocketkv(
         context,
         pairs,
         head_dim,
         max_new_tokens=new,
         window=window,
-        split=split_of(policy),
+        split=0.0 if whole else split_of(policy),
         strict=strict,
     )

@@ -13,9 +13,10 @@ from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.documents.model_shape import ModelShape
 from kvtool.documents.plan import PlanDocument, Target
 from kvtool.generation import decode_step, generate, prefill
+from kvtool.model_shape import layer_shapes
 from kvtool.models.load import load
 from kvtool.planning.forecast import Text
-from kvtool.planning.held import forecast_plan
+from kvtool.planning.held import even_budgets, forecast_plan
 from kvtool.planning.plan import make_plan
 from kvtool.planning.rocketkv import plan_rocketkv
 from kvtool.policies.allocate.uniform import Uniform
@@ -366,3 +367,26 @@ def test_refusals():
     with pytest.raises(kvtool.UsageError, match="`rocketkv` comes with a reader of its own"):
         replace(kvtool.parse_policy("rocketkv"), read=quest)
     assert score.reader == HSA()
+
+
+@pytest.mark.parametrize(("length", "new"), [(33, 16), (20, 40), (40, 9)])
+@pytest.mark.parametrize("policy", ["rocketkv", "rocketkv(split=0.5)", "rocketkv-mt"])
+def test_a_prompt_of_no_more_tokens_than_a_step_reads_is_kept_whole(length, new, policy):
+    """However many tokens stage 1 would leave; no step reads more pairs than the budget has."""
+    lm = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(lm, policy, 40)
+    logits = prefill(lm, cache, random_ids(length), new_tokens=new)
+    for _ in range(new - 1):
+        logits = decode_step(lm, cache, logits.argmax(-1))
+    everything = list(range(length + new - 1))
+    for layer in range(2):
+        assert cache.kept_positions(layer)[0].tolist() == [everything] * 2
+    assert cache.report().traffic_pairs <= 40
+    options = {"max_new_tokens": new, "window": 0, "split": 0.0, "strict": True}
+    whole = plan_rocketkv(length + new, 40, 16, **options)
+    read = cache.budgets.traffic.reader(cache.first_layer, 0, length)[0]
+    sizes = (whole.page_size, whole.head_dims, whole.top_k)
+    assert (read.page, read.k1, read.k) == sizes
+    layer = layer_shapes(lm.config)[0]
+    (part,) = even_budgets(cache.policy, 40, [layer], Text(length, new, 1, 96))
+    assert (part.tokens, part.reading.reader.k1) == (length, read.k1)
