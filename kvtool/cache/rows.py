@@ -17,7 +17,6 @@ from kvtool.cache.storage.growth import Growth, LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.ragged import to_ragged
-from kvtool.cache.storage.rope_shift import RopeShift
 from kvtool.cache.storage.slots import Slots
 from kvtool.errors import KvtoolError
 from kvtool.policies.evicted.calidrop import CaliDrop
@@ -98,10 +97,6 @@ def _join(layer: SlotLayer, others: Sequence[SlotLayer], coming: int) -> None:
         if split and _heads(each) is None:
             _spread_over_heads(each)
         _hold(each, slots, width)
-    shift = RopeShift.of(layer)
-    for own in (RopeShift.of(other) for other in others):
-        if shift is not None and own is not None:
-            shift.reach(own.max_shift)
     met = [_tensors(other) for other in others]
     layer.reindex(lambda tensor: torch.cat([tensor, *(next(each) for each in met)]))
     if any(next(each, None) is not None for each in met):

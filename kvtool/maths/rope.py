@@ -1,20 +1,13 @@
-"""The rotation by which a model places its keys, with a table of the turns that come often."""
+"""The rotation by which a model places its keys."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtool.maths.rotation import (
-    cosines_and_sines,
-    mean_cosines_and_sines,
-    rope_shift,
-    rope_shift_table,
-)
+from kvtool.maths.rotation import cosines_and_sines, mean_cosines_and_sines, rope_shift
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_LONGEST_TABLE = 8192  # positions; beyond, angles are computed when they are needed
 
 
 class Rotation:
@@ -27,30 +20,19 @@ class Rotation:
             frequencies: (pairs,) float32, radians a position.
             interleaved: whether the numbers of a pair are neighbours.
         """
-        import torch
-
         self.frequencies, self.interleaved = frequencies, interleaved
-        self._table = 0, cosines_and_sines(torch.zeros(1, device=frequencies.device), frequencies)
 
     def __deepcopy__(self, memo: dict) -> Rotation:
         return self  # what it computes never changes
 
-    def turn(self, states: Tensor, by: Tensor, reach: int) -> Tensor:
+    def turn(self, states: Tensor, by: Tensor) -> Tensor:
         """Turn keys or queries on.
 
         Args:
             states: (batch, heads, tokens, head_dim), after RoPE.
             by: (batch, heads or 1, tokens) float32, whole positions, signed.
-            reach: no turn is longer than this.
         """
-        if reach > _LONGEST_TABLE:
-            turns = cosines_and_sines(by, self.frequencies)
-        else:
-            if reach > self._table[0]:
-                longer = 1 << reach.bit_length()
-                self._table = longer, rope_shift_table(self.frequencies, longer)
-            known, table = self._table
-            turns = table[(by + known).long()]
+        turns = cosines_and_sines(by, self.frequencies)
         return rope_shift(states, turns, interleaved=self.interleaved)
 
     def mean_turn(self, start: int | Tensor, count: int) -> Tensor:

@@ -15,21 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def rope_shift_table(frequencies: Tensor, max_shift: int) -> Tensor:
-    """Tabulate cosines and sines of all shifts up to `max_shift` positions back and forth.
-
-    Args:
-        frequencies: (pairs,) float32, radians a position.
-
-    Returns:
-        (2 * max_shift + 1, 2 * pairs) float32: cosines, then sines; row d + max_shift is for d.
-    """
-    import torch
-
-    shifts = torch.arange(-max_shift, max_shift + 1, device=frequencies.device)
-    return cosines_and_sines(shifts, frequencies)
-
-
 def cosines_and_sines(shifts: Tensor, frequencies: Tensor) -> Tensor:
     """Compute cosines and sines of shifts.
 

@@ -12,6 +12,8 @@ from kvtool.generation import decode_step, prefill
 from kvtool.policies.numbers import SHIFT
 from tests import models_for_tests
 from tests.cache.test_oracle import BUDGET, follow, spell
+from tests.contract.cases import Case
+from tests.contract.checks import every_tensor_of_a_cache_is_in_its_report
 from tests.models_for_tests import (
     FAMILIES,
     HOOKED,
@@ -353,3 +355,9 @@ def test_the_spelling():
         "streaming(positions=cache)"
     )
     assert str(kvtool.parse_policy("h2o(positions=text)+caote")) == "h2o+caote"
+
+
+def test_no_tensor_is_kept_to_turn_keys_by():
+    for text in ("h2o", "tova", "roco"):
+        case = Case(placed(text), "base")
+        every_tensor_of_a_cache_is_in_its_report(case)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import CodeType, FunctionType, MethodType, ModuleType
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ import kvtool
 from kvtool.cli.main import main
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding
+from kvtool.maths.quantise import RandomRotation
 from kvtool.policies.whole_prompt import reads_whole
 from tests.contract.cases import Case
 from tests.models_for_tests import any_cache, instructed, peaky_model, random_ids
@@ -173,6 +175,54 @@ def an_entry_may_begin_in_a_later_turn(case: Case) -> None:
         return  # only a first prompt is repeated
     for mode in MODES:
         short_batch(case, mode, decoded=0)
+
+
+def reachable(root: object) -> dict[int, int]:
+    """Bytes of each storage that attributes, items and closures lead to from an object.
+
+    Left out is what the model has anyway, and the constants of int4's rotation, which all caches
+    of a process share.
+    """
+    model = attached()
+    found: dict[int, int] = {}
+    known = {each.untyped_storage().data_ptr() for each in [*model.parameters(), *model.buffers()]}
+    seen, ahead = set(), [root]
+    plain = (str, bytes, int, float, type, ModuleType, CodeType, torch.nn.Module, RandomRotation)
+    while ahead:
+        one = ahead.pop()
+        if id(one) in seen or isinstance(one, plain):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            storage = one.untyped_storage()
+            if storage.data_ptr() not in known:
+                found[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(one, dict):
+            ahead += one.values()
+        elif isinstance(one, list | tuple | set | frozenset):
+            ahead += one
+        elif isinstance(one, MethodType):
+            ahead.append(one.__self__)
+        elif isinstance(one, FunctionType):
+            ahead += [cell.cell_contents for cell in one.__closure__ or ()]
+        elif isinstance(one, functools.partial):
+            ahead += [one.func, one.args, one.keywords]
+        else:
+            slots = [name for kind in type(one).__mro__ for name in vars(kind).get("__slots__", ())]
+            ahead += [getattr(one, name) for name in slots if hasattr(one, name)]
+            ahead += getattr(one, "__dict__", {}).values()
+    return found
+
+
+@check
+def every_tensor_of_a_cache_is_in_its_report(case: Case) -> None:
+    ids, mask, rows = padded()
+    number = 8 * LAYERS * KV_HEADS * len(rows)  # bytes of one for each head: which slot is next
+    cache = new_cache(case)
+    feed(cache, ids, mask), steps(cache, random_ids(3, seed=9, batch=3))
+    report, found = cache.report(), reachable(cache).values()
+    counted = report.allocated_bytes + report.state_bytes + report.host_bytes
+    assert sum(size for size in found if size > number) <= counted <= sum(found)
 
 
 @functools.cache

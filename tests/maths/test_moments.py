@@ -62,7 +62,7 @@ def test_a_mean_turn_is_the_mean_of_turns(start, count, interleaved):
     states = torch.randn(1, 2, 1, 8, generator=torch.Generator().manual_seed(start))
     found = rotation.turn_by(states, rotation.mean_turn(start, count))
     places = torch.arange(start, start + count).float()[None, None]
-    each = rotation.turn(states.expand(-1, -1, count, -1), places, start + count)
+    each = rotation.turn(states.expand(-1, -1, count, -1), places)
     torch.testing.assert_close(found, each.mean(2, keepdim=True), atol=2e-3, rtol=1e-3)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvtool.maths.rotation import cosines_and_sines, rope_shift, rope_shift_table
+from kvtool.maths.rotation import cosines_and_sines, rope_shift
 
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.01])
 
@@ -43,10 +43,3 @@ def test_turns_by_hand():
     states = torch.tensor([[[[1.0, 0.0, 0.0, 2.0]]]])
     turned = rope_shift(states, cosines_and_sines(torch.ones(1, 1, 1), quarter), interleaved=False)
     torch.testing.assert_close(turned, torch.tensor([[[[0.0, 0.0, 1.0, -2.0]]]]))
-
-
-def test_a_table_holds_every_turn_both_ways():
-    table = rope_shift_table(FREQUENCIES, 9)
-    assert table.shape == (19, 6)
-    for by in (-9, -1, 0, 5, 9):
-        torch.testing.assert_close(table[by + 9], cosines_and_sines(torch.tensor(by), FREQUENCIES))

@@ -154,7 +154,7 @@ def _find(
             case = (name, interleaved, keys.device)
             if case not in found:
                 found[case] = Rotation(frequencies.float().to(keys.device), interleaved)
-            turned = found[case].turn(first, by, step)
+            turned = found[case].turn(first, by)
             if (turned.float() - second.float()).abs().max() <= tolerance:
                 return found[case]
     lengths = first.float().norm(dim=-1) - second.float().norm(dim=-1)

@@ -64,7 +64,7 @@ def _products(layer: SlotLayer, form: CodedForm, call: Call, stored: Stored) -> 
     )
     for own, part in _slices(stored):
         if moved:
-            keys = shift_keys(layer, call, form.decode_keys(part), own).float()
+            keys = shift_keys(layer, form.decode_keys(part), own).float()
         else:
             keys = form.rounded_keys(part)
         parts.append(dot_products(grouped, keys))

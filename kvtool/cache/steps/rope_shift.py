@@ -31,14 +31,13 @@ def shift_block(layer: SlotLayer, call: Call, block: Block) -> Call:
     if kept and layer.padded:
         held = (block.view.positions[:, :, :kept] >= 0).sum(-1, keepdim=True)
     shifts, new_shift = block.state[SHIFT], _new_shift(call, held)
-    reach = _reach(part, call, kept + call.q_len)
     old, new, query = call.key[:, :, :kept], call.key[:, :, kept:], call.query
     if new_shift is not None:
         shifts[:, :, kept:] = new_shift
-        new = rotation.turn(new, shifts[:, :, kept:], reach)
-        query = rotation.turn(query, _by_query(new_shift, query), reach)
+        new = rotation.turn(new, shifts[:, :, kept:])
+        query = rotation.turn(query, _by_query(new_shift, query))
     if kept:
-        old = rotation.turn(old, shifts[:, :, :kept], reach)
+        old = rotation.turn(old, shifts[:, :, :kept])
         new = torch.cat([old, new], 2)
     return replace(call, key=new, query=query)
 
@@ -46,17 +45,17 @@ def shift_block(layer: SlotLayer, call: Call, block: Block) -> Call:
 def shift_decoded(layer: SlotLayer, call: Call) -> Call:
     """Bring the slots, with the decoded token among them, to their ranks."""
     call = shift_query(layer, call)
-    return replace(call, key=shift_keys(layer, call, call.key, slice(0, layer.slots.used)))
+    return replace(call, key=shift_keys(layer, call.key, slice(0, layer.slots.used)))
 
 
 @torch.no_grad()
-def shift_keys(layer: SlotLayer, call: Call, keys: Tensor, slots: slice) -> Tensor:
+def shift_keys(layer: SlotLayer, keys: Tensor, slots: slice) -> Tensor:
     """Bring the keys of some slots to their ranks, once the decoded token has its own."""
     part = RopeShift.of(layer)
     if part is None or part.rotation is None:
         return keys
     shifts = layer.slots.state[SHIFT][:, :, slots]
-    return part.rotation.turn(keys, shifts, _reach(part, call, layer.slots.used))
+    return part.rotation.turn(keys, shifts)
 
 
 @torch.no_grad()
@@ -69,13 +68,13 @@ def shift_query(layer: SlotLayer, call: Call) -> Call:
     if layer.padded:
         held = (slots.positions[:, :, : slots.used] >= 0).sum(-1, keepdim=True) - 1
     shifts, new_shift = slots.state[SHIFT][:, :, : slots.used], _new_shift(call, held)
-    reach, query = _reach(part, call, slots.used), call.query
+    query = call.query
     if new_shift is not None:
         if slots.written is None:
             shifts[:, :, -1:] = new_shift
         else:
             shifts.scatter_(2, slots.written, new_shift.expand_as(slots.written))
-        query = part.rotation.turn(query, _by_query(new_shift, query), reach)
+        query = part.rotation.turn(query, _by_query(new_shift, query))
     return replace(call, query=query)
 
 
@@ -106,9 +105,3 @@ def _by_query(shift: Tensor, query: Tensor) -> Tensor:
     if shift.shape[1] > 1:
         shift = shift.repeat_interleave(heads // shift.shape[1], 1)
     return shift.expand(batch, -1, q_len)
-
-
-def _reach(part: RopeShift, call: Call, slots: int) -> int:
-    """The longest shift that there can be, known to the host."""
-    end = 0 if call.context.placement is None else call.context.placement.end
-    return part.reach(max(end, slots))

@@ -19,7 +19,7 @@ class PaddedEntries:
     """Batch entries of a layer that differ in length and are read together.
 
     Attributes:
-        alone: what each row would be by itself, without tables.
+        alone: what each row would be by itself, without its index and tables.
         rows: which of the layer's batch entries.
         budget, stored, tokens: as of `IndexedEntries`, of each row.
         sizes: those of each row's reader.
@@ -51,7 +51,7 @@ class PaddedEntries:
         }
         parts = [each.index for each in alone if each.index is not None]
         return cls(
-            alone,
+            [replace(each, index=None) for each in alone],
             slice(0, len(alone)),
             PerRow.of([each.budget for each in alone], device),
             PerRow.of([each.stored for each in alone], device),
