@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from kvtool.cache.in_words import InWords
@@ -28,6 +29,7 @@ from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.cache.storage.tensor_parallel import heads_of_layer
 from kvtool.sizes import DEFAULT_BLOCK
 
+_PARTS = 512  # ids of so many forwards are held apart
 Watcher = Callable[[PendingStep, Call, Tensor], None]
 
 
@@ -109,9 +111,23 @@ class KVCache(InWords, CacheState):
     def is_linear(self) -> list[bool]:
         return self.linear
 
-    def end_forward(self) -> None:
-        """Note that a forward has run through all layers."""
+    def end_forward(self, ids: Tensor | None = None) -> None:
+        """Note that a forward has run through all layers.
+
+        Args:
+            ids: (batch, q_len) its tokens; None: nobody knows them.
+        """
         self.changing = False
+        if ids is None or torch.compiler.is_compiling():
+            return
+        running, parts = self.running, self.running.fed.parts
+        if running.in_generate and ids.shape[1] == 1:  # which notes its text at its end
+            return
+        if running.in_prompt:  # whoever feeds it knows how it was laid out
+            return
+        parts.append((self.slot_layers[0].seen, ids.clone()))
+        if len(parts) == _PARTS:
+            running.fed.pack()
 
     def break_off(self) -> None:
         """Note that a forward has broken off inside."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from kvtool.cache.steps.call import Placement
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.text import FedTokens
 from kvtool.errors import KvtoolError
 
 
@@ -15,7 +19,8 @@ class ForwardState:
     Attributes:
         masked: whether batch entries may have padding in it, as its mask would say.
         own_mask: whether its mask says of each query, or anew, which tokens it sees.
-        in_generate: whether transformers' `generate` of an attached model runs it.
+        in_generate: whether a `generate` runs it, which adds a token a forward to its text.
+        fed: ids of forwards since the text was noted.
         placement: where it has placed its tokens; None: by their place in the text.
         logits_asked: its `logits_to_keep`.
         in_prompt: whether it is a part of a prompt that somebody has announced.
@@ -25,6 +30,7 @@ class ForwardState:
 
     def __init__(self) -> None:
         self.masked, self.own_mask, self.in_generate = True, False, False
+        self.fed = FedTokens()
         self.placement: Placement | None = None
         self.logits_asked: int | Tensor = 0
         self.prompt_lengths: list[int] | None = None
@@ -38,6 +44,10 @@ class ForwardState:
         """Take the forwards that follow as prompts of their own, or as decoded tokens."""
         self.in_prompt, self.last_block = False, True
         self.prompt_lengths = None
+
+    def note_text(self, tokens: int | None) -> None:
+        """Say that so many tokens of the text have been noted; None: it is not known."""
+        self.fed = FedTokens(tokens)
 
     def say_last(self, last: bool) -> None:
         """Say whether the next forward ends its prompt."""
@@ -60,9 +70,14 @@ class ForwardState:
         """Take note of a forward that begins."""
         self.masked, self.own_mask = masked, own_mask
 
-    def within_generate(self, inside: bool) -> None:
-        """Say whether `generate` runs the forwards that follow."""
-        self.in_generate = inside
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Say that `generate` runs the forwards inside, and notes its text at its end."""
+        self.in_generate = True
+        try:
+            yield
+        finally:
+            self.in_generate = False
 
     def place(self, placement: Placement | None) -> None:
         """Say where the running forward has placed its tokens."""

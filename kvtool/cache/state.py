@@ -54,7 +54,6 @@ class CacheState(Cache):
         repetition: of a policy that has its prompt repeated.
         running: what is known of the running forward.
         changing: whether a forward has begun to change the cache and has not ended.
-        text: the text so far.
         groups: layers that evict together.
         static: steps of fixed shapes.
     """
@@ -87,7 +86,7 @@ class CacheState(Cache):
         self.settings = CacheSettings(config, policy, budget, block, kernel, plan)
         self.surprisals = Surprisals.of(self.slot_layers, policy)
         self.repetition = Repetition.of(policy)
-        self.running, self.text, self.changing = ForwardState(), Text(), False
+        self.running, self._text, self.changing = ForwardState(), Text(), False
         self.groups, self.static = LayerGroups(), StaticSteps()
         if self.link.head_ranks is not None:
             rank_heads(self.slot_layers, self.link.head_ranks)
@@ -129,8 +128,18 @@ class CacheState(Cache):
         return self.policy.score.positions == "cache"
 
     @property
+    def text(self) -> Text:
+        """What is known of the text so far."""
+        fed = self.running.fed
+        if fed.parts:
+            end, ids = fed.behind(self._text.input_ids)
+            self._text = Text(ids)
+            self.running.note_text(end)
+        return self._text
+
+    @property
     def input_ids(self) -> Tensor | None:
-        """The text so far, (batch, n), where kvtool drove it or loaded it."""
+        """The text so far, (batch, n), as it was fed, generated or loaded; None: not known."""
         return self.text.input_ids
 
     @property
@@ -150,7 +159,10 @@ class CacheState(Cache):
 
     def remember(self, input_ids: Tensor | None, next_logits: Tensor | None = None) -> None:
         """Note the text so far, and the logits after it where all of it has been fed."""
-        self.text = replace(self.text, input_ids=input_ids, next_logits=next_logits)
+        self._text = replace(self._text, input_ids=input_ids, next_logits=next_logits)
+        seen = self.first_layer.seen
+        whole = input_ids is not None and input_ids.shape[1] >= seen
+        self.running.note_text(seen if whole else None)
 
     def end_with(self, chat: Literal["open", "answer"] | None, said: Said | None = None) -> None:
         """Note what a conversation ends with: an `open` message, an `answer`, or nothing known.
@@ -158,7 +170,7 @@ class CacheState(Cache):
         Args:
             said: its messages, where they are known.
         """
-        self.text = replace(self.text, chat=chat, said=said)
+        self._text = replace(self.text, chat=chat, said=said)
 
     def kept_positions(self, layer: int) -> Tensor:
         """True positions of the tokens that a layer holds.
@@ -249,6 +261,14 @@ class CacheState(Cache):
 
     def _reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         self.ungroup()
+        if self.running.in_generate:  # whose beams are noted at its end, not token by token
+            self._text = Text()
+            self.running.note_text(None)
+        else:
+            text = self.text
+            known = (text.input_ids, text.next_logits)
+            ids, logits = (None if each is None else change(each) for each in known)
+            self._text = replace(text, input_ids=ids, next_logits=logits)
         self.budgets.reindex(change)
         if self.surprisals is not None:
             self.surprisals.reindex(change)
@@ -263,7 +283,7 @@ class CacheState(Cache):
             self.surprisals.reset()
         if self.repetition is not None:
             self.repetition.reset()
-        self.running, self.text, self.changing = ForwardState(), Text(), False
+        self.running, self._text, self.changing = ForwardState(), Text(), False
         self.budgets.reset()
         super().reset()
         self.meter.forget()

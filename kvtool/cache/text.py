@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -87,3 +88,51 @@ class Text:
     next_logits: Tensor | None = None
     chat: Literal["open", "answer"] | None = None
     said: Said | None = None
+
+
+class FedTokens:
+    """Ids of forwards that nobody has noted as text yet; joined when somebody asks.
+
+    Attributes:
+        start: tokens of the text that were noted before; None: it is not known what came before.
+        parts: for each forward, how many tokens the cache had seen after it, and its own ids.
+    """
+
+    def __init__(self, start: int | None = 0) -> None:
+        self.start = start
+        self.parts: list[tuple[int, Tensor]] = []
+
+    def pack(self) -> None:
+        """Join the parts, so that what is held does not grow by a tensor a token."""
+        end, ids = self._joined()
+        self.parts[:] = [] if ids is None else [(end, ids)]
+
+    def _joined(self) -> tuple[int, Tensor | None]:
+        """How far the text is known, and the ids behind what was noted before, if there are any.
+
+        What comes behind a forward that was not noted is left out.
+        """
+        end = 0 if self.start is None else self.start
+        ids: list[Tensor] = []
+        for seen, part in self.parts if self.start is not None else []:
+            if seen - part.shape[1] != end or (ids and len(part) != len(ids[0])):
+                break
+            ids.append(part)
+            end = seen
+        return end, torch.cat(ids, 1) if ids else None
+
+    def behind(self, text: Tensor | None) -> tuple[int | None, Tensor | None]:
+        """Return how much of the text is known, and it, (batch, n) on the host: a sync.
+
+        Args:
+            text: what was noted before.
+        """
+        end, ids = self._joined()
+        if ids is None:
+            return self.start, text
+        ids = ids.cpu()
+        if not self.start:
+            return end, ids
+        if text is None or len(text) != len(ids):
+            return None, None
+        return end, torch.cat([text[:, : self.start].cpu(), ids], 1)

@@ -156,19 +156,20 @@ def generate(
         *([StopsWhen(stop_when)] if stop_when is not None else []),
     ]
     made = prepare(model, tokenizer, ids, settings, stops)
-    everything = decode_loop(
-        model,
-        ids,
-        made.processors,
-        made.criteria,
-        made.settings,
-        text_streamer=None if on_text is None else Callback(tokenizer, on_text),
-        next_logits=logits,
-        kv_cache=cache,
-        generator=torch.Generator(model.device).manual_seed(seed),
-        kept_logits=kept,
-        step=step,
-    )
+    with cache.running.generating():
+        everything = decode_loop(
+            model,
+            ids,
+            made.processors,
+            made.criteria,
+            made.settings,
+            text_streamer=None if on_text is None else Callback(tokenizer, on_text),
+            next_logits=logits,
+            kv_cache=cache,
+            generator=torch.Generator(model.device).manual_seed(seed),
+            kept_logits=kept,
+            step=step,
+        )
     wait(model)
     decode_s = time.perf_counter() - start
     known = everything.cpu()

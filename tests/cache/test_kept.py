@@ -192,7 +192,7 @@ def test_beams_and_rollback_take_the_record_along():
     after = kept_tokens(cache)
     same(after, before)
     with cache.rollback():
-        ids = torch.cat([cache.input_ids[1:], random_ids(9, batch=1)], 1)
+        ids = torch.cat([cache.input_ids[-1:], random_ids(9, batch=1)], 1)
         cache.remember(None)
         model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
         assert kept_tokens(cache).tokens > after.tokens

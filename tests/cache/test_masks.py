@@ -331,15 +331,27 @@ def test_tokens_that_are_hidden_later(family):
 
 
 def test_padding_that_is_shown_later():
+    """Over `full` as transformers does; a policy that evicts never stored it, and hides it on."""
     pads = torch.ones(2, READ, dtype=torch.long)
     pads[1, :6] = 0
-    ids = random_ids(READ, batch=2)
-    model = fresh()
-    for policy, budget in (("h2o", 30), ("quest", 16)):
-        cache = kvtool.build_cache(model, policy, budget)
+    ids, ones = random_ids(READ, batch=2), torch.ones(2, READ + NEW)
+    steps = [
+        {"ids": ids, "attention_mask": pads},
+        {"ids": ids[:, :NEW], "attention_mask": ones},
+    ]
+    theirs, ours = both(steps, num_hidden_layers=1)  # in which padding has the same keys
+    assert torch.allclose(theirs[1], ours[1], atol=2e-5)
+    model, found = fresh(), []
+    for mask in (None, ones):
+        cache = kvtool.build_cache(model, "h2o", 30)
         model(ids, attention_mask=pads, past_key_values=cache)
-        with pytest.raises(kvtool.KvtoolError, match="hides or shows other tokens"):
-            model(ids[:, :2], attention_mask=torch.ones(2, 22), past_key_values=cache)
+        found.append(model(ids[:, :NEW], attention_mask=mask, past_key_values=cache).logits)
+    assert torch.equal(*found)
+    ones[1, 10:12] = 0
+    cache = kvtool.build_cache(model, "h2o", 30)
+    model(ids, attention_mask=pads, past_key_values=cache)
+    with pytest.raises(kvtool.KvtoolError, match="hides or shows other tokens"):
+        model(ids[:, :NEW], attention_mask=ones, past_key_values=cache)
 
 
 @pytest.mark.parametrize("new", [NEW, 1])

@@ -56,7 +56,7 @@ def save_cache(
     model = model if model is not None else cache.link.model()
     if model is None:
         raise KvtoolError("the model that this cache was built for is gone; pass it as `model`")
-    known = cache.text.input_ids
+    known = cache.input_ids
     if input_ids is None and known is not None and known.shape[1] >= cache.get_seq_length():
         input_ids, next_logits = known, cache.text.next_logits
     tensors = _text_tensors(input_ids, next_logits) | _cache_tensors(cache)

@@ -99,18 +99,23 @@ def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object)
     if cache.settings.lending:
         forget_lent()
     if cache.surprisals is None:
-        cache.end_forward()
+        cache.end_forward(given.get("input_ids"))
 
 
 @torch.no_grad()
 def _after_model(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     given = _named(module, args, kwargs) if args else kwargs
     cache = given.get("past_key_values")
-    if not isinstance(cache, KVCache) or cache.surprisals is None:
+    if not isinstance(cache, KVCache):
         return None
-    answer_logits(cache, cache.surprisals, output)
-    cache.end_forward()
-    return output
+    if cache.surprisals is not None:
+        answer_logits(cache, cache.surprisals, output)
+        cache.end_forward(given.get("input_ids"))
+        return output
+    parts = cache.running.fed.parts
+    if not parts or parts[-1][0] != cache.slot_layers[0].seen:  # its decoder was handed embeddings
+        cache.end_forward(given.get("input_ids"))
+    return None
 
 
 def _named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:

@@ -83,13 +83,11 @@ class GenerateCalls:
         ids = kwargs.get("inputs") if kwargs.get("inputs") is not None else kwargs.get("input_ids")
         if cache.get_seq_length() > 0 and isinstance(ids, Tensor):
             check_continues(cache, ids)
-        cache.running.within_generate(True)
-        try:
+        with cache.running.generating():
             out = self._own(**kwargs)
-        finally:
-            cache.running.within_generate(False)
         texts = out if isinstance(out, Tensor) else out.sequences
         cache.remember(texts.cpu() if self._rows_are_texts(kwargs, cache, texts) else None)
+        cache.end_with(None)
         return out
 
     @property
