@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvtool.cache.files.load import load_cache
     from kvtool.cache.files.save import save_cache
     from kvtool.cache.hooks.attach import detach
+    from kvtool.calls.check_policy import check_policy
     from kvtool.calls.compress import compress
     from kvtool.calls.generate import generate
     from kvtool.calls.plan import plan
@@ -34,6 +35,7 @@ _HOMES = {
     "detach": "kvtool.cache.hooks.attach",
     "save_cache": "kvtool.cache.files.save",
     "load_cache": "kvtool.cache.files.load",
+    "check_policy": "kvtool.calls.check_policy",
     "compress": "kvtool.calls.compress",
     "generate": "kvtool.calls.generate",
     "plan": "kvtool.calls.plan",
@@ -52,6 +54,7 @@ __all__ = [
     "UsageError",
     "attach",
     "build_cache",
+    "check_policy",
     "compress",
     "compressed",
     "detach",

@@ -1,4 +1,4 @@
-"""`kvtool policies`: the table of policies and modifiers, or one of them in full."""
+"""`kvtool policies`: the table of policies and modifiers, one of them in full, or one checked."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument
+from typer import Argument, Option
 
 from kvtool.cli.options import OutputOptions
 from kvtool.cli.output import write_data
 from kvtool.cli.terminal import Terminal
+from kvtool.errors import PolicyError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,25 +26,55 @@ class PoliciesOptions(OutputOptions):
     """Options of `kvtool policies`."""
 
     name: Annotated[
-        str | None, Argument(metavar="[NAME]", help="A policy or modifier, told in full.")
+        str | None,
+        Argument(metavar="[NAME]", help="A policy or modifier, or a score as MODULE:CLASS."),
     ] = None
+    check: Annotated[
+        bool,
+        Option("--check", help="Hold the policy against the contract, on a small random model."),
+    ] = False
 
 
 def policies(options: PoliciesOptions, terminal: Terminal) -> None:
-    """List policies and modifiers with their parameters, or tell all of one."""
+    """List policies and modifiers with their parameters, tell all of one, or check one."""
     options.check_output()
-    from kvtool.cli.policy_tables import AllPolicies, one_policy
-    from kvtool.policies.about import about
-    from kvtool.policies.table import describe
+    if options.check:
+        _check(options, terminal)
+    elif options.name is not None:
+        from kvtool.cli.policy_tables import one_policy
+        from kvtool.policies.about import about
 
-    if options.name is not None:
         one = about(options.name)
         _write(_data(one), one_policy(one), options, terminal)
-        return
+    else:
+        _list(options, terminal)
+
+
+def _list(options: PoliciesOptions, terminal: Terminal) -> None:
+    from kvtool.cli.policy_tables import AllPolicies
+    from kvtool.policies.table import describe
+
     entries = describe()
     _write([asdict(entry) for entry in entries], AllPolicies(entries), options, terminal)
     if terminal.interactive and options.choose_format("text") == "text":
         terminal.note(_OWN)
+
+
+def _check(options: PoliciesOptions, terminal: Terminal) -> None:
+    """Check one policy; exit 1 where it fails."""
+    if options.name is None:
+        raise UsageError(
+            "--check needs a policy", hint="kvtool policies my_policies:MyScore --check"
+        )
+    from kvtool.calls.check_policy import check_policy
+    from kvtool.cli.policy_tables import checked_policy
+
+    report = check_policy(options.name, raises=False)
+    data = {**asdict(report), "passed": report.passed}
+    _write(data, checked_policy(report), options, terminal)
+    if not report.passed:
+        told = f"{report.policy} fails {len(report.failed)} of {len(report.checks)} checks"
+        raise PolicyError(told)
 
 
 def _data(one: About) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from kvtool.calls.check_policy import PolicyReport
     from kvtool.policies.about import About
     from kvtool.policies.table import Entry
 
@@ -109,6 +110,21 @@ def one_policy(about: About) -> RenderableType:
     for paragraph in about.text.split("\n\n"):
         parts += [Text(), Text(" ".join(paragraph.split()))]
     return Constrain(Group(*parts), _WIDEST)
+
+
+def checked_policy(report: PolicyReport) -> RenderableType:
+    """Lay out what became of each check."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("check", no_wrap=True)
+    table.add_column("outcome", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    told: set[str] = set()
+    for each in report.checks:
+        again = each.outcome == "failed" and each.detail in told
+        table.add_row(each.name, each.outcome, Text("the same" if again else each.detail))
+        told.add(each.detail)
+    budget = "" if report.budget is None else f", budget {report.budget}"
+    return Constrain(Group(Text(f"{report.policy}{budget}", style="bold"), Text(), table), _WIDEST)
 
 
 def _table(width: int, first: str, second: str, goes_on: int | None = None) -> Table:

@@ -7,8 +7,18 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
 from kvtool.errors import UsageError, did_you_mean, quote
-from kvtool.policies.spelling import defaults, field_types
-from kvtool.policies.table import BASES, MODIFIERS, REFUSED, Entry, describe, policy_class
+from kvtool.policies.outside import build_outside, is_outside
+from kvtool.policies.spelling import defaults, field_types, read_part, split_outside
+from kvtool.policies.table import (
+    BASES,
+    MODIFIERS,
+    REFUSED,
+    Entry,
+    describe,
+    describe_base,
+    modifiers_of,
+    policy_class,
+)
 
 _ARGUMENT = re.compile(r"    (\w+): (.*)")
 
@@ -47,9 +57,13 @@ class About:
 def about(name: str) -> About:
     """Find a policy or modifier by its name, with or without a `+` before it, in any case.
 
+    A score from outside is imported by its module and class.
+
     Raises:
         UsageError: there is none of this name.
     """
+    if is_outside(name):
+        return _about_outside(name)
     key = name.strip().lower().removeprefix("+")
     if key in REFUSED:
         raise UsageError(f"policy `{key}` is not offered: {REFUSED[key]}")
@@ -67,8 +81,18 @@ def about(name: str) -> About:
         for spelled in each.goes_on
         if spelled.partition("(")[0] == key
     }
-    text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
-    return About(entry, _settings(cls), takes, text)
+    return About(entry, _settings(cls), takes, _text(cls))
+
+
+def _about_outside(name: str) -> About:
+    """Describe a score by its module and class; what it is set to and modified by is left out."""
+    cls = type(build_outside(*read_part(split_outside(name, "+")[0]), imports=True))
+    entry = describe_base(f"{cls.__module__}:{cls.__qualname__}", cls)
+    return About(entry, _settings(cls), modifiers_of(cls), _text(cls))
+
+
+def _text(cls: type) -> str:
+    return inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
 
 
 def _settings(cls: type) -> tuple[Setting, ...]:

@@ -12,7 +12,7 @@ from kvtool.policies.codec.codec import Codec
 from kvtool.policies.compose import compose
 from kvtool.policies.parts import Allocator, Evicted, Pace, Read, Rescore, Score, Select
 from kvtool.policies.policy import Part, Policy
-from kvtool.policies.spelling import defaults, field_types, spell_settings
+from kvtool.policies.spelling import defaults, field_types, part_name, spell_settings
 
 BASES: dict[str, str] = {
     "full": "scores.full:Full",
@@ -121,10 +121,7 @@ def describe() -> list[Entry]:
     """List every policy and modifier, in the order of the table."""
     entries = []
     bases = [_spellings(base_class(name)) for name in BASES]
-    for name in BASES:
-        base = base_class(name)
-        told = _summary(base), defaults(base), base.paper, _budget_kind(base)
-        entries.append(Entry(name, "base", *told))
+    entries += [describe_base(name, base_class(name)) for name in BASES]
     for name in MODIFIERS:
         cls, budget = modifier_class(name), "that of its base"
         if name in ALLOCATORS:
@@ -136,8 +133,24 @@ def describe() -> list[Entry]:
     return entries
 
 
+def describe_base(name: str, base: Base) -> Entry:
+    """Describe one base, which may be from outside."""
+    paper = getattr(base, "paper", "-")
+    return Entry(name, "base", _summary(base), defaults(base), paper, _budget_kind(base))
+
+
+def modifiers_of(base: Base) -> dict[str, str]:
+    """Return the modifiers that go on a base, each with the spelling under which it takes them."""
+    spellings = _spellings(base)
+    found = {name: _carrier(spellings, modifier_class(name)()) for name in MODIFIERS}
+    return {name: spelled for name, spelled in found.items() if spelled is not None}
+
+
 def _summary(cls: type) -> str:
-    return (cls.__doc__ or "").strip().splitlines()[0]
+    """Return the first line of a class's docstring, and nothing of one that dataclasses make."""
+    text = (cls.__doc__ or "").strip()
+    made = text.startswith(f"{cls.__name__}(")
+    return text.splitlines()[0] if text and not made else "(no docstring)"
 
 
 def _spellings(base: Base) -> list[Score | Read]:
@@ -152,7 +165,7 @@ def _carrier(spellings: list[Score | Read], modifier: Part) -> str | None:
             compose(carrier, [modifier])
         except UsageError:
             continue
-        return carrier.name + spell_settings(carrier)
+        return part_name(carrier) + spell_settings(carrier)
     return None
 
 

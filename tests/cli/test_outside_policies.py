@@ -63,6 +63,12 @@ class Nameless(Score):
         return state["attention_sum"]
 
 '''
+DOCSTRING = """Keep what was attended to.
+
+    Args:
+        recent: newest tokens that stay.
+    \"\"\"
+"""
 POLICY = "my_own.scores:MyScore(recent=8)+caote"
 
 
@@ -322,3 +328,67 @@ def test_the_readmes_policy_runs_from_a_module(kvtool, package):
         best = peaks[:, :36].topk(8).indices.sort().values
         expected = [[*head, 36, 37, 38, 39] for head in best.tolist()]
         assert cache.kept_positions(layer)[0].tolist() == expected
+
+
+def test_one_is_described_by_its_docstrings(kvtool, package):
+    (package / "told.py").write_text(
+        SCORE.replace("class MyScore(Score):", 'class MyScore(Score):\n    """' + DOCSTRING, 1)
+    )
+    done = kvtool("policies", "my_own.told:MyScore", "-f", "json")
+    assert done.code == 0, done.err
+    told = json.loads(done.out)
+    assert told["name"] == "my_own.told:MyScore"
+    assert told["summary"] == "Keep what was attended to."
+    assert told["paper"] == "-"
+    assert told["parameters"] == {"recent": 4, "kind": "one", "pair": []}
+    assert told["settings"][0]["meaning"] == "newest tokens that stay."
+    assert told["text"] == "Accumulated attention, as h2o has it."
+    assert {"my_own.told:MyScore+caote", "my_own.told:MyScore+int8"} <= set(told["takes"])
+    assert "newest tokens that stay." in kvtool("policies", "my_own.told:MyScore").out
+    bare = json.loads(kvtool("policies", POLICY, "-f", "json").out)
+    assert bare["summary"] == "(no docstring)"
+
+
+@pytest.mark.exhaustive
+def test_one_that_keeps_the_contract_ends_well(kvtool):
+    done = kvtool("policies", POLICY, "--check", "-f", "json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert (report["policy"], report["passed"]) == (POLICY, True)
+    assert {each["outcome"] for each in report["checks"]} == {"passed"}
+
+
+def test_one_that_breaks_it_is_shown_in_a_table(kvtool, package):
+    (package / "wrong.py").write_text(
+        SCORE.replace('return {"recent": self.recent}', "return {}", 1)
+    )
+    done = kvtool("policies", "my_own.wrong:MyScore", "--check")
+    assert done.code == 1
+    assert "error: my_own.wrong:MyScore fails 2 of 12 checks" in done.err
+    assert "4 tokens of a head are protected, and `reserved` counts 0" in " ".join(done.out.split())
+
+
+def test_a_check_needs_a_policy(kvtool):
+    assert "--check needs a policy" in refused(kvtool("policies", "--check"))
+
+
+def test_a_mistake_of_a_running_score_is_one_line(kvtool, package):
+    (package / "nan.py").write_text(
+        SCORE.replace('return state["attention_sum"]', 'return state["attention_sum"] / 0 * 0', 1)
+    )
+    done = kvtool("generate", "-q", "-p", "my_own.nan:MyScore", "-b", "32", "-n", "2")
+    told = refused(done, code=1)
+    line = 1 + (package / "nan.py").read_text().splitlines().index(
+        "    def importance(self, state, view, rows):"
+    )
+    assert told == (
+        "error: my_own.nan:MyScore: importance returns nan for a token that is stored "
+        f"(nan.py, line {line})"
+    )
+
+
+def test_caote_says_how_it_is_allowed(kvtool, package):
+    (package / "quiet.py").write_text(SCORE.replace("    attention: ClassVar = True\n", "", 1))
+    told = refused(kvtool("generate", "-q", "-p", "my_own.quiet:MyScore+caote", "-b", "32"))
+    assert "`my_own.quiet:MyScore` has none" in told
+    assert "attention: ClassVar = True" in told
