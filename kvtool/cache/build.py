@@ -7,7 +7,7 @@ import weakref
 from pathlib import Path
 
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.attach import attach
@@ -20,8 +20,8 @@ from kvtool.cache.text import ModelLink
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
 from kvtool.errors import UsageError
-from kvtool.identity import config_hash
 from kvtool.model_shape import layer_shapes
+from kvtool.planning.derived import check_derived, check_plan
 from kvtool.planning.held import planned_heads
 from kvtool.planning.run import check_run
 from kvtool.planning.slots import check_dims
@@ -63,17 +63,35 @@ def build_cache(
 
     Raises:
         UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot
-            be read; a plan beside a budget, one of another model, or one whose bytes this policy or
-            dtype would exceed; head scores that do not fit; a codec that cannot store the model's
-            heads, or not on its device.
+            be read; a plan beside a budget, one of another model, one whose numbers contradict each
+            other, or one whose bytes this policy or dtype would exceed; head scores that do not
+            fit; a codec that cannot store the model's heads, or not on its device.
         KvtoolError: a model whose layers cannot be compressed.
+    """
+    if plan is not None:
+        plan = read_plan(plan)
+        check_derived(plan, model.config)
+    return make_cache(model, policy, budget, prefill=prefill, plan=plan, head_ranks=head_ranks)
+
+
+def make_cache(
+    model: PreTrainedModel,
+    policy: Policy | str,
+    budget: Budget | str | int | float | None,
+    *,
+    prefill: str,
+    plan: PlanDocument | None,
+    head_ranks: Tensor | None = None,
+) -> KVCache:
+    """Do what `build_cache` does, with a plan whose numbers have been compared already.
+
+    Commands compare them before they run, and a saved cache holds its plan under a checksum.
     """
     policy = parse_policy(policy)
     config = model.config.get_text_config(decoder=True)
     check_layers(config)
     check_shared(config, policy)
     check_codec(model, policy)
-    plan = None if plan is None else read_plan(plan)
     if plan is not None:
         if budget is not None:
             raise UsageError(f"a plan brings its own budget; leave out {budget}")
@@ -131,19 +149,6 @@ def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:
         source = read_source(str(plan), option="plan")
     check_kind(source, takes=("plan",), command="this")
     return source.validate(PlanDocument)
-
-
-def check_plan(plan: PlanDocument, config: PreTrainedConfig) -> None:
-    """Refuse a plan that was made for another model.
-
-    Raises:
-        UsageError: another configuration.
-    """
-    if plan.model.config_hash != config_hash(config):
-        raise UsageError(
-            f"the plan was made for model `{plan.model.id}`, whose configuration is another one",
-            hint="make the plan anew: kvtool plan-budget -m MODEL ..",
-        )
 
 
 def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:

@@ -86,8 +86,10 @@ def _take_plan(
     settings: PromptSettings, plan: PlanDocument, policy: Policy, watcher: Watcher
 ) -> None:
     """Say what is taken from a plan, and refuse one that does not fit the run."""
+    from kvtool.planning.derived import check_derived
     from kvtool.planning.run import check_run
 
+    check_derived(plan, settings.source().config())
     budget = plan.target.budget
     if not policy.budget_is_traffic:
         policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))

@@ -49,10 +49,10 @@ class Request:
         Args:
             record: whether it will be shown.
         """
-        from kvtool.cache.build import build_cache
+        from kvtool.cache.build import make_cache
 
         budget = self.budget if self.plan is None else None
-        cache = build_cache(model, self.policy, budget, prefill=self.prefill, plan=self.plan)
+        cache = make_cache(model, self.policy, budget, prefill=self.prefill, plan=self.plan)
         if record:
             cache.record()
         return cache

@@ -125,10 +125,9 @@ class Cost(Section):
 class RocketKVSection(Section):
     """The two stages of RocketKV for the target's context; see `kvtool.planning.rocketkv`.
 
-    `stage1_tokens`, `page_size`, `head_dims` and `top_k` are what a run goes by. `split_factor`
-    gives `stage1_tokens` where that is left out; where both stand they must agree, and so must
-    `compression_ratio` and `prompt_tokens` where they stand. `storage` and `traffic` are what comes
-    of it all.
+    A run obeys `token_budget`, `stage1_tokens`, `page_size`, `head_dims` and `top_k`.
+    `split_factor` gives `stage1_tokens` where that is left out. All other numbers follow from these
+    and must agree with them (`kvtool.planning.derived`).
     """
 
     context: TokenCount

@@ -21,6 +21,7 @@ from kvtool.models.chat import make_frame
 from kvtool.models.load import Loaded
 from kvtool.models.notes import handful_note, length_note
 from kvtool.models.placement import check_attention, resolve_device, resolve_dtype
+from kvtool.planning.derived import check_derived
 from kvtool.planning.run import beyond_plan, check_run, use_plan
 from kvtool.sizes import DEFAULT_TOKENS
 from kvtool.transformers_versions import check_transformers
@@ -159,6 +160,8 @@ def _check_model(model: ModelSource, choice: ModelChoice) -> str:
 def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watcher) -> None:
     """Say what bytes and plans mean for the policies, and refuse plans whose bytes are exceeded."""
     dtype = stored_dtype(config, dtype)
+    if comparison.variants and comparison.variants[-1].plan is not None:
+        check_derived(comparison.variants[-1].plan, config)
     for variant in comparison.variants:
         for line in [] if variant.plan is None else check_run(variant.plan, variant.policy, dtype):
             watcher.note(f"{variant.name}: {line.removeprefix('note: ')}")

@@ -124,12 +124,17 @@ def forecast(
     codec = None if policy is None else policy.codec
     if free and policy is not None and policy.score.layer_tokens == "same":
         storage += _shared(policy, free[0], budgets[0], text)
+    known: dict[tuple[LayerShape, LayerBudget, int | None], tuple[int, int, int]] = {}
     for index, layer in enumerate(layers):
         if layer is None:
             continue
         if layer.window is None:
             budget = _budget_of(policy, budgets[place], index)
-            slots, beside, read = _free(policy, layer, budget, text, (place, len(free)))
+            by_place = policy is not None and policy.head_split is not None
+            same = layer, budget, place if by_place else None
+            if same not in known:  # a reader is tried out for each, which takes long
+                known[same] = _free(policy, layer, budget, text, (place, len(free)))
+            slots, beside, read = known[same]
             numbers = 0 if policy is None else len(policy.statistics)
             full_traffic += text.last * layer.bytes
             place += 1

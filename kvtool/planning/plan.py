@@ -71,7 +71,7 @@ def make_plan(
     shapes = model.layer_shapes() if layers is None else list(layers)
     check_dims(policy, shapes)
     plannable = PlannableLayers.of(model, target.prompt_tokens, shapes)
-    drafts = _Drafts(model, allocator, target, profile, policy, min_tokens, plannable)
+    drafts = Drafts(model, allocator, target, profile, policy, min_tokens, plannable)
     total, notes = _total(drafts)
     draft = drafts.of(total)
     totals = drafts.totals(draft.document)
@@ -86,7 +86,7 @@ def make_plan(
 
 
 @dataclass(frozen=True)
-class _Draft:
+class Draft:
     """A plan without its totals, how it was split, and why it has no section for RocketKV."""
 
     document: PlanDocument
@@ -95,7 +95,7 @@ class _Draft:
 
 
 @dataclass(frozen=True)
-class _Drafts:
+class Drafts:
     """All plans for one request, by the tokens of the free layers together."""
 
     model: ModelShape
@@ -107,20 +107,13 @@ class _Drafts:
     layers: PlannableLayers
 
     @property
-    def text(self) -> Text:
-        """What the plan is for."""
-        target = self.target
-        given = (target.prompt_tokens, target.max_new_tokens, target.batch)
-        return Text(*given, vocabulary=self.model.vocabulary)
-
-    @property
     def least(self) -> int:
         """The smallest budget of a layer that the request allows, a longer prompt given."""
         if self.min_tokens is not None:
             return self.min_tokens
         return 1 if self.policy is None else self.policy.min_budget
 
-    def of(self, total: int) -> _Draft:
+    def of(self, total: int) -> Draft:
         """Split so many tokens over the free layers."""
         layers, target, policy = self.layers, self.target, self.policy
         least = _least(self, total)
@@ -144,30 +137,46 @@ class _Drafts:
             rocketkv=rocketkv,
             policy=None if policy is None else str(policy),
         )
-        return _Draft(document, split, refused)
+        return Draft(document, split, refused)
 
     def forecast(self, document: PlanDocument) -> Forecast:
         """Forecast what a run of the policy holds."""
-        return forecast_plan(document, self.policy, self.text, self.layers.shapes)
+        return forecast_plan(document, self.policy, text_of(document), self.layers.shapes)
 
     def totals(self, document: PlanDocument) -> Totals:
         """Say what it all takes."""
-        layers, n = self.layers.shapes, self.target.prompt_tokens
-        held = [min(tokens, n) for tokens in document.layers.tokens]
-        used = kv_bytes(layers, held)
-        found = self.forecast(document)
-        storage, traffic = _amounts(found)
-        if self.policy is not None:
-            return Totals(
-                tokens=sum(held), **storage.model_dump(), storage=storage, traffic=traffic
-            )
-        return Totals(
-            tokens=sum(held),
-            bytes=used * self.target.batch,
-            share_of_full=used / kv_bytes(layers, tokens_held(layers, n)),
-            storage=storage,
-            traffic=traffic,
-        )
+        return totals_of(document, self.policy, self.layers.shapes)
+
+
+def text_of(plan: PlanDocument) -> Text:
+    """Return what a plan is for."""
+    target = plan.target
+    given = (target.prompt_tokens, target.max_new_tokens, target.batch)
+    return Text(*given, vocabulary=plan.model.vocabulary)
+
+
+def totals_of(
+    plan: PlanDocument, policy: Policy | None, layers: Sequence[LayerShape | None]
+) -> Totals:
+    """Say what a plan takes, by its tokens and stages alone.
+
+    Args:
+        policy: that runs; None for no policy in particular.
+        layers: what each layer stores.
+    """
+    n = plan.target.prompt_tokens
+    held = [min(tokens, n) for tokens in plan.layers.tokens]
+    storage, traffic = _amounts(forecast_plan(plan, policy, text_of(plan), layers))
+    if policy is not None:
+        return Totals(tokens=sum(held), **storage.model_dump(), storage=storage, traffic=traffic)
+    used = kv_bytes(layers, held)
+    return Totals(
+        tokens=sum(held),
+        bytes=used * plan.target.batch,
+        share_of_full=used / kv_bytes(layers, tokens_held(layers, n)),
+        storage=storage,
+        traffic=traffic,
+    )
 
 
 def _amounts(found: Forecast) -> tuple[Amount, Amount]:
@@ -176,7 +185,7 @@ def _amounts(found: Forecast) -> tuple[Amount, Amount]:
     return storage, traffic
 
 
-def _total(drafts: _Drafts) -> tuple[int, list[str]]:
+def _total(drafts: Drafts) -> tuple[int, list[str]]:
     """Return the tokens of all free layers together, per KV head, and what to say of them."""
     budget, layers, policy = drafts.target.budget, drafts.layers, drafts.policy
     count, size = len(layers.free), budget.bytes
@@ -220,7 +229,7 @@ def _total(drafts: _Drafts) -> tuple[int, list[str]]:
     )
 
 
-def _least(drafts: _Drafts, total: int) -> int:
+def _least(drafts: Drafts, total: int) -> int:
     """Return the least tokens of a layer, and refuse a total that is below them."""
     layers, target, policy = drafts.layers, drafts.target, drafts.policy
     mean = min(total // len(layers.free), layers.prompt_tokens)

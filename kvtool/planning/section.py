@@ -59,11 +59,14 @@ def plan_for(model: ModelShape, target: Target, policy: Policy | None, budget: i
     )
 
 
-def _section(plan: RocketKVPlan, head_dim: int) -> RocketKVSection:
+def costs(plan: RocketKVPlan, head_dim: int) -> tuple[Cost, Cost]:
+    """Return what the stages store and read, as shares of a full cache."""
     ratio, split = plan.compression_ratio, plan.split_factor
     paper = 1.0 if plan.dense else nominal_storage(ratio, split, doubled=True)
-    return RocketKVSection(
-        **asdict(plan),
-        storage=Cost(exact=plan.storage(), paper=paper),
-        traffic=Cost(exact=plan.traffic(head_dim), paper=1 / ratio),
-    )
+    storage = Cost(exact=plan.storage(), paper=paper)
+    return storage, Cost(exact=plan.traffic(head_dim), paper=1 / ratio)
+
+
+def _section(plan: RocketKVPlan, head_dim: int) -> RocketKVSection:
+    storage, traffic = costs(plan, head_dim)
+    return RocketKVSection(**asdict(plan), storage=storage, traffic=traffic)

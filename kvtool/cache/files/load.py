@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from kvtool.cache.build import build_cache
+from kvtool.cache.build import make_cache
 from kvtool.cache.cache import KVCache
 from kvtool.cache.files.checks import bad_file, check_metadata
 from kvtool.cache.files.format import (
@@ -115,7 +115,7 @@ def _empty_cache(
         ranked = policy.head_split is not None and policy.head_split.scores is not None
         if ranked:
             check_ranks(path, tensors, model)
-        return build_cache(
+        return make_cache(
             model,
             policy,
             metadata["budget"] if metadata["budget"] and plan is None else None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from kvtool.cache.build import build_cache
+from kvtool.cache.build import build_cache, make_cache
 from kvtool.cache.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.memory import Peak, watched_devices
@@ -127,7 +127,7 @@ class Bench:
         policy = variant.policy
         if self.draws is not None:
             policy = drawn_for(policy, self.draws)
-        return build_cache(self.model, policy, budget, prefill=variant.prefill, plan=variant.plan)
+        return make_cache(self.model, policy, budget, prefill=variant.prefill, plan=variant.plan)
 
     def full_cache(self) -> KVCache:
         """Return an empty cache that keeps everything."""
