@@ -61,6 +61,17 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception says that memory has run out, on a GPU or on the host.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
+    (True, False)
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # of torch
+
+
 def quote(text: object) -> str:
     """Return what was given in backquotes, at most 200 characters of it.
 

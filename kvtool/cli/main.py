@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -14,8 +15,9 @@ import typer
 from typer.core import TyperGroup
 
 from kvtool.cli.plain_values import PlainParameters
+from kvtool.cli.standard_streams import fill_closed_streams
 from kvtool.cli.terminal import ReaderGone, tell
-from kvtool.errors import KvtoolError, did_you_mean
+from kvtool.errors import KvtoolError, did_you_mean, is_out_of_memory
 from kvtool.version import VERSION
 
 COMMANDS = {
@@ -72,13 +74,22 @@ def root(
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
-    sys.exit(main(sys.argv[1:] if arguments is None else arguments))
+    fill_closed_streams()
+    code = main(sys.argv[1:] if arguments is None else arguments)
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # which Python would tell in its own words on its way out
+        _forget_stdout()
+        code = code or 1
+        _tell(_explain(error) or KvtoolError("stdout cannot be written"))
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; a mistake is one line on stderr."""
     debug = "--debug" in arguments
     try:
+        _check_docstrings()
         with warnings.catch_warnings():
             if not debug:
                 warnings.simplefilter("ignore")
@@ -96,17 +107,32 @@ def main(arguments: Sequence[str]) -> int:
         return told.exit_code
 
 
+def _check_docstrings() -> None:
+    """Refuse `python -OO`, under which transformers cannot be imported and no command has a help.
+
+    Raises:
+        KvtoolError: Python was started so.
+    """
+    if sys.flags.optimize > 1:
+        raise KvtoolError(
+            "python -OO (PYTHONOPTIMIZE=2) leaves out docstrings, which transformers needs",
+            hint="python -O keeps them",
+        )
+
+
 def _explain(error: Exception) -> KvtoolError | None:
     """Return the mistake behind an exception, or None for a bug, which keeps its traceback."""
     if isinstance(error, KvtoolError):
         return error
     if isinstance(error, typer.TyperException):
         return _explain_usage(error)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if is_out_of_memory(error):
         return KvtoolError(
             "out of memory", hint="a smaller budget, --prefill block or --dtype bfloat16"
         )
     if isinstance(error, OSError):
+        if error.errno == errno.EBADF and not error.filename:
+            return KvtoolError("a standard stream is closed that the command reads or writes")
         place = f"`{error.filename}`: " if error.filename else ""
         return KvtoolError(f"{place}{error.strerror or error}")
     return None

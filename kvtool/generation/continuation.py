@@ -25,6 +25,7 @@ from kvtool.generation.feeding import decode_step, prefill, wait
 from kvtool.generation.fidelity import Fidelity, compare_with_full
 from kvtool.generation.finite import check_logits, explaining
 from kvtool.generation.model_settings import check_drawing, drawing_settings, prepare
+from kvtool.generation.text_checks import check_positions
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,7 @@ def _run_prompt(
             logits = prefill(model, cache, new, new_tokens=new_tokens, tokenizer=tokenizer)
         else:
             ids = known
+            check_positions(model, [known.shape[1]], new_tokens)
             left = cache.next_logits
             with explaining(model, ids):
                 for token in unfed.unbind(1):

@@ -14,6 +14,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.finite import check_logits, explaining
 from kvtool.generation.repeating import begin_prompt, repeat_prompt
+from kvtool.generation.text_checks import check_positions, check_tokens
 
 
 @torch.no_grad()
@@ -41,7 +42,8 @@ def prefill(
         (batch, vocab) float32 logits after the last token of each row.
 
     Raises:
-        UsageError: no token in any row; no tokenizer where one is needed.
+        UsageError: no token in any row; no tokenizer where one is needed; tokens or positions that
+            the model has no embeddings for.
         KvtoolError: padded rows in blocks on a model with recurrent layers.
         BrokenNumbers: the logits are not finite.
     """
@@ -53,6 +55,8 @@ def prefill(
         mask = None
     counts = [width] * batch if mask is None else mask.sum(1).tolist()
     lengths = [before + count for before, count in zip(seen, counts, strict=True)]
+    check_tokens(model, input_ids)
+    check_positions(model, lengths, new_tokens)
     sizes = cache.block_sizes(lengths)
     if mask is not None and sizes is not None and min(sizes) < width:
         if cache.recurrent:

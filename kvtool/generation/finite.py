@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, is_out_of_memory
 
 
 class BrokenNumbers(KvtoolError):
@@ -62,9 +62,11 @@ def explaining(model: PreTrainedModel, input_ids: Tensor) -> Iterator[None]:
     """
     try:
         yield
-    except (KvtoolError, OSError, MemoryError, torch.OutOfMemoryError):
+    except (KvtoolError, OSError):
         raise
     except Exception as error:  # any: policies sort and divide by what the model gives them
+        if is_out_of_memory(error):
+            raise
         for row in input_ids.split(1):
             found = find(model, row)
             if found is not None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import KvtoolError, UsageError, is_out_of_memory
 from kvtool.models.folder import is_bundled
 
 UNQUANTISED = "give the checkpoint that it was made from"
@@ -75,7 +75,7 @@ def named_if_quantised(name: str, config: Any) -> Iterator[None]:
     except KvtoolError:
         raise
     except Exception as error:  # any: each format is a package of its own
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise KvtoolError(
             f"the weights of `{name}` are quantised with {_QUANTISED.get(method, method)}, and "
@@ -84,12 +84,8 @@ def named_if_quantised(name: str, config: Any) -> Iterator[None]:
         ) from error
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-
-
 def _translate(part: str, name: str, error: Exception, trust_remote_code: bool) -> KvtoolError:
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return KvtoolError(f"not enough memory for model `{name}`", hint="try --dtype bfloat16")
     text = " ".join(str(cause) for cause in _chain(error))
     if not trust_remote_code and "trust_remote_code" in text:

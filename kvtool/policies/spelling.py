@@ -16,6 +16,7 @@ from kvtool.policies.parts import Score
 from kvtool.sizes import LARGEST_SEED, MOST_TOKENS
 
 _COMPUTED = "computed"
+_LONGEST = 20_000  # characters, of a list of policies as well
 _PART = re.compile(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _WHOLE = re.compile(r"[+-]?[0-9]{1,100}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,100}\.?[0-9]{0,100}|\.[0-9]{1,100})(?:e[+-]?[0-9]{1,3})?")
@@ -36,15 +37,22 @@ def defaults(part: type) -> dict[str, Any]:
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """Split a text at the separators outside of its parentheses."""
-    parts, depth = [""], 0
-    for character in text:
+    """Split a text at the separators outside of its parentheses.
+
+    Raises:
+        UsageError: a text that is longer than any policy or list of policies.
+    """
+    if len(text) > _LONGEST:
+        raise UsageError(
+            f"a policy has at most {_LONGEST} characters, got {len(text)}: {quote(text)}"
+        )
+    parts, depth, start = [], 0, 0
+    for place, character in enumerate(text):
         depth += (character == "(") - (character == ")")
         if character == separator and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
+            parts.append(text[start:place])
+            start = place + 1
+    return [*parts, text[start:]]
 
 
 def read_part(text: str) -> tuple[str, str]:

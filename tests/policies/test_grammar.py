@@ -1,5 +1,6 @@
 """Reading policy strings: what the case of letters means."""
 
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -89,3 +90,28 @@ def test_a_kernel_wider_than_the_text_is_one_as_wide_as_it():
         prefill(model, cache, ids)
         kept.append(cache.kept_positions(1))
     assert torch.equal(*kept)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * 10**6,
+        "h2o" + "+caote" * 160_000,
+        "h2o(" + "recent=8," * 110_000 + ")",
+        "h2o(recent=" + "9" * 10**6 + ")",
+        "h2o" + "(" * 10**6,
+        "h2o(recent=8)" + " " * 10**6,
+        "a.b" * 300_000 + ":X",
+        "x" * 19_000,
+        "h2o(recent=" + "9" * 19_000 + ")",
+        "h2o" + "(" * 19_000,
+        "h2o" + "+caote" * 3000,
+    ],
+    ids=lambda text: f"{text[:9]} {len(text)}",
+)
+def test_a_policy_of_any_length_is_refused_at_once(text):
+    start = time.perf_counter()
+    with pytest.raises(UsageError) as caught:
+        parse_policy(text)
+    assert time.perf_counter() - start < 2
+    assert len(str(caught.value)) < 2000
