@@ -7,6 +7,7 @@ import torch
 
 import kvtool
 from kvtool.cache.steps import attend_block
+from kvtool.cache.steps.sum_block import _token_columns
 from kvtool.cache.storage.deferred import Deferred
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import family_model, peaky_model, random_ids
@@ -175,3 +176,8 @@ def test_half_precision_sums_are_as_near_to_float32_as_weights_in_full(monkeypat
     ]
     assert errors[0] <= errors[1] + 1e-5
     assert errors[0] < 1e-4 * LENGTH
+
+
+def test_each_row_is_cut_to_its_tokens():
+    new = torch.tensor([[-1, -1, 0, 1], [0, 1, 2, 3], [-1, -1, -1, -1], [-1, 5, 6, 7]])
+    assert _token_columns(new) == [slice(2, 4), slice(0, 4), slice(0, 0), slice(1, 4)]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -5,6 +7,7 @@ import kvtool
 from kvtool import parse_policy
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
+from kvtool.policies.heads import KVHeads
 from tests.models_for_tests import peaky_model, random_ids
 from tests.policies.trial import Trial
 
@@ -155,3 +158,23 @@ def test_a_saved_cache_remembers_which_tokens_were_the_prompt(tmp_path):
         for each in (cache, loaded):
             decode_step(model, each, token[None])
     assert kept(loaded) == kept(cache)
+
+
+def test_heads_in_another_process_draw_what_they_draw_in_one():
+    class SecondHalf(KVHeads):
+        processes = 2
+
+        def first(self, held):
+            return held
+
+    whole = drawn("random(per_head=true)", 23, 11, kv_heads=4)
+    part = replace(
+        whole.view,
+        positions=whole.view.positions[:, 2:],
+        values=(whole.view.values[0][:, 2:],),
+        heads=SecondHalf(),
+    )
+    score = whole.policy.score
+    ours, theirs = (score.importance({}, view, None) for view in (part, whole.view))
+    assert torch.equal(ours, theirs[:, 2:])
+    assert not torch.equal(ours, theirs[:, :2])
