@@ -36,10 +36,12 @@ class PromptsSettings(GenerationSettings):
         prompts: their file (`-` is stdin), or prompts that were read.
         memory: of the rows in flight, such as `8GiB`; None: half of what is free, of 64 rows at
             most.
+        skip_bad: whether a prompt that cannot be answered leaves the others alone.
     """
 
     prompts: str | list[AskedPrompt] | None = None
     memory: str | None = None
+    skip_bad: bool = False
 
     @property
     def wants_needle(self) -> bool:
@@ -87,15 +89,20 @@ def line_up(
     prompts: Sequence[AskedPrompt],
     answered: Mapping[int, AnswerLine],
     watcher: Watcher,
-) -> list[Waiting]:
+    memory: int | None,
+) -> tuple[list[Waiting], list[AnswerLine]]:
     """Turn prompts into tokens, and forecast the bytes of their rows.
 
     Args:
         answered: answers that are there, by the index of their prompts.
+        memory: bytes of the rows in flight; None: no bound.
+
+    Returns:
+        The prompts in tokens, and the lines of those that are skipped because they are bad.
 
     Raises:
-        UsageError: a prompt without a token, or shorter than what the policy always keeps; an
-            answer that is there and cannot be one to its prompt.
+        UsageError: a prompt without a token, or shorter than what the policy always keeps, unless
+            bad ones are skipped; an answer that is there and cannot be one to its prompt.
     """
     from kvtool.generation.model_settings import end_tokens, ends_early
     from kvtool.generation.serving import Waiting
@@ -109,12 +116,21 @@ def line_up(
                 hint=_ELSEWHERE,
             )
     waiting, ends, early = [], end_tokens(loaded.model), ends_early(loaded.model)
+    bad: list[AnswerLine] = []
     sizes: dict[tuple[int, int], int] = {}
+
+    def skip(index: int, error: UsageError) -> None:
+        if not settings.skip_bad:
+            raise UsageError(f"prompt {index}: {error.message}", hint=error.hint) from None
+        bad.append(AnswerLine.of_bad(index, prompts[index], str(error)))
+        watcher.note(f"prompt {index} is skipped: {error.message}")
+
     for index, asked in enumerate(prompts):
         try:
             ids = _prompt_ids(settings, loaded, talk, asked, f"prompt {index}")
         except UsageError as error:
-            raise UsageError(f"prompt {index}: {error.message}", hint=error.hint) from None
+            skip(index, error)
+            continue
         tokens, new = ids.shape[1], asked.max_new_tokens or settings.new_tokens
         if index in answered:
             ended = bool(settings.stop) or early or answered[index].token_ids[-1] in ends
@@ -125,10 +141,14 @@ def line_up(
                 request.check_length(tokens, Watcher())
                 sizes[tokens, new] = _row_bytes(request, loaded, tokens, new)
             except UsageError as error:
-                raise UsageError(f"prompt {index}: {error.message}", hint=error.hint) from None
+                skip(index, error)
+                continue
+        if settings.skip_bad and memory is not None and sizes[tokens, new] > memory:
+            skip(index, UsageError(f"it takes {sizes[tokens, new]} bytes of cache, of {memory}"))
+            continue
         told = told or note_text(cache, loaded.model.config, tokens, new, watcher)
         waiting.append(Waiting(index, ids, new, sizes[tokens, new]))
-    return waiting
+    return waiting, bad
 
 
 def _prompt_ids(
@@ -139,6 +159,8 @@ def _prompt_ids(
     source: str,
 ) -> Tensor:
     """Return the tokens of a prompt: (1, n) int64. Without a template a line end parts messages."""
+    if asked.bad is not None:
+        raise UsageError(asked.bad)
     messages = asked.messages or (Message("user", asked.prompt or ""),)
     if messages[0].role == "system" and settings.system is not None:
         raise UsageError("the prompt and --system both give a system message; keep one")

@@ -81,7 +81,10 @@ class PromptsRun:
             if why is not None:
                 watcher.note(f"prompts are answered one by one: {why}")
             memory, most_rows = room_for_rows(settings, model)
-            waiting = line_up(settings, self.request, loaded, self.prompts, answered, watcher)
+            waiting, bad = line_up(
+                settings, self.request, loaded, self.prompts, answered, watcher, memory
+            )
+            yield from bad
             drawing = Drawing(settings.temperature or 0.0, settings.seed or 0, settings.stop)
             for found in serve(
                 model,
@@ -116,7 +119,9 @@ def prepare_prompts(settings: PromptsSettings, watcher: Watcher) -> PromptsRun:
         check_alone("generate")
     settings.check_paths()
     asked = settings.prompts or []
-    prompts = read_prompts(asked) if isinstance(asked, str) else asked
+    prompts = asked
+    if isinstance(asked, str):
+        prompts = read_prompts(asked, keep_bad=settings.skip_bad)
     policy, budget = choose_policy(settings, plan, watcher)
     source = settings.prompts if isinstance(settings.prompts, str) else "a list"
     request = Request(None, source, policy, budget, read_prefill(settings.prefill), plan)
@@ -138,6 +143,7 @@ def generate_many(
     temperature: float | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
+    skip_bad: bool = False,
     watcher: Watcher | None = None,
     **model_settings: Any,
 ) -> list[AnswerLine]:
@@ -146,6 +152,7 @@ def generate_many(
     Args:
         prompts: a file of JSON Lines, or a list of what its lines hold.
         memory: bytes of the rows in flight (`8GiB`); None: half of what is free, 64 rows at most.
+        skip_bad: answer the others where a prompt cannot be answered; its line has an `error`.
 
     Every other argument is as for `kvtool.generate`; a prompt draws from `seed` + its index.
 
@@ -156,7 +163,10 @@ def generate_many(
         UsageError: settings that are wrong or do not go together.
         KvtoolError: a model that cannot be used, a prompt that does not fit the memory.
     """
-    given = str(prompts) if isinstance(prompts, (str, Path)) else make_prompts(list(prompts))
+    if isinstance(prompts, (str, Path)):
+        given: str | list[AskedPrompt] = str(prompts)
+    else:
+        given = make_prompts(list(prompts), keep_bad=skip_bad)
     settings = given_settings(
         PromptsSettings,
         model,
@@ -179,6 +189,7 @@ def generate_many(
         temperature=temperature,
         seed=seed,
         stop=read_stops(stop),
+        skip_bad=skip_bad,
     )
     watcher = Watcher() if watcher is None else watcher
     answers = prepare_prompts(settings, watcher).run(watcher, {})

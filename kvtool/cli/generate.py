@@ -26,6 +26,8 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
         return
     if options.memory is not None:
         raise UsageError("--memory goes with --prompts", hint="--prompts FILE.jsonl")
+    if options.skip_bad:
+        raise UsageError("--skip-bad goes with --prompts", hint="--prompts FILE.jsonl")
     from kvtool.policies.grammar import listed_policies
 
     policies = listed_policies(options.policy)

@@ -41,6 +41,13 @@ class GenerateOptions(PromptOptions):
             "what is free, up to 64]",
         ),
     ] = None
+    skip_bad: Annotated[
+        bool,
+        Option(
+            "--skip-bad",
+            help="Answer the other --prompts where one cannot be answered, and end with code 4.",
+        ),
+    ] = False
     cache: Annotated[
         str | None,
         Option("--cache", metavar="CACHE.safetensors", help="Go on from this saved cache."),

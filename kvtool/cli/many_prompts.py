@@ -39,11 +39,14 @@ def answer_many(options: GenerateOptions, terminal: Terminal) -> None:
         return
     with Interruption() as interrupted:
         if options.output_path is None:
-            _print(run, form == "json", terminal, watcher, interrupted)
+            bad = _print(run, form == "json", terminal, watcher, interrupted)
         else:
-            _write(run, options, terminal, watcher, interrupted)
+            bad = _write(run, options, terminal, watcher, interrupted)
     if interrupted.pressed:
         raise Exit(130)
+    if bad:
+        terminal.note(f"{bad} of {len(run.prompts)} prompts could not be answered")
+        raise Exit(4)
 
 
 def _print(
@@ -52,18 +55,21 @@ def _print(
     terminal: Terminal,
     watcher: TerminalWatcher,
     interrupted: Interruption,
-) -> None:
+) -> int:
+    """Print the answers in order, and return how many prompts have none."""
     from kvtool.generation.serving import Served
 
     early: dict[int, AnswerLine] = {}
-    served, printed = Served(), 0
+    served, printed, bad = Served(), 0, 0
     for answer in run.run(watcher, {}, served=served, stop_when=interrupted):
+        bad += answer.error is not None
         early[answer.index] = answer
         while printed in early:
             own = early.pop(printed)
             terminal.write(own.to_line() if as_json else f"{own.text}\n")
             printed += 1
-    terminal.note(served.in_words(printed + len(early)))
+    terminal.note(served.in_words(printed + len(early) - bad))
+    return bad
 
 
 def _write(
@@ -72,12 +78,13 @@ def _write(
     terminal: Terminal,
     watcher: TerminalWatcher,
     interrupted: Interruption,
-) -> None:
+) -> int:
+    """Write the answers as they end, and return how many prompts have none."""
     from kvtool.documents.asked import AnswersFile
     from kvtool.generation.serving import Served
 
     if options.output_path is None:
-        return
+        return 0
     file, served = AnswersFile(options.output_path), Served()
     with file.opened():
         before = len(file.answers)
@@ -86,5 +93,7 @@ def _write(
         for answer in run.run(watcher, dict(file.answers), served=served, stop_when=interrupted):
             file.append(answer)
         file.put_in_order()
-    terminal.note(served.in_words(len(file.answers) - before))
+    bad = sum(answer.error is not None for answer in file.answers.values())
+    terminal.note(served.in_words(len(file.answers) - before - bad))
     terminal.note(f"wrote {options.output_path}")
+    return bad

@@ -10,18 +10,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import (
     ConfigDict,
-    Field,
     NonNegativeInt,
     StringConstraints,
     TypeAdapter,
     ValidationError,
+    model_validator,
 )
 
 from kvtool.documents.document import Section, TokenCount
@@ -52,8 +53,7 @@ class _TextLine(_Line):
     prompt: Annotated[str, StringConstraints(pattern=r"\S")]
 
 
-@dataclass(frozen=True)
-class AskedPrompt:
+class AskedPrompt(Section):
     """A prompt of many: a text, or messages of which the last one is answered.
 
     Attributes:
@@ -61,12 +61,16 @@ class AskedPrompt:
         messages: in the order in which they were said; None: there is a text.
         id: that its answer bears; None: none.
         max_new_tokens: of its answer; None: as many as of all others.
+        bad: why it cannot be asked; None: it can.
     """
+
+    model_config = ConfigDict(strict=True)
 
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
     id: str | int | None = None
-    max_new_tokens: int | None = None
+    max_new_tokens: TokenCount | None = None
+    bad: str | None = None
 
 
 class AnswerLine(Section):
@@ -76,6 +80,7 @@ class AnswerLine(Section):
         index: of the prompt in its file, from 0.
         token_ids: new tokens, an end-of-text token included.
         prompt_tokens: what was read, a chat template's text included.
+        error: why there is none; such a line has no tokens.
     """
 
     model_config = ConfigDict(strict=True)
@@ -83,17 +88,41 @@ class AnswerLine(Section):
     index: NonNegativeInt
     id: str | int | None
     text: str
-    token_ids: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    token_ids: list[NonNegativeInt]
     prompt_tokens: NonNegativeInt
     new_tokens: NonNegativeInt
+    error: str | None = None
+
+    @model_validator(mode="after")
+    def _has_tokens(self) -> Self:
+        if self.error is None and not self.token_ids:
+            raise ValueError("`token_ids` holds no token")
+        return self
+
+    @classmethod
+    def of_bad(cls, index: int, asked: AskedPrompt, why: str) -> AnswerLine:
+        """Return the line of a prompt that cannot be answered."""
+        return cls(
+            index=index,
+            id=asked.id,
+            text="",
+            token_ids=[],
+            prompt_tokens=0,
+            new_tokens=0,
+            error=why,
+        )
 
     def to_line(self) -> str:
-        """Return the answer as a line of JSON."""
-        return json.dumps(self.model_dump(mode="json"), ensure_ascii=False) + "\n"
+        """Return the answer as a line of JSON; only a line without an answer has an `error`."""
+        data = self.model_dump(mode="json", exclude={"error"} if self.error is None else None)
+        return json.dumps(data, ensure_ascii=False) + "\n"
 
 
-def read_prompts(path: str) -> list[AskedPrompt]:
+def read_prompts(path: str, *, keep_bad: bool = False) -> list[AskedPrompt]:
     """Read a file of prompts, `-` for stdin; blank lines are left out.
+
+    Args:
+        keep_bad: whether a line that is no prompt becomes one that says why it cannot be asked.
 
     Raises:
         UsageError: missing, unreadable, not UTF-8, or without a prompt.
@@ -104,43 +133,45 @@ def read_prompts(path: str) -> list[AskedPrompt]:
     prompts: list[AskedPrompt] = []
     problems: list[Problem] = []
     ids: dict[str | int, Mark] = {}
-    for mark, value in _items(text, shown, problems):
+    for mark, read in _items(text, shown):
         try:
-            asked = _read_prompt(value)
+            asked = _read_prompt(read())
+            if asked.id is not None and asked.id in ids:
+                first = f"first in line {ids[asked.id].line}"
+                raise ValueError(f"id {show(asked.id)} is given twice, {first}")
         except ValueError as error:
-            problems.append(Problem(mark, (), _told(error)))
+            problems.append(_problem(mark, error))
+            prompts.append(AskedPrompt(bad=str(problems[-1])))
             continue
-        if asked.id is not None and asked.id in ids:
-            first = f"first in line {ids[asked.id].line}"
-            problems.append(Problem(mark, (), f"id {show(asked.id)} is given twice, {first}"))
-        elif asked.id is not None:
+        if asked.id is not None:
             ids[asked.id] = mark
         prompts.append(asked)
-    if problems:
-        problems.sort(key=lambda problem: problem.mark.index or 0)
+    if problems and not keep_bad:
         raise DocumentError(problems, hint=_HINT)
     if not prompts:
         raise UsageError(f"{name} holds no prompt", hint=_HINT)
     return prompts
 
 
-def _items(text: str, shown: str, problems: list[Problem]) -> Iterator[tuple[Mark, Any]]:
-    """Yield what the lines hold, or the items of a file that is one JSON array."""
+def _items(text: str, shown: str) -> Iterator[tuple[Mark, Callable[[], Any]]]:
+    """Yield places and readers of the lines, or of the items of a file that is one JSON array."""
     if text.lstrip().startswith("[") and _is_list(text):
         for item in parse_json(text, shown).value:
-            yield item.mark, item.data
+            yield item.mark, lambda item=item: item.data
         return
     start = 0
     for line in text.split("\n"):
         if line.strip():
-            try:
-                yield Mark(shown, text, start), load_json(line, unique=True)
-            except json.JSONDecodeError as error:
-                place = Mark(shown, text, start + error.pos)
-                problems.append(Problem(place, (), f"is not JSON: {error.msg.lower()}"))
-            except ValueError as error:
-                problems.append(Problem(Mark(shown, text, start), (), _told(error)))
+            yield Mark(shown, text, start), partial(load_json, line, unique=True)
         start += len(line) + 1
+
+
+def _problem(mark: Mark, error: ValueError) -> Problem:
+    """Say what is wrong with a line, and where."""
+    if isinstance(error, json.JSONDecodeError):
+        place = replace(mark, at=(mark.index or 0) + error.pos)
+        return Problem(place, (), f"is not JSON: {error.msg.lower()}")
+    return Problem(mark, (), _told(error))
 
 
 def _is_list(text: str) -> bool:
@@ -150,20 +181,26 @@ def _is_list(text: str) -> bool:
         return False
 
 
-def make_prompts(items: Sequence[Any]) -> list[AskedPrompt]:
+def make_prompts(items: Sequence[Any], *, keep_bad: bool = False) -> list[AskedPrompt]:
     """Return the prompts of a list, each of them as a line of a file has it.
+
+    Args:
+        keep_bad: as for `read_prompts`.
 
     Raises:
         UsageError: none, or one that is none.
     """
-    prompts = []
+    prompts, ids = [], set[str | int | None]()
     for place, item in enumerate(items):
         try:
             asked = _read_prompt(item)
+            if asked.id is not None and asked.id in ids:
+                raise ValueError(f"id {show(asked.id)} is given twice")
         except ValueError as error:
-            raise UsageError(f"prompt {place}: {_told(error)}", hint=_HINT) from None
-        if asked.id is not None and any(asked.id == each.id for each in prompts):
-            raise UsageError(f"prompt {place}: id {show(asked.id)} is given twice", hint=_HINT)
+            if not keep_bad:
+                raise UsageError(f"prompt {place}: {_told(error)}", hint=_HINT) from None
+            asked = AskedPrompt(bad=_told(error))
+        ids.add(asked.id)
         prompts.append(asked)
     if not prompts:
         raise UsageError("there is no prompt", hint=_HINT)
@@ -174,12 +211,12 @@ def _read_prompt(value: Any) -> AskedPrompt:
     if not isinstance(value, dict) or not any(key in value for key in LISTS):
         text = {"prompt": value} if isinstance(value, str) else value
         line = _TextLine.model_validate(text)
-        return AskedPrompt(line.prompt, None, line.id, line.max_new_tokens)
+        return AskedPrompt(prompt=line.prompt, id=line.id, max_new_tokens=line.max_new_tokens)
     beside = {key: value[key] for key in _Line.model_fields if key in value}
     more = _Line.model_validate(beside)
     messages = read_conversation({key: value[key] for key in value if key not in beside})
     check_order(messages)
-    return AskedPrompt(None, tuple(messages), more.id, more.max_new_tokens)
+    return AskedPrompt(messages=tuple(messages), id=more.id, max_new_tokens=more.max_new_tokens)
 
 
 def _told(error: ValueError) -> str:
@@ -266,5 +303,6 @@ def _read_answers(path: Path, data: bytes) -> dict[int, AnswerLine]:
                 f"{path}:{number} is not the answer to a prompt: {reason(error)}",
                 hint="choose another file with --output",
             ) from None
-        found.setdefault(answer.index, answer)
+        if answer.error is None:  # else it is tried again
+            found.setdefault(answer.index, answer)
     return found

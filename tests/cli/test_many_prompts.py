@@ -242,3 +242,57 @@ def test_answers_to_other_prompts_are_refused(kvtool, prompts, tmp_path):
     assert (tmp_path / "a.jsonl").read_bytes() == before
     with pytest.raises(UsageError, match="prompt 0: "):
         generate_many(None, [3], "h2o", 24)
+
+
+def test_bad_prompts_are_skipped_alone_where_that_is_asked_for(kvtool, tmp_path):
+    """As a prompt of which rocketkv's first stage would leave less than its window."""
+    lines = [
+        '{"prompt": "The old lamp was near the school. The", "id": "short"}',
+        json.dumps({"prompt": FACTS * 2, "id": "between"}),
+        '{"prompt": 3}',
+        '{"messages": [{"role": "tool", "content": "4"}]}',
+        json.dumps({"prompt": FACTS * 5, "id": "long"}),
+    ]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(lines))
+    arguments = ["generate", "--prompts", "mixed.jsonl", "-p", "rocketkv", "-b", "16", "-n", "16"]
+    done = kvtool(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert "mixed.jsonl:3:1" in done.err
+    done = kvtool(*arguments, "--skip-bad", "-o", "answers.jsonl")
+    assert done.code == 4
+    assert "3 of 5 prompts could not be answered" in done.err
+    found = read(tmp_path / "answers.jsonl")
+    assert [each["index"] for each in found] == list(range(5))
+    assert [each["id"] for each in found] == ["short", "between", None, None, "long"]
+    assert ["error" in each for each in found] == [False, True, True, True, False]
+    assert "fewer than its window of 32" in found[1]["error"]
+    assert "mixed.jsonl:3:1: prompt: must be text" in found[2]["error"]
+    assert "no role `tool`" in found[3]["error"]
+    for each in (found[0], found[4]):
+        asked = json.loads(lines[each["index"]])["prompt"]
+        document = kvtool(*arguments[:1], "-q", "-f", "json", *arguments[3:], "--prompt", asked)
+        assert each["token_ids"] == json.loads(document.out)["token_ids"]
+    again = kvtool(*arguments, "--skip-bad", "-o", "answers.jsonl")
+    assert again.code == 4
+    assert "2 of 5 prompts are answered already" in again.err
+    assert read(tmp_path / "answers.jsonl") == found
+    done = kvtool(*arguments, "--skip-bad", "-f", "json", "-q")
+    assert (done.code, [json.loads(line) for line in done.out.splitlines()]) == (4, found)
+
+
+def test_a_prompt_beyond_the_memory_is_skipped_alone(kvtool, tmp_path):
+    lines = [json.dumps("The old"), json.dumps(FACTS * 9)]
+    (tmp_path / "sizes.jsonl").write_text("\n".join(lines))
+    arguments = ["generate", "--prompts", "sizes.jsonl", "-p", "full", "-n", "2", "-f", "json"]
+    done = kvtool(*arguments, "--memory", "64KiB")
+    assert done.code == 1
+    done = kvtool(*arguments, "--memory", "64KiB", "--skip-bad", "-q")
+    first, second = (json.loads(line) for line in done.out.splitlines())
+    assert (done.code, "error" in first, "error" in second) == (4, False, True)
+    assert "bytes of cache, of 65536" in second["error"]
+
+
+def test_skipping_goes_with_prompts(kvtool):
+    done = kvtool("generate", "--skip-bad", "--prompt", "a")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: --skip-bad goes with --prompts")

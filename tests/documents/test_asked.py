@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from kvtool.documents.asked import AnswerLine, AnswersFile, make_prompts, read_prompts
+from kvtool.documents.asked import (
+    AnswerLine,
+    AnswersFile,
+    AskedPrompt,
+    make_prompts,
+    read_prompts,
+)
 from kvtool.documents.messages import Message
 from kvtool.documents.problems import DocumentError
 from kvtool.errors import UsageError
@@ -145,3 +151,47 @@ def test_an_id_that_is_given_twice_is_refused(tmp_path):
     assert len(make_prompts(lines[:2])) == 2
     with pytest.raises(UsageError, match="prompt 2: id `1` is given twice"):
         make_prompts(lines)
+
+
+def test_a_line_that_is_no_prompt_may_be_kept_with_what_is_wrong_with_it(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    lines = ['{"prompt": "a", "id": 1}', '{"prompt":', '{"prompt": "b", "id": 1}', '"c"', "3"]
+    path.write_text("\n".join(lines))
+    found = read_prompts(str(path), keep_bad=True)
+    assert [each.prompt for each in found] == ["a", None, None, "c", None]
+    assert [each.bad is None for each in found] == [True, False, False, True, False]
+    assert found[1].bad.startswith(f"{path}:2:11: is not JSON")
+    assert found[2].bad == f"{path}:3:1: id `1` is given twice, first in line 1"
+    with pytest.raises(DocumentError) as caught:
+        read_prompts(str(path))
+    assert [problem.mark.line for problem in caught.value.problems] == [2, 3, 5]
+    found = make_prompts([{"prompt": "a", "id": 1}, 3, {"prompt": "b", "id": 1}], keep_bad=True)
+    assert [each.bad is None for each in found] == [True, False, False]
+    assert found[2].bad == "id `1` is given twice"
+
+
+def test_a_line_has_tokens_or_an_error():
+    assert "error" not in json.loads(answer(0).to_line())
+    bad = AnswerLine.of_bad(3, AskedPrompt(id="x"), "no text")
+    assert json.loads(bad.to_line()) == {
+        "index": 3,
+        "id": "x",
+        "text": "",
+        "token_ids": [],
+        "prompt_tokens": 0,
+        "new_tokens": 0,
+        "error": "no text",
+    }
+    with pytest.raises(ValueError, match="holds no token"):
+        AnswerLine(index=0, id=None, text="", token_ids=[], prompt_tokens=3, new_tokens=0)
+
+
+def test_an_error_in_a_file_of_answers_is_no_answer(tmp_path):
+    path = tmp_path / "a.jsonl"
+    bad = AnswerLine.of_bad(0, AskedPrompt(), "no text")
+    path.write_text(bad.to_line() + answer(1).to_line() + answer(0).to_line())
+    file = AnswersFile(path)
+    with file.opened():
+        assert file.answers == {0: answer(0), 1: answer(1)}
+        file.put_in_order()
+    assert path.read_text(encoding="utf-8") == answer(0).to_line() + answer(1).to_line()
