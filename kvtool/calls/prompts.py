@@ -119,9 +119,7 @@ def prepare_prompts(settings: PromptsSettings, watcher: Watcher) -> PromptsRun:
         check_alone("generate")
     settings.check_paths()
     asked = settings.prompts or []
-    prompts = asked
-    if isinstance(asked, str):
-        prompts = read_prompts(asked, keep_bad=settings.skip_bad)
+    prompts = read_prompts(asked, keep_bad=settings.skip_bad) if isinstance(asked, str) else asked
     policy, budget = choose_policy(settings, plan, watcher)
     source = settings.prompts if isinstance(settings.prompts, str) else "a list"
     request = Request(None, source, policy, budget, read_prefill(settings.prefill), plan)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from pydantic import (
     ConfigDict,
@@ -94,7 +94,7 @@ class AnswerLine(Section):
     error: str | None = None
 
     @model_validator(mode="after")
-    def _has_tokens(self) -> Self:
+    def _has_tokens(self) -> AnswerLine:
         if self.error is None and not self.token_ids:
             raise ValueError("`token_ids` holds no token")
         return self
@@ -157,7 +157,7 @@ def _items(text: str, shown: str) -> Iterator[tuple[Mark, Callable[[], Any]]]:
     """Yield places and readers of the lines, or of the items of a file that is one JSON array."""
     if text.lstrip().startswith("[") and _is_list(text):
         for item in parse_json(text, shown).value:
-            yield item.mark, lambda item=item: item.data
+            yield item.mark, partial(getattr, item, "data")
         return
     start = 0
     for line in text.split("\n"):

@@ -90,7 +90,9 @@ class Conversation:
         said, self._messages = self.cache.text.said, None
         if self._behind == "text":
             self._messages = []
-        elif said is not None and said.tokens == known.shape[1] and self.in_template:
+        elif said is not None and isinstance(self._frame, TemplateFrame):
+            if said.tokens != known.shape[1]:
+                return
             if said.template != self._frame.fingerprint:
                 raise UsageError(
                     "the chat template is not the one that the cached text was put into",
