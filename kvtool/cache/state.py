@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -288,9 +288,64 @@ class CacheState(Cache):
         super().reset()
         self.meter.forget()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back, as assisted generation does.
+
+        Args:
+            tokens_to_remove: how many, as a negative number; a positive one is how many stay, as
+                earlier releases of transformers have it.
+
+        Raises:
+            KvtoolError: they cannot be taken back, such as from a cache that evicts.
+        """
+        seen = self.first_layer.seen
+        stay = tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove
+        tokens = min(max(seen - stay, 0), seen)
+        if tokens:
+            self._check_crop(tokens)
+            text = self.text
+            ids = None if text.input_ids is None else text.input_ids[:, : seen - tokens]
+            self.ungroup()
+            self.static.forget()
+        super().crop(-tokens)
+        if tokens:
+            self._text = Text(ids)
+            self.running.note_text(None if ids is None else seen - tokens)
+
+    def _check_crop(self, tokens: int) -> None:
+        """Refuse to crop before any layer has been cropped."""
+        self.check_whole()
+        whys = [layer.why_no_crop(tokens) for layer in self.slot_layers]
+        others = [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
+        if not all(layer.is_croppable for layer in others):
+            whys.append("its recurrent layers do not go back")
+        for why in filter(None, whys):
+            raise KvtoolError(
+                f"this cache, of policy `{self.policy}`, cannot be cropped: {why}",
+                hint="generate without an assistant model and without prompt lookup",
+            )
+
     def copy(self) -> Self:
         """Return a cache with the same content that goes its own way from here; see `rollback`."""
         return self._copy_but([])
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+    def __copy__(self) -> Self:
+        new = type(self).__new__(type(self))
+        vars(new).update(vars(self))
+        return new
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise KvtoolError(
+            "a cache cannot be pickled",
+            hint="kvtool.save_cache(cache, path) writes it, and kvtool.load_cache(path, model) "
+            "reads it",
+        )
 
     def become(self, other: Self) -> None:
         """Take over what another cache holds, which is not to be used any more."""

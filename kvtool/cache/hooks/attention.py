@@ -12,6 +12,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvtool.cache.hooks.masks import is_callers, note_own
 from kvtool.cache.hooks.spans import later_columns
+from kvtool.cache.hooks.training import dropout_refused
 from kvtool.cache.steps.borrow import attend_borrowed
 from kvtool.cache.steps.call import Call, StepContext
 from kvtool.cache.steps.lent import any_lent, find_lent
@@ -149,6 +150,8 @@ def kvtool_attention(
         )
     if kwargs.get("output_attentions"):
         raise KvtoolError("output_attentions is not available with a kvtool cache")
+    if dropout:
+        raise dropout_refused()
     if step.decoding and step.layer.attends_codes and key is not step.raw_key:
         raise KvtoolError(
             "this model works on keys between its cache and its attention, "
@@ -165,9 +168,16 @@ def kvtool_attention(
 
 def _stock(module, query, key, value, mask, scaling, dropout, softcap, sinks, kwargs):
     """What transformers itself would run for a forward without a kvtool cache."""
-    if softcap is None and sinks is None:
+    wanted = kwargs.get("output_attentions")
+    if softcap is None and sinks is None and not wanted:
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    own = sys.modules[type(module).__module__]
+    if not hasattr(own, "eager_attention_forward"):
+        raise KvtoolError(
+            f"`{type(module).__name__}` has no attention that shows its weights "
+            "(output_attentions=True)"
         )
     if mask is None and query.shape[2] > 1:
         rows, keys = query.shape[2], key.shape[2]
@@ -176,7 +186,7 @@ def _stock(module, query, key, value, mask, scaling, dropout, softcap, sinks, kw
     if mask is not None and mask.dtype == torch.bool:
         blocked = torch.finfo(query.dtype).min
         mask = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(~mask, blocked)
-    eager = sys.modules[type(module).__module__].eager_attention_forward
+    eager = own.eager_attention_forward
     kwargs = kwargs | {"softcap": softcap, "s_aux": sinks}
     kwargs = {name: option for name, option in kwargs.items() if option is not None}
     return eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)

@@ -19,9 +19,10 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.logits import answer_logits, ask_logits
 from kvtool.cache.hooks.masks import PACKED, check_packed, read_mask
 from kvtool.cache.hooks.position_ids import check_running, place
+from kvtool.cache.hooks.training import check_training
 from kvtool.cache.steps.lent import forget_lent
-from kvtool.cache.steps.pending import forget_pending
-from kvtool.errors import UsageError
+from kvtool.cache.steps.pending import IMPLEMENTATION, forget_pending
+from kvtool.errors import KvtoolError, UsageError
 
 
 def install(model: PreTrainedModel) -> list[RemovableHandle]:
@@ -59,6 +60,10 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
             _note_mask(cache, given)
         if not PACKED.isdisjoint(given):
             check_packed(given)
+        if module.training:
+            check_training(module, cache)
+        if given.get("output_attentions"):
+            _check_weights(cache)
         position_ids = given.get("position_ids")
         if position_ids is not None and position_ids.shape[-1] > 1:
             check_running(cache, given, position_ids)
@@ -67,6 +72,15 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     if cache.settings.policy.score.positions != "cache":
         return None
     return (), {**given, "position_ids": place(cache, given)}
+
+
+def _check_weights(cache: KVCache) -> None:
+    """Refuse to hand out attention weights, before the cache changes."""
+    if cache.config._attn_implementation == IMPLEMENTATION:
+        raise KvtoolError(
+            "output_attentions is not available with a kvtool cache",
+            hint="read the weights of a forward without one: they are those of the full cache",
+        )
 
 
 def _note_mask(cache: KVCache, given: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.blocks import Block, CacheMaker, block_of_call, check_threads
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.policies.policy import Policy
 
 LOCK = threading.RLock()  # of all models: a lock on a model could not be copied with it
 _NAME = "generate"
@@ -74,12 +75,13 @@ class GenerateCalls:
     def _run(self, kwargs: dict[str, Any], maker: CacheMaker | None) -> Any:
         cache = kwargs.get("past_key_values")
         if cache is None and maker is not None:
-            self._check_settings(kwargs)
+            self._check_implementation(kwargs)
             cache = kwargs["past_key_values"] = maker.make(self.model)
             cache.expect_tokens(self._new_tokens(kwargs))
         if not isinstance(cache, KVCache):
             return self._own(**kwargs)
         cache.check_whole()
+        self._check_assisted(kwargs, cache.policy)
         ids = kwargs.get("inputs") if kwargs.get("inputs") is not None else kwargs.get("input_ids")
         if cache.get_seq_length() > 0 and isinstance(ids, Tensor):
             check_continues(cache, ids)
@@ -117,14 +119,23 @@ class GenerateCalls:
         own = getattr(given, name, None)
         return own if own is not None else getattr(self.model.generation_config, name, None)
 
-    def _check_settings(self, kwargs: dict[str, Any]) -> None:
+    def _check_assisted(self, kwargs: dict[str, Any], policy: Policy) -> None:
+        """Refuse assisted generation over a cache that would not give what it gives without."""
+        if policy.attends_all and policy.codec is None:
+            return
+        why = "what a compressed cache has evicted for them is gone"
+        if policy.attends_all:
+            why = f"`{policy}` reads tokens that come together otherwise than one by one"
+        elif policy.stores_all:
+            why = f"the tables of `{policy}` do not go back"
         for name in _ASSISTED:
             if self._setting(kwargs, name) is not None:
                 raise UsageError(
-                    f"assisted generation ({name}) takes tokens back, "
-                    "and what a compressed cache has evicted for them is gone",
-                    hint=f"generate without {name}, or outside kvtool.compressed",
+                    f"assisted generation ({name}) takes tokens back, and {why}",
+                    hint=f"generate without {name}, or with policy full",
                 )
+
+    def _check_implementation(self, kwargs: dict[str, Any]) -> None:
         if kwargs.get("cache_implementation") is not None:
             raise UsageError(
                 f"cache_implementation={kwargs['cache_implementation']!r} asks for another cache "

@@ -11,7 +11,7 @@ from kvtool.errors import KvtoolError
 
 
 class BatchLayer(CacheLayerMixin):
-    """A layer whose tensors follow the batch entries, and of which nothing can be cut off."""
+    """A layer whose tensors follow the batch entries, and whose last tokens may be taken back."""
 
     is_compileable = False
     is_croppable = False
@@ -23,12 +23,24 @@ class BatchLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def why_no_crop(self, tokens: int) -> str | None:
+        """Say why the last tokens cannot be taken back; None: they can."""
+        raise NotImplementedError
+
+    def cut_off(self, tokens: int) -> None:
+        """Take the last tokens back."""
+        raise NotImplementedError
+
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove != 0:
+        if tokens_to_remove == 0:
+            return
+        why = self.why_no_crop(abs(tokens_to_remove))
+        if why is not None:
             raise KvtoolError(
-                "an evicting cache cannot be cropped, what was evicted is gone",
+                f"this cache cannot be cropped: {why}",
                 hint="generate without an assistant model and without prompt lookup",
             )
+        self.cut_off(abs(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.reindex(lambda t: t.index_select(0, beam_idx.to(t.device)))

@@ -272,6 +272,21 @@ class SlotBuffers(SlotMemory):
         """Count the first slots as the used ones; those behind them are empty."""
         self.used = slots
 
+    @torch.no_grad()
+    def cut_off(self, slots: int) -> Tensor:
+        """Empty the last slots in use, which are compact.
+
+        Returns:
+            (batch, kv_heads, slots) positions that were in them.
+        """
+        if self.shared:  # what comes next is written where a cache to go back to reads
+            self.copy_on_write()
+        empty = slice(self.used - slots, self.used)
+        gone = self.positions[:, :, empty].clone()
+        self.positions[:, :, empty] = -1
+        self.used -= slots
+        return gone
+
     def clear(self) -> None:
         """Give back the memory of all slots."""
         self.used, self.reuse_slot, self.ordered = 0, None, True

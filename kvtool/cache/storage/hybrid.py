@@ -47,6 +47,9 @@ class HybridSlotLayer(LinearAttentionLayer, SlotLayer):
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         SlotLayer.reorder_cache(self, beam_idx)
 
+    def why_no_crop(self, tokens: int) -> str | None:
+        return "its recurrence does not go back"
+
     def crop(self, tokens_to_remove: int) -> None:
         SlotLayer.crop(self, tokens_to_remove)
 

@@ -279,6 +279,40 @@ class SlotLayer(TokenCounts, BatchLayer):
         if self.ragged is None and not slots.grouped:
             slots.place(position)
 
+    def why_no_crop(self, tokens: int) -> str | None:
+        """Say why the last tokens cannot be taken back; None: they can."""
+        if not self.is_initialized:
+            return None
+        if self.window is not None:
+            lost = self.slots.kept < self.seen
+            return (
+                "its sliding windows have let tokens go that would be back in them"
+                if lost
+                else None
+            )
+        if not self.policy.attends_all:
+            reader = self.policy.reader
+            if reader is not None and self.policy.stores_all:
+                return f"`{reader.name}` has tables of what it read, which do not go back"
+            return "what was evicted is gone"
+        if self.parts:
+            return "it records what it keeps"
+        if self.padded and not (self.slots.as_read and self.slots.ordered):
+            return "the padding of its batch is not where it was"
+        return None
+
+    def cut_off(self, tokens: int) -> None:
+        """Take the last tokens back, in a layer that still has all before them."""
+        if not self.is_initialized:
+            return
+        self.compact()
+        gone = self.slots.cut_off(tokens)
+        lengths = None
+        if self.lengths is not None:
+            lengths = self.lengths - (gone[:, 0] >= 0).sum(1)
+        self.count_from(self.seen - tokens, lengths)
+        self.unattended = False
+
     def read(self, pairs: float) -> None:
         """Note how many keys and values a decoded token has read, per KV head."""
         self.pairs_read = pairs
