@@ -1,7 +1,8 @@
 """AdaKV: heads of a layer compete for its budget, so that heads of wide attention keep more.
 
 Feng et al., 2024, https://arxiv.org/abs/2407.11550. The authors' code rounds every head on its own,
-so that the sum drifts from the budget; here it is exact.
+so that the sum drifts from the budget; here it is exact. A head keeps no more than it offers: the
+others share what it leaves, in proportion to their counts. Protected tokens do not compete.
 """
 
 from __future__ import annotations

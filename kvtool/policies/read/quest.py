@@ -7,7 +7,8 @@ Where the sources differ: the last page, perhaps not whole, is always read and i
 three pages (the authors' kernel; their evaluation ranks it). Pages are ranked for a group of query
 heads by the sum of their bounds (the authors rank for every query head on repeated keys). The
 budget pays for bounds, too: of t pairs half are two bounds a page, so a page has ceil(2 S / t)
-tokens for a prompt of S. Where three pages exceed the other half, more than t is read.
+tokens where S are stored at the end of a turn. It keeps that size while an answer is decoded. Where
+three pages exceed the other half, more than t is read.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ slot's score is the mean of that over the group, times the length of its value.
 
 Differences from the paper: `scale` is the layer's own, 1 / sqrt(head_dim) in most models. A cap on
 the logits and sink logits are left out. In a prompt run in blocks, and in later turns, moments are
-those of all tokens read so far.
+those of all prompt tokens read so far, evicted ones included. Queries of answers do not count.
 """
 
 from __future__ import annotations

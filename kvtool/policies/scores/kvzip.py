@@ -7,7 +7,8 @@ itself attends to everything, as the authors' code has it.
 
 Ties go to the lower position, then to the lower layer and head. What the chat template sets around
 the text is not repeated, and always kept; so are the first tokens, for which the authors' code
-takes the system message.
+takes the system message. Under a codec the prompt is read in exact numbers, and the repetition
+reads the codes.
 """
 
 from __future__ import annotations
