@@ -92,6 +92,7 @@ def converse(
     talk = Conversation(loaded.model, loaded.tokenizer, cache, settings.chat_template, system)
     if talk.in_template:
         _note_template(watcher)
+        talk.foresee(turns.turns, request.prompt)
     read = [] if request.prompt is None else [talk.read(request.prompt)]
     answers, told = [], False
     for i, turn in enumerate(turns.turns):

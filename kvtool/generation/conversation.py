@@ -32,6 +32,7 @@ from kvtool.models.chat import (
     rest_behind,
 )
 
+_SOME_ANSWER = Answer("Yes.")
 _LINES = Frame(next="\n")  # without a template a line end parts what is said
 
 
@@ -104,6 +105,33 @@ class Conversation:
     def in_template(self) -> bool:
         """Whether a chat template goes around what is said."""
         return self._frame is not _LINES
+
+    def foresee(self, turns: Sequence[UserTurn], context: str | None = None) -> None:
+        """Refuse turns that the template can never put behind each other, before any is answered.
+
+        What depends on the answers (a thought that is dropped) comes to light in the turn itself.
+
+        Args:
+            context: that the first message begins with.
+
+        Raises:
+            UsageError: the template changes what has been read once another message follows.
+        """
+        frame, said = self._frame, self._messages
+        if not isinstance(frame, TemplateFrame) or said is None or self._behind == "open":
+            return
+        said, read = ([] if self._answered else list(said)), ""
+        for turn in turns:
+            if turn.verbatim or not turn.text:
+                return
+            text = turn.text if context is None else f"{context}\n{turn.text}"
+            said, context = [*said, Message("user", text)], None
+            whole = frame.prompt(said)
+            if read:
+                frame.behind(whole, read, _SOME_ANSWER)
+            read = "" if turn.answer is not None else whole
+            answer = _SOME_ANSWER.text if turn.answer is None else turn.answer
+            said.append(Message("assistant", answer))
 
     def read(self, context: str) -> Compressed:
         """Feed what a message begins with, and let the policy cut it by itself.

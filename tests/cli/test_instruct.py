@@ -13,6 +13,7 @@ from kvtool.generation import compress
 from kvtool.generation import generate as generate_text
 from kvtool.models import reference
 from kvtool.models.load import load
+from tests.chat_templates import CHANGED
 
 CHAT = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}<eos>\n{% endfor %}"
@@ -207,3 +208,16 @@ def test_prompts_may_be_conversations(kvtool, chat, tmp_path):
     assert done.err.startswith("error: prompt 0: the prompt and --system both give a system mess")
     done = kvtool("generate", *options[2:], "--prompts", "a.jsonl")
     assert done.err.startswith("error: prompt 0: a system message needs a chat template")
+
+
+def test_turns_that_the_template_cannot_take_are_refused_before_any_is_answered(
+    kvtool, chat, tmp_path
+):
+    path = tmp_path / "chat" / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"chat_template": CHANGED["last is marked"]}
+    path.write_text(json.dumps(settings))
+    options = ["generate", "-m", "chat", "-n", "4", "-q", "--turns", "-"]
+    done = kvtool(*options, stdin=b"How?\nWhy?\n")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: the chat template changes messages that the cache has read")
+    assert kvtool(*options, stdin=b"How?\n").code == 0

@@ -318,3 +318,16 @@ def test_kvzip_asks_in_the_words_of_the_template():
     asked = conversation.tokenizer.decode(asked, clean_up_tokenization_spaces=False)
     assert asked.startswith(" </s><s>[INST] ")
     assert asked.endswith(" [/INST]")
+
+
+@pytest.mark.parametrize("context", [None, "A book."])
+def test_turns_that_a_template_cannot_put_behind_each_other_are_known_before(context):
+    turns = [UserTurn("What is it?"), UserTurn("Well?")]
+    for template in CHANGED.values():
+        conversation = talk(template)
+        conversation.foresee(turns[:1], context)
+        with pytest.raises(UsageError, match="changes messages that the cache has read"):
+            conversation.foresee(turns, context)
+        assert conversation.cache.get_seq_length() == 0
+    for template in WHOLE.values():
+        talk(template).foresee([*GIVEN, *turns, GIVEN[0], turns[0]], context)
