@@ -179,7 +179,9 @@ def check_drawing(
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     made = prepare(model, tokenizer, ids, settings)
     with _told():
-        made.processors(ids, torch.zeros(1, _vocabulary(model), device=model.device))
+        made.processors(
+            ids, torch.zeros(1, _vocabulary(model), dtype=torch.float32, device=model.device)
+        )
         made.criteria(ids, None)
 
 

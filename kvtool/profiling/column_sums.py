@@ -57,7 +57,7 @@ def column_sums(seen: Seen) -> Tensor:
     heads, n, _ = seen.query.shape
     kv_heads = seen.key.shape[0]
     group = heads // kv_heads
-    sums = torch.zeros(kv_heads, group, n, device=seen.query.device)
+    sums = torch.zeros(kv_heads, group, n, dtype=torch.float32, device=seen.query.device)
     if seen.lse is not None:
         query, lse = (each.unflatten(0, (kv_heads, group)) for each in (seen.query, seen.lse))
         add_causal_columns({}, sums, query, seen.key, lse, scale=seen.call.scale)

@@ -42,8 +42,8 @@ class _Score:
 
     def __init__(self, name: str, shape: Sequence[int], device: torch.device | str) -> None:
         self._name = name
-        self._sum = torch.zeros(*shape, device=device)
-        self._count = torch.zeros(*shape, device=device)
+        self._sum = torch.zeros(*shape, dtype=torch.float32, device=device)
+        self._count = torch.zeros(*shape, dtype=torch.float32, device=device)
 
     def add(self, row: Tensor, stored: Tensor) -> Tensor:
         """Take in a row of weights over the first slots, and return their scores.

@@ -37,7 +37,7 @@ def recompute_shares(queries: Tensor, grid: Sequence[tuple[float, float]]) -> Te
     low = torch.tensor(theta1, device=queries.device)
     held = torch.zeros(*units.shape[:-2], len(theta1), dtype=torch.long, device=queries.device)
     steps = units.shape[-2] - 1
-    rho = torch.empty(steps, *held.shape, device=queries.device)
+    rho = torch.empty(steps, *held.shape, dtype=torch.float32, device=queries.device)
     for step in range(steps):
         rho[step] = cosines[..., step + 1, :].gather(-1, held)
         held = torch.where(rho[step] < low, step + 1, held)

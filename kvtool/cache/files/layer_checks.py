@@ -102,7 +102,7 @@ def _check_codes(
     file: FileTensors, codec: Codec, name: str, sizes: tuple[int, int, int | None], dim: int
 ) -> None:
     """Check the codes and scales of keys or values."""
-    codes, scales = codec.encode(torch.zeros(dim))
+    codes, scales = codec.encode(torch.zeros(dim, dtype=torch.float32))
     low = -127 if codes.dtype == torch.int8 else None
     file.take(f"{name}s", (*sizes, len(codes)), codes.dtype, low)
     file.take(f"{name}_scales", (*sizes, len(scales)), scales.dtype, 0)

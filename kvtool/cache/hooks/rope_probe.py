@@ -146,7 +146,7 @@ def _find(
     tolerance = (1e-3 if keys.dtype == torch.float32 else 0.03) * second.float().abs().max()
     if (first.float() - second.float()).abs().max() <= tolerance:
         return None
-    by = torch.full((1, 1, 1), float(step), device=keys.device)
+    by = torch.full((1, 1, 1), float(step), dtype=torch.float32, device=keys.device)
     for name, frequencies in model.named_buffers():
         if not _turns(name) or 2 * len(frequencies) > keys.shape[-1]:
             continue

@@ -54,7 +54,9 @@ def as_bias(mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.float()
     lowest = torch.finfo(torch.float32).min
-    return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, lowest)
+    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(
+        ~mask, lowest
+    )
 
 
 def check_shape(mask: Tensor, wanted: tuple[int, ...]) -> None:

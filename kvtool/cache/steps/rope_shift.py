@@ -96,7 +96,11 @@ def _new_shift(call: Call, held: Count) -> Tensor | None:
     shift = held - start
     if isinstance(shift, Tensor):
         return shift.float()
-    return None if shift == 0 else torch.full((1, 1, 1), float(shift), device=call.query.device)
+    return (
+        None
+        if shift == 0
+        else torch.full((1, 1, 1), float(shift), dtype=torch.float32, device=call.query.device)
+    )
 
 
 def _by_query(shift: Tensor, query: Tensor) -> Tensor:

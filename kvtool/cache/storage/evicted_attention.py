@@ -69,8 +69,8 @@ def attend_chunks(
         other heads.
     """
     grouped = group_queries(query, kv_heads)
-    out = torch.zeros(*grouped.shape[:-1], value_dim, device=query.device)
-    lse = torch.full(grouped.shape[:-1], NOTHING, device=query.device)
+    out = torch.zeros(*grouped.shape[:-1], value_dim, dtype=torch.float32, device=query.device)
+    lse = torch.full(grouped.shape[:-1], NOTHING, dtype=torch.float32, device=query.device)
     begun: set[tuple[int, int]] = set()
     for chunk in fetched:
         keys, values, stored = chunk.wait(query.dtype)

@@ -140,12 +140,12 @@ class CaliDrop(Evicted):
         import torch
 
         return {
-            "query": torch.zeros(batch, heads, head_dim, device=device),
-            "out": torch.zeros(batch, heads, value_dim, device=device),
-            "lse": torch.full((batch, heads), float("-inf"), device=device),
-            "steps": torch.zeros(batch, heads, device=device),
-            "recomputed": torch.zeros(batch, heads, device=device),
-            "calibrated": torch.zeros(batch, heads, device=device),
+            "query": torch.zeros(batch, heads, head_dim, dtype=torch.float32, device=device),
+            "out": torch.zeros(batch, heads, value_dim, dtype=torch.float32, device=device),
+            "lse": torch.full((batch, heads), float("-inf"), dtype=torch.float32, device=device),
+            "steps": torch.zeros(batch, heads, dtype=torch.float32, device=device),
+            "recomputed": torch.zeros(batch, heads, dtype=torch.float32, device=device),
+            "calibrated": torch.zeros(batch, heads, dtype=torch.float32, device=device),
         }
 
     def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:

@@ -125,8 +125,10 @@ def merge_many(
     """
     import torch
 
-    share = torch.zeros(kept.shape, device=kept.device)
-    total = torch.zeros(kept.shape[:3], device=kept.device).scatter_add_(2, target, weight)
+    share = torch.zeros(kept.shape, dtype=torch.float32, device=kept.device)
+    total = torch.zeros(kept.shape[:3], dtype=torch.float32, device=kept.device).scatter_add_(
+        2, target, weight
+    )
     for place, to, amount in _chunks(evicted, target, weight):
         token = take(source, place).float()
         share.scatter_add_(2, to[..., None].expand_as(token), token.mul_(amount[..., None]))
@@ -160,7 +162,9 @@ class D2OMerge(Merging):
     def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
         import torch
 
-        return {"tau": torch.full((batch, kv_heads), float("nan"), device=device)}
+        return {
+            "tau": torch.full((batch, kv_heads), float("nan"), dtype=torch.float32, device=device)
+        }
 
     def absorb(self, memory: State, eviction: Eviction) -> Tensor:
         import torch
