@@ -13,6 +13,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.attach import attach
 from kvtool.cache.hooks.attachment import attachment
 from kvtool.cache.hooks.head_ranks import rank_model
+from kvtool.cache.hooks.rope import length_rope
 from kvtool.cache.hooks.rope_probe import find_query_rotations, find_rotations
 from kvtool.cache.layers import attention_layers, check_layers, check_shared
 from kvtool.cache.storage.tensor_parallel import shards_of
@@ -119,7 +120,7 @@ def make_cache(
         head_ranks = None
     elif head_ranks is None:
         head_ranks = rank_model(model, split.scores)
-    link = ModelLink(weakref.ref(model), shards_of(model), head_ranks)
+    link = ModelLink(weakref.ref(model), shards_of(model), head_ranks, length_rope(model))
     kernel = kernel_of(model)
     return KVCache(config, policy, request, block, kernel, plan, link=link, rotations=rotations)
 

@@ -232,6 +232,8 @@ class KVCache(InWords, CacheState):
             self.surprisals.begin_turn()
         before = self.first_layer.seen
         try:
+            if lengths is not None:
+                self.choose_rope(self._ends(lengths, new_tokens))
             yield
             self._cut_deferred()
             for layer in self.slot_layers:
@@ -240,9 +242,23 @@ class KVCache(InWords, CacheState):
         except BaseException:
             if self.first_layer.seen != before:  # it is not cut as at a prompt's end
                 self.changing = True
+            elif before == 0:
+                self.forget_rope()
             raise
         finally:
             self.running.leave_prompt()
+
+    def _ends(self, lengths: list[int], new_tokens: int) -> list[int]:
+        """How far each entry is read: to its last new token, or to the end of its repetition."""
+        ends = [length + new_tokens for length in lengths]
+        if self.repetition is None or self.repetition.ended:
+            return ends
+        budgets = self.budgets.prompt_budgets(lengths) or [0] * len(lengths)
+        repeated = [
+            length + self.repetition.longest_pass(length) if length > budget else 0
+            for length, budget in zip(lengths, budgets, strict=True)
+        ]
+        return [max(both) for both in zip(ends, repeated, strict=True)]
 
     def _expect(self, new_tokens: int) -> None:
         """Let buffers be as large as the tokens to come need, and no larger."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from kvtool.cache.rope_lengths import RopeChoice
 from kvtool.cache.steps.call import Placement
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.text import FedTokens
@@ -26,11 +27,13 @@ class ForwardState:
         in_prompt: whether it is a part of a prompt that somebody has announced.
         prompt_lengths: tokens that each batch entry will have seen at the end of that prompt.
         last_block: whether it ends its prompt.
+        rope: for which lengths of the text the factors of a RoPE were chosen.
     """
 
     def __init__(self) -> None:
         self.masked, self.own_mask, self.in_generate = True, False, False
         self.fed = FedTokens()
+        self.rope = RopeChoice()
         self.placement: Placement | None = None
         self.logits_asked: int | Tensor = 0
         self.prompt_lengths: list[int] | None = None
@@ -78,6 +81,10 @@ class ForwardState:
             yield
         finally:
             self.in_generate = False
+
+    def note_rope(self, rope: RopeChoice) -> None:
+        """Note for which lengths of the text the factors of a RoPE were chosen."""
+        self.rope = rope
 
     def place(self, placement: Placement | None) -> None:
         """Say where the running forward has placed its tokens."""

@@ -68,6 +68,7 @@ def append_rows(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -> N
     known = [row for own in spreads if own is not None for row in own]
     cache.budgets.load(known if spreads[0] is not None else None)
     cache.remember(None)
+    cache.join_rope(others)
     for place, layer in enumerate(cache.slot_layers):
         _join(layer, [other.slot_layers[place] for other in others], coming)
 

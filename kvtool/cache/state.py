@@ -18,6 +18,7 @@ from kvtool.cache.budgets.stored import StoredBudgets
 from kvtool.cache.forward_state import ForwardState
 from kvtool.cache.layers import make_layers
 from kvtool.cache.report import CacheReport, make_report
+from kvtool.cache.rope_lengths import RopeChoice, RopeLengths
 from kvtool.cache.steps.groups import LayerGroups
 from kvtool.cache.steps.static import StaticSteps
 from kvtool.cache.steps.surprisal import Surprisals
@@ -29,7 +30,7 @@ from kvtool.cache.storage.trace import Trace
 from kvtool.cache.text import CacheSettings, ModelLink, Text
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.said import Said
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.maths.rope import Rotation
 from kvtool.policies.policy import Policy
 from kvtool.policies.whole_prompt import reads_whole
@@ -240,6 +241,89 @@ class CacheState(Cache):
         """Say how many tokens will be generated, as far as is known; RocketKV's plan needs it."""
         self.budgets.expect(count)
 
+    # ---- RoPE that depends on the length
+
+    @property
+    def rope(self) -> RopeChoice:
+        """For which lengths of the text it has chosen the factors of a RoPE."""
+        return self.running.rope
+
+    def expect_length(self, tokens: int) -> None:
+        """Say how many tokens the whole text will have, before any of it is fed.
+
+        Only models whose RoPE depends on the length of the text (longrope, dynamic NTK) need it,
+        where a text is read in several calls. Its factors are chosen once, for this length.
+        """
+        self.running.note_rope(replace(self.rope, expected=tokens))
+
+    def choose_rope(self, lengths: Sequence[int]) -> None:
+        """Choose the factors of a RoPE that depends on the length, or check those chosen before.
+
+        Args:
+            lengths: tokens that each batch entry will have at the end of what is fed now.
+
+        Raises:
+            UsageError: keys in the cache were turned by other factors than these lengths need.
+        """
+        rope, chosen = self.link.rope, self.rope.chosen
+        if rope is None:
+            return
+        if chosen is None or self.get_seq_length() == 0:
+            expected = self.rope.expected
+            factors = [rope.factors_for(max(length, expected)) for length in lengths]
+            self.resume_rope(RopeLengths.of(factors))
+        else:
+            self.check_rope(lengths)
+
+    def check_rope(self, lengths: Sequence[int]) -> int | None:
+        """Refuse texts that outgrow the factors by which the keys in the cache were turned.
+
+        Args:
+            lengths: tokens that each batch entry will have.
+
+        Returns:
+            How many more tokens each of them may have; None: any number.
+
+        Raises:
+            UsageError: one that outgrows them.
+        """
+        rope, chosen, rooms = self.link.rope, self.rope.chosen, list[int]()
+        if rope is None or chosen is None:
+            return None
+        for factors, length in zip(chosen.of_entries(len(lengths)), lengths, strict=False):
+            longest = rope.longest(factors)
+            if longest is not None and length > longest:
+                raise self._outgrown(factors, length)
+            rooms += [] if longest is None else [longest - length]
+        return min(rooms, default=None)
+
+    def _outgrown(self, factors: int, length: int) -> UsageError:
+        return UsageError(
+            f"the keys in this cache have the RoPE factors of texts of up to {factors} tokens, and "
+            f"this text may come to {length}",
+            hint="generate fewer tokens, or read the text anew for its whole length: "
+            "compress with a larger --max-new-tokens (cache.expect_length in Python)",
+        )
+
+    def join_rope(self, others: Sequence[Self]) -> None:
+        """Note the factors of batch entries that are put behind those of this cache."""
+        joined = [(each.rope.chosen, each.first_layer.batch_size) for each in (self, *others)]
+        lengths = [
+            length
+            for rope, batch in joined
+            if rope is not None
+            for length in rope.of_entries(batch)
+        ]
+        self.resume_rope(RopeLengths.of(lengths) if lengths else None)
+
+    def resume_rope(self, rope: RopeLengths | None) -> None:
+        """Note for which lengths the factors of the keys in this cache were chosen."""
+        self.running.note_rope(replace(self.rope, chosen=rope, serves=0))
+
+    def forget_rope(self) -> None:
+        """Let the factors be chosen anew, for a text of which nothing has been fed."""
+        self.resume_rope(None)
+
     # ---- batch entries
 
     def ungroup(self) -> None:
@@ -272,6 +356,8 @@ class CacheState(Cache):
         self.budgets.reindex(change)
         if self.surprisals is not None:
             self.surprisals.reindex(change)
+        if self.rope.chosen is not None:
+            self.resume_rope(self.rope.chosen.reindexed(change))
 
     # ---- going back
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvtool.cache.rope_lengths import LengthRope
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.said import Said
 from kvtool.policies.heads import ALL_HERE, KVHeads
@@ -63,11 +64,13 @@ class ModelLink:
         shards: how its heads are split over processes.
         head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
             text; None where nobody has ranked them.
+        rope: how its RoPE depends on the length of the text; None: it does not.
     """
 
     model: Callable[[], PreTrainedModel | None] = _nobody
     shards: KVHeads = ALL_HERE
     head_ranks: Tensor | None = None
+    rope: LengthRope | None = None
 
     def __deepcopy__(self, memo: dict) -> ModelLink:
         return self  # never changed

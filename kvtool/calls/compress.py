@@ -14,7 +14,7 @@ from kvtool.calls.given import UNSAID, Unsaid, given_settings
 from kvtool.calls.kept import show_kept
 from kvtool.calls.prompt import encode, note_text, typed_prompt
 from kvtool.calls.request import Request, configuration, read_prefill, spell_budget
-from kvtool.calls.settings import PromptSettings
+from kvtool.calls.settings import CompressionSettings
 from kvtool.calls.settle import settle
 from kvtool.errors import UsageError
 from kvtool.evaluation.watcher import Watcher
@@ -45,6 +45,7 @@ def compress(
     prompt_file: str | Path | None = None,
     allocator: str | None = None,
     prefill: str | None = None,
+    max_new_tokens: int | str | None = None,
     seed: int | None = None,
     trust_remote_code: bool = False,
     watcher: Watcher | None = None,
@@ -62,6 +63,8 @@ def compress(
         policy, budget: as for `kvtool.build_cache`.
         save: the file that the cache is written to as well.
         show: the page that says which tokens are kept; `cache.show()` returns it.
+        max_new_tokens: that will follow the prompt, questions included; only a model whose RoPE
+            depends on the length of the text needs to know.
         plan: a plan or a recipe as a document, its data or its file.
         watcher: is told how it goes; by default nobody is.
         model_settings: `revision`, `dtype`, `device`, `device_map`, `attn_implementation`.
@@ -73,7 +76,7 @@ def compress(
         KvtoolError: a model that cannot be read or used, a file that cannot be written.
     """
     settings = given_settings(
-        PromptSettings,
+        CompressionSettings,
         model,
         tokenizer,
         model_settings,
@@ -86,6 +89,7 @@ def compress(
         chat_template=chat_template,
         allocator=allocator,
         prefill=prefill,
+        max_new_tokens=max_new_tokens,
         seed=seed,
         save=save,
         show=show,
@@ -99,7 +103,7 @@ def compress(
 class CompressionRun:
     """A compression that is all checked, as far as that goes without the model."""
 
-    settings: PromptSettings
+    settings: CompressionSettings
     request: Request
     prompt: str
 
@@ -132,6 +136,7 @@ class CompressionRun:
             prompt_ids = talk.context_ids(self.prompt)
         request.check_length(prompt_ids.shape[1], watcher)
         note_text(cache, model.config, prompt_ids.shape[1], 0, watcher)
+        cache.expect_length(prompt_ids.shape[1] + self.settings.new_tokens)
         if talk is None:
             return compress_prompt(model, cache, prompt_ids, tokenizer=loaded.tokenizer)
         return talk.read(self.prompt)
@@ -170,7 +175,7 @@ def _save(cache: KVCache, path: Path, result: Compressed, loaded: Loaded) -> Non
     )
 
 
-def prepare_compression(settings: PromptSettings, watcher: Watcher) -> CompressionRun:
+def prepare_compression(settings: CompressionSettings, watcher: Watcher) -> CompressionRun:
     """Check everything that can be checked before the model is loaded.
 
     Raises:
@@ -184,7 +189,7 @@ def prepare_compression(settings: PromptSettings, watcher: Watcher) -> Compressi
 
 
 def _resolve(
-    settings: PromptSettings, plan: PlanDocument | None, watcher: Watcher
+    settings: CompressionSettings, plan: PlanDocument | None, watcher: Watcher
 ) -> CompressionRun:
     if settings.policy is None:
         raise UsageError("no policy", hint="--policy h2o+caote; `kvtool policies` lists them")

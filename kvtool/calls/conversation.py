@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.answers import document_of_turns
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvtool.generation import Conversation
 
 _SHOWN = 80  # characters of a turn on stderr
+_AROUND, _SAID_NOTHING = 8, "."  # tokens of a template between turns; a turn without a question
 
 
 def begin(
@@ -93,6 +95,7 @@ def converse(
     if talk.in_template:
         _note_template(watcher)
         talk.foresee(turns.turns, request.prompt)
+    _expect(talk, turns, request.prompt, settings.new_tokens)
     read = [] if request.prompt is None else [talk.read(request.prompt)]
     answers, told = [], False
     for i, turn in enumerate(turns.turns):
@@ -112,6 +115,18 @@ def converse(
     tokens = held.tokens_seen - generated
     planned = request.plan_in_use(loaded, tokens, settings.new_tokens, watcher)
     return document_of_turns(request, loaded, answers, read, held, planned)
+
+
+def _expect(talk: Conversation, turns: Turns, prompt: str | None, new_tokens: int) -> None:
+    """Say how long the whole conversation may get, for a RoPE that depends on the length."""
+    cache = talk.cache
+    if cache.link.rope is None or cache.get_seq_length() > 0:
+        return
+    length = 0 if prompt is None else talk.context_ids(prompt).shape[1] + _AROUND
+    for turn in turns.turns:
+        said = talk.turn_ids(turn if turn.text else replace(turn, text=_SAID_NOTHING))
+        length += said.shape[1] + _AROUND + (new_tokens if turn.answer is None else 0)
+    cache.expect_length(length)
 
 
 def _shorten(text: str) -> str:

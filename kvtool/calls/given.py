@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvtool.calls.settings import PromptSettings
+from kvtool.calls.settings import CompressionSettings, PromptSettings
 from kvtool.documents.flags import MODEL_SETTINGS
 from kvtool.errors import UsageError, did_you_mean, quote
 from kvtool.sizes import LARGEST_SEED, Budget
@@ -58,7 +58,7 @@ def given_settings(
         TypeError: a model setting that there is not.
         UsageError: a value of a type that means nothing here.
     """
-    check_model_settings(model_settings, "compress" if kind is PromptSettings else "generate")
+    check_model_settings(model_settings, "compress" if kind is CompressionSettings else "generate")
     from kvtool.models.attached import ModelSource
 
     source = ModelSource.of(model, tokenizer)

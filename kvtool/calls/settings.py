@@ -128,6 +128,27 @@ class PromptSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompressionSettings(PromptSettings):
+    """A prompt that is read once.
+
+    Attributes:
+        max_new_tokens: that will be generated from its cache, questions included.
+    """
+
+    max_new_tokens: str | int | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens may follow the prompt; 0: nobody has said so."""
+        return 0 if self.max_new_tokens is None else parse_count(self.max_new_tokens)
+
+    def check(self) -> None:
+        super().check()
+        if self.new_tokens < 0:
+            raise UsageError(f"--max-new-tokens must be 0 or more, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationSettings(PromptSettings):
     """What is generated, and how.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
 
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.prompt_options import PromptOptions
@@ -20,6 +22,17 @@ if TYPE_CHECKING:
 class CompressOptions(PromptOptions):
     """Options of `kvtool compress`."""
 
+    max_new_tokens: Annotated[
+        str | None,
+        Option(
+            "--max-new-tokens",
+            "-n",
+            metavar="N",
+            help="Read the prompt for a text that goes on for N tokens, questions included; only "
+            "models whose RoPE depends on the length (longrope, dynamic) differ.  [default: 0]",
+        ),
+    ] = None
+
 
 def compress(options: CompressOptions, terminal: Terminal) -> None:
     """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
@@ -28,10 +41,10 @@ def compress(options: CompressOptions, terminal: Terminal) -> None:
     if options.save is None:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")
     from kvtool.calls.compress import prepare_compression
-    from kvtool.calls.settings import PromptSettings
+    from kvtool.calls.settings import CompressionSettings
 
     watcher = TerminalWatcher(terminal)
-    run = prepare_compression(options.settings(PromptSettings), watcher)
+    run = prepare_compression(options.settings(CompressionSettings), watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return

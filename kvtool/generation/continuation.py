@@ -189,7 +189,7 @@ def generate(
         decode_s=decode_s,
         fidelity=None
         if kept is None
-        else compare_with_full(model, everything, torch.stack(kept, 1)),
+        else compare_with_full(model, everything, torch.stack(kept, 1), cache.rope.chosen),
         compiled=step.report() if isinstance(step, CompiledDecoding) else None,
     )
 
@@ -232,6 +232,7 @@ def _run_prompt(
         else:
             ids = known
             check_positions(model, [known.shape[1]], new_tokens)
+            cache.choose_rope([seen + unfed.shape[1] + new_tokens for seen in cache.tokens_seen()])
             left = cache.next_logits
             with explaining(model, ids):
                 for token in unfed.unbind(1):

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from kvtool.cache.hooks.rope import reading
+from kvtool.cache.rope_lengths import RopeLengths
 from kvtool.generation.finite import check_logits
 
 
@@ -65,22 +67,26 @@ def join_fidelities(parts: Sequence[tuple[Fidelity | None, int]]) -> Fidelity | 
 
 
 @torch.no_grad()
-def compare_with_full(model: PreTrainedModel, input_ids: Tensor, logits: Tensor) -> Fidelity:
+def compare_with_full(
+    model: PreTrainedModel, input_ids: Tensor, logits: Tensor, rope: RopeLengths | None = None
+) -> Fidelity:
     """Compare the logits of a compressed run with the full cache's over the same tokens.
 
     Args:
         input_ids: (batch, n + new).
         logits: (batch, new, vocab) float32 of the compressed run.
+        rope: for which lengths that run has chosen its factors, where they depend on the length.
     """
     new = logits.shape[1]
     options = {}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = new
-    full = model(
-        input_ids=input_ids[:, :-1],
-        past_key_values=DynamicCache(config=model.config),
-        use_cache=True,
-        **options,
-    ).logits[:, -new:]
+    with reading(rope):
+        full = model(
+            input_ids=input_ids[:, :-1],
+            past_key_values=DynamicCache(config=model.config),
+            use_cache=True,
+            **options,
+        ).logits[:, -new:]
     check_logits(model, full, input_ids)
     return compare_logits(full.float().cpu(), logits)

@@ -56,7 +56,12 @@ def _is_plain(layer: object) -> bool:
 
 
 def prefill_shared(
-    model: PreTrainedModel, caches: Sequence[KVCache], input_ids: Tensor, *, new_tokens: int = 0
+    model: PreTrainedModel,
+    caches: Sequence[KVCache],
+    input_ids: Tensor,
+    *,
+    new_tokens: int = 0,
+    length: int = 0,
 ) -> Tensor:
     """Feed a prompt to several empty caches by one run of the model.
 
@@ -64,6 +69,7 @@ def prefill_shared(
         caches: those of which `can_share` says so.
         input_ids: (batch, n), without padding.
         new_tokens: how many will be generated after it, as far as is known.
+        length: tokens of the whole text; see `KVCache.expect_length`.
 
     Returns:
         (batch, vocab) float32 logits after the last token.
@@ -75,6 +81,8 @@ def prefill_shared(
     """
     batch, width = input_ids.shape
     lead = build_cache(model, "full")
+    for cache in (lead, *caches):
+        cache.expect_length(length)
 
     def take_in(step: PendingStep, call: Call, out: Tensor) -> None:
         columns = KnownColumns()

@@ -137,6 +137,7 @@ def _read(
                 study.see(Seen(step, call, out, row))
 
     cache.watch_steps(watch)
+    cache.expect_length(ids.shape[1] + steps)
     logits = prefill(model, cache, ids)
     text, broken = [ids], broken_rows(logits)
     for _ in range(steps):

@@ -100,6 +100,7 @@ def _isolated(
 ) -> list[float]:
     study, full = OutputError([cache]), build_cache(model, "full")
     full.watch_steps(lambda step, call, out: study.see(Seen(step, call, out)))
+    full.expect_length(prompt_ids.shape[1] + token_ids.shape[1])
     with cache.prompt([prompt_ids.shape[1]]):
         logits = prefill(model, full, prompt_ids)
     follow(model, full, logits, _with_end(token_ids))
@@ -123,6 +124,7 @@ def _outputs(
 ) -> list[tuple[int, Tensor]]:
     """Return the index and the output of every layer that decodes the tokens, one by one."""
     seen: list[tuple[int, Tensor]] = []
+    cache.expect_length(prompt_ids.shape[1] + token_ids.shape[1])
     logits = prefill(model, cache, prompt_ids)
     cache.watch_steps(lambda step, call, out: seen.append((step.layer.index, out)))
     follow(model, cache, logits, _with_end(token_ids))

@@ -11,6 +11,7 @@ the table of `kvtool/models/README.md`; names of families after it try only thes
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import traceback
@@ -24,6 +25,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     DynamicCache,
     PreTrainedConfig,
@@ -279,8 +281,16 @@ def says(config: PreTrainedConfig) -> list[str]:
         "layers with a window keep it": bool(kinds & set(SLIDING) - {"chunked_attention"}),
         "recurrent layers keep their state": bool(kinds & set(RECURRENT)),
         "layers that read the keys of another read what it keeps": bool(lending_layers(text)),
+        "long texts have other RoPE factors, chosen once for a whole text": _rereads(config),
     }
     return [fact for fact, holds in facts.items() if holds]
+
+
+def _rereads(config: PreTrainedConfig) -> bool:
+    """Whether transformers drops a family's cache where a text outgrows its RoPE factors."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    source = inspect.getsource(model.prepare_inputs_for_generation)
+    return "original_max_position_embeddings" in source
 
 
 def _equal(ours: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:

@@ -22,6 +22,7 @@ from kvtool.cache.files.format import (
     has_weights,
     read_file,
 )
+from kvtool.cache.files.rope_checks import read_rope
 from kvtool.cache.files.tensor_checks import check_ranks, check_tensors
 from kvtool.cache.storage.growth import LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
@@ -85,6 +86,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
         cache.budgets.traffic.load(tensors["read.ends"].tolist())
         cache.budgets.expect(int(tensors["read.reserve"]))
     cache.remember(tensors.get("input_ids"), tensors.get("next_logits"))
+    cache.resume_rope(read_rope(path, metadata, cache))
     chat = metadata.get("chat")
     behind: Literal["open", "answer"] | None = (
         "open" if chat == "open" else "answer" if chat == "answer" else None

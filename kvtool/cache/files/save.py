@@ -86,6 +86,8 @@ def save_cache(
         metadata["chat"] = cache.text.chat
         said = None if cache.text.said is None else cache.text.said.to_text()
         metadata |= {} if said is None else {"said": said}
+    if cache.rope.chosen is not None:
+        metadata["rope_lengths"] = ",".join(map(str, cache.rope.chosen.lengths))
     metadata["sha256"] = digest_of(tensors, metadata)
     write_tensors(Path(path), tensors, metadata)
 

@@ -6,7 +6,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvtool.cache.hooks import eager as eager_hooks
-from kvtool.cache.hooks import forward
+from kvtool.cache.hooks import forward, rope, same_cache
 from kvtool.cache.hooks.attachment import Attachment, attachment, note_attachment
 from kvtool.cache.hooks.attention import kvtool_attention, kvtool_mask
 from kvtool.cache.hooks.families import EAGER_FAMILIES, check_supported
@@ -47,8 +47,10 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     else:
         _exchange(model)
     hooks = [*(eager_hooks.install(model) if eager else []), *forward.install(model)]
+    hooks += rope.install(model)
     note_attachment(model, Attachment(before, hooks, eager=eager))
     stand_in_for_generate(model)
+    same_cache.stand_in(model)
     return model
 
 
@@ -76,6 +78,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     if previous is None:
         return model
     give_back_generate(model)
+    same_cache.give_back(model)
     for hook in previous.hooks:
         hook.remove()
     if previous.eager:

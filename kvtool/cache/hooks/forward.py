@@ -1,13 +1,14 @@
 """What happens before and after every forward over a kvtool cache.
 
 A forward that is told not to use its cache is refused, and so is one over a cache that another
-forward has left changed in some layers only. Policies that go by logits, or by places in the cache,
-have their say here.
+forward has left changed in some layers only, and one that sets its cache aside. Policies that go by
+logits, or by places in the cache, have their say here.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.logits import answer_logits, ask_logits
 from kvtool.cache.hooks.masks import PACKED, check_packed, read_mask
 from kvtool.cache.hooks.position_ids import check_running, place
+from kvtool.cache.hooks.same_cache import check_returned, set_aside
 from kvtool.cache.hooks.training import check_training
 from kvtool.cache.steps.lent import forget_lent
 from kvtool.cache.steps.pending import IMPLEMENTATION, forget_pending
 from kvtool.errors import KvtoolError, UsageError
+
+_LOCAL = threading.local()  # of the running forward: what its cache had seen before
 
 
 def install(model: PreTrainedModel) -> list[RemovableHandle]:
@@ -43,7 +47,10 @@ def install(model: PreTrainedModel) -> list[RemovableHandle]:
 @torch.no_grad()
 def _before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     given, cache = _given(module, args, kwargs)
-    if cache is None or cache.surprisals is None:
+    if cache is None:
+        return None
+    _LOCAL.begun = id(cache), cache.slot_layers[0].seen
+    if cache.surprisals is None:
         return None
     _note_mask(cache, given)
     cache.begin_forward()
@@ -112,7 +119,12 @@ def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object)
         return
     if cache.settings.lending:
         forget_lent()
+    returned: object = getattr(output, "past_key_values", None)
+    if returned is not cache:
+        check_returned(module, cache, output)
     if cache.surprisals is None:
+        if not cache.changing:
+            raise set_aside(module)
         cache.end_forward(given.get("input_ids"))
 
 
@@ -122,6 +134,13 @@ def _after_model(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> A
     cache = given.get("past_key_values")
     if not isinstance(cache, KVCache):
         return None
+    returned: object = getattr(output, "past_key_values", None)
+    if returned is not cache:
+        check_returned(module, cache, output)
+    layer, compiling = cache.slot_layers[0], torch.compiler.is_compiling()
+    counted = not compiling and layer.seen_device is None and cache.repetition is None
+    if counted and _LOCAL.begun == (id(cache), layer.seen):
+        raise set_aside(module)
     if cache.surprisals is not None:
         answer_logits(cache, cache.surprisals, output)
         cache.end_forward(given.get("input_ids"))

@@ -10,7 +10,8 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -20,11 +21,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.blocks import Block, CacheMaker, block_of_call, check_threads
+from kvtool.cache.hooks.same_cache import holding
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.policies.policy import Policy
 
 LOCK = threading.RLock()  # of all models: a lock on a model could not be copied with it
 _NAME = "generate"
+_DEFAULT_NEW_TOKENS = 20  # of transformers, where nobody says
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
 
 
@@ -79,13 +82,18 @@ class GenerateCalls:
             cache = kwargs["past_key_values"] = maker.make(self.model)
             cache.expect_tokens(self._new_tokens(kwargs))
         if not isinstance(cache, KVCache):
-            return self._own(**kwargs)
+            with holding(self.model, None):
+                return self._own(**kwargs)
         cache.check_whole()
         self._check_assisted(kwargs, cache.policy)
         ids = kwargs.get("inputs") if kwargs.get("inputs") is not None else kwargs.get("input_ids")
         if cache.get_seq_length() > 0 and isinstance(ids, Tensor):
             check_continues(cache, ids)
-        with cache.running.generating():
+        with (
+            cache.running.generating(),
+            holding(self.model, cache),
+            self._announced(cache, kwargs, ids),
+        ):
             out = self._own(**kwargs)
         texts = out if isinstance(out, Tensor) else out.sequences
         cache.remember(texts.cpu() if self._rows_are_texts(kwargs, cache, texts) else None)
@@ -146,6 +154,45 @@ class GenerateCalls:
     def _new_tokens(self, kwargs: dict[str, Any]) -> int:
         """Return how many tokens the call generates at most; 0 where only a whole length is set."""
         return self._setting(kwargs, "max_new_tokens") or 0
+
+    @contextmanager
+    def _announced(
+        self, cache: KVCache, kwargs: dict[str, Any], ids: Tensor | None
+    ) -> Iterator[None]:
+        """Tell a cache how long the texts of a call get, where the factors of a RoPE need it."""
+        if cache.link.rope is not None:
+            cache.choose_rope(self._lengths(kwargs, ids))
+        try:
+            yield
+        finally:
+            if cache.get_seq_length() == 0:
+                cache.forget_rope()
+
+    def _lengths(self, kwargs: dict[str, Any], ids: Tensor | None) -> list[int]:
+        """Return how many tokens each text of a call has at its end, at most."""
+        given = kwargs.get("inputs_embeds")
+        given = ids if given is None else given
+        if given is None:  # the call begins with the token that begins texts
+            return [1 + (self._setting(kwargs, "max_new_tokens") or _DEFAULT_NEW_TOKENS)]
+        mask = kwargs.get("attention_mask")
+        if mask is None and not given.is_floating_point():
+            mask = self._guessed_mask(kwargs, given)
+        width, padding = given.shape[1], torch.zeros(len(given), dtype=torch.long)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            width = max(width, mask.shape[1])
+            padding = (mask == 0).sum(1).cpu()
+        new, longest = (self._setting(kwargs, f"max_{name}") for name in ("new_tokens", "length"))
+        if new is None:
+            new = _DEFAULT_NEW_TOKENS if longest is None else longest - width
+        names = ("num_beams", "num_return_sequences")
+        copies = max(self._setting(kwargs, name) or 1 for name in names)
+        return [width + max(new, 1) - int(own) for own in padding for _ in range(copies)]
+
+    def _guessed_mask(self, kwargs: dict[str, Any], ids: Tensor) -> Tensor | None:
+        """Return the mask that transformers makes of the padding tokens in a text."""
+        padding, ends = (self._setting(kwargs, f"{name}_token_id") for name in ("pad", "eos"))
+        ends = ends if isinstance(ends, list) else [ends]
+        return None if padding is None or padding in ends else ids != padding
 
     def _rows_are_texts(self, kwargs: dict[str, Any], cache: KVCache, texts: Tensor) -> bool:
         """Tell whether the rows that are returned are what the cache's batch entries have read."""

@@ -17,12 +17,12 @@ from transformers.cache_utils import DynamicCache
 
 from kvtool.cache.hooks.attachment import ask_once
 from kvtool.cache.hooks.families import EAGER_FAMILIES
+from kvtool.cache.hooks.rope import length_kinds
 from kvtool.errors import KvtoolError
 from kvtool.maths.rope import Rotation
 from kvtool.model_shape import layer_shapes, stores_latents, trained_length
 
 _PLACE, _STEP = 3, 1000  # of the token that is read twice
-_OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the text's length
 
 
 def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation | None]:
@@ -104,10 +104,8 @@ def _check(model: PreTrainedModel) -> None:
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         reason = "takes no position ids"
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if kind in _OF_LENGTH:
-                reason = f"turns its keys by the length of the text (RoPE of type {kind})"
+        for kind in length_kinds(module).values():
+            reason = f"turns its keys by the length of the text (RoPE of type {kind})"
     dims = [shape.key_dim for shape in layer_shapes(text) if shape is not None]
     turned = [2 * len(buffer) for name, buffer in model.named_buffers() if _turns(name)]
     if reason is None and turned and min(turned) > max(dims, default=0):

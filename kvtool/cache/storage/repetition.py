@@ -137,6 +137,14 @@ class Repetition:
             )
         self.driven = True
 
+    def longest_pass(self, tokens: int) -> int:
+        """Return how many tokens a forward feeds at most that repeats a part of so many tokens."""
+        told = self.instructions
+        if told is None:
+            return 0
+        around = max(len(told.first), len(told.later) + self.asked.lead)
+        return around + min(tokens, self.asked.chunk)
+
     def repeat(self, weights: RepeatedWeights | None) -> None:
         """Take the next forwards as repetitions whose weights are noted; None: not any more."""
         self.running = weights

@@ -65,6 +65,8 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
     frame = spoken(frame) if options.conversation else frame
     prompt = _first_prompt(bench, sample, frame, conversation=options.conversation)
     cache, read_so_far = bench.new_cache(), False
+    if cache.link.rope is not None and not (options.query_aware and len(sample.turns) == 1):
+        cache.expect_length(_whole_length(bench, sample, frame, prompt, options))
     if not options.query_aware:
         ids = bench.encode(prompt.context, special=prompt.special)
         instruct_chat(cache, bench.tokenizer, frame, ids, "")
@@ -146,6 +148,22 @@ def _first_prompt(bench: Bench, sample: Sample, frame: Frame, *, conversation: b
         truncate=bench.protocol.truncate,
         conversation=conversation,
     )
+
+
+def _whole_length(
+    bench: Bench, sample: Sample, frame: Frame, prompt: Prompt, options: AskOptions
+) -> int:
+    """Return how many tokens a sample has at most, with its questions and answers."""
+    turns = []
+    for turn in sample.turns:
+        text = frame.next + turn.question + frame.closing + turn.answer_prefix
+        answer = _answer_tokens(bench, turn)
+        if options.golden:
+            told = " " + ", ".join(turn.references)
+            answer = max(answer, bench.encode(told, special=False).shape[1])
+        turns.append(bench.encode(text, special=False).shape[1] + answer)
+    context = bench.encode(prompt.context, special=prompt.special).shape[1]
+    return context + (max(turns) if options.same_context else sum(turns))
 
 
 def _max_length(bench: Bench, sample: Sample) -> int | None:

@@ -11,6 +11,7 @@ import torch
 
 from kvtool.cache.build import build_cache, make_cache
 from kvtool.cache.cache import KVCache
+from kvtool.cache.hooks.rope import length_rope
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.memory import Peak, watched_devices
 from kvtool.evaluation.bench.meter import Meter
@@ -64,7 +65,7 @@ class Bench:
         self.prompts = prompts
         self.draws: str | None = None
         self._warm: tuple[Any, ...] | None = None
-        self._contexts: dict[tuple[int, ...], tuple[KVCache, Tensor]] = {}
+        self._contexts: dict[tuple[int, tuple[int, ...]], tuple[KVCache, Tensor]] = {}
         self.restart_meter()
 
     def draw_for(self, text: str | None) -> None:
@@ -158,7 +159,9 @@ class Bench:
 
     def feed_first(self, cache: KVCache, ids: Tensor, new_tokens: int = 0) -> Tensor:
         """Feed the first prompt of a sample, in one run for all that can share it; see `feed`."""
-        found = None if self.prompts is None else self.prompts.take(self, ids, new_tokens)
+        found, length = None, cache.rope.expected
+        if self.prompts is not None:
+            found = self.prompts.take(self, ids, new_tokens, length)
         if found is None:
             return self.feed(cache, ids, new_tokens=new_tokens)
         cache.become(found.cache)
@@ -216,6 +219,7 @@ class Bench:
         if limit is not None:
             ids = ids[:, -max(limit - max_new_tokens, 1) :]
         cache = self.new_cache()
+        cache.expect_length(ids.shape[1] + max_new_tokens)
         self.feed(cache, ids)
         result = self.decode(
             cache, max_new_tokens=max_new_tokens, stop=stop, temperature=temperature
@@ -240,16 +244,23 @@ class Bench:
         if limit is not None and whole.shape[1] > limit:
             whole = whole[:, -limit:]
         given, wanted = whole[:, : whole.shape[1] - new], whole[:, whole.shape[1] - new :]
-        cache, logits = self._read(given)
+        cache, logits = self._read(given, whole.shape[1])
         with cache.rollback():
             logprobs, likeliest = self.follow(cache, wanted, chunk=1, first_logits=logits)
         return logprobs.sum().item(), bool(likeliest.all())
 
-    def _read(self, ids: Tensor) -> tuple[KVCache, Tensor]:
-        """Return a cache fed with a context, which all its continuations start from."""
-        context = tuple(ids[0].tolist())
+    def _read(self, ids: Tensor, length: int) -> tuple[KVCache, Tensor]:
+        """Return a cache fed with a context, which all its continuations start from.
+
+        Args:
+            length: tokens of the whole text, for a RoPE that depends on them.
+        """
+        rope = length_rope(self.model)
+        factors = 0 if rope is None else rope.factors_for(length)
+        context = factors, tuple(ids[0].tolist())
         if context not in self._contexts:
             cache = self.new_cache()
+            cache.expect_length(length)
             self._contexts[context] = cache, self.feed(cache, ids)
         return self._contexts[context]
 

@@ -49,9 +49,11 @@ class SharedPrompts:
     def begin(self, readers: Sequence[Reader]) -> None:
         """Begin a sample, which will be measured with these."""
         self._readers = readers
-        self._read: dict[tuple[tuple[int, ...], int], dict[Variant, ReadPrompt]] = {}
+        self._read: dict[tuple[tuple[int, ...], int, int], dict[Variant, ReadPrompt]] = {}
 
-    def take(self, reader: Reader, ids: Tensor, new_tokens: int) -> ReadPrompt | None:
+    def take(
+        self, reader: Reader, ids: Tensor, new_tokens: int, length: int = 0
+    ) -> ReadPrompt | None:
         """Return the cache of a variant that holds a prompt; None where it has to read it alone.
 
         Whoever asks first has it read for all that can.
@@ -59,17 +61,20 @@ class SharedPrompts:
         Args:
             ids: (1, n) int64.
             new_tokens: how many will be generated after it, as far as is known.
+            length: tokens of the whole text; see `KVCache.expect_length`.
         """
-        key = tuple(ids[0].tolist()), new_tokens
+        key = tuple(ids[0].tolist()), new_tokens, length
         if key not in self._read:
             self._read[key] = {}
             try:
-                self._read[key] = self._read_together(ids, new_tokens)
+                self._read[key] = self._read_together(ids, new_tokens, length)
             except Exception:  # any: each variant reads alone, and says what is wrong with it
                 return None
         return self._read[key].pop(reader.variant, None)
 
-    def _read_together(self, ids: Tensor, new_tokens: int) -> dict[Variant, ReadPrompt]:
+    def _read_together(
+        self, ids: Tensor, new_tokens: int, length: int
+    ) -> dict[Variant, ReadPrompt]:
         caches = {}
         for reader in self._readers:
             cache = _ready(reader, ids.shape[1])
@@ -78,9 +83,8 @@ class SharedPrompts:
         if len(caches) < 2:
             return {}
         start = time.perf_counter()
-        logits = prefill_shared(
-            self._readers[0].model, list(caches.values()), ids, new_tokens=new_tokens
-        ).cpu()
+        model, own = self._readers[0].model, list(caches.values())
+        logits = prefill_shared(model, own, ids, new_tokens=new_tokens, length=length).cpu()
         seconds = time.perf_counter() - start
         for cache in caches.values():
             cache.remember(ids.cpu(), logits)

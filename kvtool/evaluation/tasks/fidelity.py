@@ -175,6 +175,7 @@ def compare_with_full(
         "full answer", lambda: _full_answer(bench, torch.cat(parts, 1), new_tokens)
     )
     cache = bench.new_cache()
+    cache.expect_length(sum(part.shape[1] for part in parts) + new_tokens)
     for i, part in enumerate(parts):
         with cache.budgets.raising() if keep_question and i > 0 else nullcontext():
             logits = bench.feed(cache, part)
@@ -205,6 +206,7 @@ def _full_answer(
     from kvtool.generation import compress, follow, generate
 
     cache = bench.full_cache()
+    cache.expect_length(prompt.shape[1] + new_tokens)
     read = compress(bench.model, cache, prompt, tokenizer=bench.tokenizer)
     with cache.rollback():
         answer = generate(bench.model, bench.tokenizer, cache, None, max_new_tokens=new_tokens)

@@ -1,0 +1,285 @@
+"""RoPE whose factors depend on the length: turn all forwards over a cache by the same factors.
+
+Transformers chooses the factors in every forward, by the last position in it. So the rotary module
+of a model is asked about one position more, the last one that the whole text will have, and that
+answer is dropped. What answers is a copy of the module, one for each length: the model's own module
+keeps its state, and threads that read texts of other lengths have copies of their own. Batch
+entries of different lengths each get their own factors.
+
+A forward without a kvtool cache is left alone, unless it runs inside `reading`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from kvtool.cache.cache import KVCache
+from kvtool.cache.rope_lengths import LengthRope, RopeLengths
+
+_OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose factors depend on the text's length
+_MOST_COPIES = 64  # of a rotary module, which are small; batches may hold as many lengths
+
+_LOCAL = threading.local()
+
+
+# ---- what is known of a model
+
+
+def length_kinds(module: nn.Module) -> dict[str | None, str]:
+    """Return the kinds of RoPE of a rotary module that depend on the length, by type of layer."""
+    kinds = getattr(module, "rope_type", None)
+    by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+    return {
+        layer: name
+        for layer, kind in by_layer.items()
+        for name in _OF_LENGTH
+        if isinstance(kind, str) and name in kind
+    }
+
+
+def length_rope(model: PreTrainedModel) -> LengthRope | None:
+    """Return how a model's RoPE depends on the length of the text; None: it does not."""
+    thresholds, grows = set(), False
+    for module in _rotary_modules(model):
+        for layer, kind in length_kinds(module).items():
+            grows = grows or kind == "dynamic"
+            thresholds.add(_threshold(module, layer, kind))
+    return LengthRope(tuple(sorted(thresholds)), grows) if thresholds else None
+
+
+def _rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for module in model.get_decoder().modules() if length_kinds(module)]
+
+
+def _threshold(module: Any, layer: str | None, kind: str) -> int:
+    """The length up to which a rotary module turns as it does in a short text."""
+    if kind == "dynamic":
+        return module.original_max_seq_len
+    parameters = module.config.rope_parameters
+    return (parameters if layer is None else parameters[layer])["original_max_position_embeddings"]
+
+
+# ---- hooks
+
+
+def install(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Hook the rotary modules of a model whose RoPE depends on the length, and its decoder.
+
+    Returns:
+        Handles whose `remove` undoes it; none for other models.
+    """
+    modules = _rotary_modules(model)
+    if not modules:
+        return []
+    decoder = model.get_decoder()
+    hooks = [
+        decoder.register_forward_pre_hook(_before_decoder, with_kwargs=True),
+        decoder.register_forward_hook(_after_decoder, with_kwargs=True),
+    ]
+    for module in modules:
+        rotary = Rotary()
+        hooks.append(module.register_forward_pre_hook(rotary.before, with_kwargs=True))
+        hooks.append(module.register_forward_hook(rotary.after, with_kwargs=True))
+    return hooks
+
+
+@contextmanager
+def reading(lengths: RopeLengths | None) -> Iterator[None]:
+    """Turn the forwards of this thread over other caches by the factors of a kvtool cache.
+
+    Args:
+        lengths: for which they were chosen; None: every forward chooses for itself.
+    """
+    before, _LOCAL.reading = getattr(_LOCAL, "reading", None), lengths
+    try:
+        yield
+    finally:
+        _LOCAL.reading = before
+
+
+def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    given = kwargs
+    if args:
+        names = inspect.signature(module.forward).parameters
+        given = dict(zip(names, args, strict=False)) | kwargs
+    cache = given.get("past_key_values")
+    if not isinstance(cache, KVCache):
+        _LOCAL.running = getattr(_LOCAL, "reading", None)
+        return
+    first = cache.first_layer
+    repeats = cache.repetition is not None and cache.repetition.running is not None
+    if cache.link.rope is not None and first.seen_device is None and not repeats:
+        _check(cache, cache.link.rope, given)
+    _LOCAL.running = cache.rope.chosen
+
+
+def _check(cache: KVCache, rope: LengthRope, given: dict[str, Any]) -> None:
+    """Choose the factors for a text that nobody has announced; refuse one that outgrows them."""
+    tokens = given.get("input_ids")
+    tokens = given["inputs_embeds"] if tokens is None else tokens
+    running, end = cache.running, cache.first_layer.seen + tokens.shape[1]
+    if cache.rope.chosen is None:
+        cache.choose_rope(_ends(cache, tokens, given))
+    elif end > running.rope.serves and running.prompt_lengths is None:  # which have been checked
+        serves = all(rope.serve(known, end) for known in cache.rope.chosen.lengths)
+        room = 0 if serves else cache.check_rope(_ends(cache, tokens, given))
+        running.note_rope(
+            replace(running.rope, serves=end + (room or 0))
+        )  # the host waits for padded entries here, seldom
+
+
+@torch.compiler.disable
+def _ends(cache: KVCache, tokens: Tensor, given: dict[str, Any]) -> list[int]:
+    """How many tokens each batch entry has at the end of a forward, without padding."""
+    seen = cache.tokens_seen() if cache.get_seq_length() else [0]
+    seen = seen * len(tokens) if len(seen) == 1 else seen
+    mask = given.get("attention_mask")
+    new = [tokens.shape[1]] * len(tokens)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        new = mask[:, -tokens.shape[1] :].long().sum(1).tolist()
+    return [before + count for before, count in zip(seen, new, strict=True)]
+
+
+def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+    _LOCAL.running = None
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A rotary module that turns by the factors of one length."""
+
+    module: nn.Module
+    device: torch.device
+    dtype: torch.dtype
+
+    def suits(self, states: Tensor) -> bool:
+        """Whether it was made where these states are, and for their dtype."""
+        return self.device == states.device and self.dtype == states.dtype
+
+
+class Rotary:
+    """Hooks of one rotary module, and its copies."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, str | None], _Copy] = {}
+
+    def before(self, module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Keep the state of a module that grows: it is asked about what it knows already."""
+        asked = _Asked.of(args, kwargs)
+        kind = length_kinds(module).get(asked.layer)
+        if getattr(_LOCAL, "running", None) is None or kind is None:
+            return None
+        _LOCAL.asked = asked
+        if kind == "longrope":  # which chooses anew every time
+            return None
+        known = getattr(module, f"{asked.layer}_max_seq_len_cached", module.max_seq_len_cached)
+        last = torch.zeros_like(asked.positions[..., :1]) + (known - 1)
+        return asked.about(last).arguments()
+
+    def after(self, module: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Answer by the factors of the running forward."""
+        running: RopeLengths | None = getattr(_LOCAL, "running", None)
+        if running is None or length_kinds(module).get(_Asked.of(args, kwargs).layer) is None:
+            return None
+        asked: _Asked = _LOCAL.asked
+        _LOCAL.asked = None  # whose states are large
+        if len(running.lengths) == 1:
+            return self._answer(module, asked, running.lengths[0])
+        answer = None
+        for length in sorted(set(running.lengths)):
+            entries = [own == length for own in running.lengths]
+            chosen = torch.tensor(entries, device=asked.states.device)[:, None]
+            ours = self._answer(module, asked.about(asked.positions * chosen), length)
+            answer = ours if answer is None else _where(chosen[..., None], ours, answer)
+        return answer
+
+    def _answer(self, module: nn.Module, asked: _Asked, length: int) -> Any:
+        """Ask the copy for one length, about the last position of its text as well."""
+        known = self._copies.get((length, asked.layer))
+        if known is None or not (torch.compiler.is_compiling() or known.suits(asked.states)):
+            known = self._copy(module, asked, length)
+        last = nn.functional.pad(asked.positions, (0, 1), value=length - 1)
+        return _drop_last(asked.about(last).run(known.module))
+
+    @torch.compiler.disable
+    def _copy(self, module: nn.Module, asked: _Asked, length: int) -> _Copy:
+        """Copy a rotary module, and have it choose its factors for one length and for good."""
+        own: Any = type(module).__new__(type(module))
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)}
+        state = {name: each for name, each in vars(module).items() if name not in _OF_MODEL}
+        vars(own).update(state, _buffers=buffers)
+        place = torch.zeros_like(asked.positions[..., :1])
+        asked.about(place).run(own)  # which forgets what longer texts have left
+        asked.about(place + length - 1).run(own)
+        kinds, chosen = own.rope_type, "default"  # under which nothing is chosen anew
+        kinds = dict.fromkeys(kinds, chosen) if isinstance(kinds, dict) else chosen
+        vars(own).update(rope_type=kinds)
+        if len(self._copies) >= _MOST_COPIES:
+            self._copies.clear()
+        made = _Copy(own, asked.states.device, asked.states.dtype)
+        self._copies[length, asked.layer] = made
+        return made
+
+
+_OF_MODEL = ("forward", "_hf_hook", "_old_forward")  # what others have put on the module itself
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a rotary module is asked: to turn states of a dtype and device, by positions.
+
+    Attributes:
+        positions: (.., batch, q_len) int64.
+        layer: the type of layer; None: all layers turn alike.
+        typed: whether the type is an argument.
+    """
+
+    states: Tensor
+    positions: Tensor
+    layer: str | None
+    typed: bool
+
+    @classmethod
+    def of(cls, args: tuple, kwargs: dict) -> _Asked:
+        """Read the arguments of its forward."""
+        given = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
+        typed = "layer_type" in given
+        return cls(given["x"], given["position_ids"], given.get("layer_type"), typed)
+
+    def about(self, positions: Tensor) -> _Asked:
+        """Ask the same about other positions."""
+        return _Asked(self.states, positions, self.layer, self.typed)
+
+    def arguments(self) -> tuple[tuple, dict]:
+        """Return the arguments of the module's forward."""
+        return (self.states, self.positions), {"layer_type": self.layer} if self.typed else {}
+
+    def run(self, module: nn.Module) -> Any:
+        """Run a module's own forward, without hooks."""
+        args, kwargs = self.arguments()
+        return type(module).forward(module, *args, **kwargs)
+
+
+def _drop_last(answer: Tensor | Sequence[Tensor]) -> Any:
+    """Leave out the last position of cosines and sines, (.., positions, numbers)."""
+    if isinstance(answer, Tensor):
+        return answer[..., :-1, :]
+    return tuple(each[..., :-1, :] for each in answer)
+
+
+def _where(chosen: Tensor, ours: Any, others: Any) -> Any:
+    """Take the answers of some batch entries from one, and all others from another."""
+    if isinstance(ours, Tensor):
+        return torch.where(chosen, ours, others)
+    pairs = zip(ours, others, strict=True)
+    return tuple(torch.where(chosen, own, other) for own, other in pairs)

@@ -1,0 +1,142 @@
+"""Hold forwards, and calls of `generate`, to the cache that they were given.
+
+A model can set its cache aside and go on with one of its own. That one keeps everything: the budget
+would be exceeded, and the report would be about a cache that is no longer used. Such a forward is
+refused, whatever the model.
+
+Phi-3 and its like set a cache aside where the length of the text changes the factors of their RoPE.
+A kvtool cache has chosen these factors for the whole text, so its call goes on with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvtool.cache.cache import KVCache
+from kvtool.errors import KvtoolError
+
+_NAME = "prepare_inputs_for_generation"
+_LOCAL = threading.local()
+
+
+# ---- forwards
+
+
+def check_returned(module: nn.Module, cache: KVCache, output: Any) -> None:
+    """Refuse the output of a forward that has gone on with another cache than it was given.
+
+    Raises:
+        KvtoolError: it returns another one.
+    """
+    returned = getattr(output, "past_key_values", None)
+    if isinstance(output, tuple):
+        returned = next((each for each in output if isinstance(each, Cache)), None)
+    if returned is not None and returned is not cache:
+        raise set_aside(module)
+
+
+def set_aside(module: nn.Module) -> KvtoolError:
+    """Return the error of a model that goes on without its cache."""
+    return KvtoolError(
+        f"`{type(module).__name__}` set aside the kvtool cache that it was given, "
+        "so nothing would be compressed from here on",
+        hint="this model needs a cache of its own",
+    )
+
+
+# ---- calls of `generate`
+
+
+@contextmanager
+def holding(model: PreTrainedModel, cache: KVCache | None) -> Iterator[None]:
+    """Hold the call of `generate` inside to a cache; None: it may use any."""
+    calls = _LOCAL.__dict__.setdefault("calls", [])
+    calls.append((model, cache))
+    before = None if cache is None else cache.get_seq_length()
+    try:
+        yield
+        if cache is not None and cache.get_seq_length() == before:
+            raise set_aside(model)
+    finally:
+        calls.pop()
+
+
+class PreparedInputs:
+    """Stands in for `prepare_inputs_for_generation` on a model that runs kvtool's attention.
+
+    It looks at the cache of every forward in a call of `generate`.
+
+    Attributes:
+        replaced: what somebody else had put in its place on this model, None for nothing.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.__name__ = _NAME
+        self.replaced = vars(model).get(_NAME)
+        self._model = weakref.ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_model": self._model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _model=weakref.ref(state["_model"]))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._own)
+
+    @property
+    def _own(self) -> Any:
+        """What this stands in for."""
+        model = self._model()
+        if model is None:
+            raise KvtoolError("the model is gone")
+        return self.replaced or types.MethodType(getattr(type(model), _NAME), model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        calls: list[tuple[PreTrainedModel, KVCache | None]] = getattr(_LOCAL, "calls", [])
+        model, cache = self._model(), calls[-1][1] if calls else None
+        if model is None or cache is None or calls[-1][0] is not model:
+            return self._own(*args, **kwargs)
+        given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
+        before: object = given.get("past_key_values")
+        if before is not cache:
+            raise set_aside(model)
+        inputs = self._own(*args, **kwargs)
+        if _without(inputs, cache) and cache.rope.chosen is not None:
+            # the model means to read the text again by other factors; the cache needs no others
+            inputs = GenerationMixin.prepare_inputs_for_generation(model, *args, **kwargs)
+        if _without(inputs, cache):
+            raise set_aside(model)
+        return inputs
+
+
+def _without(inputs: dict[str, Any], cache: KVCache) -> bool:
+    """Whether a forward would run over another cache, or none."""
+    passed: object = inputs.get("past_key_values")
+    return passed is not cache
+
+
+def stand_in(model: PreTrainedModel) -> None:
+    """Let a `PreparedInputs` stand in for what a model prepares its forwards with."""
+    if hasattr(model, _NAME):
+        setattr(model, _NAME, PreparedInputs(model))
+
+
+def give_back(model: PreTrainedModel) -> None:
+    """Give a model back what it prepares its forwards with."""
+    found = vars(model).get(_NAME)
+    if isinstance(found, PreparedInputs):
+        delattr(model, _NAME)
+        if found.replaced is not None:
+            setattr(model, _NAME, found.replaced)
