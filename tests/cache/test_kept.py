@@ -5,7 +5,7 @@ import torch
 
 import kvtool
 from kvtool.cache.kept import kept_tokens
-from kvtool.cache.storage.trace import Trace, rank_bytes
+from kvtool.cache.storage.trace import Trace, _put, rank_bytes
 from kvtool.models.load import load
 from kvtool.models.reference.prompt import needle_prompt
 from kvtool.policies.read.exact_topk import ExactTopK
@@ -197,3 +197,13 @@ def test_beams_and_rollback_take_the_record_along():
         model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
         assert kept_tokens(cache).tokens > after.tokens
     same(kept_tokens(cache), after)
+
+
+def test_what_is_noted_by_position_widens_a_table():
+    table = torch.tensor([[[1, 2, 3], [4, 5, 6]]], dtype=torch.uint8)
+    positions = torch.tensor([[[0, -1], [4, 2]]], dtype=torch.int32)
+    values = torch.tensor([[[7, 8], [9, 10]]], dtype=torch.uint8)
+    found = _put(table, positions, values)
+    assert found.tolist() == [[[7, 2, 3, 0, 0], [4, 5, 10, 0, 9]]]
+    nothing = torch.empty(1, 2, 0, dtype=torch.int32)
+    assert _put(table, nothing, nothing) is table
