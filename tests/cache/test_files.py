@@ -239,3 +239,16 @@ def test_a_cache_saved_by_itself_takes_a_further_turn(tmp_path):
         layer.count_from(1, None)
     with pytest.raises(kvtool.KvtoolError, match="is gone; pass it as `model`"):
         kvtool.save_cache(gone, tmp_path / "b.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao.quantization is to move
+def test_a_cache_of_a_model_with_int8_layers_is_saved_and_loaded(tmp_path):
+    plain = peaky_model("llama")
+    model = kvtool.attach(torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}))
+    cache = kvtool.build_cache(model, "h2o", 20)
+    logits = prefill(model, cache, random_ids(50))
+    path = tmp_path / "a.safetensors"
+    kvtool.save_cache(cache, path, input_ids=random_ids(50), next_logits=logits)
+    loaded = kvtool.load_cache(path, model)
+    tokens = random_ids(4, seed=1)[0][:, None]
+    torch.testing.assert_close(feed(model, loaded, tokens), feed(model, cache, tokens))

@@ -76,7 +76,7 @@ def _check_text(file: FileTensors, cache: KVCache, model: PreTrainedModel, token
         ids = file.take("input_ids", (batch, None), torch.int64, 0, config.vocab_size - 1)
         if not 1 <= ids.shape[1] <= MOST_TOKENS:
             raise file.bad("input_ids", "hold no token")
-    logits = (batch, model.get_output_embeddings().weight.shape[0])
+    logits = (batch, _logits_of(model))
     if "next_logits" in file.left:
         file.take("next_logits", logits, torch.float32, unknown=True)
     if cache.surprisals is not None:
@@ -95,6 +95,13 @@ def _check_text(file: FileTensors, cache: KVCache, model: PreTrainedModel, token
     split = cache.policy.head_split
     if split is not None and split.scores is not None:
         file.left.pop("head_ranks", None)  # checked before the cache was made
+
+
+def _logits_of(model: PreTrainedModel) -> int:
+    """Count the logits of a token. Quantised layers of torch hold no weight that is a tensor."""
+    head = model.get_output_embeddings()
+    size = getattr(head, "out_features", None)
+    return int(head.weight.shape[0] if size is None else size)
 
 
 def check_ranks(path: Path, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
