@@ -418,12 +418,12 @@ class CacheState(Cache):
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        vars(new).update(copy.deepcopy(vars(self), memo))
+        new.__dict__ |= copy.deepcopy(self.__dict__, memo)
         return new
 
     def __copy__(self) -> Self:
         new = type(self).__new__(type(self))
-        vars(new).update(vars(self))
+        new.__dict__ |= self.__dict__
         return new
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

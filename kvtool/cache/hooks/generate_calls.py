@@ -52,8 +52,8 @@ class GenerateCalls:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of the model takes along: no call that runs here, and no open block."""
-        mine = {"_model": self._model(), "_blocks": [], "_running": 0, "_at_end": None}
-        return vars(self) | mine
+        mine: dict[str, Any] = {"_blocks": [], "_running": 0, "_at_end": None}
+        return vars(self) | mine | {"_model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _model=weakref.ref(state["_model"]))
