@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvtool.documents.document import Section
 from kvtool.documents.model_shape import ModelShape
@@ -83,8 +83,10 @@ def _check_model(plan: PlanDocument, config: Any) -> None:
                 f"the plan's `model.dtype` is {given.dtype}, which is no dtype", hint=_REMAKE
             ) from None
     dtypes = [given.dtype] if given.dtype is not None else [None, *DTYPE_BYTES]
-    name = {"name": given.id, "revision": given.revision}
-    right = [ModelShape.of(config, dtype=dtype, **name) for dtype in dtypes]
+    right = [
+        ModelShape.of(config, name=given.id, revision=given.revision, dtype=dtype)
+        for dtype in dtypes
+    ]
     kept = tuple(key for key in ModelShape.model_fields if key not in (*_LATER, "dtype"))
     _compare(("model",), given, right, "the model's configuration and `model.dtype`", only=kept)
     _compare(("model",), given, right, "the model's configuration", only=_LATER, optional=True)
@@ -119,7 +121,7 @@ def _check_windows(plan: PlanDocument, readings: Sequence[list[LayerShape | None
             )
 
 
-def _policy(plan: PlanDocument) -> Policy | bool | None:
+def _policy(plan: PlanDocument) -> Policy | Literal[False] | None:
     """Return the policy that a plan is for, None for none, False for one that is not known here."""
     if plan.policy is None:
         return None
@@ -143,8 +145,8 @@ def _drafts(plan: PlanDocument, policy: Policy | None, shapes: list[LayerShape |
     from kvtool.policies.allocate.uniform import Uniform
 
     allocator = parse_allocator(plan.layers.allocator) if _needs_no_profile(plan) else Uniform()
-    least = plan.layers.min_tokens
-    if policy is not None and least < policy.min_budget:
+    least: int | None = plan.layers.min_tokens
+    if policy is not None and plan.layers.min_tokens < policy.min_budget:
         least = None  # the prompt is shorter than that, or the plan was edited
     layers = PlannableLayers.of(plan.model, plan.target.prompt_tokens, shapes)
     given = (plan.model, allocator, plan.target, None, policy, least)
@@ -180,13 +182,13 @@ def _check_stages(plan: PlanDocument, own: PlanDocument | None) -> None:
         return
     dense = section.context <= section.token_budget
     if section.dense != dense:
-        said, right = (str(each).lower() for each in (section.dense, dense))
+        said, derived = (str(each).lower() for each in (section.dense, dense))
         raise UsageError(
             f"the plan's `rocketkv.dense` is {said}, and `context` {section.context} and "
-            f"`token_budget` {section.token_budget} make it {right}",
+            f"`token_budget` {section.token_budget} make it {derived}",
             hint=_REMAKE,
         )
-    right = [_costs_of(plan, section)]
+    right: list[tuple[Cost | None, Cost | None]] = [_costs_of(plan, section)]
     if own is not None and own.rocketkv is not None:
         if dense and not plan.edited:
             why = "`target`, under which everything is read,"
@@ -194,7 +196,10 @@ def _check_stages(plan: PlanDocument, own: PlanDocument | None) -> None:
         right.append((own.rocketkv.storage, own.rocketkv.traffic))
     why = "the sizes of `rocketkv`"
     for place, name in enumerate(("storage", "traffic")):
-        given, costs = getattr(section, name), [pair[place] for pair in right]
+        given, costs = (
+            getattr(section, name),
+            [c for pair in right if (c := pair[place]) is not None],
+        )
         if given is not None:
             _compare(("rocketkv", name), given, costs, why)
 
@@ -285,9 +290,10 @@ def _compare(
         optional: whether keys may be null.
     """
     found = [_difference(given, each, only, optional) for each in right]
-    if None in found:
+    differences = [each for each in found if each is not None]
+    if len(differences) < len(found):
         return
-    keys, said, derived = found[0]
+    keys, said, derived = differences[0]
     raise UsageError(
         f"the plan's `{'.'.join([*at, *keys])}` is {said}, and {why} make it {derived}", hint=hint
     )
