@@ -13,6 +13,7 @@ from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.asked import AnswerLine, AskedPrompt
 from kvtool.documents.messages import Message
 from kvtool.errors import UsageError, quote
+from kvtool.evaluation.run.fingerprint import WAYS_OUT
 from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
 from kvtool.sizes import Budget
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _FREE_SHARE = 2  # of the free memory, rows take one part; what reads prompts needs some, too
 _MOST_ROWS = 64  # where nobody has said how much memory: answers should not all come at the end
-_ELSEWHERE = "choose another file with --output"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +90,14 @@ def line_up(
     answered: Mapping[int, AnswerLine],
     watcher: Watcher,
     memory: int | None,
+    shared: Mapping[str, str] | None = None,
 ) -> tuple[list[Waiting], list[AnswerLine]]:
     """Turn prompts into tokens, and forecast the bytes of their rows.
 
     Args:
         answered: answers that are there, by the index of their prompts.
         memory: bytes of the rows in flight; None: no bound.
+        shared: the fingerprint of all answers, but for their prompts; None: none is there.
 
     Returns:
         The prompts in tokens, and the lines of those that are skipped because they are bad.
@@ -104,6 +106,7 @@ def line_up(
         UsageError: a prompt without a token, or shorter than what the policy always keeps, unless
             bad ones are skipped; an answer that is there and cannot be one to its prompt.
     """
+    from kvtool.calls.fingerprints import answer_fingerprint, check_fingerprint
     from kvtool.generation.model_settings import end_tokens, ends_early
     from kvtool.generation.serving import Waiting
 
@@ -113,7 +116,7 @@ def line_up(
         if index >= len(prompts):
             raise UsageError(
                 f"the answers hold one to prompt {index}, and there are {len(prompts)}",
-                hint=_ELSEWHERE,
+                hint=WAYS_OUT,
             )
     waiting, ends, early = [], end_tokens(loaded.model), ends_early(loaded.model)
     bad: list[AnswerLine] = []
@@ -135,6 +138,8 @@ def line_up(
         if index in answered:
             ended = bool(settings.stop) or early or answered[index].token_ids[-1] in ends
             _check_answer(answered[index], asked, tokens, new, ended=ended)
+            now = answer_fingerprint(shared or {}, settings, index, ids, new)
+            check_fingerprint(answered[index], now)
             continue
         if (tokens, new) not in sizes:
             try:
@@ -187,10 +192,10 @@ def _check_answer(
     """
     told = f"the answer to prompt {there.index} that is there "
     if (there.id, there.prompt_tokens) != (asked.id, tokens):
-        raise UsageError(f"{told}is one to another prompt", hint=_ELSEWHERE)
+        raise UsageError(f"{told}is one to another prompt", hint=WAYS_OUT)
     if there.new_tokens > new or (there.new_tokens < new and not ended):
         told += f"has {there.new_tokens} tokens, and {new} are asked for"
-        raise UsageError(told, hint=_ELSEWHERE)
+        raise UsageError(told, hint=WAYS_OUT)
 
 
 def _row_bytes(request: Request, loaded: Loaded, tokens: int, new: int) -> int:

@@ -68,6 +68,7 @@ class PromptsRun:
         Raises:
             UsageError: an answer that is there is not one to this prompt.
         """
+        from kvtool.calls.fingerprints import answer_fingerprint, shared_fingerprint
         from kvtool.generation.serving import Drawing, serve
 
         settings, source = self.settings, self.settings.source()
@@ -81,10 +82,17 @@ class PromptsRun:
             if why is not None:
                 watcher.note(f"prompts are answered one by one: {why}")
             memory, most_rows = room_for_rows(settings, model)
+            shared = shared_fingerprint(settings, self.request, loaded)
             waiting, bad = line_up(
-                settings, self.request, loaded, self.prompts, answered, watcher, memory
+                settings, self.request, loaded, self.prompts, answered, watcher, memory, shared
             )
             yield from bad
+            fingerprints = {
+                each.index: answer_fingerprint(
+                    shared, settings, each.index, each.ids, each.max_new_tokens
+                )
+                for each in waiting
+            }
             drawing = Drawing(settings.temperature or 0.0, settings.seed or 0, settings.stop)
             for found in serve(
                 model,
@@ -104,6 +112,7 @@ class PromptsRun:
                     token_ids=found.token_ids,
                     prompt_tokens=found.prompt_tokens,
                     new_tokens=len(found.token_ids),
+                    fingerprint=fingerprints[found.index],
                 )
 
 

@@ -24,10 +24,10 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
     if options.prompts is not None:
         answer_many(options, terminal)
         return
-    if options.memory is not None:
-        raise UsageError("--memory goes with --prompts", hint="--prompts FILE.jsonl")
-    if options.skip_bad:
-        raise UsageError("--skip-bad goes with --prompts", hint="--prompts FILE.jsonl")
+    for name in ("memory", "skip_bad", "overwrite"):
+        if getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} goes with --prompts", hint="--prompts FILE.jsonl")
     from kvtool.policies.grammar import listed_policies
 
     policies = listed_policies(options.policy)

@@ -48,6 +48,10 @@ class GenerateOptions(PromptOptions):
             help="Answer the other --prompts where one cannot be answered, and end with code 4.",
         ),
     ] = False
+    overwrite: Annotated[
+        bool,
+        Option("--overwrite", help="Answer --prompts anew whose answers are in --output."),
+    ] = False
     cache: Annotated[
         str | None,
         Option("--cache", metavar="CACHE.safetensors", help="Go on from this saved cache."),

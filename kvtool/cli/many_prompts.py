@@ -85,7 +85,7 @@ def _write(
 
     if options.output_path is None:
         return 0
-    file, served = AnswersFile(options.output_path), Served()
+    file, served = AnswersFile(options.output_path, overwrite=options.overwrite), Served()
     with file.opened():
         before = len(file.answers)
         if before:

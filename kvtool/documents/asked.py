@@ -81,6 +81,7 @@ class AnswerLine(Section):
         token_ids: new tokens, an end-of-text token included.
         prompt_tokens: what was read, a chat template's text included.
         error: why there is none; such a line has no tokens.
+        fingerprint: of what the answer depends on; files of earlier versions lack it.
     """
 
     model_config = ConfigDict(strict=True)
@@ -91,6 +92,7 @@ class AnswerLine(Section):
     token_ids: list[NonNegativeInt]
     prompt_tokens: NonNegativeInt
     new_tokens: NonNegativeInt
+    fingerprint: dict[str, str] | None = None
     error: str | None = None
 
     @model_validator(mode="after")
@@ -114,7 +116,8 @@ class AnswerLine(Section):
 
     def to_line(self) -> str:
         """Return the answer as a line of JSON; only a line without an answer has an `error`."""
-        data = self.model_dump(mode="json", exclude={"error"} if self.error is None else None)
+        missing = {name for name in ("error", "fingerprint") if getattr(self, name) is None}
+        data = self.model_dump(mode="json", exclude=missing)
         return json.dumps(data, ensure_ascii=False) + "\n"
 
 
@@ -227,12 +230,15 @@ def _told(error: ValueError) -> str:
 class AnswersFile:
     """A file of answers that grows line by line, so that what is there is not answered again.
 
+    Args:
+        overwrite: whether the first answer deletes what is there.
+
     Attributes:
         answers: that it holds, by the index of their prompts.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        self._path, self._overwrite = path, overwrite
         self.answers: dict[int, AnswerLine] = {}
 
     @contextlib.contextmanager
@@ -249,7 +255,7 @@ class AnswersFile:
         with file:
             _lock(file.fileno(), self._path)
             file.seek(0)
-            data = file.read()
+            data = b"" if self._overwrite else file.read()
             whole = data.rfind(b"\n") + 1
             self.answers = _read_answers(self._path, data[:whole])
             if whole < len(data):
@@ -263,14 +269,17 @@ class AnswersFile:
             KvtoolError: the system refused (no space, no permission).
         """
         try:
-            with self._path.open("ab") as file:
+            with self._path.open("wb" if self._overwrite else "ab") as file:
                 file.write(answer.to_line().encode())
         except OSError as error:
             raise KvtoolError(f"cannot write `{self._path}`: {error.strerror or error}") from error
+        self._overwrite = False
         self.answers[answer.index] = answer
 
     def put_in_order(self) -> None:
         """Write the answers anew, atomically, in the order of their prompts."""
+        if self._overwrite:  # nothing has been answered
+            return
         lines = [self.answers[index].to_line() for index in sorted(self.answers)]
         write_text(self._path, "".join(lines))
 
@@ -301,7 +310,7 @@ def _read_answers(path: Path, data: bytes) -> dict[int, AnswerLine]:
         except ValueError as error:
             raise UsageError(
                 f"{path}:{number} is not the answer to a prompt: {reason(error)}",
-                hint="choose another file with --output",
+                hint="choose another file with --output, or --overwrite",
             ) from None
         if answer.error is None:  # else it is tried again
             found.setdefault(answer.index, answer)

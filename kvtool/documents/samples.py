@@ -99,13 +99,17 @@ class SampleCost(BaseModel):
 
 
 class SampleRecord(BaseModel):
-    """A line of `samples/ARM/TASK.jsonl`; what a task recorded stands beside these keys."""
+    """A line of `samples/ARM/TASK.jsonl`; what a task recorded stands beside these keys.
+
+    Earlier versions wrote no `fingerprint` of what the answer depends on.
+    """
 
     model_config = ConfigDict(strict=True)
 
     key: str
     configuration: str
     id: str
+    fingerprint: dict[str, str] | None = None
     cell: dict[str, int | Number | str] = Field(default_factory=dict)
     error: str | None = None
     scores: dict[str, Number] | None = None

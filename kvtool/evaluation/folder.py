@@ -15,6 +15,11 @@ from kvtool.models.folder import REFERENCE
 _FILES = (".json", ".yaml", ".yml", ".txt")
 
 
+def is_named(comparison: Comparison, output: str | None) -> bool:
+    """Tell whether somebody has named the folder of a run."""
+    return output not in (None, "-") or comparison.recipe.output.dir is not None
+
+
 def run_folder(comparison: Comparison, output: str | None) -> Path:
     """Return the folder of the run, once it is known that it can be one."""
     if output is not None and not output.strip():

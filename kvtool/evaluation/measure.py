@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from itertools import count
 from pathlib import Path
 
 from kvtool.documents.results import ResultsDocument
@@ -43,13 +44,27 @@ def run_prepared(
         KvtoolError: a sample failed and `stop_on_error` is set.
     """
     tensor_parallel = prepared.comparison.recipe.model.tensor_parallel
+    argv = sys.argv if argv is None else argv
     with joined() as processes, ExitStack() as held:
         silent = tensor_parallel and not processes.first
         store = Store(prepared.folder, processes.rank, silent=silent)
         processes.lead(lambda: _open(store, held, overwrite))
-        with nullcontext() if processes.first else store.locked():
-            argv = sys.argv if argv is None else argv
-            run = _measure(prepared, store, processes, watcher, argv, stop_on_error)
+        with prepared.model.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
+            chosen: list[Run] = []  # by the first process, of which the others learn the folder
+
+            def choose() -> Path:
+                chosen.append(_choose(prepared, store, held, loaded, watcher, argv))
+                return chosen[0].store.folder
+
+            folder = processes.lead(choose)
+            if processes.first:
+                run = chosen[0]
+            else:
+                run = _plan(prepared, Store(folder, store.process, silent=silent), loaded, argv)
+            with nullcontext() if processes.first else run.store.locked():
+                run.store.write(RECIPE, prepared.comparison.recipe.to_yaml())
+                run.start()
+                _measure_missing(run, prepared, loaded, processes, watcher, stop_on_error)
         processes.wait()
         return processes.lead(lambda: finish(run, watcher))
 
@@ -103,32 +118,62 @@ def _open(store: Store, held: ExitStack, overwrite: bool) -> None:
     store.mend()
 
 
-def _measure(
+def _choose(
     prepared: Prepared,
     store: Store,
-    processes: Processes,
+    held: ExitStack,
+    loaded: Loaded,
     watcher: Watcher,
     argv: Sequence[str],
-    stop_on_error: bool,
 ) -> Run:
-    """Load the model and measure this process's part of what is missing."""
-    comparison, jobs = prepared.comparison, prepared.jobs
-    store.write(RECIPE, comparison.recipe.to_yaml())
-    with prepared.model.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
-        run = Run.begin(
-            store,
-            name=comparison.recipe.name or store.folder.name,
-            argv=[without_home(argument) for argument in argv],
-            loaded=loaded,
-            variants=comparison.variants,
-            jobs=jobs,
-            protocol=comparison.protocol,
-            gates=comparison.gates,
-            within=comparison.recipe.eval.within,
-            claim=comparison.recipe.claim,
+    """Return the run in a folder that it can go on in: its own, or a new one beside it.
+
+    A folder that nobody has named is gone on in by the same command with the same inputs alone.
+
+    Raises:
+        UsageError: the folder that somebody has named holds answers that depend on something else.
+    """
+    run = _plan(prepared, store, loaded, argv)
+    for number in count(2):
+        there = run.look_at_records(prepared.jobs)
+        if there.stale is not None and prepared.named:
+            raise there.stale
+        if there.stale is None and (prepared.named or _same_recipe(prepared, run.store)):
+            break
+        folder = prepared.folder.with_name(f"{prepared.folder.name}_{number}")
+        store = Store(folder, store.process, silent=store.silent)
+        _open(store, held, overwrite=False)
+        run = _plan(prepared, store, loaded, argv)
+    if run.store.folder != prepared.folder:
+        watcher.note(f"{prepared.folder} holds another run; this one is in {run.store.folder}")
+    if there.unknown:
+        watcher.note(
+            f"{there.unknown} answers in {run.store.folder} are an earlier kvtool's and do not say "
+            "by what code they were given; --overwrite measures them anew"
         )
-        _measure_missing(run, prepared, loaded, processes, watcher, stop_on_error)
     return run
+
+
+def _same_recipe(prepared: Prepared, store: Store) -> bool:
+    """Tell whether a folder holds a run of the same recipe, or none."""
+    path = store.folder / RECIPE
+    return not path.is_file() or path.read_text("utf-8") == prepared.comparison.recipe.to_yaml()
+
+
+def _plan(prepared: Prepared, store: Store, loaded: Loaded, argv: Sequence[str]) -> Run:
+    comparison = prepared.comparison
+    return Run.plan(
+        store,
+        name=comparison.recipe.name or store.folder.name,
+        argv=[without_home(argument) for argument in argv],
+        loaded=loaded,
+        variants=comparison.variants,
+        jobs=prepared.jobs,
+        protocol=comparison.protocol,
+        gates=comparison.gates,
+        within=comparison.recipe.eval.within,
+        claim=comparison.recipe.claim,
+    )
 
 
 def _measure_missing(

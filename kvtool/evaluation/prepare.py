@@ -10,7 +10,7 @@ from kvtool.documents.recipe import ModelChoice
 from kvtool.evaluation.bench.estimate import Estimate, check_bytes, largest_batch_of
 from kvtool.evaluation.bench.needs import device_memory
 from kvtool.evaluation.comparison import Comparison
-from kvtool.evaluation.folder import run_folder
+from kvtool.evaluation.folder import is_named, run_folder
 from kvtool.evaluation.run.runner import Job, draw_jobs
 from kvtool.evaluation.samples.sample import Json, token_counter
 from kvtool.evaluation.tasks.selection import hub_data
@@ -36,6 +36,8 @@ class Prepared:
         jobs: every task with its samples.
         estimate: what prompts and caches will measure.
         model: where it comes from.
+        named: whether somebody has named the folder; else another run in it makes way for a new
+            folder beside it.
     """
 
     comparison: Comparison
@@ -43,6 +45,7 @@ class Prepared:
     jobs: list[Job]
     estimate: Estimate
     model: ModelSource
+    named: bool = True
 
     @property
     def measurements(self) -> int:
@@ -144,7 +147,8 @@ def prepare(
     jobs = draw_jobs(comparison.tasks, counter, comparison.recipe.eval.limit)
     estimate = Estimate(tokenizer, config, dtype, comparison.protocol)
     _note_samples(comparison, jobs, estimate, watcher)
-    return Prepared(comparison, place, jobs, estimate, model)
+    named = is_named(comparison, folder)
+    return Prepared(comparison, place, jobs, estimate, model, named)
 
 
 def _check_model(model: ModelSource, choice: ModelChoice) -> str:

@@ -23,7 +23,7 @@ def test_a_text_beyond_the_models_positions_is_told_of_once():
     request = Request(None, "a list", parse_policy("h2o"), Budget.parse(24), "full")
     prompts = [AskedPrompt(prompt="The old lamp", max_new_tokens=new) for new in (5, 9000, 9000)]
     notes = Notes()
-    lined = line_up(PromptsSettings(), request, load(), prompts, {}, notes)
+    lined, _ = line_up(PromptsSettings(), request, load(), prompts, {}, notes, None)
     assert [each.max_new_tokens for each in lined] == [5, 9000, 9000]
     sizes = [each.row_bytes for each in lined]
     assert 0 < sizes[0] < sizes[1] == sizes[2]  # of 11 tokens, and of the whole budget

@@ -31,7 +31,15 @@ def prompts(tmp_path):
 
 
 def read(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    """The answers of a file, each of which has said what it depends on."""
+    return read_lines(path.read_text(encoding="utf-8"))
+
+
+def read_lines(text):
+    lines = [json.loads(line) for line in text.split("\n")[:-1]]
+    parts = {"prompt", "settings", "model", "policy", "package"}
+    assert all("error" in line or line.pop("fingerprint").keys() == parts for line in lines)
+    return lines
 
 
 def alone(kvtool, prompt, index):
@@ -277,7 +285,7 @@ def test_bad_prompts_are_skipped_alone_where_that_is_asked_for(kvtool, tmp_path)
     assert "2 of 5 prompts are answered already" in again.err
     assert read(tmp_path / "answers.jsonl") == found
     done = kvtool(*arguments, "--skip-bad", "-f", "json", "-q")
-    assert (done.code, [json.loads(line) for line in done.out.splitlines()]) == (4, found)
+    assert (done.code, read_lines(done.out)) == (4, found)
 
 
 def test_a_prompt_beyond_the_memory_is_skipped_alone(kvtool, tmp_path):
@@ -296,3 +304,79 @@ def test_skipping_goes_with_prompts(kvtool):
     done = kvtool("generate", "--skip-bad", "--prompt", "a")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: --skip-bad goes with --prompts")
+
+
+SWAPPED = ["the magnet was near the lamp", "the lamp was near the school"]
+
+
+def write(path, prompts):
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "told"),
+    [
+        (SWAPPED[::-1], (), "is one to another prompt"),
+        ([SWAPPED[0], "the lamp was near the parrot"], (), "is one to another prompt"),
+        (SWAPPED, ("-p", "streaming", "-b", "8"), "under other settings"),
+        (SWAPPED, ("-b", "9"), "under other settings"),
+        (SWAPPED, ("--seed", "1"), "under other settings"),
+        (SWAPPED, ("--temperature", "0.5"), "is one to another prompt"),
+        (SWAPPED, ("--stop", "lamp"), "under other settings"),
+        (SWAPPED, ("--prefill", "block:4"), "under other settings"),
+        (SWAPPED, ("--dtype", "bfloat16"), "is another model's"),
+        (SWAPPED, ("--attn-implementation", "eager"), "is another model's"),
+        (SWAPPED, ("plan.yaml",), "under other settings"),
+    ],
+)
+@pytest.mark.few(6)
+def test_answers_to_changed_inputs_are_refused_and_overwritten(
+    kvtool, tmp_path, prompts, arguments, told
+):
+    write(tmp_path / "p.jsonl", SWAPPED)
+    run = ("generate", "--prompts", "p.jsonl", "-o", "a.jsonl", "-n", "3")
+    plain = ("-p", "h2o", "-b", "8")
+    assert kvtool(*run, *plain).code == 0
+    before = (tmp_path / "a.jsonl").read_bytes()
+    write(tmp_path / "p.jsonl", prompts)
+    if "plan.yaml" in arguments:
+        plan = ("plan-budget", "-b", "8", "--context", "64", "-o", "plan.yaml")
+        assert kvtool(*plan).code == 0
+        arguments = (*arguments, "-p", "h2o")
+    else:
+        given = {arguments[i] for i in range(0, len(arguments), 2)}
+        arguments += tuple(
+            each for i in (0, 2) if plain[i] not in given for each in plain[i : i + 2]
+        )
+    done = kvtool(*run, *arguments)
+    assert done.code == 2
+    assert told in done.err
+    assert "hint: --overwrite answers anew, another --output keeps what is there" in done.err
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+    assert kvtool(*run, *arguments, "--overwrite").code == 0
+    elsewhere = [*run[:4], "b.jsonl", *run[5:], *arguments]
+    assert kvtool(*elsewhere).code == 0
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+def test_an_unchanged_command_answers_nothing_anew(kvtool, prompts, tmp_path, monkeypatch):
+    run = ("generate", "--prompts", prompts, *ARGUMENTS, "-o", "a.jsonl")
+    assert kvtool(*run).code == 0
+    before = (tmp_path / "a.jsonl").read_bytes()
+
+    def prefill(*arguments, **settings):
+        raise AssertionError("the model runs")
+
+    monkeypatch.setattr("kvtool.generation.serving.prefill", prefill)
+    assert kvtool(*run, "--memory", "1MiB").code == 0
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+
+
+def test_answers_that_do_not_say_what_they_depend_on_are_refused(kvtool, prompts, tmp_path):
+    run = ("generate", "--prompts", prompts, *ARGUMENTS, "-o", "a.jsonl")
+    assert kvtool(*run).code == 0
+    write(tmp_path / "a.jsonl", read(tmp_path / "a.jsonl"))
+    done = kvtool(*run)
+    assert done.code == 2
+    assert "does not say what it depends on: it is an earlier kvtool's" in done.err
+    assert kvtool("generate", "--overwrite").code == 2

@@ -103,11 +103,16 @@ def without_seconds(part):
     }
 
 
+def without_fingerprint(line: str) -> dict:
+    """A record without what the older ones do not say of themselves."""
+    return {key: part for key, part in json.loads(line).items() if key != "fingerprint"}
+
+
 def samples(folder: Path) -> dict[str, list]:
     files = sorted((folder / "samples").rglob("*.jsonl"))
     return {
         str(path.relative_to(folder)): [
-            without_seconds(json.loads(line)) for line in path.read_text().splitlines()
+            without_seconds(without_fingerprint(line)) for line in path.read_text().splitlines()
         ]
         for path in files
     }

@@ -19,6 +19,7 @@ from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.differences import differences
 from kvtool.evaluation.run.collect import Measured, averages
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
+from kvtool.evaluation.run.fingerprint import model_digest
 from kvtool.evaluation.run.gates import Gate, judge
 from kvtool.evaluation.run.head import Head
 from kvtool.evaluation.run.index import (
@@ -36,6 +37,7 @@ from kvtool.evaluation.run.index import (
 )
 from kvtool.evaluation.run.pairing import compared_results, sample_names
 from kvtool.evaluation.run.partition import unfinished
+from kvtool.evaluation.run.resuming import Resumed, look_at_records
 from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_measurements, sample_key
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.tasks.task import Task
@@ -65,14 +67,27 @@ class Run:
         within: float,
         variants: Sequence[Variant],
         tasks: Sequence[Task],
+        model_digest: str = "",
     ) -> None:
         self.store, self.index, self.head = store, index, head
         self.gates, self.within = list(gates), within
         self._variants, self._tasks = list(variants), list(tasks)
-        self._place = Place(index.model, Protocol(**index.protocol.model_dump()))
+        protocol = Protocol(**index.protocol.model_dump())
+        self._place = Place(index.model, protocol, model_digest)
 
     @classmethod
-    def begin(
+    def begin(cls, store: Store, **settings: Any) -> Run:
+        """Write down what will be measured, and results that are still empty.
+
+        Args:
+            settings: as for `plan`.
+        """
+        run = cls.plan(store, **settings)
+        run.start()
+        return run
+
+    @classmethod
+    def plan(
         cls,
         store: Store,
         *,
@@ -86,10 +101,7 @@ class Run:
         within: float = WITHIN,
         claim: Claim | None = None,
     ) -> Run:
-        """Write down what will be measured, and results that are still empty.
-
-        Where processes share a run, the first one writes.
-        """
+        """Return what will be measured; nothing is written yet."""
         used = model_used(loaded)
         before = read_results(store)
         index = SamplesDocument(
@@ -111,11 +123,26 @@ class Run:
             claim=claim,
         )
         tasks = [job.task for job in jobs]
-        run = cls(store, index, head, gates=gates, within=within, variants=variants, tasks=tasks)
-        if store.process == 0:
-            store.write(SAMPLES, index.to_json())
-            run.write_results()
-        return run
+        return cls(
+            store,
+            index,
+            head,
+            gates=gates,
+            within=within,
+            variants=variants,
+            tasks=tasks,
+            model_digest=model_digest(loaded),
+        )
+
+    def start(self) -> None:
+        """Write down what will be measured, and results as they are; the first process does."""
+        if self.store.process == 0:
+            self.store.write(SAMPLES, self.index.to_json())
+            self.write_results()
+
+    def look_at_records(self, jobs: Sequence[Job]) -> Resumed:
+        """Hold the records in the folder against what they would depend on now."""
+        return look_at_records(jobs, self._variants, self._place, self.store)
 
     @classmethod
     def open(

@@ -14,6 +14,7 @@ from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.bench.variants import Variant
+from kvtool.evaluation.run.fingerprint import Fingerprint, code_digests, digest
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.task import Task
@@ -45,28 +46,43 @@ class Place:
 
     Attributes:
         model: what tells the weights and the way they run from others.
+        model_digest: of all that decides on its answers; empty where none are recorded.
     """
 
     model: dict[str, Any]
     protocol: Protocol
+    model_digest: str = ""
 
     def configuration(self, variant: Variant, task: Task) -> str:
         """Return the hash of everything but the sample."""
+        return _hash({"model": self.model, **self._settings(variant, task)})
+
+    def _settings(self, variant: Variant, task: Task) -> dict[str, Any]:
         protocol = self.protocol.identity()
         plan = None if variant.plan is None else json.dumps(variant.plan.to_data(), sort_keys=True)
-        return _hash(
-            {
-                "model": self.model,
-                "policy": str(variant.policy),
-                "budget": None if variant.budget is None else str(variant.budget),
-                "prefill": variant.prefill,
-                "plan": plan,
-                "task": task.name,
-                "version": task.version,
-                "settings": task.model_dump(mode="json", exclude=set(WHICH_SAMPLES)),
-                "protocol": {name: protocol[name] for name in sorted(protocol)},
-            }
-        )
+        return {
+            "policy": str(variant.policy),
+            "budget": None if variant.budget is None else str(variant.budget),
+            "prefill": variant.prefill,
+            "plan": plan,
+            "task": task.name,
+            "version": task.version,
+            "settings": task.model_dump(mode="json", exclude=set(WHICH_SAMPLES)),
+            "protocol": {name: protocol[name] for name in sorted(protocol)},
+        }
+
+    def shared_fingerprint(self, variant: Variant, task: Task) -> Fingerprint:
+        """Return the fingerprint of a task's records under a variant, but for their prompts."""
+        settings = digest(self._settings(variant, task))
+        return {"settings": settings, "model": self.model_digest} | code_digests(variant.policy)
+
+    def fingerprint(self, shared: Fingerprint, content: str) -> Fingerprint:
+        """Return the fingerprint of a record.
+
+        Args:
+            content: the hash of the sample.
+        """
+        return {"prompt": digest(content), **shared}
 
 
 def draw_jobs(tasks: Sequence[Task], tokens: TokenCounter, limit: int | None) -> list[Job]:
@@ -164,6 +180,11 @@ def run_measurements(
         for variant in variants
         for job in jobs
     }
+    shared_fingerprints = {
+        (variant, job.task.name): place.shared_fingerprint(variant, job.task)
+        for variant in variants
+        for job in jobs
+    }
     for (j, s), of_sample in groupby(measurements, key=lambda each: (each.job, each.sample)):
         task, sample, content = jobs[j].task, jobs[j].samples[s], jobs[j].hashes[s]
         shared.clear()
@@ -180,6 +201,8 @@ def run_measurements(
             record = _measure(benches[variant], task, sample)
             configuration = configurations[variant, task.name]
             head = {"key": sample_key(configuration, content), "configuration": configuration}
+            fingerprint = shared_fingerprints[variant, task.name]
+            head |= {"fingerprint": place.fingerprint(fingerprint, content)}
             head |= {"id": sample.id} | ({"cell": dict(sample.cell)} if sample.cell else {})
             store.append(variant.folder, task.name, head | record)
             error = record.get("error")

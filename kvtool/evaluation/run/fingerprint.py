@@ -1,0 +1,68 @@
+"""Fingerprints: short hashes, beside a stored answer, of what the answer depends on.
+
+A resumed run takes a stored answer only if all of them are what they would be now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvtool.identity import config_hash
+from kvtool.package_data import package_hash
+from kvtool.version import VERSION
+
+if TYPE_CHECKING:
+    from kvtool.models.load import Loaded
+    from kvtool.policies.policy import Policy
+
+Fingerprint = dict[str, str]
+
+WAYS_OUT = "--overwrite answers anew, another --output keeps what is there"
+_DIGITS = 16
+_DIFFER = {  # parts of a fingerprint, and what it means that one differs
+    "prompt": "is one to another prompt",
+    "settings": "was given under other settings",
+    "model": "is another model's",
+    "policy": "was given by other code of the policy",
+    "package": "was given by another kvtool: its version or its code has changed",
+}
+
+
+def digest(value: Any) -> str:
+    """Hash JSON values; anything else counts by what it prints as."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGITS]
+
+
+def model_digest(loaded: Loaded) -> str:
+    """Hash what of a model decides on its answers: all weights, configuration, tokenizer, dtype."""
+    from kvtool.cache.build import kernel_of
+    from kvtool.evaluation.run.environment import text_hash
+    from kvtool.weights_hash import weights_hash
+
+    model = loaded.model
+    runs = [str(model.dtype), model.device.type, kernel_of(model)]
+    hashes = [config_hash(model.config), weights_hash(model), text_hash(loaded)]
+    return digest([*runs, *hashes])
+
+
+def code_digests(policy: Policy) -> Fingerprint:
+    """Hash the code that answers: that of the policy from outside the package, and the package."""
+    from kvtool.policies.source import source_hash
+
+    return {"policy": digest(source_hash(policy)), "package": digest([VERSION, package_hash()])}
+
+
+def difference(found: Mapping[str, str] | None, now: Mapping[str, str]) -> str | None:
+    """Say how a stored answer differs from the one that would be given now, None if it does not.
+
+    Args:
+        found: its fingerprint, None where it has none.
+    """
+    if found is None:
+        return "does not say what it depends on: it is an earlier kvtool's"
+    changed = next((name for name in _DIFFER if found.get(name) != now[name]), None)
+    return None if changed is None else _DIFFER[changed]
