@@ -91,20 +91,26 @@ def compressed(
             inside raises it where it could belong to several blocks that differ.
         KvtoolError: the model's attention cannot be replaced, or its layers cannot be compressed.
     """
+    inner = _uncompiled(model)
     with LOCK:
-        detach = hooks.detach if attachment(model) is None else None
+        detach = hooks.detach if attachment(inner) is None else None
         try:
-            maker = _maker(model, policy, budget, prefill, plan)
-            calls = _calls(model)
+            maker = _maker(inner, policy, budget, prefill, plan)
+            calls = _calls(inner)
         except BaseException:
             if detach is not None:
-                detach(model)
+                detach(inner)
             raise
         block = calls.open_block(maker, sys._getframe(), detach)
     try:
         yield model
     finally:
         calls.close_block(block)
+
+
+def _uncompiled(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model inside what `torch.compile` returns, whose `generate` is the model's."""
+    return getattr(model, "_orig_mod", model)
 
 
 def _maker(

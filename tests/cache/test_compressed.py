@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -357,3 +358,26 @@ def test_two_texts_through_a_pipeline_give_what_each_gives_alone():
         streamed = "".join(streamer)
     call.join()
     assert streamed.strip() == together[0].strip()
+
+
+def test_a_compiled_model_generates_as_the_model_inside_it():
+    model = peaky_model("llama")
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    with kvtool.compressed(model, "h2o", budget=20):
+        expected = model.generate(random_ids(50), **settings)
+    compiled = torch.compile(model)
+    with kvtool.compressed(compiled, "h2o", budget=20) as given:
+        assert given is compiled
+        assert torch.equal(compiled.generate(random_ids(50), **settings), expected)
+    full = model.generate(random_ids(50), **settings)
+    assert torch.equal(compiled.generate(random_ids(50), **settings), full)
+
+
+def test_prefix_tuning_is_refused():
+    """PEFT says of such an adapter that it learns a prompt."""
+    model = peaky_model("llama")
+    model.active_peft_config = SimpleNamespace(is_prompt_learning=True)
+    with pytest.raises(kvtool.KvtoolError, match="prefix or prompt tuning"):
+        kvtool.build_cache(model, "h2o", 20)
+    model.active_peft_config = SimpleNamespace(is_prompt_learning=False)
+    kvtool.build_cache(model, "h2o", 20)

@@ -33,6 +33,13 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     if attachment(model) is not None:
         return model
     check_supported(model.config)
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise KvtoolError(
+            "this PEFT model puts learned keys or tokens before every text (prefix or prompt "
+            "tuning), which a compressed cache would not know of",
+            hint="adapters that change weights, such as LoRA, work",
+        )
     before = model.config._attn_implementation
     eager = model.config.get_text_config(decoder=True).model_type in EAGER_FAMILIES
     if eager:
