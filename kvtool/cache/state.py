@@ -418,12 +418,12 @@ class CacheState(Cache):
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        new.__dict__ |= copy.deepcopy(self.__dict__, memo)
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
     def __copy__(self) -> Self:
         new = type(self).__new__(type(self))
-        new.__dict__ |= self.__dict__
+        new.__dict__.update(self.__dict__)
         return new
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
