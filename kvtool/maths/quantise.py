@@ -118,6 +118,29 @@ def _scaled(numbers: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     return (numbers / scales.float()).clamp_(-largest, largest).nan_to_num_(0.0), scales
 
 
+def lost_share(numbers: Tensor, rounded: Tensor) -> float:
+    """Measure how much of most channels rounding loses: 0 for nothing, about 1 for all.
+
+    A channel far larger than those that share its scale leaves them only few codes, or none. For
+    each vector and each `GROUP` of channels the middle error is divided by the middle magnitude;
+    of each head the middle over the vectors counts, so that a few odd tokens do not, and of all
+    heads and groups the largest.
+
+    Args:
+        numbers: (batch, heads, tokens, dim), at least one token.
+        rounded: what rounding made of them.
+    """
+    width = numbers.shape[-1]
+    width = width if width % GROUP else GROUP
+
+    def middle(vectors: Tensor) -> Tensor:
+        by_head = vectors.float().abs().transpose(0, 1).flatten(1, 2)
+        return by_head.unflatten(-1, (-1, width)).median(-1).values
+
+    share = middle(rounded.float() - numbers.float()) / middle(numbers)
+    return float(share.nan_to_num(0.0, 0.0).median(1).values.max())
+
+
 def sylvester(size: int) -> Tensor:
     """Make the Hadamard matrix of a power of two by Sylvester's rule: (size, size) float32."""
     import torch
