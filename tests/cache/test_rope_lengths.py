@@ -579,11 +579,17 @@ def test_compiled_steps_keep_the_factors(name):
 
 @pytest.mark.exhaustive
 def test_transformers_cannot_compile_a_base_that_grows():
-    model, ids = long_rope_model(LONG), text(50)
+    model, ids = long_rope_model(LONG), text(80)
     cache = kvtool.build_cache(model, "h2o", 24)
-    prefill(model, cache, ids, new_tokens=5)
+    prefill(model, cache, ids[:, :50], new_tokens=30)
+    step = CompiledDecoding(model, 30, backend="eager")
+
+    def decode():
+        for token in ids[0, 50:]:
+            step(model, cache, token.view(1))
+
     with pytest.raises(KvtoolError, match="cannot be compiled"):
-        CompiledDecoding(model, 5, backend="eager")(model, cache, ids[0, :1])
+        decode()
 
 
 @pytest.mark.exhaustive
