@@ -200,7 +200,8 @@ def run_measurements(
                 warm.add(variant)
             record = _measure(benches[variant], task, sample)
             configuration = configurations[variant, task.name]
-            head = {"key": sample_key(configuration, content), "configuration": configuration}
+            head: Json = {"key": sample_key(configuration, content)}
+            head |= {"configuration": configuration}
             fingerprint = shared_fingerprints[variant, task.name]
             head |= {"fingerprint": place.fingerprint(fingerprint, content)}
             head |= {"id": sample.id} | ({"cell": dict(sample.cell)} if sample.cell else {})
