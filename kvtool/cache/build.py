@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.attach import attach
-from kvtool.cache.hooks.attachment import attachment
+from kvtool.cache.hooks.attachment import attachment, uncompiled
 from kvtool.cache.hooks.head_ranks import rank_model
 from kvtool.cache.hooks.rope import length_rope
 from kvtool.cache.hooks.rope_probe import find_query_rotations, find_rotations
@@ -88,7 +88,7 @@ def make_cache(
 
     Commands compare them before they run, and a saved cache holds its plan under a checksum.
     """
-    policy = parse_policy(policy)
+    model, policy = uncompiled(model), parse_policy(policy)
     config = model.config.get_text_config(decoder=True)
     check_layers(config)
     check_shared(config, policy)

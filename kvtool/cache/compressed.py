@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvtool.cache.build import build_cache, read_plan
 from kvtool.cache.hooks import attach as hooks
-from kvtool.cache.hooks.attachment import attachment
+from kvtool.cache.hooks.attachment import attachment, uncompiled
 from kvtool.cache.hooks.blocks import CacheMaker
 from kvtool.cache.hooks.generate_calls import LOCK, GenerateCalls, generate_calls
 from kvtool.documents.plan import PlanDocument
@@ -56,9 +56,10 @@ def attach(
             given = "a plan" if budget is None else f"budget {budget}"
             raise UsageError(f"{given} needs a policy", hint='policy="h2o+caote"')
         return hooks.attach(model)
+    inner = uncompiled(model)
     with LOCK:
-        maker = _maker(model, policy, budget, prefill, plan)
-        _calls(model).set_maker(maker)
+        maker = _maker(inner, policy, budget, prefill, plan)
+        _calls(inner).set_maker(maker)
     return model
 
 
@@ -91,7 +92,7 @@ def compressed(
             inside raises it where it could belong to several blocks that differ.
         KvtoolError: the model's attention cannot be replaced, or its layers cannot be compressed.
     """
-    inner = _uncompiled(model)
+    inner = uncompiled(model)
     with LOCK:
         detach = hooks.detach if attachment(inner) is None else None
         try:
@@ -106,11 +107,6 @@ def compressed(
         yield model
     finally:
         calls.close_block(block)
-
-
-def _uncompiled(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model inside what `torch.compile` returns, whose `generate` is the model's."""
-    return getattr(model, "_orig_mod", model)
 
 
 def _maker(

@@ -381,3 +381,28 @@ def test_prefix_tuning_is_refused():
         kvtool.build_cache(model, "h2o", 20)
     model.active_peft_config = SimpleNamespace(is_prompt_learning=False)
     kvtool.build_cache(model, "h2o", 20)
+
+
+def test_a_compiled_model_is_taken_wherever_a_model_is(tmp_path):
+    """Attach, build a cache, save and load it, detach: as with the model inside."""
+    model = peaky_model("llama")
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    full = model.generate(random_ids(50), **settings)
+    with kvtool.compressed(model, "h2o", budget=20):
+        expected = model.generate(random_ids(50), **settings)
+    assert not torch.equal(expected, full)
+    compiled = torch.compile(model)
+    assert kvtool.attach(compiled, "h2o", 20) is compiled
+    assert torch.equal(compiled.generate(random_ids(50), **settings), expected)
+    assert torch.equal(model.generate(random_ids(50), **settings), expected)
+    assert kvtool.detach(compiled) is compiled
+    assert torch.equal(compiled.generate(random_ids(50), **settings), full)
+    assert kvtool.attach(compiled) is compiled
+    cache = kvtool.build_cache(compiled, "h2o", 20)
+    answer = compiled.generate(random_ids(50), past_key_values=cache, **settings)
+    assert torch.equal(answer, expected)
+    kvtool.save_cache(cache, tmp_path / "a", model=compiled)
+    kvtool.save_cache(cache, tmp_path / "b", model=model)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    again = kvtool.load_cache(tmp_path / "a", compiled)
+    assert again.get_seq_length() == cache.get_seq_length()

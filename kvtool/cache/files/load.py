@@ -24,6 +24,7 @@ from kvtool.cache.files.format import (
 )
 from kvtool.cache.files.rope_checks import read_rope
 from kvtool.cache.files.tensor_checks import check_ranks, check_tensors
+from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.storage.growth import LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
@@ -49,7 +50,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
     Raises:
         KvtoolError: no such file, not a whole and untouched cache file, or one of another model.
     """
-    path = Path(path)
+    path, model = Path(path), uncompiled(model)
     metadata, tensors = read_file(path, with_tensors=True)
     digest = metadata.pop("sha256", "")
     if digest != digest_of(tensors, metadata):

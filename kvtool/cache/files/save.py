@@ -19,6 +19,7 @@ from kvtool.cache.files.format import (
     weights_labels,
 )
 from kvtool.cache.files.tensor_file import write_tensors
+from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.hooks.shape_probe import recurrent_states
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.errors import KvtoolError
@@ -53,7 +54,7 @@ def save_cache(
     if cache.get_seq_length() == 0:
         raise KvtoolError("the cache is empty: nothing has been fed to it yet")
     check_one_process(cache)
-    model = model if model is not None else cache.link.model()
+    model = uncompiled(model) if model is not None else cache.link.model()
     if model is None:
         raise KvtoolError("the model that this cache was built for is gone; pass it as `model`")
     known = cache.input_ids

@@ -7,7 +7,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvtool.cache.hooks import eager as eager_hooks
 from kvtool.cache.hooks import forward, rope, same_cache
-from kvtool.cache.hooks.attachment import Attachment, attachment, note_attachment
+from kvtool.cache.hooks.attachment import Attachment, attachment, note_attachment, uncompiled
 from kvtool.cache.hooks.attention import kvtool_attention, kvtool_mask
 from kvtool.cache.hooks.families import EAGER_FAMILIES, check_supported
 from kvtool.cache.hooks.generate_calls import give_back_generate, stand_in_for_generate
@@ -30,8 +30,9 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         KvtoolError: the model's attention cannot be replaced, or its layers cannot be compressed.
     """
+    given, model = model, uncompiled(model)
     if attachment(model) is not None:
-        return model
+        return given
     check_supported(model.config)
     adapter = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
@@ -58,7 +59,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     note_attachment(model, Attachment(before, hooks, eager=eager))
     stand_in_for_generate(model)
     same_cache.stand_in(model)
-    return model
+    return given
 
 
 def _exchange(model: PreTrainedModel) -> None:
@@ -81,9 +82,10 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     Returns:
         The model.
     """
+    given, model = model, uncompiled(model)
     previous = attachment(model)
     if previous is None:
-        return model
+        return given
     give_back_generate(model)
     same_cache.give_back(model)
     for hook in previous.hooks:
@@ -93,7 +95,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     else:
         model.set_attn_implementation(previous.implementation)
     note_attachment(model, None)
-    return model
+    return given
 
 
 AttentionInterface.register(IMPLEMENTATION, kvtool_attention)

@@ -35,6 +35,11 @@ class Attachment:
         return self._known[what]
 
 
+def uncompiled(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model inside what `torch.compile` returns, whose `generate` is the model's."""
+    return getattr(model, "_orig_mod", model)
+
+
 def attachment(model: PreTrainedModel) -> Attachment | None:
     """Return what `attach` noted on this model, None if it is not attached."""
     return getattr(model, _NAME, None)
