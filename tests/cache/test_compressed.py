@@ -360,6 +360,7 @@ def test_two_texts_through_a_pipeline_give_what_each_gives_alone():
     assert streamed.strip() == together[0].strip()
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_generates_as_the_model_inside_it():
     model = peaky_model("llama")
     settings = {"max_new_tokens": 4, "do_sample": False}

@@ -70,6 +70,7 @@ def outcome(codec: str, pairs: str, size: float) -> str:
 
 
 @pytest.mark.each_once
+@pytest.mark.few(3)
 @pytest.mark.parametrize("size", [0.0, 20.0, 100.0, 300.0, 600.0])
 @pytest.mark.parametrize("pairs", PAIRS)
 @pytest.mark.parametrize("codec", CODECS)

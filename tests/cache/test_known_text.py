@@ -62,6 +62,7 @@ def test_forwards_of_any_size_and_in_place_changes_of_what_was_fed(model):
 
 
 @torch.no_grad()
+@pytest.mark.exhaustive
 def test_many_tokens_are_held_together(model):
     cache, ids = kvtool.build_cache(model, "recency", 8), random_ids(1100, seed=4)
     for token in ids.unbind(1):

@@ -98,6 +98,7 @@ def made(kind):
     return model
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("kind", [DropsBeforeForwards, *IN_FORWARD])
 @pytest.mark.parametrize("prompt", [12, 30], ids=["while-decoding", "in-the-prompt"])
 @pytest.mark.parametrize("given", [True, False], ids=["given", "made"])

@@ -329,7 +329,7 @@ def write(path, prompts):
         (SWAPPED, ("plan.yaml",), "under other settings"),
     ],
 )
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 def test_answers_to_changed_inputs_are_refused_and_overwritten(
     kvtool, tmp_path, prompts, arguments, told
 ):

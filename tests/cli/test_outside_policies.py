@@ -231,6 +231,7 @@ def test_a_recipe_names_it_and_its_run_goes_on(kvtool, tmp_path):
 )
 @pytest.mark.parametrize("command", ["generate", "eval", "compress"])
 @pytest.mark.each_once
+@pytest.mark.few(3)
 def test_a_recipe_does_not_import_what_it_names(kvtool, tmp_path, package, policy, command):
     marker = tmp_path / "imported"
     (package / "scores.py").write_text(f"open({str(marker)!r}, 'w')\n{SCORE}")
@@ -273,12 +274,21 @@ def test_the_pairs_of_a_claim_import_nothing(kvtool, tmp_path):
     assert "my_own" not in sys.modules
 
 
-def test_a_recipe_does_not_name_tasks_that_run_code(kvtool, tmp_path):
+def recipe_of_own_tasks(tmp_path):
     task = {"task": "lm-eval/mine", "include_path": str(tmp_path)}
     recipe = {"kind": "recipe", "schema_version": 1, "policy": "h2o", "eval": {"tasks": [task]}}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def test_a_recipe_does_not_name_tasks_that_run_code(kvtool, tmp_path):
+    recipe_of_own_tasks(tmp_path)
     error = refused(kvtool("eval", "own.yaml", "--dry-run"))
     assert "no file may name code" in error
+
+
+@pytest.mark.exhaustive
+def test_a_command_line_names_tasks_that_run_code(kvtool, tmp_path):
+    recipe_of_own_tasks(tmp_path)
     done = kvtool("eval", "own.yaml", "--dry-run", "-s", f"eval.tasks.0.include_path={tmp_path}")
     assert "no file may name code" not in done.err
 

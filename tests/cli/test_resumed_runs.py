@@ -73,6 +73,7 @@ def test_an_edited_policy_is_refused_and_overwritten(kvtool, module):
     assert "resumed" not in kvtool(*run, "--overwrite").err
 
 
+@pytest.mark.exhaustive
 def test_an_edited_policy_begins_a_new_folder_where_none_is_named(kvtool, module):
     run = ("eval", *RUN, *OWN)
     assert kvtool(*run).code == 0

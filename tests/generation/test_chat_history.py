@@ -111,6 +111,7 @@ def tight(text):
     return re.sub(r"\s*(So\.?)\s*", r"\1", text)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(("name", "system"), systems(WHOLE))
 def test_a_prompt_is_what_the_template_makes_of_it(name, system, merged):

@@ -112,7 +112,7 @@ def test_each_setting_that_is_followed_is_tried():
     assert {*ALTERING, *SAME} == {name for name, use in USES.items() if use == "followed"}
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [*ALTERING, *SAME])
 def test_settings_are_followed_as_transformers_does(name, loaded, ids):
     new = 4 if name == "forced_eos_token_id" else NEW  # which the usual answer would go beyond
