@@ -43,7 +43,6 @@ _ROPES = {
         "high_freq_factor",
     ),
 }
-_MOST_LAYERS = 1000  # a list of their kinds is made
 _DTYPES = ("float32", "bfloat16", "float16")
 _COMMON = (
     *_SIZES,
@@ -141,8 +140,6 @@ def plain_config(data: Mapping[str, Any]) -> PlainConfig | None:
         return None
     width, heads = entries["hidden_size"], entries["num_attention_heads"]
     if width % heads or heads % entries["num_key_value_heads"]:
-        return None
-    if entries["num_hidden_layers"] > _MOST_LAYERS:
         return None
     if "use_sliding_window" in entries:
         full = ["full_attention"] * entries["num_hidden_layers"]

@@ -25,10 +25,11 @@ def foretell(
         new: tokens that are generated at most, in each turn.
 
     Returns:
-        None where configuration or tokenizer cannot be read, of which a run would tell more.
+        None where a tokenizer or a model of the hub cannot be read, of which a run would tell more.
 
     Raises:
         UsageError: a budget that is too small for this prompt.
+        KvtoolError: a folder's configuration that cannot be read.
     """
     from kvtool.documents.memory import RunMemory
     from kvtool.evaluation.bench.needs import device_memory, needs
@@ -37,15 +38,18 @@ def foretell(
 
     device = resolve_device(settings.device or "auto", settings.device_map)
     dtype = resolve_dtype(settings.dtype or "auto", device)
+    source = settings.source()
     try:
-        tokenizer, config = settings.source().tokenizer()
+        tokenizer, config = source.tokenizer()
         prompt = _prompt_tokens(settings, request, tokenizer, turns, closed=new > 0)
-        spread = bool(settings.device_map or settings.tensor_parallel)
-        memory = device_memory(
-            config, dtype, device, spread=spread, trust_remote_code=settings.trust_remote_code
-        )
     except KvtoolError:
+        if source.is_folder:
+            source.config()
         return None
+    spread = bool(settings.device_map or settings.tensor_parallel)
+    memory = device_memory(
+        config, dtype, device, spread=spread, trust_remote_code=settings.trust_remote_code
+    )
     if turns is not None:
         prompt += new * (sum(turn.answer is None for turn in turns.turns) - 1)
     text = Text(prompt, new, 1, config.get_text_config(decoder=True).vocab_size)

@@ -52,7 +52,7 @@ def find_adapter(model: str | None) -> Adapter | None:
         settings = json.loads(file.read_bytes())
         kind, base = settings["peft_type"], settings["base_model_name_or_path"]
         revision = settings.get("revision")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         kind, base, revision = None, None, None
     if not isinstance(kind, str) or not isinstance(base, str) or not base.strip():
         raise UsageError(f"`{file}` does not say which model the adapter belongs to")

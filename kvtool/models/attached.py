@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
-from kvtool.models.folder import check_folder
+from kvtool.models.folder import check_folder, find_source
 from kvtool.models.load import Loaded, load, load_config, load_tokenizer
 from kvtool.models.notes import model_note
 
@@ -56,6 +56,11 @@ class ModelSource:
         if self.loaded is not None:
             return str(self.loaded.model.dtype).removeprefix("torch.")
         return self.settings.get("dtype") or "auto"
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the model comes from a folder on this machine."""
+        return self.loaded is None and Path(find_source(self.name)[1]).is_dir()
 
     def note(self) -> str | None:
         """Say which model it is, where nobody has named one or the hub is asked."""

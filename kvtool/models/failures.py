@@ -138,5 +138,7 @@ def _one_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"nothing is known of {text}"
     sentence = _SENTENCE_END.split(text)[0].rstrip(".")
     return sentence if len(sentence) <= 200 else sentence[:197] + "..."

@@ -10,6 +10,7 @@ from kvtool.documents.reading import expand
 from kvtool.errors import UsageError, quote
 from kvtool.models import reference
 from kvtool.models.adapter import check_adapter, find_adapter
+from kvtool.models.config_sizes import check_sizes
 
 REFERENCE = "reference"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -88,10 +89,12 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
     if not config.is_file():
         raise UsageError(f"model folder `{name}` has no config.json")
     try:
-        if not isinstance(json.loads(config.read_bytes()), dict):
+        data = json.loads(config.read_bytes())
+        if not isinstance(data, dict):
             raise ValueError("it holds no mapping")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"`{config}` is not valid JSON: {error}") from None
+    check_sizes(name, data)
     if config_only:
         return
     _check_weights(name, folder)
@@ -132,7 +135,7 @@ def _check_weights(name: str, folder: Path) -> None:
 def _read_shards(index: Path) -> list[str]:
     try:
         shards = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"`{index}` is not an index of weight files") from None
     if not all(isinstance(shard, str) for shard in shards):
         raise UsageError(f"`{index}` is not an index of weight files")

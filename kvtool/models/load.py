@@ -8,6 +8,7 @@ from typing import Any
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.models.adapter import find_adapter, merge_adapter
+from kvtool.models.config_sizes import check_sizes
 from kvtool.models.failures import (
     UNQUANTISED,
     in_one_line,
@@ -162,10 +163,12 @@ def _where(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def _load_config(name: str, source: str, where: dict[str, Any]) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
     from kvtool.cache.hooks.families import check_supported
 
+    data, _ = PreTrainedConfig.get_config_dict(source, **where)
+    check_sizes(name, data)
     config = AutoConfig.from_pretrained(source, **where)
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in AutoModelForCausalLM._model_mapping and not remote:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtool.model_shape import stored_dtype
-from kvtool.models.failures import library_output_on_stderr
+from kvtool.models.failures import in_one_line, library_output_on_stderr
 
 
 def weight_bytes(config: Any, dtype: str, *, trust_remote_code: bool = False) -> int | None:
@@ -19,6 +19,9 @@ def weight_bytes(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
 
     Returns:
         None where the weights are quantised, which the configuration does not count.
+
+    Raises:
+        KvtoolError: no model can be built from the configuration.
     """
     if getattr(config, "quantization_config", None) is not None:
         return None
@@ -26,7 +29,11 @@ def weight_bytes(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
     from transformers import AutoModelForCausalLM
 
     wanted = getattr(torch, stored_dtype(config, dtype))
-    with library_output_on_stderr(progress=False), torch.device("meta"):
+    with (
+        library_output_on_stderr(progress=False),
+        in_one_line("configuration", config.name_or_path, trust_remote_code),
+        torch.device("meta"),
+    ):
         model = AutoModelForCausalLM.from_config(
             config, dtype=wanted, trust_remote_code=trust_remote_code
         )
