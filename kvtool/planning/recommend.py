@@ -213,7 +213,7 @@ def _evidence(arm: ArmEntry, results: ResultsDocument, tasks: Sequence[str]) -> 
         raise UsageError("its prompts were not counted")
     share = Fraction(1)  # of a cache that is quantised only
     if arm.budget is not None and policy.takes_budget:
-        kept = _mean(of_tasks, "kept_tokens") or 0
+        kept = _mean(of_tasks, "kept_tokens")
         share = min(share, _share(Budget.parse(arm.budget), policy, prompt, kept))
     return Evidence(arm, policy, share, prompt, scores)
 
@@ -225,13 +225,19 @@ def _mean(results: Sequence[TaskResult], name: str) -> float | None:
     return sum(n * getattr(cost, name) for n, cost in costs) / count if count else None
 
 
-def _share(budget: Budget, policy: Policy, prompt: float, kept: float) -> Fraction:
-    """Return a budget as a share of the prompts that it was measured on."""
+def _share(budget: Budget, policy: Policy, prompt: float, kept: float | None) -> Fraction:
+    """Return a budget as a share of the prompts that it was measured on.
+
+    Raises:
+        UsageError: bytes, and nobody counted the tokens that they kept.
+    """
     if budget.ratio is not None:
         return budget.ratio
     tokens: float | None = budget.tokens
     if tokens is None:  # bytes: of what is read they say nothing, where everything is stored
         tokens = DEFAULT_TOKENS if policy.stores_all else kept
+        if not tokens:
+            raise UsageError("the tokens that its bytes kept were not counted")
     return Fraction(tokens / prompt).limit_denominator(_FINEST)
 
 

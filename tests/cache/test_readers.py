@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.storage.sparse_index import SparseIndex
+from kvtool.cache.storage.padded_index import PaddedEntries
+from kvtool.cache.storage.sparse_index import IndexedEntries, SparseIndex
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.basis import moments, principal_components
 from kvtool.policies.parts import Read
@@ -286,6 +287,30 @@ def test_reordered_rows_go_on_as_the_text_that_they_hold(policy, padded):
             alone = decode_step(model, cache, token[None])
             if step >= 5:
                 torch.testing.assert_close(logits[row], alone[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_row_that_chooses_from_all_it_holds_has_room_beside_a_row_that_does_not():
+    """Both store 6 of 8 tokens; one has 2 of them to choose from, the other all."""
+    reader = Quest(page=2, k=2)
+    alone = [
+        IndexedEntries(
+            slice(row, row + 1),
+            reader,
+            budget=9,
+            prompt=6,
+            stored=6,
+            tokens=tokens,
+            index=torch.arange(tokens).expand(1, 1, -1),
+        )
+        for row, tokens in enumerate((2, 6))
+    ]
+    both = PaddedEntries.of(alone, torch.device("cpu"))
+    keys = torch.arange(16.0).view(2, 1, 8, 1)
+    for _ in range(2):
+        both.append(keys, keys)
+    assert both.tokens.known == [4, 8]
+    assert both.candidates(keys)[0, 0, :4, 0].tolist() == [0, 1, 6, 7]
+    assert both.candidates(keys)[1, 0, :, 0].tolist() == [*range(8, 16)]
 
 
 def test_beam_search_runs():

@@ -118,6 +118,16 @@ def test_budgets_of_every_kind_are_shares(budget, share):
     assert recommend(run, place(2 * FULL_BYTES)).evidence.share == pytest.approx(share)
 
 
+def test_bytes_are_no_share_where_the_tokens_that_they_kept_were_not_counted():
+    gains = {arm("h2o", "1MiB"): 0.1, arm("tova", "1MiB"): 0.0}
+    full, uncounted, counted = measured(gains)
+    costs = uncounted.cost.model_copy(update={"kept_tokens": 0})
+    results = [full, uncounted.model_copy(update={"cost": costs}), counted]
+    found = recommend(run_of(results, list(gains)), place(FULL_BYTES // 2))
+    assert found.evidence.arm.name == "tova@1MiB"
+    assert found.left_out == ["h2o@1MiB: the tokens that its bytes kept were not counted"]
+
+
 def test_a_reader_reads_the_share_and_stores_everything():
     found = choose({arm("quest"): 0.1}, 2 * FULL_BYTES)
     plan = found.planned.document

@@ -222,7 +222,7 @@ class Calibration(Part):
             evicted = evicted.gather(2, best)
         parts = self._folded(eviction, evicted, positions)
         self.store.append(parts, evicted.shape[2], eviction.whole)
-        self._whole |= eviction.whole and evicted.shape[2] > 0
+        self._whole |= eviction.whole
 
     def _folded(self, eviction: Eviction, evicted: Tensor, positions: Tensor) -> Iterator[Tokens]:
         memory = self._memory
