@@ -23,6 +23,7 @@ from kvtool.cache.hooks.attach import detach
 from kvtool.cache.storage.repetition import Instructions
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
+from kvtool.planning.traffic import tokens_left
 from kvtool.policies.grammar import read_spelling
 from kvtool.policies.guard import GuardedScore, reserved_tokens
 
@@ -39,6 +40,7 @@ LAYERS, KV_HEADS, DIM, WORDS, SINK = 2, 2, 32, 96, 1
 LENGTHS = (PROMPT, 31, SHORT)
 LEAST = 20  # budget of the checks, unless the policy needs more
 MOST = 4096  # budgets that are tried
+MOST_READ = 2 * PROMPT  # tokens that no check reads
 EXACT, ROUNDING, CODES = 2e-5, 3e-4, 0.05  # how far apart logits may be
 
 
@@ -98,6 +100,8 @@ def check(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
 def small_budget(policy: Policy) -> int | None:
     """Return the least budget from `LEAST` on that a policy takes, None where it takes none.
 
+    A policy of two stages has to take it for a text of any length, too.
+
     Raises:
         UsageError: it takes none of those that are tried.
     """
@@ -106,6 +110,8 @@ def small_budget(policy: Policy) -> int | None:
     for tokens in range(LEAST, MOST):
         try:
             policy.check_budget(tokens)
+            for length in range(1, MOST_READ):
+                tokens_left(policy, tokens, length, 0)
         except UsageError:
             continue
         return tokens
