@@ -92,7 +92,18 @@ def clip(message: str) -> str:
     message = re.sub(r"`([^`]*)`", _shorter, message)  # in pairs, so that text between them stays
     if len(message) > _LONGEST:
         message = f"{message[: _LONGEST - _QUOTED]} ... {message[-_QUOTED:]}"
-    return message.encode("utf-8", "backslashreplace").decode()
+    return printable(message)
+
+
+def printable(text: str) -> str:
+    r"""Return a text with bytes spelled out that are not UTF-8, which names of files may hold.
+
+    Python reads such a byte as half of a surrogate pair, which no file and no terminal takes.
+
+    >>> printable("caf\udce9"), printable("café")
+    ('caf\\udce9', 'café')
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

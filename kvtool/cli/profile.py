@@ -9,7 +9,7 @@ from kvtool.cli.output import write_configuration, write_shown
 from kvtool.cli.profile_options import ProfileOptions
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
-from kvtool.documents.files import check_writable
+from kvtool.documents.files import check_unicode, check_writable
 from kvtool.documents.flags import MODEL_SETTINGS
 from kvtool.errors import UsageError
 from kvtool.evaluation.profile_request import ProfileRequest, read_request
@@ -75,6 +75,7 @@ def _check_paths(options: ProfileOptions, terminal: Terminal) -> None:
     options.check_output()
     if options.heads_path is not None:
         check_writable(options.heads_path, "--output")
+        check_unicode(options.heads_path.name, "--output:")
     if options.plot_path is not None:
         if options.plot_path.suffix.lower() not in _PICTURES:
             raise UsageError(

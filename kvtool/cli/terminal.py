@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from kvtool.cli.control_characters import visible
+from kvtool.errors import printable
 from kvtool.processes import started
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def tell(text: str) -> None:
     """Print on stderr, at once."""
-    sys.stderr.write(visible(text) if sys.stderr.isatty() else text)
+    sys.stderr.write(printable(visible(text) if sys.stderr.isatty() else text))
     sys.stderr.flush()
 
 
@@ -51,7 +52,7 @@ class Terminal:
             ReaderGone: nobody reads it any more.
         """
         try:
-            self.data.write(visible(text) if self.interactive else text)
+            self.data.write(printable(visible(text) if self.interactive else text))
             self.data.flush()
         except BrokenPipeError as error:
             raise ReaderGone from error

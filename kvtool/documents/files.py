@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import KvtoolError, UsageError, printable, quote
 
 try:
     import fcntl
@@ -77,6 +77,17 @@ def check_name(path: Path, option: str) -> None:
             )
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise UsageError(f"{option}: a path has at most {_LONGEST_PATH} bytes")
+
+
+def check_unicode(name: str, what: str) -> None:
+    """Refuse a file or folder whose name a document or a tokenizer has to hold, and cannot.
+
+    Raises:
+        UsageError: a byte of the name is not UTF-8.
+    """
+    if name != printable(name):
+        told = f"{what} {quote(name)} is not UTF-8"
+        raise UsageError(told, hint="rename it, or link to it: ln -s OLD NEW")
 
 
 def temporaries_of(path: Path) -> list[Path]:
@@ -163,7 +174,7 @@ def _sweep(path: Path) -> None:
 
 
 def _write_utf8(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="")
+    path.write_text(printable(text), encoding="utf-8", newline="")
 
 
 def _sync(path: Path) -> None:

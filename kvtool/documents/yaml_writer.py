@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from kvtool.documents.scalars import read_plain
+from kvtool.errors import printable
 
 _WIDTH, _STEP = 100, "  "  # letters of a line, and what a level is indented by
 
@@ -30,6 +31,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    text = printable(text)
     style = None if isinstance(_read(text), str) else "'"
     if not text.replace("\n", "").isprintable():
         style = '"'  # the only one that escapes

@@ -50,9 +50,9 @@ def check_sizes(name: str, data: Mapping[str, Any]) -> None:
     for part in _parts(name, data):
         for key in _LAYERS:
             _check(name, key, part.get(key), 0, MOST_LAYERS)
-    for part in (data, *(data.get(key) for key in _TEXT_PARTS)):
-        if isinstance(part, Mapping):
-            _check_text(name, part)
+    for text in (data, *(data.get(key) for key in _TEXT_PARTS)):
+        if isinstance(text, Mapping):
+            _check_text(name, text)
 
 
 def _check_text(name: str, data: Mapping[str, Any]) -> None:

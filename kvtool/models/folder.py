@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path, PurePath
 
-from kvtool.documents.files import check_name
+from kvtool.documents.files import check_name, check_unicode
 from kvtool.documents.reading import expand
 from kvtool.errors import UsageError, quote
 from kvtool.models import reference
@@ -69,6 +69,7 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
         raise UsageError("the model name is empty", hint="give a folder or a hub ID")
     folder = Path(source)
     check_name(folder, "--model")
+    check_unicode(name, "the name of model")
     if source.lower().endswith(".gguf") and not folder.is_dir():
         raise _refuse_gguf(name)
     if not folder.is_dir():

@@ -22,7 +22,7 @@ from kvtool.cache.files.tensor_file import write_tensors
 from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.hooks.shape_probe import recurrent_states
 from kvtool.cache.storage.layer import SlotLayer
-from kvtool.errors import KvtoolError
+from kvtool.errors import KvtoolError, printable
 from kvtool.identity import config_hash
 from kvtool.version import VERSION
 
@@ -89,6 +89,7 @@ def save_cache(
         metadata |= {} if said is None else {"said": said}
     if cache.rope.chosen is not None:
         metadata["rope_lengths"] = ",".join(map(str, cache.rope.chosen.lengths))
+    metadata = {key: printable(value) for key, value in metadata.items()}
     metadata["sha256"] = digest_of(tensors, metadata)
     write_tensors(Path(path), tensors, metadata)
 

@@ -21,7 +21,7 @@ from kvtool.documents.files import temporaries_of, write_text
 from kvtool.documents.json_reader import load_json
 from kvtool.documents.samples import SampleRecord
 from kvtool.documents.validation import reason
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import KvtoolError, UsageError, printable
 
 Json = dict[str, Any]
 
@@ -77,7 +77,7 @@ class Store:
             return
         self._check_there()
         path = self.path(variant, task)
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False)
+        line = printable(json.dumps(record, ensure_ascii=False, allow_nan=False))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8", newline="") as file:
