@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.cache import KVCache
+from kvtool.cache.storage.form import CodedForm
 from kvtool.cache.storage.growth import Growth, LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
@@ -94,6 +95,8 @@ def _join(layer: SlotLayer, others: Sequence[SlotLayer], coming: int) -> None:
     split = any(_heads(each) is not None for each in layers)
     packed = [_packed(each) for each in layers]
     width = max(slots.positions.shape[2] for slots in packed)
+    forms = [each.slots.form for each in layers]
+    shifted = any(isinstance(form, CodedForm) and form.shifted for form in forms)
     for each, slots in zip(layers, packed, strict=True):
         if split and _heads(each) is None:
             _spread_over_heads(each)
@@ -102,6 +105,9 @@ def _join(layer: SlotLayer, others: Sequence[SlotLayer], coming: int) -> None:
     layer.reindex(lambda tensor: torch.cat([tensor, *(next(each) for each in met)]))
     if any(next(each, None) is not None for each in met):
         raise RuntimeError("caches that are joined must keep the same things")
+    form = layer.slots.form
+    if isinstance(form, CodedForm):
+        layer.slots.set_form(form.with_ranges(form.ranges, shifted=shifted))
     layer.count_from(max(each.seen for each in layers), layer.lengths)
     layer.set_budget(_joined(budgets, layer.slots.device))
     if split:

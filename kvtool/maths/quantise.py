@@ -141,6 +141,98 @@ def lost_share(numbers: Tensor, rounded: Tensor) -> float:
     return float(share.nan_to_num(0.0, 0.0).median(1).values.max())
 
 
+class ChannelRanges(NamedTuple):
+    """Where the channels of keys lie, and how wide: what is taken off before they are rounded.
+
+    A model whose key projection has a large constant bias (Qwen2) has channels far from 0. They
+    would set the scale of all channels, and rounding would lose the others.
+
+    Attributes:
+        centre: (batch, kv_heads, 1, dim) float16, subtracted first; 0 for most channels.
+        exponent: (batch, kv_heads, 1, dim) int8, the power of two that is divided by then.
+    """
+
+    centre: Tensor
+    exponent: Tensor
+
+    @classmethod
+    def neutral(cls, batch: int, kv_heads: int, dim: int, device: torch.device) -> ChannelRanges:
+        """Make those that change nothing."""
+        import torch
+
+        sizes = (batch, kv_heads, 1, dim)
+        return cls(
+            torch.zeros(sizes, dtype=torch.float16, device=device),
+            torch.zeros(sizes, dtype=torch.int8, device=device),
+        )
+
+    @property
+    def factor(self) -> Tensor:
+        """The powers of two, float32."""
+        import torch
+
+        return torch.exp2(self.exponent.float())
+
+    def narrow(self, keys: Tensor) -> Tensor:
+        """Bring keys, (batch, kv_heads, tokens, dim), to what is rounded: float32."""
+        return (keys.float() - self.centre.float()) / self.factor
+
+    def widen(self, narrowed: Tensor) -> Tensor:
+        """Bring them back: float32."""
+        return narrowed * self.factor + self.centre.float()
+
+    def of_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a query is multiplied with in place of keys, and what is then missing.
+
+        Its product with a key is the product of the first with the narrowed key, and the second.
+
+        Args:
+            query: (batch, kv_heads, group, 1, dim) float32.
+
+        Returns:
+            (batch, kv_heads, group, 1, dim) and (batch, kv_heads, group, 1, 1).
+        """
+        constant = (query * self.centre.float()[:, :, None]).sum(-1, keepdim=True)
+        return query * self.factor[:, :, None], constant
+
+
+FEWEST = 8
+"""Tokens of a first block by which channels are judged."""
+
+MOST_EXPONENT = 15
+"""Of the powers of two that channels are divided by."""
+
+_OUTLIER = 8.0  # times the reach of the middle channel from which a channel is one
+
+
+def channel_ranges(keys: Tensor, valid: Tensor) -> ChannelRanges:
+    """Find the channels of keys that reach much further from 0 than the others.
+
+    A channel that reaches 8 times as far as the middle one of its head, or more, has its mean
+    subtracted. If what is left reaches further than the middle one, it is divided by a power of
+    two, to less than twice as far. Keys without such channels stay as they are, bit for bit.
+
+    Args:
+        keys: (batch, kv_heads, tokens, dim).
+        valid: bool (batch or 1, tokens), False for padding; fewer than `FEWEST` tell nothing.
+    """
+    import torch
+
+    weight = valid[:, None, :, None].float()
+    count = weight.sum(2, keepdim=True)
+    numbers = keys.detach().float() * weight
+    reach = numbers.abs().amax(2, keepdim=True)
+    usual = reach.median(-1, keepdim=True).values
+    outlier = (count >= FEWEST) & (usual > 0) & (reach >= _OUTLIER * usual)
+    mean = numbers.sum(2, keepdim=True) / count.clamp(min=1)
+    limit = torch.finfo(torch.float16).max
+    centre = torch.where(outlier, mean, 0.0).nan_to_num(0.0).clamp(-limit, limit).half()
+    left = ((numbers - centre.float()) * weight).abs().amax(2, keepdim=True)
+    steps = (left / usual).log2().floor().nan_to_num(0.0, MOST_EXPONENT, 0.0)
+    exponent = torch.where(outlier, steps, 0.0).clamp(0, MOST_EXPONENT)
+    return ChannelRanges(centre, exponent.to(torch.int8))
+
+
 def sylvester(size: int) -> Tensor:
     """Make the Hadamard matrix of a power of two by Sylvester's rule: (size, size) float32."""
     import torch

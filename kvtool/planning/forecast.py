@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.model_shape import LayerShape
-from kvtool.planning.slots import NUMBER, kv_bytes, slot_bytes, stored_bytes
+from kvtool.planning.slots import NUMBER, kv_bytes, range_bytes, slot_bytes, stored_bytes
 
 if TYPE_CHECKING:
     from kvtool.policies.parts import Read
@@ -145,7 +145,7 @@ def forecast(
             read = pairs * layer.kv_heads * stored_bytes(layer, codec)
             full_traffic += pairs * layer.bytes
         kv += slots * stored_bytes(layer, codec)
-        storage += slots * slot_bytes(layer, numbers, codec) + beside
+        storage += slots * slot_bytes(layer, numbers, codec) + range_bytes(layer, codec) + beside
         traffic += read
     full, rows = kv_bytes(layers, tokens_held(layers, text.full)), text.rows
     found = (storage, traffic, full, full_traffic, kv)

@@ -26,6 +26,15 @@ def stored_bytes(layer: LayerShape, codec: Codec | None) -> int:
     return codec.vector_bytes(layer.key_dim) + codec.vector_bytes(layer.value_dim)
 
 
+def range_bytes(layer: LayerShape, codec: Codec | None) -> int:
+    """Count the bytes beside the slots of a layer that say where the channels of its keys lie."""
+    if codec is None:
+        return 0
+    from kvtool.policies.codec.codec import RANGE_BYTES
+
+    return layer.kv_heads * layer.key_dim * RANGE_BYTES
+
+
 def slot_bytes(layer: LayerShape, numbers: int, codec: Codec | None) -> int:
     """Count the bytes of a slot of one KV head: key, value, position and numbers beside."""
     return stored_bytes(layer, codec) + NUMBER * (1 + numbers)

@@ -54,6 +54,9 @@ def class_fault(cls: Any) -> str | None:
     return None
 
 
+_ROOTS = frozenset(Score.__mro__)  # beyond these, a class goes on from a score of the package
+
+
 def check_declared(score: Score) -> None:
     """Refuse declarations of a score from outside that would be misread or do nothing.
 
@@ -68,7 +71,8 @@ def check_declared(score: Score) -> None:
     _check_choice(score, "positions", get_args(Positions))
     _check_statistics(score)
     observes = type(score).observe is not Score.observe
-    if observes != (score.evidence is Evidence.ALL_ROWS):
+    goes_on = any(is_inside(base) for base in type(score).__mro__ if base not in _ROOTS)
+    if observes != (score.evidence is Evidence.ALL_ROWS) and (observes or not goes_on):
         told = "is called for Evidence.ALL_ROWS alone, and the evidence is"
         told = f"{told} {score.evidence.name}" if observes else "is missing, and ALL_ROWS calls it"
         raise fault(score, "observe", told)

@@ -84,6 +84,38 @@ def test_codes_are_read_where_they_lie(monkeypatch, policy, padded):
     compare(monkeypatch, model, policy, "full", ids, mask if padded else None, tolerance=1e-3)
 
 
+def with_key_bias(model, size=200.0):
+    """Give one channel of every key, in the slowest pair of RoPE, a large constant part."""
+    for layer in model.model.layers:
+        key = layer.self_attn.k_proj
+        heads = key.out_features // layer.self_attn.head_dim
+        bias = key.weight.new_zeros(heads, layer.self_attn.head_dim)
+        bias[:, layer.self_attn.head_dim // 2 - 1] = size
+        key.bias = torch.nn.Parameter(bias.flatten())
+    return model
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("policy", ["h2o+int8", "tova+fp8", "roco+caote+int4", "h2o+ada+int4"])
+def test_codes_of_biased_keys_are_read_where_they_lie(monkeypatch, policy):
+    model = with_key_bias(peaky_model("llama", head_dim=32))
+    compare(monkeypatch, model, policy, "full", random_ids(LENGTH), tolerance=2e-3)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_what_a_bias_adds_counts_under_a_cap_and_beside_sinks(family):
+    """Every product of a query has the same number added, which only a softmax alone ignores."""
+    model = kvtool.attach(with_key_bias(family_model(family), 60.0))
+    ids, logits = random_ids(LENGTH), []
+    for name in ("full", "full+int8"):
+        cache = kvtool.build_cache(model, name)
+        prefill(model, cache, ids)
+        logits.append(decode_step(model, cache, torch.tensor([5])))
+    assert any(layer.form.shifted for layer in cache.slot_layers)
+    torch.testing.assert_close(logits[1], logits[0], atol=0.05, rtol=0.02)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "policy"),

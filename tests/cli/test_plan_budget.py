@@ -313,8 +313,11 @@ def test_heads_that_4_bits_cannot_share_scales_in_are_refused(kvtool, flags):
 
 
 def test_a_codec_plans_more_tokens(kvtool):
-    """A slot of h2o takes 2 heads x (2 vectors, a position and a number), a slot more a layer."""
-    size = 4 * 2 * (2 * 34 + 8) * 501
+    """A slot of h2o takes 2 heads x (2 vectors, a position and a number), a slot more a layer.
+
+    A head has 3 bytes for each channel of its keys beside them.
+    """
+    size = 4 * 2 * ((2 * 34 + 8) * 501 + 3 * 32)
     asked = ("-m", "model", "--context", "4K", "--dtype", "bfloat16", "--bytes", f"{size}B")
     coded = planned(kvtool, *asked, "-p", "h2o+int8")
     assert coded["layers"]["tokens"] == [500] * 4

@@ -71,7 +71,10 @@ def test_what_is_forecast_is_held(model, base, codec, mode):
 
 @pytest.mark.parametrize("codec", VECTOR)
 def test_a_worked_slot(model, codec):
-    """H2O: 41 slots of 2 heads, each of two vectors, a position and the attention received."""
+    """H2O: 41 slots of 2 heads, each of two vectors, a position and the attention received.
+
+    Beside them each head has 3 bytes for every channel of its keys: where it lies, and how wide.
+    """
     cache = kvtool.build_cache(model, f"h2o+{codec}", BUDGET)
     prefill(model, cache, random_ids(PROMPT), new_tokens=NEW)
     report = cache.report()
@@ -79,7 +82,7 @@ def test_a_worked_slot(model, codec):
     decode_step(model, cache, random_ids(1)[0])
     report = cache.report()
     assert report.allocated_bytes == LAYERS * HEADS * 41 * 2 * VECTOR[codec]
-    assert report.state_bytes == LAYERS * HEADS * 41 * (4 + 4)
+    assert report.state_bytes == LAYERS * HEADS * (41 * (4 + 4) + 3 * DIM)
     assert report.traffic_bytes == report.allocated_bytes
 
 
@@ -109,7 +112,7 @@ def test_what_calidrop_sets_aside_stays_as_it_is(model, codec):
         found[policy] = cache.report()
     plain, coded = found.values()
     assert coded.host_bytes == plain.host_bytes > 0
-    assert coded.state_bytes == plain.state_bytes
+    assert coded.state_bytes == plain.state_bytes + LAYERS * HEADS * 3 * DIM  # see a worked slot
     assert coded.allocated_bytes < plain.allocated_bytes
 
 

@@ -15,6 +15,7 @@ from kvtool.policies.compose import compose
 from kvtool.policies.draws import drawn_for
 from kvtool.policies.parts import Evicted, Evidence, Rescore, Score, Select
 from kvtool.policies.policy import Policy
+from kvtool.policies.scores.h2o import H2O
 from tests.models_for_tests import peaky_model, random_ids
 
 BUDGET, PROMPT = 20, 40
@@ -319,3 +320,10 @@ def test_a_score_that_draws_without_a_seed_is_refused():
 
     with pytest.raises(PolicyError, match="draws is true, and there is no setting `seed`"):
         Policy(Seedless())
+
+
+def test_a_score_that_goes_on_from_one_of_the_package_may_leave_observing_to_it():
+    class Rows(H2O):
+        evidence = Evidence.ALL_ROWS
+
+    assert Policy(Rows()).observes_rows

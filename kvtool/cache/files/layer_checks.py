@@ -7,8 +7,10 @@ from torch import Tensor
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.files.file_tensors import FileTensors
+from kvtool.cache.storage.form import RANGES
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.query_window import QueryWindow
+from kvtool.maths.quantise import MOST_EXPONENT
 from kvtool.model_shape import LayerShape
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop
@@ -41,6 +43,10 @@ def check_layer(
             file.take(f"{name}.{kind}s", (batch, heads, slots, dim), dtype)
         else:
             _check_codes(file, layer.policy.codec, f"{name}.{kind}", (batch, heads, slots), dim)
+    if layer.policy.codec is not None and any(f"{name}.{own}" in file.left for own in RANGES):
+        sizes = (batch, heads, 1, shape.key_dim)
+        file.take(f"{name}.{RANGES[0]}", sizes, torch.float16)
+        file.take(f"{name}.{RANGES[1]}", sizes, torch.int8, 0, MOST_EXPONENT)
     positions = file.take(
         f"{name}.positions", (batch, heads, slots), torch.int64, -1, file.seen - 1
     )

@@ -25,6 +25,7 @@ from kvtool.cache.files.format import (
 from kvtool.cache.files.rope_checks import read_rope
 from kvtool.cache.files.tensor_checks import check_ranks, check_tensors
 from kvtool.cache.hooks.attachment import uncompiled
+from kvtool.cache.storage.form import RANGES, CodedForm
 from kvtool.cache.storage.growth import LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
@@ -35,6 +36,7 @@ from kvtool.documents.said import Said, read_said
 from kvtool.documents.source import Source
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
+from kvtool.maths.quantise import ChannelRanges
 from kvtool.model_shape import layer_shapes
 from kvtool.policies.allocate.split import Spread
 from kvtool.policies.grammar import read_spelling
@@ -143,6 +145,10 @@ def _fill_layer(
     layer.lazy_initialization(
         *(torch.empty(*sizes, 0, dim, dtype=model.dtype, device=device) for dim in dims)
     )
+    form = layer.slots.form
+    if isinstance(form, CodedForm) and RANGES[0] in own:
+        ranges = ChannelRanges(*(own[name] for name in RANGES))
+        layer.slots.set_form(form.with_ranges(ranges, shifted=True))
     for part in layer.parts.values():
         part.load(own, device)
     layer.set_budget(LayerBudget.of(own["budget"].tolist(), device))

@@ -21,6 +21,7 @@ from kvtool.cache.files.format import (
 from kvtool.cache.files.tensor_file import write_tensors
 from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.hooks.shape_probe import recurrent_states
+from kvtool.cache.storage.form import RANGES, CodedForm
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.errors import KvtoolError, printable
 from kvtool.identity import config_hash
@@ -137,6 +138,9 @@ def _layer_tensors(layer: SlotLayer, name: str) -> dict[str, Tensor]:
         "budget": torch.as_tensor(layer.budget.tokens).reshape(-1),
     }
     tensors |= {f"state.{key}": number for key, number in slots.state.items()}
+    form = layer.form
+    if isinstance(form, CodedForm) and form.shifted:  # files without them say: nothing is shifted
+        tensors |= dict(zip(RANGES, form.ranges, strict=True))
     for part in layer.parts.values():
         tensors |= part.tensors()
     return {f"{name}.{key}": tensor.cpu() for key, tensor in tensors.items()}

@@ -58,17 +58,18 @@ def _products(layer: SlotLayer, form: CodedForm, call: Call, stored: Stored) -> 
     """Dot products of the query and all keys: (batch, kv_heads, group, 1, slots) float32."""
     shift = RopeShift.of(layer) if layer.parts else None
     moved = shift is not None and shift.rotation is not None
-    query, rotation, parts = call.query.float(), form.rotations[0], []
-    grouped = group_queries(
-        query if moved or rotation is None else rotation.turn(query), layer.slots.kv_heads
-    )
+    grouped, constant = group_queries(call.query.float(), layer.slots.kv_heads), None
+    parts = []
+    if not moved:
+        grouped, constant = form.turned_query(grouped)
     for own, part in _slices(stored):
         if moved:
             keys = shift_keys(layer, form.decode_keys(part), own).float()
         else:
             keys = form.rounded_keys(part)
         parts.append(dot_products(grouped, keys))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    products = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return products if constant is None else products + constant
 
 
 def _outputs(form: CodedForm, stored: Stored, weights: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from kvtool.cache.storage.form import CodedForm
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.kernels import trust
 from kvtool.kernels.kind import CODES, Family
+from kvtool.maths.attention import group_queries
 from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evidence
@@ -50,7 +51,10 @@ def can_count_codes(layer: SlotLayer, call: Call) -> bool:
 
     Keys that are turned to their places at each step are not read as they lie.
     """
-    codec = layer.slots.form.codec
+    form = layer.slots.form
+    codec = form.codec
+    if isinstance(form, CodedForm) and form.shifted and not (call.softcap is call.sinks is None):
+        return False  # what a shift adds to all products matters only there
     if codec is None or layer.policy.observes_rows or layer.policy.score.positions == "cache":
         return False
     return not _plain_asked(call) and trust.usable(
@@ -180,9 +184,10 @@ def _over_codes(
     form, stored = slots.form, slots.used_stored()
     if not isinstance(form, CodedForm):
         raise RuntimeError("these slots hold no codes")
-    (of_keys, of_values), query = form.rotations, call.query
-    if of_keys is not None:
-        query = of_keys.turn(query).to(query.dtype)
+    of_values, query = form.rotations[1], call.query
+    if form.shifted or form.rotations[0] is not None:
+        turned, _ = form.turned_query(group_queries(query.float(), slots.kv_heads))
+        query = turned.flatten(1, 2).to(query.dtype)
     out, found = attend_codes(
         query,
         stored["keys"],

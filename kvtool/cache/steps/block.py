@@ -156,6 +156,9 @@ def leave_block(
         (batch, kv_heads, slots) indices of what stays, in ascending position; None if everything
         stays.
     """
+    if layer.policy.codec is not None:
+        keys, values = raw_key[:, :, block.kept :], raw_value[:, :, block.kept :]
+        layer.slots.fit(layer.index, keys, values, block.new, padded=layer.padded)
     view, waiting, index = _with_moments(layer, block.view), deferred(layer), SparseIndex.of(layer)
     if waiting is not None:
         importance, _ = score(layer.policy, view, block.state, rows, 0)

@@ -131,6 +131,21 @@ class SlotBuffers(SlotMemory):
 
     # ---- how tokens enter and leave
 
+    def fit(self, layer: int, keys: Tensor, values: Tensor, new: Tensor, *, padded: bool) -> None:
+        """Fit the form to the first block of a text, before it is stored; one device sync.
+
+        Args:
+            layer: index in the model.
+            keys, values: (batch, kv_heads, tokens, dim) of the block.
+            new: (batch or 1, tokens) positions, -1 = padding.
+            padded: whether entries may begin later than others.
+        """
+        if self.form.codec is None or (self.used and not padded):
+            return
+        empty = (self.positions[:, :, : self.used] < 0).flatten(1).all(1)
+        if not self.used or bool(empty.any()):
+            self.form = self.form.fitted(layer, keys, values, new, empty)
+
     @torch.no_grad()
     def write(self, key: Tensor, value: Tensor, *, static: bool) -> None:
         """Write one token: into a reserved slot, behind the others, or into the slot to reuse.
@@ -317,4 +332,5 @@ class SlotBuffers(SlotMemory):
     def tensors(self) -> list[Tensor]:
         """The tensors that a static step reads or writes, where they are."""
         moved = [tensor for tensor in (self.reuse_slot, self.write_pos) if tensor is not None]
-        return [*self.stored.values(), self.positions, *self.state.values(), *moved]
+        stored = (*self.stored.values(), *self.form.tensors)
+        return [*stored, self.positions, *self.state.values(), *moved]

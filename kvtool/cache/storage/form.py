@@ -6,6 +6,7 @@ and counted alike. Only a form knows what is in them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
-from kvtool.maths.quantise import RandomRotation, lost_share
+from kvtool.maths.quantise import FEWEST, ChannelRanges, RandomRotation, channel_ranges, lost_share
 from kvtool.maths.selection import take
 from kvtool.policies.codec.codec import Codec
 
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
 
 Stored = dict[str, Tensor]
 
+RANGES = ("key_centre", "key_exponent")
+"""What a file calls the `ChannelRanges` of a layer."""
+
 SLICE = 1024
 """Slots that are decoded at a time."""
 
 _LOST = 0.7  # share of what most channels say that rounding may lose; measured: answers hold below
-_FEWEST, _MOST = 8, 256  # tokens of the first block by which it is judged
+_MOST = 256  # tokens of the first block by which it is judged
 
 
 class Form:
@@ -49,6 +53,34 @@ class Form:
     def full_token_bytes(self) -> int:
         """Bytes of the key and value of one token in one KV head, in the dtype of the model."""
         return sum(tensor.shape[-1] * tensor.element_size() for tensor in self.sample)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it holds of texts."""
+        return ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it holds of texts."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def fitted(self, layer: int, keys: Tensor, values: Tensor, new: Tensor, empty: Tensor) -> Form:
+        """Return the form for texts whose first block this is.
+
+        Args:
+            layer: index in the model.
+            keys, values: (batch, kv_heads, tokens, dim).
+            new: (batch or 1, tokens) positions, -1 = padding.
+            empty: bool (batch or 1,), whether an entry has nothing stored.
+
+        Raises:
+            KvtoolError: a codec cannot store these.
+        """
+        return self
+
+    def reindexed(self, change: Callable[[Tensor], Tensor]) -> Form:
+        """Return the form of other batch entries."""
+        return self
 
     def encode(self, keys: Tensor, values: Tensor) -> Stored:
         """Return what is stored of keys and values."""
@@ -76,6 +108,8 @@ class CodedForm(Form):
 
     Attributes:
         rotations: of keys and of values, before they are rounded; None: there are none.
+        ranges: of the channels of keys, by the first block of each text.
+        shifted: whether any of these changes anything.
     """
 
     codec: Codec
@@ -88,18 +122,45 @@ class CodedForm(Form):
         """
         super().__init__(keys, values)
         self.codec = codec
+        batch, kv_heads, _, dim = keys.shape
         with torch.inference_mode(False):
             self.rotations = tuple(
                 codec.rotation(layer, tensor.shape[-1], tensor.device) for tensor in (keys, values)
             )
+            self.ranges = ChannelRanges.neutral(batch, kv_heads, dim, keys.device)
+        self.shifted = False
 
-        if keys.shape[0] * keys.shape[2] >= _FEWEST:
-            self._check(layer, keys[:, :, :_MOST].detach(), values[:, :, :_MOST].detach())
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self.ranges)
+
+    def with_ranges(self, ranges: ChannelRanges, *, shifted: bool) -> CodedForm:
+        """Return the same form for keys whose channels lie elsewhere."""
+        form = copy.copy(self)
+        with torch.inference_mode(False):
+            own = ChannelRanges(*(tensor.clone() for tensor in ranges))
+        vars(form).update(ranges=own, shifted=shifted)
+        return form
+
+    @torch.no_grad()
+    def fitted(self, layer: int, keys: Tensor, values: Tensor, new: Tensor, empty: Tensor) -> Form:
+        valid = new >= 0
+        found = channel_ranges(keys, valid)
+        mask = empty[:, None, None, None]
+        pairs = zip(found, self.ranges, strict=True)
+        ranges = ChannelRanges(*(torch.where(mask, own, old) for own, old in pairs))
+        moved = (ranges.centre != 0) | (ranges.exponent != 0)
+        form = self.with_ranges(ranges, shifted=bool(moved.any()))
+        if int(valid.sum(1).max()) >= FEWEST:
+            form._check(layer, keys[:, :, -_MOST:].detach(), values[:, :, -_MOST:].detach())
+        return form
+
+    def reindexed(self, change: Callable[[Tensor], Tensor]) -> Form:
+        ranges = ChannelRanges(*(change(tensor) for tensor in self.ranges))
+        return self.with_ranges(ranges, shifted=self.shifted)
 
     def _check(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Refuse keys and values of which rounding would leave the largest channels alone.
-
-        Biases of some models (Qwen2) make a few channels of every key hundreds of times larger.
 
         Raises:
             KvtoolError: such keys or values.
@@ -115,6 +176,8 @@ class CodedForm(Form):
                 )
 
     def encode(self, keys: Tensor, values: Tensor) -> Stored:
+        if self.shifted:
+            keys, values = self.ranges.narrow(keys), values.float()
         if keys.shape == values.shape:  # both at once, which are turned alike
             codes, scales = self.codec.encode(
                 _turned(torch.stack([keys, values]), self.rotations[0])
@@ -142,11 +205,25 @@ class CodedForm(Form):
     def decode_keys(self, stored: Stored) -> Tensor:
         return self._turned_back(self.rounded_keys(stored), 0)
 
+    def turned_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what is multiplied with the rounded keys in place of a query, and what is missing.
+
+        Args:
+            query: (batch, kv_heads, group, 1, dim) float32.
+
+        Returns:
+            The same shape, and (batch, kv_heads, group, 1, 1) to add to all products; None: 0.
+        """
+        constant, rotation = None, self.rotations[0]
+        if self.shifted:
+            query, constant = self.ranges.of_query(query)
+        return (query if rotation is None else rotation.turn(query)), constant
+
     def decode_values(self, stored: Stored) -> Tensor:
         return self._turned_back(self.rounded_values(stored), 1)
 
     def rounded_keys(self, stored: Stored) -> Tensor:
-        """Return the keys as they have been rounded, rotated: float32."""
+        """Return the keys as they have been rounded, narrowed and rotated: float32."""
         return self.codec.decode(stored["keys"], stored["key_scales"])
 
     def rounded_values(self, stored: Stored) -> Tensor:
@@ -156,6 +233,8 @@ class CodedForm(Form):
     def _turned_back(self, vectors: Tensor, which: int) -> Tensor:
         rotation = self.rotations[which]
         back = vectors if rotation is None else rotation.turn_back(vectors)
+        if which == 0 and self.shifted:
+            back = self.ranges.widen(back)
         return back.to(self.sample[which].dtype)
 
 

@@ -212,6 +212,12 @@ class SlotLayer(TokenCounts, BatchLayer):
         """Positions of the used slots, those to reuse as empty: (batch, kv_heads, used) int32."""
         return (self.slots if self.ragged is None else self.ragged).stored_positions()
 
+    @property
+    def form(self) -> Form:
+        """How keys and values of all heads lie in slots."""
+        form = self.slots.form
+        return form if self.ragged is None else self.ragged.whole_form(form)
+
     def sorted_slots(self) -> Slots:
         """Copies of what the kept slots hold, in ascending position, empty ones last."""
         return (self.slots if self.ragged is None else self.ragged).sorted_slots()
@@ -321,6 +327,7 @@ class SlotLayer(TokenCounts, BatchLayer):
         """Put the kept slots of all heads side by side, in ascending position, at the front."""
         if self.ragged is not None:
             slots, buckets = self.ragged.sorted_slots(), self.ragged.buckets
+            self.slots.set_form(self.ragged.whole_form(self.slots.form))
             self.ragged = None
             for bucket in buckets:
                 bucket.slots.drop()
@@ -331,4 +338,5 @@ class SlotLayer(TokenCounts, BatchLayer):
     def hold_ragged(self, ragged: Ragged) -> None:
         """Keep the tokens in buckets of heads, in place of the layer's own slots."""
         self.slots.clear()
+        self.slots.set_form(self.slots.form.reindexed(lambda tensor: tensor[:0]))
         self.ragged = ragged

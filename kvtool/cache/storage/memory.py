@@ -95,9 +95,9 @@ class SlotMemory:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of positions and of the policy's numbers."""
+        """Bytes of positions, of the policy's numbers and of what the form holds of the text."""
         held = (self.positions, *self.state.values())
-        return sum(t.numel() * t.element_size() for t in held)
+        return self.form.nbytes + sum(t.numel() * t.element_size() for t in held)
 
     # ---- growing and shrinking
 
@@ -158,7 +158,12 @@ class SlotMemory:
         self.stored = {name: change(tensor) for name, tensor in self.stored.items()}
         self.positions = change(self.positions)
         self.state = {name: change(t) for name, t in self.state.items()}
+        self.form = self.form.reindexed(change)
         self.meter.change(self.kv_bytes - before)
+
+    def set_form(self, form: Form) -> None:
+        """Say how keys and values lie in slots from here on; those in use lie so already."""
+        self.form = form
 
     def drop(self) -> None:
         """Count the memory as given back: nobody will look at it again."""

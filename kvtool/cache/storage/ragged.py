@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.storage.due import Due
+from kvtool.cache.storage.form import CodedForm, Form
 from kvtool.cache.storage.growth import LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.rope_shift import RopeShift
 from kvtool.cache.storage.slots import Slots
+from kvtool.maths.quantise import ChannelRanges
 from kvtool.policies.allocate.problem import UNLIMITED
 
 _TIGHT = 7 / 8  # a lane joins a bucket if it fills at least so much of it
@@ -60,6 +62,16 @@ class RaggedBuffers:
             name: self._beside([part.stored[name] for part in parts], 0) for name in parts[0].stored
         }
         return Slots(stored, self._beside([part.positions for part in parts], -1), state)
+
+    def whole_form(self, form: Form) -> Form:
+        """Return the form of all heads side by side, by those of the buckets."""
+        own = [bucket.slots.form for bucket in self.buckets]
+        coded = [each for each in own if isinstance(each, CodedForm)]
+        if not isinstance(form, CodedForm) or not coded:
+            return form
+        ranges = zip(*(each.ranges for each in coded), strict=True)
+        whole = ChannelRanges(*(self.put_back(torch.cat(parts))[:, :, 0] for parts in ranges))
+        return form.with_ranges(whole, shifted=any(each.shifted for each in coded))
 
     def split_again(self, layer: SlotLayer) -> None:
         """Split the heads of a layer by what they may keep, once they lie side by side again."""
@@ -104,7 +116,8 @@ def to_ragged(layer: SlotLayer, slots: Slots) -> None:
         width = max(filled[lane] for lane in lanes)
         own = _lanes(slots, index, heads, width)
         budget = LayerBudget.of([budgets[lane] for lane in lanes], index.device)
-        buckets.append(_bucket(layer, own, budget, index // heads, uneven=uneven))
+        form = _form_of_lanes(layer.slots.form, index, heads)
+        buckets.append(_bucket(layer, own, budget, index // heads, form, uneven=uneven))
         order += lanes
     layer.hold_ragged(
         RaggedBuffers(buckets, torch.tensor(order, device=slots.positions.device), heads)
@@ -122,19 +135,32 @@ def _lanes(slots: Slots, lanes: Tensor, heads: int, width: int) -> Slots:
     return Slots(picked(slots.stored), positions, picked(slots.state))
 
 
+def _form_of_lanes(form: Form, lanes: Tensor, heads: int) -> Form:
+    """The form of some lanes, as batch entries of one head."""
+    return form.reindexed(lambda tensor: tensor[lanes // heads, lanes % heads][:, None])
+
+
 def _bucket(
-    layer: SlotLayer, slots: Slots, budget: LayerBudget, entries: Tensor, *, uneven: bool
+    layer: SlotLayer,
+    slots: Slots,
+    budget: LayerBudget,
+    entries: Tensor,
+    form: Form,
+    *,
+    uneven: bool,
 ) -> SlotLayer:
     """Make the slot layer of some lanes; what is remembered for all heads stays with the layer.
 
     Args:
         entries: (lanes,) the batch entry of each.
+        form: of the lanes.
         uneven: whether their counts or budgets differ.
     """
     own = (RopeShift.of(layer), Due.of(layer))
     parts = [part.copy() for part in own if part is not None]
     bucket = SlotLayer(layer.index, layer.policy, parts=parts, meter=layer.meter)
     bucket.begin_as(layer, len(entries))
+    bucket.slots.set_form(form)
     bucket.set_budget(budget)
     lengths = layer.lengths
     if lengths is not None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvtool.cache.storage.form import Stored
+from kvtool.cache.storage.form import Form, Stored
 
 
 class Slots(NamedTuple):
@@ -32,6 +32,8 @@ class Ragged(Protocol):
     def sorted_slots(self) -> Slots: ...
 
     def split_again(self, layer: Any) -> None: ...
+
+    def whole_form(self, form: Form) -> Form: ...
 
 
 def ascending(positions: Tensor) -> Tensor:

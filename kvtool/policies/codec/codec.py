@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # counting bytes needs no torch
     from kvtool.maths.quantise import RandomRotation
 
 SCALE_BYTES = 2  # float16
+RANGE_BYTES = 3  # of a channel of the keys of one head: float16 and int8
 
 
 class Codec:
