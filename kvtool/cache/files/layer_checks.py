@@ -44,9 +44,9 @@ def check_layer(
         else:
             _check_codes(file, layer.policy.codec, f"{name}.{kind}", (batch, heads, slots), dim)
     if layer.policy.codec is not None and any(f"{name}.{own}" in file.left for own in RANGES):
-        sizes = (batch, heads, 1, shape.key_dim)
-        file.take(f"{name}.{RANGES[0]}", sizes, torch.float16)
-        file.take(f"{name}.{RANGES[1]}", sizes, torch.int8, 0, MOST_EXPONENT)
+        channels = (batch, heads, 1, shape.key_dim)
+        file.take(f"{name}.{RANGES[0]}", channels, torch.float16)
+        file.take(f"{name}.{RANGES[1]}", channels, torch.int8, 0, MOST_EXPONENT)
     positions = file.take(
         f"{name}.positions", (batch, heads, slots), torch.int64, -1, file.seen - 1
     )
