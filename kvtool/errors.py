@@ -52,7 +52,7 @@ class PolicyError(KvtoolError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the class of an error and the first line that it says.
+    r"""Return the class of an error and the first line that it says.
 
     >>> in_one_line(ValueError("no number\nsecond line"))
     'ValueError: no number'
