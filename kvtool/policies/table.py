@@ -120,14 +120,14 @@ def _class_at(place: str) -> Any:
 def describe() -> list[Entry]:
     """List every policy and modifier, in the order of the table."""
     entries = []
-    bases = [_spellings(base_class(name)) for name in BASES]
+    bases = {name: _spellings(base_class(name)) for name in BASES}
     entries += [describe_base(name, base_class(name)) for name in BASES]
     for name in MODIFIERS:
         cls, budget = modifier_class(name), "that of its base"
         if name in ALLOCATORS:
             budget = f"the mean over {'heads' if issubclass(cls, HeadSplit) else 'layers'}"
         told = _summary(cls), defaults(cls), cls.paper, budget
-        carriers = (_carrier(spellings, cls()) for spellings in bases)
+        carriers = (_carrier(base, spellings, cls()) for base, spellings in bases.items())
         taken = tuple(spelled for spelled in carriers if spelled is not None)
         entries.append(Entry(name, "modifier", *told, taken))
     return entries
@@ -142,7 +142,8 @@ def describe_base(name: str, base: Base) -> Entry:
 def modifiers_of(base: Base) -> dict[str, str]:
     """Return the modifiers that go on a base, each with the spelling under which it takes them."""
     spellings = _spellings(base)
-    found = {name: _carrier(spellings, modifier_class(name)()) for name in MODIFIERS}
+    own = part_name(spellings[0])
+    found = {name: _carrier(own, spellings, modifier_class(name)()) for name in MODIFIERS}
     return {name: spelled for name, spelled in found.items() if spelled is not None}
 
 
@@ -158,14 +159,14 @@ def _spellings(base: Base) -> list[Score | Read]:
     return [base(**settings) for settings in ({}, *_choices(base))]
 
 
-def _carrier(spellings: list[Score | Read], modifier: Part) -> str | None:
+def _carrier(name: str, spellings: list[Score | Read], modifier: Part) -> str | None:
     """Spell the first of a base's settings under which it takes a modifier, if any does."""
     for carrier in spellings:
         try:
             compose(carrier, [modifier])
         except UsageError:
             continue
-        return part_name(carrier) + spell_settings(carrier)
+        return name + spell_settings(carrier)
     return None
 
 
