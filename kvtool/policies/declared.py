@@ -37,6 +37,14 @@ def is_score(value: Any) -> bool:
 
 def class_fault(cls: Any) -> str | None:
     """Say why a class makes no score that a policy can have, None if it does."""
+    wrong = form_fault(cls)
+    if wrong is None and cls.importance is Score.importance:
+        return "it has no `importance`"
+    return wrong
+
+
+def form_fault(cls: Any) -> str | None:
+    """Say why what a class declares cannot be read as a score's, None if it can."""
     if not is_score(cls):
         return "it is no class under Score"
     score: type[Score] = cls
@@ -44,8 +52,6 @@ def class_fault(cls: Any) -> str | None:
         return "it is no frozen dataclass"
     if not isinstance(getattr(score, "name", None), str) or not score.name:
         return "it has no `name`"
-    if score.importance is Score.importance:
-        return "it has no `importance`"
     if score.evidence is Evidence.LOGITS:
         return "it goes by logits, and only sirllm does"
     for each in fields(cls):

@@ -1,5 +1,6 @@
 """A policy: the parts that decide together what stays in the cache and what of it is read."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +18,7 @@ from kvtool.policies.combination import (
     check_select,
     check_split,
 )
-from kvtool.policies.declared import check_declared, class_fault
+from kvtool.policies.declared import check_declared, class_fault, form_fault
 from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.guard import (
     fault,
@@ -78,14 +79,12 @@ class Policy:
     codec: Codec | None = None
 
     def __post_init__(self) -> None:
-        if not is_inside(type(self.score)):
-            wrong = class_fault(type(self.score))
-            if wrong is not None:
-                raise UsageError(f"`{part_label(self.score)}` is no score: {wrong}")
+        self._check_class(form_fault)
         for part in self._parts:
             check_numbers(part)
         check_declared(self.score)
         check_evidence(self.score)
+        self._check_class(class_fault)
         check_reader(self.score, self.read, self._modifiers, self.on_evict, self.head_split)
         if self.select is not None:
             check_select(self.select, self.score, self.head_split)
@@ -134,6 +133,13 @@ class Policy:
             "selecting",
         ):  # and what they follow from
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
+
+    def _check_class(self, fault_of: Callable[[type], str | None]) -> None:
+        """Refuse the class of a score from outside that has a fault."""
+        cls = type(self.score)
+        wrong = None if is_inside(cls) else fault_of(cls)
+        if wrong is not None:
+            raise UsageError(f"`{part_label(self.score)}` is no score: {wrong}")
 
     @property
     def _parts(self) -> list[Part]:
