@@ -75,7 +75,7 @@ def make_plan(
     total, notes = _total(drafts)
     draft = drafts.of(total)
     totals = drafts.totals(draft.document)
-    document = draft.document.model_copy(update={"totals": totals})
+    document = PlanDocument(**{**dict(draft.document), "totals": totals})
     notes = [*notes, *_notes(target, plannable, draft.split), *draft.refused]
     if policy is None and target.bytes is not None:
         notes.append(
@@ -87,7 +87,10 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan without its totals, how it was split, and why it has no section for RocketKV."""
+    """A plan without its totals, how it was split, and why it has no section for RocketKV.
+
+    The plan's sections are validated, and whether they agree is not.
+    """
 
     document: PlanDocument
     split: Allocation
@@ -130,7 +133,7 @@ class Drafts:
         split = self.allocator.split(problem)
         mean = total // len(layers.free)
         rocketkv, refused = make_section(self.model, layers.free_shapes, target, policy, mean)
-        document = PlanDocument(
+        document = PlanDocument.model_construct(
             model=self.model,
             target=target,
             layers=layers.plan(spell_allocator(self.allocator), problem.min_budgets[0], split),
