@@ -33,7 +33,8 @@ class InWords:
 
         Args:
             tokenizer: None takes that of the folder or hub ID that the model came from.
-            input_ids: (batch, n) the text, padding on its left; None takes what the cache knows.
+            input_ids: (batch, n) the text, padding on its left; None takes what the cache knows,
+                unless plain forwards fed it: only their caller knows where padding was.
             row: the batch entry.
 
         Returns:

@@ -134,7 +134,7 @@ class CacheState(Cache):
         fed = self.running.fed
         if fed.parts:
             end, ids = fed.behind(self._text.input_ids)
-            self._text = Text(ids)
+            self._text = Text(ids, plain=ids is not None)
             self.running.note_text(end)
         return self._text
 
@@ -160,7 +160,7 @@ class CacheState(Cache):
 
     def remember(self, input_ids: Tensor | None, next_logits: Tensor | None = None) -> None:
         """Note the text so far, and the logits after it where all of it has been fed."""
-        self._text = replace(self._text, input_ids=input_ids, next_logits=next_logits)
+        self._text = replace(self._text, input_ids=input_ids, next_logits=next_logits, plain=False)
         seen = self.first_layer.seen
         whole = input_ids is not None and input_ids.shape[1] >= seen
         self.running.note_text(seen if whole else None)
@@ -395,7 +395,7 @@ class CacheState(Cache):
             self.static.forget()
         super().crop(-tokens)
         if tokens:
-            self._text = Text(ids)
+            self._text = Text(ids, plain=text.plain)
             self.running.note_text(None if ids is None else seen - tokens)
 
     def _check_crop(self, tokens: int) -> None:

@@ -85,12 +85,15 @@ class Text:
         next_logits: (batch, vocab) after the last one, where all of them have been fed.
         chat: what it ends with, where it is a conversation in the words of a chat template.
         said: the messages of this conversation, where they are known.
+        plain: whether plain forwards have fed any of it: what is padding among its tokens, and on
+            which side, only their caller knows.
     """
 
     input_ids: Tensor | None = None
     next_logits: Tensor | None = None
     chat: Literal["open", "answer"] | None = None
     said: Said | None = None
+    plain: bool = False
 
 
 class FedTokens:

@@ -188,3 +188,17 @@ def test_padding_is_part_of_the_text(model):
     with pytest.raises(kvtool.UsageError, match="its token 10 differs"):
         model.generate(other, attention_mask=mask, past_key_values=cache, **SETTINGS)
     model.generate(more, attention_mask=mask, past_key_values=cache, **SETTINGS)
+
+
+def test_only_the_caller_of_plain_forwards_knows_how_they_were_padded(model):
+    """So `show` asks for the text, before and after the cache was asked for it."""
+    cache = kvtool.build_cache(model, "full")
+    model(BEGUN, past_key_values=cache)
+    for _ in range(2):
+        with pytest.raises(kvtool.UsageError, match="does not know its text"):
+            cache.show(object())
+        assert torch.equal(cache.input_ids, BEGUN)
+    cache.crop(12)
+    assert cache.text.plain
+    model.generate(LONGER, past_key_values=cache, **SETTINGS)
+    assert not cache.text.plain

@@ -63,7 +63,8 @@ def kept_text(
 
     Args:
         tokenizer: None takes that of the folder or hub ID that the model came from.
-        input_ids: (batch, n) the text, padding on its left; None takes what the cache knows of it.
+        input_ids: (batch, n) the text, padding on its left; None takes what `generate`, kvtool or
+            a file has told the cache; nobody knows on which side plain forwards were padded.
         row: the batch entry.
         prompt_tokens: how many tokens of it are the prompt; None: all.
         answer: to the prompt.
@@ -90,7 +91,9 @@ def _ids(cache: CacheState, input_ids: Tensor | None, row: int) -> list[int]:
     """Return the tokens of a batch entry that have been read."""
     if not cache.first_layer.is_initialized:
         raise UsageError("the cache is empty: nothing has been fed to it yet")
-    texts = cache.input_ids if input_ids is None else input_ids
+    known = cache.text
+    texts = None if known.plain else known.input_ids
+    texts = texts if input_ids is None else input_ids
     if texts is None:
         raise UsageError(
             "the cache does not know its text, which did not come through `generate`",
