@@ -120,6 +120,15 @@ def test_what_a_family_limits_is_said():
     assert "nothing to evict" in notes(family_model("mistral-window").config)[0]
 
 
+@pytest.mark.parametrize("policy", ["rocketkv", "h2o", "quest", "sirllm"])
+@pytest.mark.parametrize("budget", [20, "50%"])
+def test_a_model_whose_every_layer_has_a_window_takes_a_budget_that_bounds_nothing(policy, budget):
+    """`kvzip` has a test of its own."""
+    model, ids = kvtool.attach(family_model("mistral-window")), random_ids(64)
+    cache, full = kvtool.build_cache(model, policy, budget), kvtool.build_cache(model, "full")
+    assert torch.equal(prefill(model, cache, ids), prefill(model, full, ids))
+
+
 @pytest.mark.parametrize("family", [*HOOKED, "llama"])
 def test_detach_takes_the_hooks_away(family):
     model = family_model(family)

@@ -127,7 +127,7 @@ class StoredBudgets:
         """
         self._ratios(lengths)
         by_bytes = self.budget is not None and self.budget.bytes is not None
-        if self.policy.two_stages and self.traffic is not None and not by_bytes:
+        if self.policy.two_stages and self.traffic is not None and self._free and not by_bytes:
             for length in lengths:
                 self.traffic.stored(self._free[0], length)
         if self._planned and self.budget is not None:
@@ -206,8 +206,11 @@ class StoredBudgets:
     def prompt_budgets(self, lengths: list[int]) -> list[int] | None:
         """Tokens that each entry may keep, where layers have equal budgets.
 
-        None without a budget, or for one in bytes before anything is stored.
+        None without a budget, or for one in bytes before anything is stored. Where every layer has
+        a window of its own, nothing is cut by a budget.
         """
+        if not self._free:
+            return list(lengths)
         first = self._free[0]
         if self.budget is None or (self.budget.bytes is not None and not first.is_initialized):
             return None
