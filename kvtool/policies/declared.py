@@ -124,7 +124,17 @@ def _check_choice(score: Score, name: str, choices: tuple[Any, ...]) -> None:
         raise fault(score, name, f"is {found!r}, not one of {offered}")
 
 
-def _check(score: Score, name: str, right: Callable[[Any], bool], expected: str) -> None:
+def check_count(part: Any, name: str) -> None:
+    """Refuse a part from outside whose property is no count of 1 or more.
+
+    Raises:
+        PolicyError: it is none, or reading it fails.
+    """
+    if part is not None and not is_inside(type(part)):
+        _check(part, name, lambda found: is_count(found, 1), "a count of 1 or more")
+
+
+def _check(score: Any, name: str, right: Callable[[Any], bool], expected: str) -> None:
     found = run_hook(score, name, lambda: getattr(score, name))
     if inspect.ismethod(found):
         raise fault(score, name, "is a method, and is read as a property", f"@property def {name}")

@@ -152,7 +152,7 @@ class _Guarded:
         heads: Sequence[int] = how.get("heads", (1, expected[1]))
         dtype = how.get("dtype", torch.float32)
         if not isinstance(found, torch.Tensor):
-            raise fault(self._part, hook, f"returns {_kind(found)}, not a tensor")
+            raise fault(self._part, hook, f"returns {kind_of(found)}, not a tensor")
         shape = tuple(found.shape)
         right = len(shape) == 3 and shape[0] == expected[0] and shape[2] == expected[2]
         if not right or shape[1] not in heads:
@@ -220,7 +220,7 @@ class GuardedScore(_Guarded):
     def voters(self, first_layer_budget: int) -> int:
         found = run_hook(self._part, "voters", lambda: self._part.voters(first_layer_budget))
         if not is_count(found, 1):
-            raise fault(self._part, "voters", f"returns {_kind(found)}, not a count of 1 or more")
+            raise fault(self._part, "voters", f"returns {kind_of(found)}, not a count of 1 or more")
         return int(found)
 
     def vote_weights(self, rows: int, first_layer_budget: Count) -> Tensor | None:
@@ -233,7 +233,7 @@ class GuardedScore(_Guarded):
             return found
         shape = tuple(found.shape) if isinstance(found, torch.Tensor) else None
         if shape is None or len(shape) != 2 or shape[1] != rows:
-            told = f"returns {_kind(found)}, not weights of shape (batch or 1, {rows})"
+            told = f"returns {kind_of(found)}, not weights of shape (batch or 1, {rows})"
             raise fault(self._part, "vote_weights", told)
         if not bool(found.isfinite().all()):
             raise fault(self._part, "vote_weights", "returns weights that are not finite")
@@ -272,7 +272,7 @@ def reserved_tokens(score: Score, budget: int) -> dict[str, int]:
     if is_inside(type(score)):
         return dict(found)
     if not isinstance(found, Mapping) or not all(is_count(each, 0) for each in found.values()):
-        raise fault(score, "reserved", f"returns {_kind(found)}, not counts by parameter name")
+        raise fault(score, "reserved", f"returns {kind_of(found)}, not counts by parameter name")
     return {str(name): int(count) for name, count in found.items()}
 
 
@@ -281,7 +281,7 @@ def is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     """Say what was returned in place of what should have been."""
     if value is None:
         return "None"

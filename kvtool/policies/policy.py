@@ -18,7 +18,7 @@ from kvtool.policies.combination import (
     check_select,
     check_split,
 )
-from kvtool.policies.declared import check_declared, class_fault, form_fault
+from kvtool.policies.declared import check_count, check_declared, class_fault, form_fault
 from kvtool.policies.evicted.select_only import SelectOnly
 from kvtool.policies.guard import (
     fault,
@@ -28,6 +28,7 @@ from kvtool.policies.guard import (
     part_label,
     reserved_tokens,
 )
+from kvtool.policies.guard_parts import guarded_part
 from kvtool.policies.numbers import PROMPT, SHIFT
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Rescore, Score, Select
 from kvtool.policies.query_moments import MomentsAsked
@@ -83,6 +84,9 @@ class Policy:
         for part in self._parts:
             check_numbers(part)
         check_declared(self.score)
+        check_count(self.cuts, "spare")
+        check_count(self.select, "min_budget")
+        check_count(self.reader, "min_budget")
         check_evidence(self.score)
         self._check_class(class_fault)
         check_reader(self.score, self.read, self._modifiers, self.on_evict, self.head_split)
@@ -131,6 +135,11 @@ class Policy:
             "needs_all_rows",
             "rescoring",
             "selecting",
+            "reader",
+            "on_evict",
+            "allocator",
+            "head_split",
+            "coding",
         ):  # and what they follow from
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
 
@@ -160,10 +169,10 @@ class Policy:
             return self.read.name
         return self.score.name
 
-    @property
+    @cached_property
     def reader(self) -> Read | None:
         """Return what chooses the tokens that a decode step reads; None: it reads all."""
-        return self.score.reader if self.read is None else self.read
+        return guarded_part(self.score.reader if self.read is None else self.read)
 
     @property
     def budget_is_traffic(self) -> bool:
@@ -216,10 +225,10 @@ class Policy:
         """Return the selection as it is run."""
         return None if self.select is None else guarded_select(self.select)
 
-    @property
+    @cached_property
     def allocator(self) -> Allocator | None:
         """Return how the budget is split over the layers; None: every layer has the same."""
-        return self.score.allocator if self.allocate is None else self.allocate
+        return guarded_part(self.score.allocator if self.allocate is None else self.allocate)
 
     @property
     def voting_window(self) -> int | None:
@@ -228,16 +237,21 @@ class Policy:
         votes = score.evidence is Evidence.LAST_ROWS and score.when == "prompt"
         return score.window if votes or score.evidence is Evidence.QUERIES else None
 
-    @property
+    @cached_property
     def head_split(self) -> HeadSplit | None:
         """Return how a layer's budget is split over its KV heads; None: equally."""
         split = self.score.head_split if self.heads is None else self.heads
-        return split if isinstance(split, HeadSplit) else None
+        return guarded_part(split) if isinstance(split, HeadSplit) else None
 
-    @property
+    @cached_property
     def on_evict(self) -> Evicted | None:
         """Return what becomes of evicted tokens; None: they are dropped."""
-        return self.score.evicted if self.evicted is None else self.evicted
+        return guarded_part(self.score.evicted if self.evicted is None else self.evicted)
+
+    @cached_property
+    def coding(self) -> Codec | None:
+        """Return the codec as it is run."""
+        return guarded_part(self.codec)
 
     @property
     def spare(self) -> int:
