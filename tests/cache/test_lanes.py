@@ -44,6 +44,18 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
+def test_slots_beyond_what_a_head_stores_are_empty():
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "adakv(window=6)", 20)
+    prefill(model, cache, random_ids(61))
+    for layer in cache.slot_layers:
+        positions = layer.stored_positions()
+        filled = (positions >= 0).sum(-1, keepdim=True)
+        assert filled.min() < filled.max() == positions.shape[2]
+        beyond = torch.arange(positions.shape[2]) >= filled
+        assert torch.equal(positions == -1, beyond)
+
+
 @pytest.mark.few(2)
 @pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
