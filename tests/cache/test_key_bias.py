@@ -71,7 +71,8 @@ def outcome(codec: str, pairs: str, size: float) -> str:
     return answers[0] if len(set(answers)) == 1 else "mixed"
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
+@pytest.mark.each_once
 @pytest.mark.parametrize("size", [0.0, 20.0, 100.0, 300.0, 600.0])
 @pytest.mark.parametrize("pairs", PAIRS)
 @pytest.mark.parametrize("codec", CODECS)
