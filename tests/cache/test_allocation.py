@@ -130,7 +130,7 @@ WINDOWS = {  # that `+pyramid` adds to its line: the votes that stay, else 8
     "snapkv(window=12)": 12,
     "pyramidkv(window=5)": 5,
     "rkv(window=12)": 12,
-    "snapkv(window=12)+pyramid(window=0)": 0,
+    "h2o+pyramid(window=0)": 0,
 }
 
 
