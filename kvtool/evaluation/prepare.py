@@ -165,7 +165,8 @@ def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watc
     """Say what bytes and plans mean for the policies, and refuse plans whose bytes are exceeded."""
     dtype = stored_dtype(config, dtype)
     if comparison.variants and comparison.variants[-1].plan is not None:
-        check_derived(comparison.variants[-1].plan, config)
+        known = [variant.policy for variant in comparison.variants]
+        check_derived(comparison.variants[-1].plan, config, known)
     for variant in comparison.variants:
         for line in [] if variant.plan is None else check_run(variant.plan, variant.policy, dtype):
             watcher.note(f"{variant.name}: {line.removeprefix('note: ')}")

@@ -11,7 +11,7 @@ too: whoever edits a stage need not know what it comes to, and the run says what
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvtool.documents.document import Section
@@ -34,11 +34,12 @@ _EDIT = f"leave out `totals` to run other tokens, or {_REMAKE}"
 _LATER = ("vocabulary", "trained_length")  # which older plans lack
 
 
-def check_derived(plan: PlanDocument, config: Any) -> None:
+def check_derived(plan: PlanDocument, config: Any, known: Iterable[Policy] = ()) -> None:
     """Refuse a plan with a number that its other numbers and the model do not give.
 
     Args:
         config: of the model that the plan was made for.
+        known: policies that have been read already, among them perhaps the plan's.
 
     Raises:
         UsageError: another model, or the first such number.
@@ -48,7 +49,7 @@ def check_derived(plan: PlanDocument, config: Any) -> None:
     exact = layer_shapes(config, plan.model.dtype)
     readings = list(_readings(plan.model, exact))
     _check_windows(plan, readings)
-    policy = _policy(plan)
+    policy = _policy(plan, known)
     own = None if policy is False else _as_planned(plan, policy or None, exact)
     _check_stages(plan, own)
     if plan.totals is None or policy is False:
@@ -121,10 +122,13 @@ def _check_windows(plan: PlanDocument, readings: Sequence[list[LayerShape | None
             )
 
 
-def _policy(plan: PlanDocument) -> Policy | Literal[False] | None:
+def _policy(plan: PlanDocument, known: Iterable[Policy]) -> Policy | Literal[False] | None:
     """Return the policy that a plan is for, None for none, False for one that is not known here."""
     if plan.policy is None:
         return None
+    read = next((policy for policy in known if str(policy) == plan.policy), None)
+    if read is not None:
+        return read
     from kvtool.policies.grammar import parse_policy
 
     try:

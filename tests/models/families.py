@@ -25,7 +25,6 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     DynamicCache,
     PreTrainedConfig,
@@ -267,12 +266,12 @@ def judge(family: str) -> Row:
             return Row(family, "wrong", f"h2o+int8 differs by {(coded - decoded).abs().max():.1e}")
     except Exception as error:
         return Row(family, "wrong", _line(error))
-    return Row(family, "works", "; ".join(says(model.config)))
+    return Row(family, "works", "; ".join(says(model)))
 
 
-def says(config: PreTrainedConfig) -> list[str]:
+def says(model: PreTrainedModel) -> list[str]:
     """Say what a user of a family that works should know, whatever the size of the model."""
-    text = config.get_text_config(decoder=True)
+    text = model.config.get_text_config(decoder=True)
     kinds = set(layer_kinds(text))
     facts = {
         "its own eager attention, watched by hooks": text.model_type in EAGER_FAMILIES,
@@ -281,15 +280,14 @@ def says(config: PreTrainedConfig) -> list[str]:
         "layers with a window keep it": bool(kinds & set(SLIDING) - {"chunked_attention"}),
         "recurrent layers keep their state": bool(kinds & set(RECURRENT)),
         "layers that read the keys of another read what it keeps": bool(lending_layers(text)),
-        "long texts have other RoPE factors, chosen once for a whole text": _rereads(config),
+        "long texts have other RoPE factors, chosen once for a whole text": _rereads(model),
     }
     return [fact for fact, holds in facts.items() if holds]
 
 
-def _rereads(config: PreTrainedConfig) -> bool:
+def _rereads(model: PreTrainedModel) -> bool:
     """Whether transformers drops a family's cache where a text outgrows its RoPE factors."""
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    source = inspect.getsource(model.prepare_inputs_for_generation)
+    source = inspect.getsource(type(model).prepare_inputs_for_generation)
     return "original_max_position_embeddings" in source
 
 
