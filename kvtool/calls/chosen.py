@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from kvtool.calls.settings import PromptSettings
 from kvtool.errors import UsageError
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.notes import handful_note
 from kvtool.sizes import DEFAULT_BUDGET, DEFAULT_TOKENS, Budget
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument, RocketKVSection, Target

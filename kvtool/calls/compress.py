@@ -17,9 +17,9 @@ from kvtool.calls.request import Request, configuration, read_prefill, spell_bud
 from kvtool.calls.settings import CompressionSettings
 from kvtool.calls.settle import settle
 from kvtool.errors import UsageError
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
 from kvtool.transformers_versions import check_transformers
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache

@@ -11,8 +11,8 @@ from kvtool.calls.prompt import note_text
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings, PromptSettings
 from kvtool.errors import UsageError
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache

@@ -21,10 +21,10 @@ from kvtool.calls.resumed import open_cache, resumed_policy
 from kvtool.calls.settings import GenerationSettings
 from kvtool.calls.settle import settle
 from kvtool.errors import UsageError
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
 from kvtool.processes import check_alone, joined
 from kvtool.transformers_versions import check_transformers
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from kvtool.calls.settings import PromptSettings
 from kvtool.documents.files import write_text
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache

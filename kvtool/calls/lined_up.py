@@ -14,9 +14,9 @@ from kvtool.documents.asked import AnswerLine, AskedPrompt
 from kvtool.documents.messages import Message
 from kvtool.errors import UsageError, quote
 from kvtool.evaluation.run.fingerprint import WAYS_OUT
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
 from kvtool.sizes import Budget
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvtool.calls.request import Request
 from kvtool.errors import UsageError
-from kvtool.evaluation.watcher import Watcher
 from kvtool.sizes import bytes_in_words
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.documents.generation import GenerationDocument

@@ -17,10 +17,10 @@ from kvtool.calls.plan_settings import (
 )
 from kvtool.calls.planned_model import PlannedModel, find_model, usual_context
 from kvtool.errors import UsageError, quote
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.folder import check_folder
 from kvtool.sizes import parse_count
 from kvtool.transformers_versions import check_transformers
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument, Target

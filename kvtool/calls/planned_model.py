@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvtool.calls.plan_settings import PlanModel
 from kvtool.errors import UsageError
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.folder import REFERENCE
 from kvtool.sizes import MOST_TOKENS
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.documents.model_shape import ModelShape

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from kvtool.calls.settings import PromptSettings
 from kvtool.documents.prompts import check_prompt, read_prompt
 from kvtool.errors import UsageError
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
 from kvtool.models.notes import length_note
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from torch import Tensor

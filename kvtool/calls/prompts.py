@@ -13,9 +13,9 @@ from kvtool.calls.lined_up import PromptsSettings, line_up, room_for_rows
 from kvtool.calls.request import Request, configuration, read_prefill
 from kvtool.calls.settle import settle
 from kvtool.documents.asked import AnswerLine, AskedPrompt, make_prompts, read_prompts
-from kvtool.evaluation.watcher import Watcher
 from kvtool.processes import check_alone
 from kvtool.sizes import Budget
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument

@@ -19,8 +19,8 @@ from kvtool.sizes import DEFAULT_NEW_TOKENS, bytes_in_words
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
-    from kvtool.evaluation.watcher import Watcher
     from kvtool.planning.recommend import Evidence, Recommendation
+    from kvtool.watcher import Watcher
 
 _RESULTS = "results.json"
 _MOST = 5  # variants that are named

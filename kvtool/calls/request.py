@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.settings import PromptSettings
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.folder import REFERENCE
 from kvtool.models.load import Loaded
 from kvtool.models.notes import handful_note
 from kvtool.sizes import Budget, parse_prefill, spell_prefill
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache

@@ -12,7 +12,7 @@ from kvtool.calls.kept import lay_out, show_texts
 from kvtool.calls.listener import Listener
 from kvtool.calls.settings import GenerationSettings
 from kvtool.errors import UsageError
-from kvtool.evaluation.watcher import Watcher
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.documents.generation import GenerationDocument

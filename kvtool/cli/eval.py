@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtool.evaluation.prepare import Prepared
     from kvtool.evaluation.run.gates import Gate
     from kvtool.evaluation.tasks.selection import TaskFlags
-    from kvtool.evaluation.watcher import Watcher
+    from kvtool.watcher import Watcher
 
 _TASK_SETTINGS = ("lengths", "depths", "samples", "prompts")
 

@@ -41,8 +41,8 @@ class EvalWatcher(TerminalWatcher):
 
     def show_results(self, results: ResultsDocument, folder: Path) -> None:
         """Draw pictures and page, print the tables, and say what went wrong."""
-        from kvtool.evaluation.extras import installed
         from kvtool.evaluation.run.wrong import wrong_answers
+        from kvtool.extras import installed
         from kvtool.report.page import write_page
 
         options, terminal = self._options, self.terminal
@@ -83,7 +83,7 @@ def check_pictures(options: EvalOptions, wanted: Sequence[str] | None) -> tuple[
     if options.plots is False:
         return ()
     if options.plots or wanted:
-        from kvtool.evaluation.extras import require
+        from kvtool.extras import require
 
         require("plots", needed_by="--plots")
     if wanted is not None:

@@ -131,7 +131,7 @@ def check_paths(options: PlanOptions) -> None:
     path = options.plot_path
     if path is None:
         return
-    from kvtool.evaluation.extras import require
+    from kvtool.extras import require
 
     if path.suffix.lower() not in _PICTURES:
         raise UsageError(f"--plot must end in {', '.join(_PICTURES)}, got `{options.plot}`")

@@ -84,7 +84,7 @@ def _check_paths(options: ProfileOptions, terminal: Terminal) -> None:
         check_writable(options.plot_path, "--plot")
         if metrics == ("memory",):
             raise UsageError("--plot: memory alone has no picture", hint="leave out --plot")
-        from kvtool.evaluation.extras import require
+        from kvtool.extras import require
 
         require("plots", needed_by="--plot")
     check_folder(options.model, config_only=metrics == ("memory",))

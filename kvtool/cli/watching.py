@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvtool.cli.kept import print_kept
 from kvtool.cli.progress import show_progress
 from kvtool.cli.terminal import Terminal
-from kvtool.evaluation.watcher import Watcher
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.report.kept.text import KeptText

@@ -15,10 +15,10 @@ from kvtool.documents.source import Source
 from kvtool.evaluation.comparison import read_comparison
 from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.tasks.selection import TaskFlags
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.attached import ModelSource
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
+from kvtool.watcher import Watcher
 
 
 def evaluate(

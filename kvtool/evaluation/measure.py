@@ -19,9 +19,9 @@ from kvtool.evaluation.run.run import Run
 from kvtool.evaluation.run.runner import Step
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.verdict import check_within
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import Loaded
 from kvtool.processes import Processes, joined
+from kvtool.watcher import Watcher
 
 
 def run_prepared(

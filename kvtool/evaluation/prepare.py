@@ -14,7 +14,6 @@ from kvtool.evaluation.folder import is_named, run_folder
 from kvtool.evaluation.run.runner import Job, draw_jobs
 from kvtool.evaluation.samples.sample import Json, token_counter
 from kvtool.evaluation.tasks.selection import hub_data
-from kvtool.evaluation.watcher import Watcher
 from kvtool.model_shape import stored_dtype, trained_length
 from kvtool.models.attached import ModelSource
 from kvtool.models.chat import make_frame
@@ -25,6 +24,7 @@ from kvtool.planning.derived import check_derived
 from kvtool.planning.run import beyond_plan, check_run, use_plan
 from kvtool.sizes import DEFAULT_TOKENS
 from kvtool.transformers_versions import check_transformers
+from kvtool.watcher import Watcher
 
 
 @dataclass(frozen=True)

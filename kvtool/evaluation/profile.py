@@ -17,7 +17,6 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.profile_request import ProfileRequest, read_request
 from kvtool.evaluation.run.environment import without_home
 from kvtool.evaluation.samples.profile_texts import BUILTIN, draw_texts
-from kvtool.evaluation.watcher import Watcher
 from kvtool.model_shape import trained_length
 from kvtool.models.attached import ModelSource
 from kvtool.models.folder import REFERENCE
@@ -26,6 +25,7 @@ from kvtool.profiling.memory import memory_table
 from kvtool.profiling.names import DEFAULT
 from kvtool.profiling.summary import summarise
 from kvtool.sizes import Budget
+from kvtool.watcher import Watcher
 
 
 @dataclass(frozen=True)

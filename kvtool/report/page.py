@@ -17,8 +17,8 @@ from markupsafe import Markup
 
 from kvtool.documents.files import write_text
 from kvtool.documents.results import ResultsDocument
-from kvtool.evaluation.extras import installed
 from kvtool.evaluation.run.wrong import WrongAnswer
+from kvtool.extras import installed
 from kvtool.package_data import data_file
 from kvtool.report import claims, verdict
 from kvtool.report import page_tables as tables

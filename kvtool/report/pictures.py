@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.extras import require
+from kvtool.extras import require
 from kvtool.report.bars import cost_figure
 from kvtool.report.budgets import budget_figure, budget_panels
 from kvtool.report.curves import curve_figure, curves, y_label

@@ -3,8 +3,8 @@ import json
 import pytest
 
 from kvtool.documents.generation import GenerationDocument
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import load
+from kvtool.watcher import Watcher
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,10 @@
 from kvtool.calls.lined_up import PromptsSettings, line_up
 from kvtool.calls.request import Request
 from kvtool.documents.asked import AskedPrompt
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
+from kvtool.watcher import Watcher
 
 
 class Notes(Watcher):

@@ -424,7 +424,7 @@ def test_what_is_named_twice_counts_once(kvtool):
 
 
 def test_a_missing_extra_is_told_before_the_model_loads(kvtool, monkeypatch):
-    monkeypatch.setattr("kvtool.evaluation.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("kvtool.extras.find_spec", lambda name: None)
     monkeypatch.setattr("kvtool.models.attached.load_tokenizer", None)
     done = kvtool("eval", "-t", "reconstruct", "-p", "h2o")
     assert done.code == 2

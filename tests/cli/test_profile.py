@@ -195,7 +195,7 @@ def test_mistakes_are_told_in_one_line_before_the_model_loads(kvtool, monkeypatc
 
 
 def test_a_missing_plots_extra_is_told_before_the_model_loads(kvtool, monkeypatch):
-    monkeypatch.setattr("kvtool.evaluation.extras._absent", lambda extra: ["matplotlib"])
+    monkeypatch.setattr("kvtool.extras._absent", lambda extra: ["matplotlib"])
     done = kvtool("profile", "--plot", "p.png")
     assert (done.code, done.out) == (2, "")
     assert done.err.splitlines()[0] == "error: --plot needs matplotlib"

@@ -19,8 +19,8 @@ import yaml
 
 import kvtool as library
 from kvtool.evaluation.measure import rescore
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import load_tokenizer
+from kvtool.watcher import Watcher
 
 KVTOOL = str(Path(sys.executable).with_name("kvtool"))
 POLICIES = ["streaming", "h2o", "h2o+caote", "roco", "snapkv(window=8)", "quest"]

@@ -10,8 +10,8 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.results import ResultsDocument
 from kvtool.documents.source import read_source
 from kvtool.errors import UsageError
-from kvtool.evaluation.watcher import Watcher
 from kvtool.models.load import load
+from kvtool.watcher import Watcher
 from tests.cli.test_read_once import counting
 
 QUICK = {"tasks": "niah", "lengths": [128], "depths": [0, 100]}

@@ -60,7 +60,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture
 def no_matplotlib(monkeypatch):
-    monkeypatch.setattr("kvtool.evaluation.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("kvtool.extras.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
 

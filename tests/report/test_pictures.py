@@ -99,7 +99,7 @@ def test_the_users_settings_change_nothing(tmp_path):
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtool.evaluation.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("kvtool.extras.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="drawing pictures needs matplotlib") as caught:
         draw(document(), tmp_path / "plots")
     assert "kvtool[plots]" in caught.value.hint

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from kvtool.evaluation.extras import require
+from kvtool.extras import require
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer

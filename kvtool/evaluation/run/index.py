@@ -17,13 +17,13 @@ from kvtool.documents.validation import reason
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import KvtoolError, UsageError, quote
 from kvtool.evaluation.bench.variants import Variant, make_variants
-from kvtool.evaluation.extras import require
 from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.run.runner import Job
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.table import task_class
 from kvtool.evaluation.tasks.task import Task
+from kvtool.extras import require
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.spelling import part_name, spell_settings
 from kvtool.sizes import Budget, spell_prefill

@@ -18,13 +18,13 @@ from pydantic import BaseModel, Field, NonNegativeInt
 
 from kvtool.documents.samples import Number
 from kvtool.errors import UsageError
-from kvtool.evaluation.extras import installed
 from kvtool.evaluation.metrics.summary import Statistic, Summary
 from kvtool.evaluation.samples.data import Data, documents
 from kvtool.evaluation.samples.passages import question_samples
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
 from kvtool.evaluation.tasks.task import Task
+from kvtool.extras import installed
 from kvtool.models.chat import Piece
 from kvtool.sizes import MOST_TOKENS
 

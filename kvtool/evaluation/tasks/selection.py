@@ -11,10 +11,10 @@ from kvtool.documents.problems import DocumentError, Problem
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source
 from kvtool.errors import UsageError
-from kvtool.evaluation.extras import require
 from kvtool.evaluation.tasks.patterns import covers
 from kvtool.evaluation.tasks.table import expand, task_class
 from kvtool.evaluation.tasks.task import Task
+from kvtool.extras import require
 
 
 @dataclass(frozen=True)

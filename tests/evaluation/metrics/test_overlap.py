@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from kvtool import extras
 from kvtool.errors import UsageError
-from kvtool.evaluation import extras
 from kvtool.evaluation.metrics import overlap
 
 SAME = "the quick brown fox jumps"

@@ -100,7 +100,7 @@ def test_scoring_anew_needs_the_packages_that_scoring_needs(loaded, tmp_path, mo
     measure(store, loaded, jobs)
     first = Run.open(store).results()
     assert first.of("full", "reconstruct").value == pytest.approx(100)
-    monkeypatch.setattr("kvtool.evaluation.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("kvtool.extras.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="task `reconstruct` needs"):
         Run.open(store)
 

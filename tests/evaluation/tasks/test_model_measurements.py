@@ -96,7 +96,7 @@ def test_an_unknown_query_makes_fidelity_harder_or_equal_but_not_for_full(loaded
 def test_fidelity_without_the_text_metrics(loaded, counter, monkeypatch):
     task = FidelityTask(name="fidelity", lengths="400", samples=1)
     _, records = measure(loaded, counter, task, FULL)
-    monkeypatch.setattr("kvtool.evaluation.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("kvtool.extras.find_spec", lambda name: None)
     assert set(task.score(records[FULL][0])) == {"agreement", "kl", "exact_match"}
     assert "pip install" in task.protocol
 

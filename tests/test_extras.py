@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from kvtool import extras
 from kvtool.errors import UsageError
-from kvtool.evaluation import extras
 
 
 @pytest.fixture

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtool.documents.results import ResultsDocument
-    from kvtool.report.kept.text import KeptText
 
 
 class Watcher:
@@ -35,8 +34,8 @@ class Watcher:
         """Return a context with what is called after each of `total` steps, with what it was."""
         return nullcontext(lambda text: None)
 
-    def show_kept(self, texts: Sequence[KeptText]) -> None:
-        """Take kept texts that are to be read on a terminal."""
+    def show_kept(self, texts: Sequence[Any]) -> None:
+        """Take kept texts (`kvtool.report.kept.text`) that are to be read on a terminal."""
 
     def show_results(self, results: ResultsDocument, folder: Path) -> None:
         """Take the results of a run once they are written, while nobody else writes there."""
