@@ -1,15 +1,24 @@
 """Every policy with its model on another device than the CPU's: nothing is left behind on it."""
 
 import functools
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch.utils._pytree import tree_map
 
 import kvtool
+from kvtool.cache.steps import attend
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
+from kvtool.kernels import trust
+from kvtool.kernels.kind import CODES, Family
+from kvtool.policies.codec.codec import Codec
+from kvtool.policies.codec.int8 import Int8
+from kvtool.policies.compose import compose
+from kvtool.policies.scores.h2o import H2O
 from tests.benchmarks.gpu.right import COMPILED, Run, build, check_same, padded_turns, saved
 from tests.cache.split_model import policies
 from tests.models_for_tests import peaky_model, random_ids
@@ -115,6 +124,53 @@ def static_steps(model, policy: str, mode: str) -> Run:
 @pytest.mark.parametrize("policy", COMPILED)
 def test_static_steps_run_on_the_device_alone(policy):
     check(elsewhere(), policy, "full", static_steps)
+
+
+@dataclass(frozen=True)
+class Halves(Codec):
+    """Even whole numbers from -126 to 126, which no kernel reads."""
+
+    name: ClassVar = "halves"
+    paper: ClassVar = "-"
+
+    def encode(self, numbers):
+        codes, scales = Int8().encode(numbers)
+        return codes // 2, scales
+
+    def decode(self, codes, scales):
+        return Int8().decode(codes * 2, scales)
+
+
+@dataclass(frozen=True)
+class Coarse(Int8):
+    """The same, as a kind of int8 whose codes mean something else."""
+
+    name: ClassVar = "coarse"
+    encode, decode = Halves.encode, Halves.decode
+
+
+@dataclass(frozen=True)
+class Rounded(Int8):
+    """Even whole numbers, in codes that mean the same as int8's."""
+
+    name: ClassVar = "rounded"
+
+    def encode(self, numbers):
+        codes, scales = Halves().encode(numbers)
+        return codes * 2, scales
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    ("codec", "form"), [(Int8, "int8"), (Halves, None), (Coarse, None), (Rounded, "int8")]
+)
+def test_kernels_are_asked_for_codes_that_they_know(monkeypatch, codec, form):
+    """They run on CUDA; here the device stands for it, and plain torch computes in their place."""
+    asked: set[Family] = set()
+    monkeypatch.setattr(attend, "TRITON_DEVICES", frozenset({DEVICE.type}))
+    monkeypatch.setattr(trust, "usable", lambda family, *_, **__: asked.add(family))
+    check(elsewhere(), compose(H2O(), [codec()]), "full", padded_turns)
+    assert asked & set(CODES.values()) == ({CODES[form]} if form else set())
 
 
 def test_tensors_of_two_devices_do_not_meet():

@@ -55,10 +55,12 @@ def can_count_codes(layer: SlotLayer, call: Call) -> bool:
     codec = form.codec
     if isinstance(form, CodedForm) and form.shifted and not (call.softcap is call.sinks is None):
         return False  # what a shift adds to all products matters only there
-    if codec is None or layer.policy.observes_rows or layer.policy.score.positions == "cache":
+    if codec is None or codec.kernel_form not in CODES:
+        return False
+    if layer.policy.observes_rows or layer.policy.score.positions == "cache":
         return False
     return not _plain_asked(call) and trust.usable(
-        CODES[codec.name],
+        CODES[codec.kernel_form],
         call.query,
         group=call.query.shape[1] // layer.slots.kv_heads,
         value_dim=layer.slots.form.sample[1].shape[-1],
@@ -182,8 +184,8 @@ def _over_codes(
     from kvtool.kernels.attend_codes import attend_codes
 
     form, stored = slots.form, slots.used_stored()
-    if not isinstance(form, CodedForm):
-        raise RuntimeError("these slots hold no codes")
+    if not isinstance(form, CodedForm) or form.codec.kernel_form is None:
+        raise RuntimeError("these slots hold no codes that a kernel reads")
     of_values, query = form.rotations[1], call.query
     if form.shifted or form.rotations[0] is not None:
         turned, _ = form.turned_query(group_queries(query.float(), slots.kv_heads))
@@ -196,7 +198,7 @@ def _over_codes(
         stored["value_scales"],
         positions,
         sums,
-        form=form.codec.name,
+        form=form.codec.kernel_form,
         value_dim=form.sample[1].shape[-1],
         scale=call.scale,
         softcap=call.softcap,

@@ -19,11 +19,20 @@ class Codec:
 
     Attributes:
         code_bits: of one channel.
+        kernel_form: the form of `kvtool.kernels.kind.CODES` in which kernels read the codes; None:
+            plain torch reads them. A class that writes its own `decode` names its own form; from
+            outside the package it runs in plain torch, which checks what `decode` returns.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
     code_bits: ClassVar[int] = 8
+    kernel_form: ClassVar[str | None] = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "decode" in vars(cls) and "kernel_form" not in vars(cls):
+            cls.kernel_form = None  # a kernel would read the codes as the base does
 
     def check_dim(self, dim: int) -> None:
         """Refuse keys or values of so many channels, if they cannot be stored.

@@ -24,6 +24,7 @@ class FP8(Codec):
 
     name: ClassVar = "fp8"
     paper: ClassVar = "https://arxiv.org/abs/2209.05433"
+    kernel_form: ClassVar = "fp8"
 
     def check_device(self, device: str) -> None:
         import torch

@@ -38,6 +38,7 @@ class Int4(Codec):
     name: ClassVar = "int4"
     paper: ClassVar = "https://arxiv.org/abs/2404.00456"
     code_bits: ClassVar = 4
+    kernel_form: ClassVar = "int4"
 
     def check_dim(self, dim: int) -> None:
         if dim % GROUP:

@@ -22,6 +22,7 @@ class Int8(Codec):
 
     name: ClassVar = "int8"
     paper: ClassVar = "-"
+    kernel_form: ClassVar = "int8"
 
     def encode(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         return int8_codes(numbers)
