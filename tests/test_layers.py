@@ -51,7 +51,7 @@ ONLY = {  # third-party packages of the rooms at the bottom
     "transformers_versions": {"transformers"},
     "model_shape": {"torch"},
     "weights_hash": {"torch"},
-    "documents": {"pydantic", "yaml"},
+    "documents": {"pydantic", "pydantic_core", "yaml"},
     "watcher": set(),
     "maths": {"torch"},
     "kernels": {"torch", "triton"},
@@ -65,18 +65,19 @@ def room_of(file: Path) -> str:
 
 
 def imports(file: Path) -> Iterator[str]:
-    """Dotted names that a file imports anywhere, except for type checkers only."""
-    pending: list[ast.AST] = [ast.parse(file.read_text())]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
+    """Dotted names that a file imports: at its head, inside functions or for type checkers."""
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} imports relatively"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        pending.extend(ast.iter_child_nodes(node))
+
+
+def test_imports_for_type_checkers_and_inside_functions_count(tmp_path):
+    file = tmp_path / "module.py"
+    file.write_text("if TYPE_CHECKING:\n    import a.b\ndef run():\n    from c import d\n")
+    assert sorted(imports(file)) == ["a.b", "c.d"]
 
 
 def test_files_are_found():
