@@ -57,6 +57,11 @@ class _Line:
     x: Sequence[float]
     y: Sequence[float]
 
+    @property
+    def budget(self) -> str | None:
+        """The variant's budget as it is written; None: it has none."""
+        return None if self.variant.budget is None else str(self.variant.budget)
+
 
 def curves(document: ResultsDocument) -> list[tuple[str, CurveEntry]]:
     """Return each task's curves, as the first variant has them, cells along one number included."""
@@ -83,6 +88,42 @@ def _is_less_full(document: ResultsDocument, task: str, curve: CurveEntry) -> bo
     return curve.name == _LIKELIHOOD and curve.name in names
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Where the lines of a figure are drawn.
+
+    Attributes:
+        alone: whether all lines with a budget are of one policy.
+        budgets: of the lines, ascending.
+    """
+
+    alone: bool
+    budgets: list[str]
+
+    @classmethod
+    def of(cls, lines: Sequence[_Line]) -> _Layout:
+        """Lay lines out: a panel per budget, or one panel for one policy or one budget."""
+        budgets = dict.fromkeys(line.budget for line in lines if line.budget is not None)
+        policies = {line.family.label for line in lines if line.budget is not None}
+        return cls(len(policies) <= 1, sorted(budgets, key=budget_size))
+
+    @property
+    def together(self) -> bool:
+        """Whether all lines share a panel."""
+        return self.alone or len(self.budgets) <= 1
+
+    @property
+    def panels(self) -> Sequence[str | None]:
+        """The budget of each panel; None: all of them."""
+        return [None] if self.together else self.budgets
+
+    def style(self, line: _Line, look: Look) -> Look:
+        """Return the look of a line, with dashes of its budget where budgets share a panel."""
+        if self.together and line.budget is not None and len(self.budgets) > 1:
+            return dashed(look, self.budgets.index(line.budget))
+        return look
+
+
 def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
     """Return one curve of a task: a line per policy, a panel per budget.
 
@@ -93,32 +134,11 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
     left_out: list[str] = []
     if _is_less_full(document, task, curve):
         lines, left_out = _less_full(document, task, lines)
-    swept = [line for line in lines if line.variant.budget is not None]
-    budgets = list(dict.fromkeys(str(line.variant.budget) for line in swept))
-    budgets.sort(key=lambda text: budget_size(text))
-    alone = len({line.family.label for line in swept}) <= 1
-    together = alone or len(budgets) <= 1
-    figure, panels = new_panels(1 if together else len(budgets), sharey=True)
-    look = looks(document)
-    for panel, budget in zip(panels, [None] if together else budgets, strict=True):
-        shown = [
-            line
-            for line in lines
-            if budget in (None, str(line.variant.budget)) or line.variant.budget is None
-        ]
-        values = [dict(zip(line.x, line.y, strict=True)) for line in shown]
-        colours = None if alone else [look[line.family.label].colour for line in shown]
-        pieces = covered(values, colours)
-        for line, by_x, hidden in zip(shown, values, pieces, strict=True):
-            own = look[line.family.label]
-            if together and line.variant.budget is not None and len(budgets) > 1:
-                own = dashed(own, budgets.index(str(line.variant.budget)))
-            if not line.family.is_full:  # which is drawn over the others
-                widen_covered(panel, {x: (x, y) for x, y in by_x.items()}, hidden, own.colour)
-            label = line.variant.name if together else line.family.told
-            result = document.of(line.variant.name, task)
-            hollow = result is not None and not fed_like_full(document, result)
-            _draw_line(panel, line, own, label, hollow)
+    layout = _Layout.of(lines)
+    figure, panels = new_panels(len(layout.panels), sharey=True)
+    for panel, budget in zip(panels, layout.panels, strict=True):
+        shown = [line for line in lines if budget is None or line.budget in (None, budget)]
+        _draw_lines(panel, document, task, shown, layout)
         _curve_axes(panel, shown, curve)
         if left_out:
             panel.plot([], [], " ", label=f"not drawn: {', '.join(left_out)} (fed in blocks)")
@@ -127,6 +147,23 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
         panel.set_ylabel(y_label(document, task, curve))
     add_legend(figure, panels)
     return figure
+
+
+def _draw_lines(
+    panel: Axes, document: ResultsDocument, task: str, lines: list[_Line], layout: _Layout
+) -> None:
+    """Draw lines, and widen each where others cover it."""
+    look = looks(document)
+    values = [dict(zip(line.x, line.y, strict=True)) for line in lines]
+    colours = None if layout.alone else [look[line.family.label].colour for line in lines]
+    for line, by_x, hidden in zip(lines, values, covered(values, colours), strict=True):
+        own = layout.style(line, look[line.family.label])
+        if not line.family.is_full:  # which is drawn over the others
+            widen_covered(panel, {x: (x, y) for x, y in by_x.items()}, hidden, own.colour)
+        label = line.variant.name if layout.together else line.family.told
+        result = document.of(line.variant.name, task)
+        hollow = result is not None and not fed_like_full(document, result)
+        _draw_line(panel, line, own, label, hollow)
 
 
 def _curves(result: TaskResult) -> list[CurveEntry]:

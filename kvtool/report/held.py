@@ -116,17 +116,7 @@ def _draw(
     step = max(_STEP, (max(held) / min(held)) ** _APART)
     moved = dodge(held, near=_NEAR, step=step)
     x = {point.variant.name: place for point, place in zip(points, moved, strict=True)}
-    front = front_of(points, lower_is_better=some.lower_is_better)
-    panel.step(
-        [x[point.variant.name] for point in front],
-        [point.value for point in front],
-        where="post",
-        color=FRONT,
-        linewidth=6,
-        solid_capstyle="round",
-        zorder=1,
-        label="Pareto front",
-    )
+    _draw_front(panel, front_of(points, lower_is_better=some.lower_is_better), x)
     by_name = {point.variant.name: point for point in points}
     look = looks(document)
     drawn = [
@@ -156,6 +146,20 @@ def _draw(
             hollow=not all(point.comparable for point in found),
         )
     _bytes_axis(panel, list(x.values()))
+
+
+def _draw_front(panel: Axes, front: list[HeldPoint], x: dict[str, float]) -> None:
+    """Draw the Pareto front as a broad step behind the lines."""
+    panel.step(
+        [x[point.variant.name] for point in front],
+        [point.value for point in front],
+        where="post",
+        color=FRONT,
+        linewidth=6,
+        solid_capstyle="round",
+        zorder=1,
+        label="Pareto front",
+    )
 
 
 def _places(points: list[HeldPoint]) -> dict[str, float]:
