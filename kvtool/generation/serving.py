@@ -172,45 +172,78 @@ def serve(
         room.check(prompt)
     settings = drawing_settings(model, 1, drawing.temperature, 0)
     check_drawing(model, tokenizer, settings)
-    waiting, rows = deque(prompts), list[_Row]()
-    cache, logits = None, None
+    waiting, batch = deque(prompts), None
     start = time.perf_counter()
-    while waiting or rows:
-        coming: list[Waiting] = []
-        while waiting and room.takes([row.prompt for row in rows] + coming, waiting[0]):
-            coming.append(waiting.popleft())
+    while waiting or batch is not None:
+        coming = room.admit([] if batch is None else batch.prompts, waiting)
         if coming:
             begun = time.perf_counter()
             caches, firsts = _read(model, tokenizer, new_cache, coming)
             served.read(time.perf_counter() - begun)
-            if cache is None or logits is None:
-                cache, logits = caches.pop(0), firsts.pop(0)
-            rows += [_begin(model, tokenizer, prompt, drawing) for prompt in coming]
-            if caches:
-                append_rows(cache, caches, _coming(rows))
-            logits = torch.cat([logits, *firsts])
-        if cache is None or logits is None:
+            rows = [_begin(model, tokenizer, prompt, drawing) for prompt in coming]
+            batch = _join(batch, rows, caches, firsts)
+        if batch is None:
             raise RuntimeError("there is room for a prompt where none runs")
         if stop_when is not None and stop_when():
             return
-        ended = _step(model, rows, logits)
-        served.count(len(rows), time.perf_counter() - start)
-        yield from (row.answer() for row, ends in zip(rows, ended, strict=True) if ends)
+        ended = _step(model, batch.rows, batch.logits)
+        served.count(len(ended), time.perf_counter() - start)
+        yield from (row.answer() for row, ends in zip(batch.rows, ended, strict=True) if ends)
         going = [place for place, ends in enumerate(ended) if not ends]
-        if not going:
-            rows, cache, logits = [], None, None
-            continue
-        if len(going) < len(rows):
-            rows = [rows[place] for place in going]
-            keep_rows(cache, torch.tensor(going), _coming(rows))
-        tokens = torch.tensor([row.new[-1] for row in rows], device=model.device)
-        logits = decode_step(model, cache, tokens)
+        if going:
+            batch.go_on(model, going)
+        else:
+            batch = None
     wait(model)
 
 
-def _coming(rows: Sequence[_Row]) -> int:
-    """How many tokens come before one of the rows has to end."""
-    return min(row.prompt.max_new_tokens - len(row.new) for row in rows)
+@dataclass
+class _Batch:
+    """The rows in flight, over one cache.
+
+    Attributes:
+        logits: (rows, vocab) of the token behind the last of each.
+    """
+
+    cache: KVCache
+    logits: Tensor
+    rows: list[_Row]
+
+    @property
+    def prompts(self) -> list[Waiting]:
+        """The prompts of the rows."""
+        return [row.prompt for row in self.rows]
+
+    def add(
+        self, rows: Sequence[_Row], caches: Sequence[KVCache], logits: Sequence[Tensor]
+    ) -> None:
+        """Let rows join, each with its cache and its (1, vocab) logits."""
+        self.rows += rows
+        if caches:
+            append_rows(self.cache, caches, self._coming())
+        self.logits = torch.cat([self.logits, *logits])
+
+    def go_on(self, model: PreTrainedModel, going: Sequence[int]) -> None:
+        """Drop all rows but these, and read the newest token of each."""
+        if len(going) < len(self.rows):
+            self.rows = [self.rows[place] for place in going]
+            keep_rows(self.cache, torch.tensor(going), self._coming())
+        tokens = torch.tensor([row.new[-1] for row in self.rows], device=model.device)
+        self.logits = decode_step(model, self.cache, tokens)
+
+    def _coming(self) -> int:
+        """Count the tokens that come before one of the rows has to end."""
+        return min(row.prompt.max_new_tokens - len(row.new) for row in self.rows)
+
+
+def _join(
+    batch: _Batch | None, rows: list[_Row], caches: list[KVCache], logits: list[Tensor]
+) -> _Batch:
+    """Let rows join a batch; the first of them begins it where there is none."""
+    if batch is None:
+        batch = _Batch(caches.pop(0), logits.pop(0), [rows.pop(0)])
+    batch.add(rows, caches, logits)
+    return batch
 
 
 @dataclass(frozen=True)
@@ -227,6 +260,13 @@ class _Room:
                 f"{self.memory}",
                 hint="give more --memory, or a smaller --budget",
             )
+
+    def admit(self, running: Sequence[Waiting], waiting: deque[Waiting]) -> list[Waiting]:
+        """Take from the queue the prompts that may join those that run."""
+        coming: list[Waiting] = []
+        while waiting and self.takes([*running, *coming], waiting[0]):
+            coming.append(waiting.popleft())
+        return coming
 
     def takes(self, running: Sequence[Waiting], prompt: Waiting) -> bool:
         """Tell whether one more prompt may join those that run."""

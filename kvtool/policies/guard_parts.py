@@ -170,17 +170,40 @@ def _check_choice(
     tokens: int,
     least: int = 0,
 ) -> None:
+    _check_slots(part, hook, found.slots, view)
+    given = _check_shares(part, hook, found, view)
+    if view.query.device.type != "meta" and guard.is_new():
+        if (slots := found.slots) is not None and slots.numel():
+            low, high = int(slots.min()), int(slots.max())
+            if low < least or high >= tokens:
+                wrong = low if low < least else high
+                raise fault(part, hook, f"has slot {wrong}, and there are 0 to {tokens - 1}")
+        _check_finite(part, hook, given.items())
+
+
+def _check_slots(part: Any, hook: str, slots: Any, view: ReadView | RowsView) -> None:
+    """Refuse slots that are no indices for the heads, or for the queries, of a view."""
+    import torch
+
+    if slots is None:
+        return
+    batch, heads, group, _ = view.query.shape
+    if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64:
+        raise fault(part, hook, f"has slots that are {kind_of(slots)}, not an int64 tensor")
+    if tuple(slots.shape[:-1]) not in ((batch, heads), (batch, heads, group)):
+        told = f"not ({batch}, {heads}, ..) or ({batch}, {heads}, {group}, ..)"
+        raise fault(part, hook, f"has slots of shape {tuple(slots.shape)}, {told}")
+    if slots.device != view.query.device:
+        raise fault(part, hook, _elsewhere("slots", slots, view.query))
+
+
+def _check_shares(
+    part: Any, hook: str, found: Choice | RowsChoice, view: ReadView | RowsView
+) -> dict[str, Tensor]:
+    """Return the weight of the chosen slots and the rest, if given; refuse other shapes."""
     import torch
 
     batch, heads, group, _ = view.query.shape
-    if (slots := found.slots) is not None:
-        if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64:
-            raise fault(part, hook, f"has slots that are {kind_of(slots)}, not an int64 tensor")
-        if tuple(slots.shape[:-1]) not in ((batch, heads), (batch, heads, group)):
-            told = f"not ({batch}, {heads}, ..) or ({batch}, {heads}, {group}, ..)"
-            raise fault(part, hook, f"has slots of shape {tuple(slots.shape)}, {told}")
-        if slots.device != view.query.device:
-            raise fault(part, hook, _elsewhere("slots", slots, view.query))
     shares = {"weight": (batch, heads, group), "rest": (batch, heads, None)}
     given = {name: each for name in shares if (each := getattr(found, name)) is not None}
     if len(given) == 1:
@@ -191,13 +214,7 @@ def _check_choice(
         own = shares[name]
         if each.dim() != 3 or any(n not in (None, m) for n, m in zip(own, each.shape, strict=True)):
             raise fault(part, hook, f"has a {name} of shape {tuple(each.shape)}")
-    if view.query.device.type != "meta" and guard.is_new():
-        if slots is not None and slots.numel():
-            low, high = int(slots.min()), int(slots.max())
-            if low < least or high >= tokens:
-                wrong = low if low < least else high
-                raise fault(part, hook, f"has slot {wrong}, and there are 0 to {tokens - 1}")
-        _check_finite(part, hook, given.items())
+    return given
 
 
 # ---- merging
