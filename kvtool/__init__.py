@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvtool.documents.shown import show_with
 from kvtool.version import VERSION
 
 if TYPE_CHECKING:
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from kvtool.policies.grammar import parse_policy
 
 __version__ = VERSION
-
-show_with(lambda: import_module("kvtool.report.view"))
 
 _HOMES = {
     "parse_policy": "kvtool.policies.grammar",

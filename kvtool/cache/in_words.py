@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.generation import CacheSection
-from kvtool.documents.shown import what_shows
+from kvtool.documents.document import view
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,4 +45,4 @@ class InWords:
             UsageError: nothing has been read, or nobody knows the text.
             KvtoolError: the tokenizer cannot be loaded.
         """
-        return what_shows().kept_text(self, tokenizer, input_ids=input_ids, row=row)
+        return view().kept_text(self, tokenizer, input_ids=input_ids, row=row)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from kvtool.documents.json_writer import dump_json
-from kvtool.documents.shown import Shown
-from kvtool.documents.yaml_writer import dump_yaml
+from kvtool.documents.yaml_writer import WIDTH, dump_yaml
 from kvtool.sizes import MOST_BYTES, MOST_TOKENS
+
+VIEW = "kvtool.report.view"
+"""The module that shows documents and caches: a name, since `report` imports the documents."""
 
 TokenCount = Annotated[PositiveInt, Field(le=MOST_TOKENS)]
 """Tokens of a text, 1 or more."""
@@ -71,5 +74,30 @@ class Document(Section):
         return dump_yaml(self.to_data(), dict(self.units()))
 
 
-class ShownDocument(Document, Shown):
-    """A document that is shown as a table, too."""
+def view() -> Any:
+    """Import the module that shows documents and caches, once something is shown."""
+    return import_module(VIEW)
+
+
+class ShownDocument(Document):
+    """A document that can be shown as text, as a data frame and in a notebook."""
+
+    def table(self, width: int = WIDTH) -> str:
+        """Return the table that a terminal shows, ending in a newline.
+
+        Args:
+            width: characters of a line.
+        """
+        return view().text(self, width)
+
+    def to_pandas(self) -> Any:
+        """Return the document's numbers as a pandas data frame.
+
+        Raises:
+            UsageError: pandas is not installed.
+        """
+        return view().frame(self)
+
+    def _repr_html_(self) -> str:
+        """Return the HTML that a notebook shows."""
+        return view().html(self)

@@ -11,7 +11,10 @@ import yaml
 from kvtool.documents.scalars import read_plain
 from kvtool.errors import printable
 
-_WIDTH, _STEP = 100, "  "  # letters of a line, and what a level is indented by
+WIDTH = 100
+"""Characters of a line, of YAML as of tables."""
+
+_STEP = "  "
 
 
 class _Dumper(yaml.SafeDumper):
@@ -72,7 +75,7 @@ def dump_yaml(data: Any, units: Mapping[tuple[str, ...], str] | None = None) -> 
     Args:
         units: comments by the keys that lead to a value.
     """
-    return _dump(data, units or {}, _WIDTH)
+    return _dump(data, units or {}, WIDTH)
 
 
 def _dump(data: Any, units: Mapping[tuple[str, ...], str], width: int) -> str:
