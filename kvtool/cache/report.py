@@ -81,31 +81,41 @@ def make_report(
     """
     slots = [layer for layer in layers if isinstance(layer, SlotLayer)]
     kept = [_kept(layer) if isinstance(layer, SlotLayer) else 0 for layer in layers]
-    allocated = sum(store.slots.kv_bytes for layer in slots for store in layer.stores_in_use)
     aside = [Calibration.of(each) if isinstance(each, SlotLayer) else None for each in layers]
-    sizes = [
-        sum(_filled_bytes(layer) for layer in slots),
-        allocated,
-        sum(_state_bytes(layer) for layer in slots) + extra,
-        sum(_full_bytes(layer, seen) for layer in slots),
-        max(peak, allocated),
-        sum(part.store.host_bytes for part in aside if part is not None),
-        round(sum(bytes_read(layer) for layer in slots)),
-    ]
+    sizes = _sizes(slots, seen, peak=peak, extra=extra)
     if shards is not None and shards.processes > 1:
         device = slots[0].slots.device
         sizes = shards.total(torch.tensor(sizes, device=device)).tolist()
         kept = shards.most(torch.tensor(kept, device=device)).tolist()
-    read = [layer.pairs_read for layer in slots if layer.window is None]
-    read = read or [layer.pairs_read for layer in slots]
     frequency = [None if part is None else part.recompute_frequency for part in aside]
     return CacheReport(
         tokens_seen=max(seen),
         kept_per_layer=kept,
         **dict(zip(_SIZES, sizes, strict=True)),
-        traffic_pairs=sum(read) / len(read),
+        traffic_pairs=_pairs_read(slots),
         recompute_frequency=frequency if any(aside) else None,
     )
+
+
+def _sizes(slots: Sequence[SlotLayer], seen: list[int], *, peak: int, extra: int) -> list[int]:
+    """Count the bytes of layers, in the order of `_SIZES`."""
+    allocated = sum(store.slots.kv_bytes for layer in slots for store in layer.stores_in_use)
+    aside = [part for part in map(Calibration.of, slots) if part is not None]
+    return [
+        sum(_filled_bytes(layer) for layer in slots),
+        allocated,
+        sum(_state_bytes(layer) for layer in slots) + extra,
+        sum(_full_bytes(layer, seen) for layer in slots),
+        max(peak, allocated),
+        sum(part.store.host_bytes for part in aside),
+        round(sum(bytes_read(layer) for layer in slots)),
+    ]
+
+
+def _pairs_read(slots: Sequence[SlotLayer]) -> float:
+    """Average what layers have read of the last decoded token's pairs, windows left out if any."""
+    whole = [layer for layer in slots if layer.window is None] or slots
+    return sum(layer.pairs_read for layer in whole) / len(whole)
 
 
 def _kept(layer: SlotLayer) -> int:

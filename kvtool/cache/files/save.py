@@ -61,14 +61,22 @@ def save_cache(
     known = cache.input_ids
     if input_ids is None and known is not None and known.shape[1] >= cache.get_seq_length():
         input_ids, next_logits = known, cache.text.next_logits
-    tensors = _text_tensors(input_ids, next_logits) | _cache_tensors(cache)
-    for i, layer in enumerate(cache.layers):
-        if isinstance(layer, SlotLayer):
-            tensors |= _layer_tensors(layer, f"layer.{i}")
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            states = recurrent_states(layer)
-            tensors |= {f"layer.{i}.{name}": state.cpu() for name, state in states.items()}
+    tensors = _text_tensors(input_ids, next_logits) | _cache_tensors(cache) | _all_layers(cache)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    metadata = _metadata(cache, model, model_name, with_text=input_ids is not None)
+    metadata = {key: printable(value) for key, value in metadata.items()}
+    metadata["sha256"] = digest_of(tensors, metadata)
+    write_tensors(Path(path), tensors, metadata)
+
+
+def _metadata(
+    cache: KVCache, model: PreTrainedModel, model_name: str | None, *, with_text: bool
+) -> dict[str, str]:
+    """Describe a cache and the model that filled it.
+
+    Args:
+        with_text: whether the file holds the text of the cache.
+    """
     block = cache.settings.block
     metadata = {
         "kind": KIND,
@@ -84,15 +92,13 @@ def save_cache(
         **weights_labels(model),
         "kvtool": VERSION,
     }
-    if cache.text.chat is not None and input_ids is not None:
+    if cache.text.chat is not None and with_text:
         metadata["chat"] = cache.text.chat
         said = None if cache.text.said is None else cache.text.said.to_text()
         metadata |= {} if said is None else {"said": said}
     if cache.rope.chosen is not None:
         metadata["rope_lengths"] = ",".join(map(str, cache.rope.chosen.lengths))
-    metadata = {key: printable(value) for key, value in metadata.items()}
-    metadata["sha256"] = digest_of(tensors, metadata)
-    write_tensors(Path(path), tensors, metadata)
+    return metadata
 
 
 def _text_tensors(input_ids: Tensor | None, next_logits: Tensor | None) -> dict[str, Tensor]:
@@ -126,6 +132,18 @@ def _cache_tensors(cache: KVCache) -> dict[str, Tensor]:
     lengths = cache.first_layer.lengths
     if lengths is not None:
         tensors["lengths"] = lengths.cpu()
+    return tensors
+
+
+def _all_layers(cache: KVCache) -> dict[str, Tensor]:
+    """What each layer holds, recurrent states included."""
+    tensors: dict[str, Tensor] = {}
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, SlotLayer):
+            tensors |= _layer_tensors(layer, f"layer.{i}")
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            states = recurrent_states(layer)
+            tensors |= {f"layer.{i}.{name}": state.cpu() for name, state in states.items()}
     return tensors
 
 
