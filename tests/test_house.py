@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from radon.complexity import cc_visit
 
 import kvtool
 
@@ -12,6 +13,7 @@ PACKAGE = Path(kvtool.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TABLES = {"models/reference/facts.py", "models/reference/rows.py"}  # of data, of any length
 ATTRIBUTES = 15
+COMPLEXITY = 20  # independent ways through a function
 ABOVE = ("evaluation", "calls", "cli", "report")
 TIDY = [file for file in FILES if file.relative_to(PACKAGE).parts[0] in ABOVE]
 
@@ -80,6 +82,17 @@ def test_no_files_import_each_other():
 def test_files_are_short(file):
     if str(file.relative_to(PACKAGE)) not in TABLES:
         assert len(file.read_text().splitlines()) <= 500
+
+
+def test_functions_have_few_branches():
+    """By cyclomatic complexity, what is nested in a function included."""
+    large = {
+        f"{file.relative_to(PACKAGE)}: {block.fullname}": block.complexity
+        for file in FILES
+        for block in cc_visit(file.read_text())
+        if block.letter != "C" and block.complexity > COMPLEXITY
+    }
+    assert large == {}
 
 
 def own_attributes(node: ast.ClassDef) -> set[str]:

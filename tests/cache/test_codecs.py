@@ -161,12 +161,13 @@ def test_attention_over_codes_is_that_over_decoded_numbers(model, codec):
         calm = replace(call, query=0.05 * call.query)
         keys, values = layer.slots.decoded()
         weights = attention_weights(group_queries(calm.query, 2), keys, scale=call.scale)
-        out, shown, lse = attend_codes.attend_codes(
-            layer, calm, layer.slots.used_stored(), None, False
-        )
-        assert lse is None
-        assert (shown - weights).abs().max() <= 1e-6
-        assert (out - weighted_values(weights, values)).abs().max() <= 1e-6 * values.abs().max()
+        stored = layer.slots.used_stored()
+        token = attend_codes.attend_codes(layer, calm, stored, None, observed=True)
+        assert token.lse is None
+        assert (token.rows.weights - weights).abs().max() <= 1e-6
+        assert (
+            token.out - weighted_values(weights, values)
+        ).abs().max() <= 1e-6 * values.abs().max()
 
 
 @pytest.mark.few(2)

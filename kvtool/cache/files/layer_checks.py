@@ -38,15 +38,7 @@ def check_layer(
     """
     name, batch, heads = f"layer.{layer.index}", file.batch, shape.kv_heads
     slots = file.kept(layer.index)
-    for kind, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
-        if layer.policy.codec is None:
-            file.take(f"{name}.{kind}s", (batch, heads, slots, dim), dtype)
-        else:
-            _check_codes(file, layer.policy.codec, f"{name}.{kind}", (batch, heads, slots), dim)
-    if layer.policy.codec is not None and any(f"{name}.{own}" in file.left for own in RANGES):
-        channels = (batch, heads, 1, shape.key_dim)
-        file.take(f"{name}.{RANGES[0]}", channels, torch.float16)
-        file.take(f"{name}.{RANGES[1]}", channels, torch.int8, 0, MOST_EXPONENT)
+    _check_stored(file, layer.policy.codec, name, (batch, heads, slots), shape, dtype)
     positions = file.take(
         f"{name}.positions", (batch, heads, slots), torch.int64, -1, file.seen - 1
     )
@@ -62,12 +54,7 @@ def check_layer(
     _check_budget(file, cache, layer, name, positions)
     on_evict = layer.policy.on_evict
     if isinstance(on_evict, Merging):
-        for key, start in on_evict.start(batch, heads, torch.device("cpu")).items():
-            kind = f"{name}.memory.{key}"
-            found = file.left.get(kind)
-            if found is not None and start.isnan().all():  # which stands for: none yet
-                file.left[kind] = found.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
-            file.take(kind, tuple(start.shape), start.dtype)
+        _check_memory(file, f"{name}.memory", on_evict.start(batch, heads, torch.device("cpu")))
     if isinstance(on_evict, CaliDrop):
         _check_calibration(file, f"{name}.calibration", on_evict, shape, dtype)
     if layer.policy.moments is not None and layer.window is None:
@@ -82,11 +69,46 @@ def check_layer(
         sizes = (batch, window.rows)
         file.take(f"{name}.window.positions", sizes, torch.int64, -1, file.seen - 1)
     if layer.policy.select_only and layer.window is None and f"{name}.marked" in file.left:
-        marked = file.take(f"{name}.marked", (batch, heads, None), _PLACES, -1, file.seen - 1)
-        _check_positions(file, f"{name}.marked", marked)
-        counts = (marked >= 0).sum(-1)
-        if (counts != counts[:, :1]).any() or (counts < 1).any():
-            raise file.bad(f"{name}.marked", "chooses unequal counts in the heads of a layer")
+        _check_marked(file, f"{name}.marked", (batch, heads, None))
+
+
+def _check_stored(
+    file: FileTensors,
+    codec: Codec | None,
+    name: str,
+    sizes: tuple[int, int, int | None],
+    shape: LayerShape,
+    dtype: torch.dtype,
+) -> None:
+    """Check keys and values, as they are or as codes."""
+    for kind, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
+        if codec is None:
+            file.take(f"{name}.{kind}s", (*sizes, dim), dtype)
+        else:
+            _check_codes(file, codec, f"{name}.{kind}", sizes, dim)
+    if codec is not None and any(f"{name}.{own}" in file.left for own in RANGES):
+        channels = (*sizes[:2], 1, shape.key_dim)
+        file.take(f"{name}.{RANGES[0]}", channels, torch.float16)
+        file.take(f"{name}.{RANGES[1]}", channels, torch.int8, 0, MOST_EXPONENT)
+
+
+def _check_memory(file: FileTensors, name: str, start: dict[str, Tensor]) -> None:
+    """Check what merging keeps beside the slots, by what it starts with."""
+    for key, first in start.items():
+        kind = f"{name}.{key}"
+        found = file.left.get(kind)
+        if found is not None and first.isnan().all():  # which stands for: none yet
+            file.left[kind] = found.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
+        file.take(kind, tuple(first.shape), first.dtype)
+
+
+def _check_marked(file: FileTensors, name: str, sizes: tuple[int, int, None]) -> None:
+    """Check the positions that each head reads, as many in all heads."""
+    marked = file.take(name, sizes, _PLACES, -1, file.seen - 1)
+    _check_positions(file, name, marked)
+    counts = (marked >= 0).sum(-1)
+    if (counts != counts[:, :1]).any() or (counts < 1).any():
+        raise file.bad(name, "chooses unequal counts in the heads of a layer")
 
 
 def _check_positions(file: FileTensors, name: str, positions: Tensor) -> None:
@@ -118,41 +140,52 @@ def _check_budget(
     file: FileTensors, cache: KVCache, layer: SlotLayer, name: str, positions: Tensor
 ) -> None:
     """Check what rows and heads may keep, and that they keep no more."""
-    score, batch = layer.policy.score, file.batch
-    found = file.left.get(f"{name}.budget")
-    rows = batch if found is not None and found.numel() > 1 else 1
-    budget = file.take(f"{name}.budget", (rows,), torch.int64, 0, MOST_TOKENS)
-    if layer.window is not None and (budget != layer.window - 1).any():
-        raise file.bad(f"{name}.budget", "is not the width of the layer's window")
-    if score.when != "never" and layer.window is None and (budget < 1).any():
-        raise file.bad(f"{name}.budget", "keeps no token")
-    filled = (positions >= 0).sum(-1)
+    budget = _take_budget(file, layer, f"{name}.budget")
+    most, uneven = budget[:, None], file.lengths is not None
     split = layer.window is None and cache.policy.head_split is not None
-    most = budget[:, None]
-    uneven = file.lengths is not None
     if split and f"{name}.head_budgets" in file.left:
-        most = file.take(
-            f"{name}.head_budgets", (batch, positions.shape[1]), torch.int64, 0, MOST_TOKENS
-        )
+        sizes = file.batch, positions.shape[1]
+        most = file.take(f"{name}.head_budgets", sizes, torch.int64, 0, MOST_TOKENS)
         uneven = True
-    if score.when == "always" and (filled >= most + layer.policy.spare).any():
-        raise file.bad(f"{name}.positions", "holds more tokens than its budget")
-    if not uneven and (positions < 0).any():
-        raise file.bad(f"{name}.positions", "has empty slots where no row or head is shorter")
-    due = torch.tensor([file.seen]) if file.lengths is None else file.lengths
-    keeps_all = score.when == "never" or (layer.policy.select_only and layer.window is None)
-    if keeps_all and (filled != due[:, None]).any():
-        raise file.bad(f"{name}.positions", "lacks tokens, and its policy keeps all")
+    _check_filled(file, layer, f"{name}.positions", positions, most, uneven)
     asked = None if cache.budget is None else cache.budget.tokens
     own = cache.plan is not None or cache.policy.allocator is not None
-    fixed = (
-        asked is not None
-        and layer.window is None
-        and not own
-        and not cache.policy.budget_is_traffic
-    )
-    if fixed and asked is not None and bool(budget.ne(asked).any()):
+    if asked is None or own or layer.window is not None or cache.policy.budget_is_traffic:
+        return
+    if bool(budget.ne(asked).any()):
         raise file.bad(f"{name}.budget", f"is not the cache's budget {cache.budget}")
+
+
+def _take_budget(file: FileTensors, layer: SlotLayer, name: str) -> Tensor:
+    """Take the budget of each row, or of all of them: (batch or 1,)."""
+    found = file.left.get(name)
+    rows = file.batch if found is not None and found.numel() > 1 else 1
+    budget = file.take(name, (rows,), torch.int64, 0, MOST_TOKENS)
+    if layer.window is not None and (budget != layer.window - 1).any():
+        raise file.bad(name, "is not the width of the layer's window")
+    if layer.policy.score.when != "never" and layer.window is None and (budget < 1).any():
+        raise file.bad(name, "keeps no token")
+    return budget
+
+
+def _check_filled(
+    file: FileTensors, layer: SlotLayer, name: str, positions: Tensor, most: Tensor, uneven: bool
+) -> None:
+    """Check how many slots are filled.
+
+    Args:
+        most: tokens that each head may keep, (batch or 1, heads or 1).
+        uneven: whether rows or heads may hold different counts.
+    """
+    when, filled = layer.policy.score.when, (positions >= 0).sum(-1)
+    if when == "always" and (filled >= most + layer.policy.spare).any():
+        raise file.bad(name, "holds more tokens than its budget")
+    if not uneven and (positions < 0).any():
+        raise file.bad(name, "has empty slots where no row or head is shorter")
+    due = torch.tensor([file.seen]) if file.lengths is None else file.lengths
+    keeps_all = when == "never" or (layer.policy.select_only and layer.window is None)
+    if keeps_all and (filled != due[:, None]).any():
+        raise file.bad(name, "lacks tokens, and its policy keeps all")
 
 
 def _check_moments(file: FileTensors, name: str, asked: MomentsAsked, shape: LayerShape) -> None:

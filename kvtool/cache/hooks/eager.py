@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.steps.attend import AttendedToken
 from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
+from kvtool.cache.steps.call import AttendedToken
 from kvtool.cache.steps.masked import as_bias, check_order, check_shape
 from kvtool.cache.steps.pending import PendingStep, take_pending
 from kvtool.cache.steps.step import end_token, run_block

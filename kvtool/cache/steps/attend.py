@@ -2,95 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 from torch.nn import functional
 
 from kvtool.cache.steps.attend_codes import attend_codes
 from kvtool.cache.steps.attend_triton import can_count, can_count_codes, count_slots
-from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.lent import Lent, lend
 from kvtool.cache.steps.rope_shift import shift_decoded, shift_query
 from kvtool.cache.steps.view import decode_needs_rows, decode_rows
 from kvtool.cache.storage.due import Due
+from kvtool.cache.storage.form import Stored
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import (
     attention_weights,
     attention_weights_lse,
+    dot_products,
     group_queries,
     weighted_values,
+    weights_lse_of_products,
+    weights_of_products,
 )
 from kvtool.maths.fused import can_fuse, fused_group_attention
-from kvtool.policies.attention_rows import AttentionRows
 
 TRITON_DEVICES = frozenset({"cuda"})
 
 
-@dataclass(frozen=True)
-class AttendedToken:
-    """What came of attending the slots by a decoded token.
-
-    Attributes:
-        out: (batch, heads, 1, value_dim).
-        lse: the log-sum-exp (batch, heads of the attention, group, 1), if it is needed.
-        rows: the weights, if the policy wants them.
-        counted: whether they are in the numbers beside the slots already.
-    """
-
-    out: Tensor
-    lse: Tensor | None = None
-    rows: AttentionRows | None = None
-    counted: bool = False
-
-
 def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken:
-    """Attend the slots in use by a token that stands among them."""
+    """Attend the slots in use by a token that stands among them, by the kernel that fits."""
     codes = layer.attends_codes
     if layer.policy.score.positions == "cache":
         call = shift_query(layer, call) if codes else shift_decoded(layer, call)
     visible = visible_slots(layer)
     stored = layer.slots.used_stored() if codes else None
     if call.context.lent:
-        if Due.of(layer) is not None:
-            layer.slots.share()  # a cut comes before the others have read, and must not write here
-        lend(Lent(layer, call.key, call.context, visible=visible, stored=stored))
+        _lend_slots(layer, call, visible, stored)
     observed = layer.policy.needs_all_rows or decode_needs_rows(layer)
-    on_device = call.query.device.type in TRITON_DEVICES
-    if stored is not None and on_device and not needs_lse and can_count_codes(layer, call):
-        out, rows = count_slots(layer, call)
-        return AttendedToken(out, rows=rows, counted=True)
+    counts = call.query.device.type in TRITON_DEVICES and not needs_lse
     if stored is not None:
-        out, weights, lse = attend_codes(layer, call, stored, visible, needs_lse)
-        rows = decode_rows(layer, weights, call.positions) if observed else None
-        return AttendedToken(out, lse, rows)
-    if not (observed or needs_lse or call.needs_weights):
-        explicit = call.needs_weights or (layer.seen_device is not None and call.query.is_cpu)
+        if counts and can_count_codes(layer, call):
+            return count_slots(layer, call)
+        return attend_codes(layer, call, stored, visible, observed=observed, needs_lse=needs_lse)
+    weighed = observed or call.needs_weights
+    if not (weighed or needs_lse):
+        explicit = layer.seen_device is not None and call.query.is_cpu
         return AttendedToken(attend_unseen(call, visible, explicit=explicit))
-    if on_device and not needs_lse and can_count(layer, call, Family.SLOTS):
-        out, rows = count_slots(layer, call)
-        return AttendedToken(out, rows=rows, counted=True)
-    lse = None
-    if not (observed or call.needs_weights or visible is not None) and can_fuse(
-        call.query, call.key, call.value
-    ):
-        grouped = group_queries(call.query, call.key.shape[1])
-        out, lse = fused_group_attention(grouped, call.key, call.value, call.scale)
-        return AttendedToken(out.flatten(1, 2), lse)
+    if counts and can_count(layer, call, Family.SLOTS):
+        return count_slots(layer, call)
+    if not weighed and visible is None and can_fuse(call.query, call.key, call.value):
+        return _attend_fused(call)
+    return _attend_weighed(layer, call, visible, observed=observed, needs_lse=needs_lse)
+
+
+def _lend_slots(
+    layer: SlotLayer, call: Call, visible: Tensor | None, stored: Stored | None
+) -> None:
+    """Keep what a decoded token attends to for the layers that read it as well."""
+    if Due.of(layer) is not None:
+        layer.slots.share()  # a cut comes before the others have read, and must not write here
+    lend(Lent(layer, call.key, call.context, visible=visible, stored=stored))
+
+
+def _attend_fused(call: Call) -> AttendedToken:
+    """Attend by the fused kernel of a CPU, which tells the log-sum-exp."""
+    grouped = group_queries(call.query, call.key.shape[1])
+    out, lse = fused_group_attention(grouped, call.key, call.value, call.scale)
+    return AttendedToken(out.flatten(1, 2), lse)
+
+
+def _attend_weighed(
+    layer: SlotLayer, call: Call, visible: Tensor | None, *, observed: bool, needs_lse: bool
+) -> AttendedToken:
+    """Attend by weights in full, which the policy sees if it observes."""
+    batch, heads = call.key.shape[:2]
+    grouped, lse = call.query.view(batch, heads, -1, 1, call.query.shape[-1]), None
+    sinks = None if call.sinks is None else _grouped_sinks(call.sinks, heads)
+    products = dot_products(grouped, call.key)
     if needs_lse:
-        weights, lse = call_weights_lse(call, call.query, call.key, visible)
-    elif call.sinks is not None:
-        weights = call_weights(call, call.query, call.key, visible)
+        weights, lse = weights_lse_of_products(products, call.scale, visible, call.softcap, sinks)
     else:
-        batch, heads = call.key.shape[:2]
-        grouped = call.query.view(batch, heads, -1, 1, call.query.shape[-1])
-        cap = call.softcap
-        weights = attention_weights(
-            grouped, call.key, scale=call.scale, visible=visible, softcap=cap
-        )
-    counted = decode_rows(layer, weights, call.positions) if observed else None
-    return AttendedToken(weighted_values(weights, call.value), lse, counted)
+        weights = weights_of_products(products, call.scale, visible, call.softcap, sinks)
+    rows = decode_rows(layer, weights, call.positions) if observed else None
+    return AttendedToken(weighted_values(weights, call.value), lse, rows)
 
 
 def visible_slots(layer: SlotLayer) -> Tensor | None:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.rope_shift import shift_keys
+from kvtool.cache.steps.view import decode_rows
 from kvtool.cache.storage.form import SLICE, CodedForm, Stored
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.rope_shift import RopeShift
@@ -26,8 +27,14 @@ from kvtool.maths.attention import (
 
 
 def attend_codes(
-    layer: SlotLayer, call: Call, stored: Stored, visible: Tensor | None, needs_lse: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    layer: SlotLayer,
+    call: Call,
+    stored: Stored,
+    visible: Tensor | None,
+    *,
+    observed: bool = False,
+    needs_lse: bool = False,
+) -> AttendedToken:
     """Attend the slots in use by a token that stands among them.
 
     Args:
@@ -35,10 +42,8 @@ def attend_codes(
         call: of the decoded token; its keys and values are not looked at.
         stored: what the slots in use hold.
         visible: as for `attention_weights`.
-
-    Returns:
-        (batch, heads, 1, value_dim), the weights (batch, kv_heads, group, 1, slots) float32, and
-        their log-sum-exp, (batch, kv_heads, group, 1), if it is needed.
+        observed: whether the policy wants the weights.
+        needs_lse: whether the log-sum-exp is needed.
     """
     form = layer.slots.form
     if not isinstance(form, CodedForm):
@@ -51,7 +56,8 @@ def attend_codes(
         weights, lse = weights_lse_of_products(products, *how)
     else:
         weights = weights_of_products(products, *how)
-    return _outputs(form, stored, weights).to(call.query.dtype), weights, lse
+    rows = decode_rows(layer, weights, call.positions) if observed else None
+    return AttendedToken(_outputs(form, stored, weights).to(call.query.dtype), lse, rows)
 
 
 def _products(layer: SlotLayer, form: CodedForm, call: Call, stored: Stored) -> Tensor:

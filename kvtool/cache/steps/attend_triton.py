@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.steps.block import Block, deferred
-from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.view import decode_needs_rows, used_state
 from kvtool.cache.storage.buffers import SlotBuffers
 from kvtool.cache.storage.form import CodedForm
@@ -124,11 +124,11 @@ def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> T
     return out
 
 
-def count_slots(layer: SlotLayer, call: Call) -> tuple[Tensor, AttentionRows | None]:
+def count_slots(layer: SlotLayer, call: Call) -> AttendedToken:
     """Attend a decoded token, and add what each slot receives to the layer's state.
 
     Returns:
-        (batch, heads, 1, value_dim), and the weights if the policy ranks slots by them.
+        The output, and the weights if the policy ranks slots by them.
     """
     slots = layer.slots
     positions = slots.positions[:, :, : slots.used] if layer.masked else None
@@ -145,10 +145,10 @@ def count_slots(layer: SlotLayer, call: Call) -> tuple[Tensor, AttentionRows | N
         weights=ranked and decode_needs_rows(layer),
     )
     if weights is None:
-        return out, None
+        return AttendedToken(out, counted=True)
     grouped = weights.view(len(weights), slots.kv_heads, -1, 1, weights.shape[-1])
     visible = None if positions is None else (positions >= 0)[:, :, None]
-    return out, AttentionRows(grouped, visible, valid)
+    return AttendedToken(out, rows=AttentionRows(grouped, visible, valid), counted=True)
 
 
 def _over_numbers(

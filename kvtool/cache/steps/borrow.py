@@ -28,7 +28,7 @@ def attend_borrowed(lent: Lent, call: Call) -> Tensor:
         (batch, heads, q_len, value_dim).
     """
     if lent.stored is not None:
-        return attend_codes(lent.layer, call, lent.stored, lent.visible, False)[0]
+        return attend_codes(lent.layer, call, lent.stored, lent.visible).out
     if lent.block is None:
         return attend_unseen(call, lent.visible, explicit=call.needs_weights)
     earlier = lent.block.new.shape[1] - call.q_len

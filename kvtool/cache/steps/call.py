@@ -1,4 +1,4 @@
-"""One call of the attention function: what a step is given."""
+"""One call of the attention function: what a step is given, and what comes of a decoded token."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvtool.cache.steps.known_columns import KnownColumns
 from kvtool.cache.steps.row_norms import RowNorms
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.repetition import RepeatedWeights
+from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.numbers import Count
 
 
@@ -126,3 +127,20 @@ class Call:
         """Whether no fused kernel can run this call."""
         eager = self.context.kernel == "eager"
         return eager or self.softcap is not None or self.sinks is not None
+
+
+@dataclass(frozen=True)
+class AttendedToken:
+    """What came of attending the slots by a decoded token.
+
+    Attributes:
+        out: (batch, heads, 1, value_dim).
+        lse: the log-sum-exp (batch, heads of the attention, group, 1), if it is needed.
+        rows: the weights, if the policy wants them.
+        counted: whether they are in the numbers beside the slots already.
+    """
+
+    out: Tensor
+    lse: Tensor | None = None
+    rows: AttentionRows | None = None
+    counted: bool = False

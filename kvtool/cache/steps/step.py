@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvtool.cache.steps.attend import AttendedToken, attend_token
+from kvtool.cache.steps.attend import attend_token
 from kvtool.cache.steps.attend_block import OwnBlock
 from kvtool.cache.steps.block import (
     Block,
@@ -22,7 +22,7 @@ from kvtool.cache.steps.block import (
     enter_block,
     leave_block,
 )
-from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.evict import evict_after_token
 from kvtool.cache.steps.grouped import LayerGroup
 from kvtool.cache.steps.masked import check_mask, mask_by_slot, masked_attention
