@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvtool
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.model_shape import LayerShape, layer_shapes
 from tests.models_for_tests import BASE, DEEPSEEK, EXPERTS, FAMILIES, GEMMA, HYBRID, family_model
 

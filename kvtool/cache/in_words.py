@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from kvtool.documents.generation import CacheSection
 from kvtool.documents.document import view
+from kvtool.documents.generation import CacheSection
 
 if TYPE_CHECKING:
     from torch import Tensor

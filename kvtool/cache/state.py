@@ -28,8 +28,8 @@ from kvtool.cache.storage.meter import ByteMeter
 from kvtool.cache.storage.repetition import Repetition
 from kvtool.cache.storage.trace import Trace
 from kvtool.cache.text import CacheSettings, ModelLink, Text
+from kvtool.documents.messages import Said
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.said import Said
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.maths.rope import Rotation
 from kvtool.policies.policy import Policy

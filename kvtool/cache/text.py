@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtool.cache.rope_lengths import LengthRope
+from kvtool.documents.messages import Said
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.said import Said
 from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget

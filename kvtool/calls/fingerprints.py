@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings
-from kvtool.documents.asked import AnswerLine
+from kvtool.documents.answers import AnswerLine
 from kvtool.documents.flags import MODEL_SETTINGS
 from kvtool.errors import UsageError
 from kvtool.evaluation.run.fingerprint import (

@@ -10,8 +10,9 @@ from kvtool.calls.conversation import begin
 from kvtool.calls.prompt import encode, note_text
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings
-from kvtool.documents.asked import AnswerLine, AskedPrompt
+from kvtool.documents.answers import AnswerLine
 from kvtool.documents.messages import Message
+from kvtool.documents.prompts import AskedPrompt
 from kvtool.errors import UsageError, quote
 from kvtool.evaluation.run.fingerprint import WAYS_OUT
 from kvtool.models.load import Loaded

@@ -12,7 +12,7 @@ from kvtool.sizes import MOST_TOKENS
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.documents.model_shape import ModelShape
+    from kvtool.documents.memory import ModelShape
     from kvtool.documents.profile import ProfileDocument
     from kvtool.model_shape import LayerShape
 
@@ -31,7 +31,7 @@ def find_model(given: PlanModel, profile: ProfileDocument | None, watcher: Watch
         return _of_profile(given, profile)
     if given.name is None:
         watcher.note(f"model: {REFERENCE} (bundled; choose another with --model)")
-    from kvtool.documents.model_shape import ModelShape
+    from kvtool.documents.memory import ModelShape
     from kvtool.model_shape import layer_shapes
     from kvtool.models.configuration import read_config
     from kvtool.models.placement import resolve_device, resolve_dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtool.calls.settings import PromptSettings
-from kvtool.documents.prompts import check_prompt, read_prompt
+from kvtool.documents.files import check_prompt, read_prompt
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
 from kvtool.models.notes import length_note

@@ -12,7 +12,8 @@ from kvtool.calls.given import UNSAID, Unsaid, given_settings, read_stops
 from kvtool.calls.lined_up import PromptsSettings, line_up, room_for_rows
 from kvtool.calls.request import Request, configuration, read_prefill
 from kvtool.calls.settle import settle
-from kvtool.documents.asked import AnswerLine, AskedPrompt, make_prompts, read_prompts
+from kvtool.documents.answers import AnswerLine
+from kvtool.documents.prompts import AskedPrompt, make_prompts, read_prompts
 from kvtool.processes import check_alone
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.plan_settings import PlanSettings
 from kvtool.documents.document import Document
-from kvtool.documents.reading import expand
+from kvtool.documents.files import expand
 from kvtool.documents.results import ResultsDocument
 from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES

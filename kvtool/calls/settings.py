@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvtool.documents.files import check_name, check_writable
+from kvtool.documents.files import check_name, check_prompt, check_writable, expand
 from kvtool.documents.flags import MODEL_SETTINGS
-from kvtool.documents.prompts import check_prompt
-from kvtool.documents.reading import expand
 from kvtool.errors import UsageError, quote
 from kvtool.models.folder import check_folder
 from kvtool.sizes import DEFAULT_NEW_TOKENS, check_temperature, parse_count

@@ -11,7 +11,7 @@ from typer import Exit
 
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
-from kvtool.documents.reading import expand
+from kvtool.documents.files import expand
 from kvtool.errors import KvtoolError, UsageError
 
 if TYPE_CHECKING:

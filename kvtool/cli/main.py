@@ -145,7 +145,7 @@ def _explain_usage(error: typer.TyperException) -> KvtoolError:
     if param is not None and error.__cause__ is not None:
         from pydantic import ValidationError
 
-        from kvtool.documents.validation import first_mistake
+        from kvtool.documents.source import first_mistake
 
         if isinstance(error.__cause__, ValidationError):
             text = f"{param.opts[0]}: {first_mistake(error.__cause__)}"

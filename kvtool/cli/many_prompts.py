@@ -15,7 +15,7 @@ from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
     from kvtool.calls.prompts import PromptsRun
-    from kvtool.documents.asked import AnswerLine
+    from kvtool.documents.answers import AnswerLine
 
 
 def answer_many(options: GenerateOptions, terminal: Terminal) -> None:
@@ -80,7 +80,7 @@ def _write(
     interrupted: Interruption,
 ) -> int:
     """Write the answers as they end, and return how many prompts have none."""
-    from kvtool.documents.asked import AnswersFile
+    from kvtool.documents.answers import AnswersFile
     from kvtool.generation.serving import Served
 
     if options.output_path is None:

@@ -20,8 +20,7 @@ from typer.core import TyperCommand, TyperOption
 
 from kvtool.cli.plain_values import PlainParameters
 from kvtool.cli.terminal import Terminal, open_terminal
-from kvtool.documents.files import check_writable
-from kvtool.documents.reading import expand
+from kvtool.documents.files import check_writable, expand
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.sizes import LARGEST_SEED

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Argument, Option
 
 from kvtool.cli.options import ModelOptions
-from kvtool.documents.files import check_writable
-from kvtool.documents.reading import expand
+from kvtool.documents.files import check_writable, expand
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
 

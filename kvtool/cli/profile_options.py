@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Option
 
 from kvtool.cli.options import ModelOptions
-from kvtool.documents.reading import expand
+from kvtool.documents.files import expand
 from kvtool.evaluation.profile_request import POLICY, SHARES
 from kvtool.profiling.names import DEFAULT, METRICS
 

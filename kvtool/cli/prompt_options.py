@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from kvtool.cli.options import RecipeOptions
-from kvtool.documents.reading import expand
+from kvtool.documents.files import expand
 from kvtool.errors import UsageError
 from kvtool.sizes import DEFAULT_BLOCK, DEFAULT_TOKENS
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from kvtool.documents.problems import Keys
+from kvtool.documents.tree import Keys
 
 if TYPE_CHECKING:
     from pydantic_core import InitErrorDetails

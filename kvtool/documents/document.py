@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
-from kvtool.documents.json_writer import dump_json
-from kvtool.documents.yaml_writer import WIDTH, dump_yaml
+from kvtool.documents.writers import WIDTH, dump_json, dump_yaml
 from kvtool.sizes import MOST_BYTES, MOST_TOKENS
 
 VIEW = "kvtool.report.view"

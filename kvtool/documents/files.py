@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Read files that users name, and write files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import contextlib
 import errno
 import os
 import re
+import stat
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from kvtool.errors import KvtoolError, UsageError, printable, quote
 
@@ -192,3 +195,119 @@ def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
+
+
+MOST_BYTES = 64 * 2**20
+_DESCRIPTOR = re.compile(r"/dev/(stdin|fd/[0-9]+)|/proc/self/fd/[0-9]+")
+
+
+def expand(path: str | Path) -> Path:
+    """Put a home folder in the place of `~` or `~user`.
+
+    Raises:
+        UsageError: there is no such user, or nobody knows the folder; a null byte.
+    """
+    if "\0" in str(path):
+        raise UsageError(f"no path holds a null byte, got {quote(path)}")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0]
+        raise UsageError(
+            f"{quote(path)}: no home folder is known for {quote(user)}",
+            hint=f"write `./{user}` for a file of that name",
+        ) from None
+
+
+def read_bytes(path: Path, name: str, *, most: int = MOST_BYTES, kind: str = "text") -> bytes:
+    """Read a regular file, or what a shell hands over as one (`<(command)`, /dev/stdin).
+
+    Args:
+        name: what the file is called in messages.
+        most: bytes it may have.
+        kind: what it is read as, in words.
+
+    Raises:
+        UsageError: a device, a named pipe or a socket, none of which need end; too large.
+        OSError: missing, a folder, or not readable.
+    """
+    mode = path.stat().st_mode
+    usual = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+    if not usual and not _DESCRIPTOR.fullmatch(str(path)):
+        raise UsageError(f"{name} is no regular file", hint="`-` or /dev/stdin read a pipe")
+    with path.open("rb") as stream:
+        return _read_some(stream, name, most, kind)
+
+
+def read_stdin(*, most: int = MOST_BYTES, kind: str = "text") -> bytes:
+    """Read stdin to its end.
+
+    Raises:
+        UsageError: too much.
+    """
+    return _read_some(sys.stdin.buffer, "stdin", most, kind)
+
+
+def _read_some(stream: BinaryIO, name: str, most: int, kind: str) -> bytes:
+    data = stream.read(most + 1)
+    if len(data) > most:
+        raise UsageError(f"{name} is larger than {most // 2**20} MiB, too large for a {kind}")
+    return data
+
+
+def check_prompt(text: str, source: str) -> str:
+    """Return a prompt as it is, once it is known to be text that a tokenizer can read.
+
+    Raises:
+        UsageError: empty, or holding bytes that were not UTF-8 when the shell passed them.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{source} is not UTF-8: stray byte at character {error.start + 1}",
+            hint="convert it, for example with iconv -t UTF-8",
+        ) from None
+    if not text.strip():
+        raise UsageError(f"{source} is empty", hint="give it at least one word")
+    return text
+
+
+def read_prompt(path: str) -> str:
+    """Read a prompt file, `-` for stdin. A newline at its end is not part of the prompt.
+
+    Raises:
+        UsageError: missing, unreadable, not UTF-8, or empty.
+    """
+    name, text = read_utf8(path, "prompt file")
+    return check_prompt(text.removesuffix("\n").removesuffix("\r"), name)
+
+
+def read_utf8(path: str, what: str) -> tuple[str, str]:
+    """Read a text file, `-` for stdin.
+
+    Args:
+        what: the file in words, such as `prompt file`.
+
+    Returns:
+        What it is called in messages, and its text.
+
+    Raises:
+        UsageError: missing, unreadable, no regular file, over 64 MiB or not UTF-8.
+    """
+    name = "stdin" if path == "-" else f"{what} `{path}`"
+    try:
+        data = read_stdin() if path == "-" else read_bytes(expand(path), name)
+    except FileNotFoundError:
+        raise UsageError(f"{name} does not exist") from None
+    except IsADirectoryError:
+        raise UsageError(f"{name} is a folder") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {name}: {error.strerror or error}") from None
+    try:
+        return name, data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}",
+            hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
+        ) from None

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvtool.documents.files import expand
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.problems import Mark
-from kvtool.documents.reading import expand
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source, read_source
-from kvtool.documents.tree import Node
+from kvtool.documents.tree import Mark, Node
 from kvtool.errors import UsageError
 
 _SUFFIXES = (".yaml", ".yml", ".json")

@@ -1,14 +1,35 @@
-"""What a run will take of a device's memory, as a dry run tells it."""
+"""The memory that a run will take on a device, and the shape of the model that it depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
-from kvtool.documents.document import PER_HEAD, Section, Unit
-from kvtool.sizes import bytes_in_words
+from kvtool.documents.document import PER_HEAD, Section, TokenCount, Unit
+from kvtool.errors import UsageError
+from kvtool.identity import config_hash
+from kvtool.model_shape import (
+    DTYPE_BYTES,
+    FREE,
+    SLIDING,
+    LayerShape,
+    kept_of_window,
+    layer_kinds,
+    layer_shapes,
+    stored_dtype,
+    stores_latents,
+    trained_length,
+    window_width,
+)
+from kvtool.sizes import MOST_BYTES, bytes_in_words
 
 
 class DeviceMemory(Section):
@@ -112,3 +133,107 @@ class RunMemory(CacheNeeds, DeviceMemory):
     def in_words(self) -> str:
         """Say what is needed and what there is."""
         return f"memory: {self.needed()}; {self.there()}"
+
+
+class ModelShape(Section):
+    """What a model stores per token, and what tells it from others.
+
+    `kv_bytes_per_token` counts keys and values of all attention layers, those with a sliding window
+    included; `layer_types` are transformers' names, such as `full_attention`. In latent attention
+    (MLA) one head stores `head_dim` numbers, the first `latent_dim` of them as key; elsewhere
+    `latent_dim` is left out, and `head_dim` is the size of a key.
+    """
+
+    id: str
+    revision: str | None = None
+    config_hash: str
+    dtype: str | None = None
+    layers: PositiveInt
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt
+    latent_dim: PositiveInt | None = None
+    layer_types: list[str]
+    sliding_window: TokenCount | None = None
+    kv_bytes_per_token: Annotated[PositiveInt, Field(le=MOST_BYTES)]
+    vocabulary: PositiveInt | None = None
+    trained_length: PositiveInt | None = None
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found = serialize(self)
+        if self.latent_dim is None:
+            found.pop("latent_dim", None)  # which the caller may have left out already
+        return found
+
+    @classmethod
+    def of(
+        cls, config: Any, *, name: str, revision: str | None = None, dtype: str | None = None
+    ) -> ModelShape:
+        """Describe the model of a configuration.
+
+        Args:
+            config: a transformers configuration.
+            name: what the model is called.
+            dtype: in which keys and values are stored; None or `auto`: the checkpoint's own.
+        """
+        text = config.get_text_config(decoder=True)
+        stored = [layer for layer in layer_shapes(config, dtype) if layer is not None]
+        first, latent = stored[0], stores_latents(config)
+        return cls(
+            id=name,
+            revision=revision,
+            config_hash=config_hash(config),
+            dtype=stored_dtype(config, dtype),
+            layers=len(layer_kinds(config)),
+            heads=first.heads,
+            kv_heads=first.kv_heads,
+            head_dim=first.key_dim + first.value_dim if latent else first.key_dim,
+            latent_dim=first.key_dim if latent else None,
+            layer_types=layer_kinds(config),
+            sliding_window=window_width(config),
+            kv_bytes_per_token=sum(layer.bytes for layer in stored),
+            vocabulary=text.vocab_size,
+            trained_length=trained_length(config),
+        )
+
+    @property
+    def key_dim(self) -> int:
+        """Numbers of a key in one head."""
+        return self.latent_dim or self.head_dim
+
+    def layer_shapes(self, sizes: Sequence[int] | None = None) -> list[LayerShape | None]:
+        """Tell what each layer stores, None for those without attention.
+
+        Args:
+            sizes: bytes of a token in every layer; None shares `kv_bytes_per_token` out evenly.
+
+        Raises:
+            UsageError: fewer bytes than heads have numbers; windows of unknown width.
+        """
+        stores = [kind in FREE or kind in SLIDING for kind in self.layer_types]
+        if sizes is None:
+            each = self.kv_bytes_per_token // max(1, sum(stores))
+            sizes = [each if stored else 0 for stored in stores]
+        found: list[LayerShape | None] = []
+        for kind, stored, size in zip(self.layer_types, stores, sizes, strict=True):
+            per_head = size // self.kv_heads
+            itemsize = DTYPE_BYTES.get(self.dtype or "", 0)
+            itemsize = itemsize or (2 if per_head == 4 * self.head_dim else 4)
+            if stored and per_head < itemsize:
+                raise UsageError(
+                    f"model `{self.id}` stores {self.kv_bytes_per_token} bytes a token, too few "
+                    f"for {self.kv_heads} KV heads in {sum(stores)} layers"
+                )
+            dims = (self.key_dim, per_head // itemsize - self.key_dim)
+            shape = LayerShape(self.kv_heads, self.heads, *dims, itemsize, self._kept(kind))
+            found.append(shape if stored else None)
+        return found
+
+    def _kept(self, kind: str) -> int | None:
+        """Return the tokens that a layer keeps of its window, None without one."""
+        if kind not in SLIDING:
+            return None
+        if self.sliding_window is None:
+            raise UsageError(f"model `{self.id}` slides over windows of unknown width")
+        return kept_of_window(self.sliding_window)

@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvtool.documents.problems import DocumentError, Keys, Mark, Problem
+from kvtool.documents.readers import parse_yaml
 from kvtool.documents.source import Source
-from kvtool.documents.tree import Node
-from kvtool.documents.yaml_reader import parse_yaml
+from kvtool.documents.tree import DocumentError, Keys, Mark, Node, Problem
 from kvtool.errors import UsageError, did_you_mean
 
 _FORM = "the form is a.b=VALUE, a.0.b=VALUE or a.b+=VALUE"

@@ -19,7 +19,7 @@ from pydantic import (
 
 from kvtool.documents.disagreement import disagreement
 from kvtool.documents.document import PER_HEAD, Section, Share, ShownDocument, TokenCount, Unit
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.documents.stages import compression_ratio, stage1_tokens
 from kvtool.errors import UsageError
 from kvtool.model_shape import FREE

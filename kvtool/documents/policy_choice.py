@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Tag
 
 from kvtool.documents.shapes import BY_SHAPE, MAPPING, SHORT, RecipeSection
-from kvtool.documents.validation import show
+from kvtool.documents.source import show
 
 _SYNTAX = re.compile(r"[(),=+\s]")
 

@@ -26,7 +26,7 @@ from kvtool.documents.document import (
     TokenCount,
     Unit,
 )
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.sizes import MOST_TOKENS
 
 Layers = list[FiniteFloat | None]

@@ -1,64 +1,168 @@
-"""Prompts from the command line, a file or stdin."""
+"""Many prompts from a file of JSON Lines or from a list.
+
+A prompt is `{"prompt": "text"}`, with `id` and `max_new_tokens` where they are wanted, or a
+JSON string, or a conversation whose last message is answered: `{"messages": [..]}`, as OpenAI
+writes it, or `{"conversations": [..]}`, as ShareGPT does.
+"""
 
 from __future__ import annotations
 
-from kvtool.documents.reading import expand, read_bytes, read_stdin
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, StringConstraints, ValidationError
+
+from kvtool.documents.document import Section, TokenCount
+from kvtool.documents.files import read_utf8
+from kvtool.documents.messages import LISTS, Message, check_order, read_conversation
+from kvtool.documents.readers import load_json, parse_json
+from kvtool.documents.source import reason, show
+from kvtool.documents.tree import DocumentError, Mark, Problem
 from kvtool.errors import UsageError
 
+_HINT = (
+    'a prompt is {"prompt": "text"} or {"messages": [..]}, with "id" and "max_new_tokens" if '
+    "wanted, or a JSON string"
+)
 
-def check_prompt(text: str, source: str) -> str:
-    """Return a prompt as it is, once it is known to be text that a tokenizer can read.
 
-    Raises:
-        UsageError: empty, or holding bytes that were not UTF-8 when the shell passed them.
+class _Line(Section):
+    """What a line may say beside what is asked."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str | int | None = None
+    max_new_tokens: TokenCount | None = None
+
+
+class _TextLine(_Line):
+    prompt: Annotated[str, StringConstraints(pattern=r"\S")]
+
+
+class AskedPrompt(Section):
+    """A prompt of many: a text, or messages of which the last one is answered.
+
+    Attributes:
+        prompt: the text; None: there are messages.
+        messages: in the order in which they were said; None: there is a text.
+        id: that its answer bears; None: none.
+        max_new_tokens: of its answer; None: as many as of all others.
+        bad: why it cannot be asked; None: it can.
     """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"{source} is not UTF-8: stray byte at character {error.start + 1}",
-            hint="convert it, for example with iconv -t UTF-8",
-        ) from None
-    if not text.strip():
-        raise UsageError(f"{source} is empty", hint="give it at least one word")
-    return text
+
+    model_config = ConfigDict(strict=True)
+
+    prompt: str | None = None
+    messages: tuple[Message, ...] | None = None
+    id: str | int | None = None
+    max_new_tokens: TokenCount | None = None
+    bad: str | None = None
 
 
-def read_prompt(path: str) -> str:
-    """Read a prompt file, `-` for stdin. A newline at its end is not part of the prompt.
-
-    Raises:
-        UsageError: missing, unreadable, not UTF-8, or empty.
-    """
-    name, text = read_utf8(path, "prompt file")
-    return check_prompt(text.removesuffix("\n").removesuffix("\r"), name)
-
-
-def read_utf8(path: str, what: str) -> tuple[str, str]:
-    """Read a text file, `-` for stdin.
+def read_prompts(path: str, *, keep_bad: bool = False) -> list[AskedPrompt]:
+    """Read a file of prompts, `-` for stdin; blank lines are left out.
 
     Args:
-        what: the file in words, such as `prompt file`.
-
-    Returns:
-        What it is called in messages, and its text.
+        keep_bad: whether a line that is no prompt becomes one that says why it cannot be asked.
 
     Raises:
-        UsageError: missing, unreadable, no regular file, over 64 MiB or not UTF-8.
+        UsageError: missing, unreadable, not UTF-8, or without a prompt.
+        DocumentError: every line that is no prompt, with its number.
     """
-    name = "stdin" if path == "-" else f"{what} `{path}`"
+    name, text = read_utf8(path, "prompts file")
+    shown = "<stdin>" if path == "-" else path
+    prompts: list[AskedPrompt] = []
+    problems: list[Problem] = []
+    ids: dict[str | int, Mark] = {}
+    for mark, read in _items(text, shown):
+        try:
+            asked = _read_prompt(read())
+            if asked.id is not None and asked.id in ids:
+                first = f"first in line {ids[asked.id].line}"
+                raise ValueError(f"id {show(asked.id)} is given twice, {first}")
+        except ValueError as error:
+            problems.append(_problem(mark, error))
+            prompts.append(AskedPrompt(bad=str(problems[-1])))
+            continue
+        if asked.id is not None:
+            ids[asked.id] = mark
+        prompts.append(asked)
+    if problems and not keep_bad:
+        raise DocumentError(problems, hint=_HINT)
+    if not prompts:
+        raise UsageError(f"{name} holds no prompt", hint=_HINT)
+    return prompts
+
+
+def _items(text: str, shown: str) -> Iterator[tuple[Mark, Callable[[], Any]]]:
+    """Yield places and readers of the lines, or of the items of a file that is one JSON array."""
+    if text.lstrip().startswith("[") and _is_list(text):
+        for item in parse_json(text, shown).value:
+            yield item.mark, partial(getattr, item, "data")
+        return
+    start = 0
+    for line in text.split("\n"):
+        if line.strip():
+            yield Mark(shown, text, start), partial(load_json, line, unique=True)
+        start += len(line) + 1
+
+
+def _problem(mark: Mark, error: ValueError) -> Problem:
+    """Say what is wrong with a line, and where."""
+    if isinstance(error, json.JSONDecodeError):
+        place = replace(mark, at=(mark.index or 0) + error.pos)
+        return Problem(place, (), f"is not JSON: {error.msg.lower()}")
+    return Problem(mark, (), _told(error))
+
+
+def _is_list(text: str) -> bool:
     try:
-        data = read_stdin() if path == "-" else read_bytes(expand(path), name)
-    except FileNotFoundError:
-        raise UsageError(f"{name} does not exist") from None
-    except IsADirectoryError:
-        raise UsageError(f"{name} is a folder") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {name}: {error.strerror or error}") from None
-    try:
-        return name, data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}",
-            hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
-        ) from None
+        return isinstance(load_json(text), list)
+    except ValueError:
+        return False
+
+
+def make_prompts(items: Sequence[Any], *, keep_bad: bool = False) -> list[AskedPrompt]:
+    """Return the prompts of a list, each of them as a line of a file has it.
+
+    Args:
+        keep_bad: as for `read_prompts`.
+
+    Raises:
+        UsageError: none, or one that is none.
+    """
+    prompts, ids = [], set[str | int | None]()
+    for place, item in enumerate(items):
+        try:
+            asked = _read_prompt(item)
+            if asked.id is not None and asked.id in ids:
+                raise ValueError(f"id {show(asked.id)} is given twice")
+        except ValueError as error:
+            if not keep_bad:
+                raise UsageError(f"prompt {place}: {_told(error)}", hint=_HINT) from None
+            asked = AskedPrompt(bad=_told(error))
+        ids.add(asked.id)
+        prompts.append(asked)
+    if not prompts:
+        raise UsageError("there is no prompt", hint=_HINT)
+    return prompts
+
+
+def _read_prompt(value: Any) -> AskedPrompt:
+    if not isinstance(value, dict) or not any(key in value for key in LISTS):
+        text = {"prompt": value} if isinstance(value, str) else value
+        line = _TextLine.model_validate(text)
+        return AskedPrompt(prompt=line.prompt, id=line.id, max_new_tokens=line.max_new_tokens)
+    beside = {key: value[key] for key in _Line.model_fields if key in value}
+    more = _Line.model_validate(beside)
+    messages = read_conversation({key: value[key] for key in value if key not in beside})
+    check_order(messages)
+    return AskedPrompt(messages=tuple(messages), id=more.id, max_new_tokens=more.max_new_tokens)
+
+
+def _told(error: ValueError) -> str:
+    first = error.errors()[0]["type"] if isinstance(error, ValidationError) else ""
+    return "the prompt is empty" if first == "string_pattern_mismatch" else reason(error)

@@ -7,14 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvtool.documents.files import expand
 from kvtool.documents.overrides import apply_sets, overlay
 from kvtool.documents.policy_choice import PolicyChoice, PolicyMapping
-from kvtool.documents.problems import DocumentError, Keys, Mark, Problem
-from kvtool.documents.reading import expand
 from kvtool.documents.recipe import Recipe
-from kvtool.documents.source import Source, check_version, read_named
-from kvtool.documents.tree import Node
-from kvtool.documents.validation import show
+from kvtool.documents.source import Source, check_version, read_named, show
+from kvtool.documents.tree import DocumentError, Keys, Mark, Node, Problem
 from kvtool.errors import UsageError
 
 Policy = TypeVar("Policy")

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from kvtool.documents.files import expand
 from kvtool.documents.flags import Flags
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.problems import DocumentError, Problem
-from kvtool.documents.reading import expand
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import Check, read_recipe, resolve_includes
 from kvtool.documents.source import Source, check_kind, read_named
-from kvtool.documents.tree import Node
+from kvtool.documents.tree import DocumentError, Node, Problem
 from kvtool.errors import UsageError, quote
 
 Value = TypeVar("Value")

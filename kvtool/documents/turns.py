@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvtool.documents.json_reader import load_json, parse_json
+from kvtool.documents.files import read_utf8
 from kvtool.documents.messages import (
     LISTS,
     Message,
@@ -26,10 +26,9 @@ from kvtool.documents.messages import (
     read_message,
     refuse_no_text,
 )
-from kvtool.documents.problems import DocumentError, Mark, Problem
-from kvtool.documents.prompts import read_utf8
-from kvtool.documents.tree import Node
-from kvtool.documents.validation import show
+from kvtool.documents.readers import load_json, parse_json
+from kvtool.documents.source import show
+from kvtool.documents.tree import DocumentError, Mark, Node, Problem
 from kvtool.errors import UsageError, did_you_mean
 
 _FORMS = '"text", {"user": "text"}, {"prompt": "text"} or {"role": "user", "content": "text"}'

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from kvtool.documents.claim import Claim, check_claim
 from kvtool.documents.flags import Flags
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.problems import Problem
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import parse_policies
 from kvtool.documents.resolve import OneReading, resolve
 from kvtool.documents.source import Source
+from kvtool.documents.tree import Problem
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.variants import BASELINE, Variant, make_variants

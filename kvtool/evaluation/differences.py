@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from kvtool.documents.differences import Difference, SampleScores
 from kvtool.documents.results import ArmEntry, TaskResult
+from kvtool.documents.verdict import Difference, SampleScores
 from kvtool.evaluation.metrics.summary import LINKS, Part
 from kvtool.evaluation.paired import difference
 from kvtool.policies.spelling import split_outside

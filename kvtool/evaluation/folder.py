@@ -6,8 +6,7 @@ import re
 from datetime import date
 from pathlib import Path
 
-from kvtool.documents.files import check_name
-from kvtool.documents.reading import expand
+from kvtool.documents.files import check_name, expand
 from kvtool.errors import UsageError
 from kvtool.evaluation.comparison import Comparison
 from kvtool.models.folder import REFERENCE

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtool.cache.cache import KVCache
-from kvtool.documents.messages import Message
-from kvtool.documents.said import Said
+from kvtool.documents.messages import Message, Said
 from kvtool.documents.turns import UserTurn
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.continuation import Compressed, Generation, compress, generate

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.documents.reading import expand
+from kvtool.documents.files import expand
 from kvtool.errors import UsageError
 
 _CONFIG = "adapter_config.json"

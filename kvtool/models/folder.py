@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path, PurePath
 
-from kvtool.documents.files import check_name, check_unicode
-from kvtool.documents.reading import expand
+from kvtool.documents.files import check_name, check_unicode, expand
 from kvtool.errors import UsageError, quote
 from kvtool.models import reference
 from kvtool.models.adapter import check_adapter, find_adapter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtool.documents.reading import expand
+from kvtool.documents.files import expand
 from kvtool.model_shape import trained_length
 from kvtool.models.folder import REFERENCE, is_bundled
 

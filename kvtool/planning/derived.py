@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvtool.documents.document import Section
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import Cost, PlanDocument, RocketKVSection
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import LayerPlan
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import Target
 from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult

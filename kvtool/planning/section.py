@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import Cost, RocketKVSection, Target
 from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES, LayerShape

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from kvtool.documents.reading import expand
+from kvtool.documents.files import expand
 from kvtool.policies.policy import Policy
 from kvtool.policies.spelling import is_inside
 

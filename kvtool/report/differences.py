@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvtool.documents.differences import Difference
 from kvtool.documents.results import ResultsDocument
+from kvtool.documents.verdict import Difference
 from kvtool.evaluation.paired import LEAST_PAIRS, unseen
 from kvtool.report import digits
 from kvtool.report.page_tables import Cell, Header, Row, Table

@@ -10,7 +10,7 @@ import torch
 import kvtool
 from kvtool.cache.report import bytes_read
 from kvtool.cache.storage.sparse_index import SparseIndex
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import PlanDocument, Target
 from kvtool.generation import decode_step, generate, prefill
 from kvtool.model_shape import layer_shapes

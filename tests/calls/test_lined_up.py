@@ -2,7 +2,7 @@
 
 from kvtool.calls.lined_up import PromptsSettings, line_up
 from kvtool.calls.request import Request
-from kvtool.documents.asked import AskedPrompt
+from kvtool.documents.prompts import AskedPrompt
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 import kvtool.documents
-from kvtool.documents.asked import AnswerLine, AskedPrompt
+from kvtool.documents.answers import AnswerLine
 from kvtool.documents.document import Document, Section, ShownDocument
 from kvtool.documents.generation import (
     CompileSection,
@@ -26,9 +26,16 @@ from kvtool.documents.generation import (
 from kvtool.documents.memory import CacheNeeds, DeviceMemory, RunMemory
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import ProfileDocument
+from kvtool.documents.prompts import AskedPrompt
 from kvtool.documents.recipe import PrefillMapping, Recipe
-from kvtool.documents.results import Average, CurveEntry, GateResult, ResultsDocument
-from kvtool.documents.samples import SampleRecord, SamplesDocument
+from kvtool.documents.results import (
+    Average,
+    CurveEntry,
+    GateResult,
+    ResultsDocument,
+    SampleRecord,
+    SamplesDocument,
+)
 from kvtool.documents.shapes import RecipeSection
 from kvtool.documents.source import read_file
 from tests.documents.test_generation_document import CACHE, document

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from kvtool.documents import json_reader
-from kvtool.documents.json_reader import parse_json
-from kvtool.documents.problems import DocumentError
+from kvtool.documents import readers
+from kvtool.documents.readers import parse_json
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source
+from kvtool.documents.tree import DocumentError
 
 
 def told(text):
@@ -20,13 +20,13 @@ def told(text):
 @pytest.fixture
 def walks(monkeypatch):
     """How often a text is walked through for places."""
-    seen, walk = [], json_reader._Document._values
+    seen, walk = [], readers._Document._values
 
     def count(document):
         seen.append(document.name)
         return walk(document)
 
-    monkeypatch.setattr(json_reader._Document, "_values", count)
+    monkeypatch.setattr(readers._Document, "_values", count)
     return seen
 
 

@@ -4,9 +4,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from kvtool.documents.overrides import apply_sets, overlay
-from kvtool.documents.problems import Mark
 from kvtool.documents.source import DocumentError, Source
-from kvtool.documents.tree import Node
+from kvtool.documents.tree import Mark, Node
 from kvtool.errors import UsageError
 
 TEXT = """\

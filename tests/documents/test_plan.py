@@ -2,8 +2,8 @@ import pytest
 import yaml
 
 from kvtool.documents.plan import PlanDocument, Target
-from kvtool.documents.problems import DocumentError
 from kvtool.documents.source import Source
+from kvtool.documents.tree import DocumentError
 from kvtool.sizes import Budget
 
 PLAN = """\

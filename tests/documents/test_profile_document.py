@@ -1,9 +1,9 @@
 import pytest
 from pydantic import ValidationError
 
-from kvtool.documents.problems import DocumentError
 from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.source import Source
+from kvtool.documents.tree import DocumentError
 
 MODEL = {
     "id": "reference",

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtool.documents.prompts import read_prompt
-from kvtool.documents.reading import expand, read_bytes
+from kvtool.documents.files import expand, read_bytes, read_prompt
 from kvtool.documents.recipe_source import resolve_includes
 from kvtool.documents.source import Source, read_source
 from kvtool.documents.turns import read_turns
@@ -86,7 +85,7 @@ def test_stdin_that_does_not_end_is_refused(monkeypatch):
 
 
 def test_what_a_shell_hands_over_as_a_file_is_read():
-    code = "from kvtool.documents.reading import *; import sys; p = sys.argv[1]\n"
+    code = "from kvtool.documents.files import *; import sys; p = sys.argv[1]\n"
     code += "print(read_bytes(expand(p), p).decode())"
     for place in ("<(printf hello)", "/dev/stdin < <(printf hello)", "/dev/fd/0 < <(printf hello)"):
         command = f"{sys.executable} -c '{code}' {place}"

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from kvtool.documents.problems import DocumentError
+from kvtool.documents.tree import DocumentError
 from kvtool.documents.turns import Turns, UserTurn, read_turns
 from kvtool.errors import UsageError
 

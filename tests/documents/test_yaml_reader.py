@@ -7,12 +7,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtool.documents import yaml_reader
-from kvtool.documents.problems import DocumentError
+from kvtool.documents import readers
+from kvtool.documents.readers import parse_yaml
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source
-from kvtool.documents.yaml_reader import parse_yaml
-from kvtool.documents.yaml_writer import dump_yaml
+from kvtool.documents.tree import DocumentError
+from kvtool.documents.writers import dump_yaml
 
 SECONDS = 5.0
 COUNT = 50_000
@@ -39,12 +39,12 @@ def answers(text, monkeypatch):
     """The answers of both parsers."""
     with monkeypatch.context() as patch:
         found = answer(text)
-        patch.setattr(yaml_reader, "_PARSER", yaml_reader._PythonParser)
+        patch.setattr(readers, "_PARSER", readers._PythonParser)
         return found, answer(text)
 
 
 def test_libyaml_parses_where_it_is_there():
-    assert yaml.__with_libyaml__ == (yaml_reader._PARSER is not yaml_reader._PythonParser)
+    assert yaml.__with_libyaml__ == (readers._PARSER is not readers._PythonParser)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtool.documents.claim import Claim, check_claim
-from kvtool.documents.differences import SampleScores
+from kvtool.documents.verdict import SampleScores
 from kvtool.errors import UsageError
 from kvtool.evaluation.claims import judge_claim
 from kvtool.report.claims import claim_in_words, claim_lines, claim_table, row_in_words

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.documents.differences import SampleScores
+from kvtool.documents.verdict import SampleScores
 from kvtool.evaluation.differences import between, differences
 from tests.report.examples import arms, result
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvtool.documents.asked import read_prompts
+from kvtool.documents.prompts import read_prompts
 from kvtool.documents.turns import read_turns
 from tests.fuzz.contract import Case, command
 from tests.fuzz.documents import RECIPE, Plans, Profiles

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.model_shape import layer_shapes
 from kvtool.plain_config import PlainConfig, plain_config
 from kvtool.transformers_versions import reads_plain_configs

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import kvtool
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import Target
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill

@@ -7,8 +7,7 @@ import torch
 from transformers import LlamaConfig
 
 import kvtool
-from kvtool.documents.memory import DeviceMemory
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import DeviceMemory, ModelShape
 from kvtool.documents.plan import Target
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.batch_size import largest_batch

@@ -7,7 +7,7 @@ import torch
 
 import kvtool
 from kvtool.cli.main import main
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill

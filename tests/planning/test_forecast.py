@@ -5,7 +5,7 @@ import torch
 
 import kvtool
 from kvtool.cache.storage.head_budgets import HeadBudgets
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes

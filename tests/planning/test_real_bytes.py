@@ -5,7 +5,7 @@ import torch
 
 from kvtool.cache.build import build_cache
 from kvtool.cache.hooks.attach import attach
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import Target
 from kvtool.documents.profile import Metrics, ProfileData, ProfileDocument
 from kvtool.model_shape import layer_shapes

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.generation import prefill
 from kvtool.profiling.memory import memory_table
 from tests.models_for_tests import FAMILIES, family_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtool.documents.differences import Difference
+from kvtool.documents.verdict import Difference
 from kvtool.report.differences import differences_in_words, differences_table, said
 from kvtool.report.tables import results_tables
 from tests.report.examples import document

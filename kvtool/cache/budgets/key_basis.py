@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvtool.cache.files.tensor_file import DamagedFile, TensorFile
-from kvtool.documents.reading import expand
+from kvtool.documents.files import expand
 from kvtool.errors import UsageError
 
 NAME = "key_basis"

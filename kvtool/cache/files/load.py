@@ -31,8 +31,8 @@ from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.ragged import to_ragged
 from kvtool.cache.storage.slots import Slots
+from kvtool.documents.messages import Said, read_said
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.said import Said, read_said
 from kvtool.documents.source import Source
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash

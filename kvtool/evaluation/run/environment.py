@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kvtool.documents.model_shape import ModelShape
+from kvtool.documents.memory import ModelShape
 from kvtool.documents.results import Environment, ModelUsed
 from kvtool.models.load import Loaded
 

@@ -8,12 +8,10 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from kvtool.documents.document import Document
-from kvtool.documents.json_reader import load_json
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.results import ArmEntry, ResultsDocument
-from kvtool.documents.samples import SamplesDocument, TaskSamples
-from kvtool.documents.source import SCHEMA_VERSION
-from kvtool.documents.validation import reason
+from kvtool.documents.readers import load_json
+from kvtool.documents.results import ArmEntry, ResultsDocument, SamplesDocument, TaskSamples
+from kvtool.documents.source import SCHEMA_VERSION, reason
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import KvtoolError, UsageError, quote
 from kvtool.evaluation.bench.variants import Variant, make_variants

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from kvtool.documents.differences import SampleScores
 from kvtool.documents.results import TaskResult
-from kvtool.documents.verdict import Interval, Paired
+from kvtool.documents.verdict import Interval, Paired, SampleScores
 from kvtool.evaluation.differences import between, shared
 from kvtool.evaluation.metrics.summary import LINKS, Part, Summary
 from kvtool.evaluation.paired import Estimate, mean_of, ratio

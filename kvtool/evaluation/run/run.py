@@ -9,8 +9,13 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.claim import Claim
-from kvtool.documents.results import ModelUsed, ResultsDocument
-from kvtool.documents.samples import ProtocolEntry, SamplesDocument, TaskSamples
+from kvtool.documents.results import (
+    ModelUsed,
+    ProtocolEntry,
+    ResultsDocument,
+    SamplesDocument,
+    TaskSamples,
+)
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.protocol import Protocol

@@ -18,9 +18,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from kvtool.documents.files import temporaries_of, write_text
-from kvtool.documents.json_reader import load_json
-from kvtool.documents.samples import SampleRecord
-from kvtool.documents.validation import reason
+from kvtool.documents.readers import load_json
+from kvtool.documents.results import SampleRecord
+from kvtool.documents.source import reason
 from kvtool.errors import KvtoolError, UsageError, printable
 
 Json = dict[str, Any]

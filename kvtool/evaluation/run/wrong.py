@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from kvtool.documents.results import ResultsDocument
-from kvtool.documents.samples import TaskSamples
+from kvtool.documents.results import ResultsDocument, TaskSamples
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.metrics.contains import contains
 from kvtool.evaluation.run.index import read_samples, read_task, read_variant

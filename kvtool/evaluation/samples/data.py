@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from kvtool.documents.reading import expand
+from kvtool.documents.files import expand
 from kvtool.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.evaluation.samples.data_files import (
     Row,

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from kvtool.documents.reading import expand, read_bytes
+from kvtool.documents.files import expand, read_bytes
 from kvtool.errors import UsageError, did_you_mean
 from kvtool.evaluation.samples.fit import longest
 from kvtool.evaluation.samples.sample import TokenCounter

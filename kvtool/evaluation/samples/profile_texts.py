@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvtool.documents.files import expand
 from kvtool.documents.profile import ProfileData
-from kvtool.documents.reading import expand
 from kvtool.errors import KvtoolError, UsageError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import BaseModel, Field, NonNegativeInt
 
-from kvtool.documents.samples import Number
+from kvtool.documents.results import Number
 from kvtool.errors import UsageError
 from kvtool.evaluation.metrics.summary import Statistic, Summary
 from kvtool.evaluation.samples.data import Data, documents

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import PrivateAttr
 
-from kvtool.documents.reading import expand
+from kvtool.documents.files import expand
 from kvtool.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.evaluation.metrics.code import code_sim
 from kvtool.evaluation.metrics.labels import classification, count, retrieval

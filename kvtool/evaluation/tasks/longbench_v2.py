@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from kvtool.documents.reading import expand
+from kvtool.documents.files import expand
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.metrics.choices import LETTERS, stated_letter
 from kvtool.evaluation.metrics.thinking import said

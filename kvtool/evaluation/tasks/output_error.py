@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from kvtool.documents.samples import Number
+from kvtool.documents.results import Number
 from kvtool.evaluation.metrics.summary import Curve, Summary
 from kvtool.evaluation.samples.passages import question_samples
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter

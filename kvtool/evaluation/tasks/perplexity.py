@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
-from kvtool.documents.samples import Number
+from kvtool.documents.results import Number
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.metrics.summary import LINKS, Curve, Statistic, Summary, mean
 from kvtool.evaluation.samples.data import Data, documents

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtool.documents.problems import DocumentError, Problem
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source
+from kvtool.documents.tree import DocumentError, Problem
 from kvtool.errors import UsageError
 from kvtool.evaluation.tasks.patterns import covers
 from kvtool.evaluation.tasks.table import expand, task_class

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from kvtool.documents.samples import Amount, Number
+from kvtool.documents.results import Amount, Number
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
 from kvtool.evaluation.tasks.task import Task

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, overload
 
-from kvtool.documents.reading import expand, read_bytes
+from kvtool.documents.files import expand, read_bytes
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import UNLIMITED, Heads

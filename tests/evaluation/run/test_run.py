@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 import kvtool
-from kvtool.documents.samples import TaskSamples
+from kvtool.documents.results import TaskSamples
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.run.collect import Measured, task_result
