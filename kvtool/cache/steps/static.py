@@ -20,6 +20,7 @@ from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.merge_memory import MergeMemory
 from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.cache.storage.rope_shift import RopeShift
+from kvtool.cache.storage.tokens import Addresses
 from kvtool.cache.storage.trace import Trace
 
 
@@ -64,6 +65,7 @@ class StaticSteps:
 
     def __init__(self) -> None:
         self._layers: list[SlotLayer] = []
+        self._addresses: list[Addresses] = []
         self._fixed: list[list[Tensor]] = []
         self._seen: dict[torch.device, Tensor] = {}
 
@@ -77,7 +79,9 @@ class StaticSteps:
         if counting != self._layers:
             self.forget()
             self._layers, self._fixed = counting, [[] for _ in counting]
-        self._fixed = [_fix(*each) for each in zip(counting, self._fixed, strict=True)]
+            self._addresses = [Addresses() for _ in counting]
+        each_layer = zip(counting, self._addresses, self._fixed, strict=True)
+        self._fixed = [_fix(*each) for each in each_layer]
         seen, ran = layers[0].seen, False
         try:
             for each in counting:
@@ -94,11 +98,7 @@ class StaticSteps:
 
     def forget(self) -> None:
         """Let go of the layers, whose tensors are about to be replaced and would be held here."""
-        for each in self._layers:
-            each.release_counts()
-            if each.is_initialized:
-                each.slots.release()
-        self._layers, self._fixed = [], []
+        self._layers, self._addresses, self._fixed = [], [], []
 
     def _seen_on(self, device: torch.device) -> Tensor:
         if device not in self._seen:
@@ -109,10 +109,10 @@ class StaticSteps:
         return self._seen[device]
 
 
-def _fix(layer: SlotLayer, before: list[Tensor]) -> list[Tensor]:
+def _fix(layer: SlotLayer, addresses: Addresses, before: list[Tensor]) -> list[Tensor]:
     """Move what the last step outside has left to where static steps look for it."""
-    layer.slots.fix()
-    layer.fix_counts()
+    layer.slots.fix(addresses)
+    layer.fix_counts(addresses)
     now = stationary(layer)
     same = len(now) == len(before) and all(map(operator.is_, now, before))
     if not same:

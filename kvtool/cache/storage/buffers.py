@@ -17,7 +17,7 @@ from kvtool.cache.storage.growth import Growth
 from kvtool.cache.storage.memory import SlotMemory, State
 from kvtool.cache.storage.meter import ByteMeter
 from kvtool.cache.storage.slots import Slots, ascending
-from kvtool.cache.storage.tokens import at_address
+from kvtool.cache.storage.tokens import Addresses
 from kvtool.maths.selection import take
 
 
@@ -54,7 +54,6 @@ class SlotBuffers(SlotMemory):
         self.reuse_slot: Tensor | None = None
         self.write_pos: Tensor | None = None
         self.written: Tensor | None = None
-        self._fixed: dict[str, Tensor] = {}
 
     # ---- what is in them
 
@@ -315,19 +314,13 @@ class SlotBuffers(SlotMemory):
         self.reuse_slot = None if self.reuse_slot is None else change(self.reuse_slot)
         self.write_pos = None if self.write_pos is None else change(self.write_pos)
 
-    def fix(self) -> None:
+    def fix(self, addresses: Addresses) -> None:
         """Have what a static step replaces at addresses that stay."""
         if self.reuse_slot is not None:
             self.copy_on_write()
-            self.reuse_slot = at_address(self.reuse_slot, self._fixed.get("reuse_slot"))
-            self._fixed["reuse_slot"] = self.reuse_slot
+            self.reuse_slot = addresses.keep("reuse_slot", self.reuse_slot)
         if self.write_pos is not None:
-            self.write_pos = at_address(self.write_pos, self._fixed.get("write_pos"))
-            self._fixed["write_pos"] = self.write_pos
-
-    def release(self) -> None:
-        """Let go of addresses, which hold memory."""
-        self._fixed = {}
+            self.write_pos = addresses.keep("write_pos", self.write_pos)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that a static step reads or writes, where they are."""

@@ -8,6 +8,23 @@ import torch
 from torch import Tensor
 
 
+class Addresses:
+    """Where static steps find the tensors that other steps replace."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def keep(self, name: str, value: Tensor) -> Tensor:
+        """Copy a tensor to where the one before was, if there is such a place of its shape."""
+        fixed = self._tensors.get(name)
+        if value is fixed:
+            return value
+        with torch.inference_mode(False):
+            if fixed is None or fixed.shape != value.shape:
+                fixed = self._tensors[name] = torch.empty_like(value)
+            return fixed.copy_(value)
+
+
 class TokenCounts:
     """Tokens that a layer has seen.
 
@@ -26,7 +43,6 @@ class TokenCounts:
         """Say how many tokens have been seen."""
         self.seen, self.lengths = seen, lengths
         self.seen_device: Tensor | None = None
-        self._fixed: Tensor | None = None  # where `lengths` is while steps are static
 
     @property
     def tokens_seen(self) -> int | Tensor:
@@ -82,14 +98,10 @@ class TokenCounts:
 
     # ---- static steps
 
-    def fix_counts(self) -> None:
+    def fix_counts(self, addresses: Addresses) -> None:
         """Have what a static step changes at an address that stays."""
         if self.lengths is not None:
-            self.lengths = self._fixed = at_address(self.lengths, self._fixed)
-
-    def release_counts(self) -> None:
-        """Let go of addresses, which hold memory."""
-        self._fixed = None
+            self.lengths = addresses.keep("lengths", self.lengths)
 
     def begin_static(self, seen_device: Tensor) -> None:
         """Count a token on the host, and go by the device's count from here on."""
@@ -104,13 +116,3 @@ class TokenCounts:
         """
         self.seen_device = None
         self.seen -= not ran
-
-
-def at_address(value: Tensor, fixed: Tensor | None) -> Tensor:
-    """Copy a tensor to where the one before was, if there is such a place of its shape."""
-    if value is fixed:
-        return value
-    with torch.inference_mode(False):
-        if fixed is None or fixed.shape != value.shape:
-            fixed = torch.empty_like(value)
-        return fixed.copy_(value)
