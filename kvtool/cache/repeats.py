@@ -30,7 +30,7 @@ def beside_slots(layer: SlotLayer, keys: Tensor, values: Tensor) -> tuple[Tensor
     """Return keys and values to attend to, of the slots and of tokens that are not stored."""
     layer.compact()
     joined = layer.slots.joined(keys, values)
-    layer.meter.run(sum(each.nbytes for each in joined))
+    layer.sizing.meter.run(sum(each.nbytes for each in joined))
     return joined
 
 

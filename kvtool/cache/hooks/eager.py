@@ -149,7 +149,7 @@ def _stored_positions(layer: SlotLayer, new: Tensor, decoding: bool) -> Tensor:
     if not layer.is_initialized:
         return new[:, None]
     slots = layer.slots
-    slot = slots.reuse_slot if slots.write_pos is None else slots.write_pos
+    slot = slots.reuse_slot if slots.reserved is None else slots.reserved.next
     if decoding and slot is not None:
         slot = slot[..., None]
         stored = layer.stored_positions().long()

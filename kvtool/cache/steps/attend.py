@@ -97,7 +97,7 @@ def visible_slots(layer: SlotLayer) -> Tensor | None:
     if layer.chunked and layer.window is not None:
         newest = layer.tokens_seen - 1
         visible = positions >= newest - newest % layer.window
-    elif layer.lengths is not None or layer.slots.write_pos is not None:
+    elif layer.lengths is not None or layer.slots.reserved is not None:
         visible = positions >= 0
     else:
         return None

@@ -29,7 +29,7 @@ def may_pace(layer: SlotLayer) -> bool:
     Where nobody has counted the tokens until its next cut, they are.
     """
     due, slots, budget = Due.of(layer), layer.slots, layer.budget.tokens
-    if due is None or isinstance(budget, Tensor) or slots.write_pos is not None:
+    if due is None or isinstance(budget, Tensor) or slots.reserved is not None:
         return False
     if due.until is None:
         due.count(slots.used, budget, layer.seen)

@@ -52,7 +52,7 @@ def reserve_slots(layer: SlotLayer, tokens: int) -> None:
     wanted = layer.expected or tokens
     for store in layer.stores:
         slots, due = store.slots, Due.of(store)
-        if slots.write_pos is not None:
+        if slots.reserved is not None:
             continue
         if due is not None:
             slots.reserve(store.budget.max_budget + due.spare - slots.used)
@@ -93,7 +93,7 @@ class StaticSteps:
         finally:
             for each in counting:
                 each.end_static(ran=ran)
-                if ran and each.slots.write_pos is not None:
+                if ran and each.slots.reserved is not None:
                     each.slots.use_reserved()
 
     def forget(self) -> None:

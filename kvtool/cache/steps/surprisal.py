@@ -170,7 +170,7 @@ class Surprisals:
             self._cut(view, most, most)
         if slots.capacity > most + 1:
             for layer in self._layers:
-                layer.slots.shrink(layer.slots.growth.limit)
+                layer.slots.shrink(layer.slots.sizing.growth.limit)
             self.fit()
 
     # ---- the slots

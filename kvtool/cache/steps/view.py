@@ -132,7 +132,7 @@ def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> 
     """The weights of a decoded token as evidence."""
     slots = layer.slots
     visible = None
-    if layer.lengths is not None or slots.write_pos is not None:
+    if layer.lengths is not None or slots.reserved is not None:
         visible = slots.positions[:, :, None, : slots.used] >= 0
     if positions is not None:
         return make_rows(layer, weights, visible, positions >= 0)

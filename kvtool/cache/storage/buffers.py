@@ -8,17 +8,29 @@ slot has position -1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvtool.cache.storage.form import Form, Stored, take_stored
-from kvtool.cache.storage.growth import Growth
+from kvtool.cache.storage.growth import Sizing
 from kvtool.cache.storage.memory import SlotMemory, State
-from kvtool.cache.storage.meter import ByteMeter
 from kvtool.cache.storage.slots import Slots, ascending
 from kvtool.cache.storage.tokens import Addresses
 from kvtool.maths.selection import take
+
+
+class Reserved(NamedTuple):
+    """Slots for coming tokens; empty ones count as used.
+
+    Attributes:
+        next: (batch, kv_heads) int64, the slot of the next token.
+        left: how many are empty.
+    """
+
+    next: Tensor
+    left: int
 
 
 class SlotBuffers(SlotMemory):
@@ -32,9 +44,8 @@ class SlotBuffers(SlotMemory):
             which they were read.
         reuse_slot: (batch, kv_heads) slot that the next token overwrites; counts as empty for
             everybody but the writer.
-        write_pos: (batch, kv_heads) int64, the slot of the next token where slots are reserved, so
-            that shapes stay as they are; empty slots count as used then.
-        reserved: empty slots that are left of these.
+        reserved: slots for coming tokens, so that shapes stay as they are; None: the next token
+            goes to `reuse_slot`, or behind the others.
         written: (batch, kv_heads, 1) slot of the newest token; None: the last one in use.
     """
 
@@ -44,15 +55,14 @@ class SlotBuffers(SlotMemory):
         batch: int,
         kv_heads: int,
         statistics: Iterable[str],
-        growth: Growth,
-        meter: ByteMeter,
+        sizing: Sizing,
     ) -> None:
         """Make empty slots."""
-        super().__init__(form, batch, kv_heads, statistics, growth, meter)
-        self.used = self.reserved = 0
+        super().__init__(form, batch, kv_heads, statistics, sizing)
+        self.used = 0
         self.ordered = self.as_read = True
         self.reuse_slot: Tensor | None = None
-        self.write_pos: Tensor | None = None
+        self.reserved: Reserved | None = None
         self.written: Tensor | None = None
 
     # ---- what is in them
@@ -60,7 +70,8 @@ class SlotBuffers(SlotMemory):
     @property
     def kept(self) -> int:
         """Slots in use that are not waiting to be overwritten, nor for the first time written."""
-        return self.used - self.reserved - (self.reuse_slot is not None)
+        waiting = 0 if self.reserved is None else self.reserved.left
+        return self.used - waiting - (self.reuse_slot is not None)
 
     def stored_positions(self) -> Tensor:
         """Positions of the used slots, the one to reuse as empty: (batch, kv_heads, used) int32."""
@@ -155,9 +166,9 @@ class SlotBuffers(SlotMemory):
 
         """
         used, new = self.used, self.form.encode(key, value)
-        if self.write_pos is not None:
-            self.written = self.write_pos[..., None].clone()
-            self.write_pos.add_(1)
+        if self.reserved is not None:
+            self.written = self.reserved.next[..., None].clone()
+            self.reserved.next.add_(1)
             if not static:
                 self.use_reserved()
         elif self.reuse_slot is not None:
@@ -225,21 +236,21 @@ class SlotBuffers(SlotMemory):
         the empty slots up.
         """
         with torch.inference_mode(False):
-            self.write_pos = torch.full(self.positions.shape[:2], self.used, device=self.device)
-        self.reserved = tokens
+            following = torch.full(self.positions.shape[:2], self.used, device=self.device)
+        self.reserved = Reserved(following, tokens)
         self.fill_to(self.used + tokens)
 
     def use_reserved(self, by: int = 1) -> None:
         """Count one reserved slot as taken; append behind all slots again after the last."""
-        self.reserved -= by
-        if self.reserved <= 0:
-            self.write_pos, self.reserved = None, 0
+        if self.reserved is not None:
+            left = self.reserved.left - by
+            self.reserved = Reserved(self.reserved.next, left) if left > 0 else None
 
     @torch.no_grad()
     def compact(self) -> None:
         """Put the kept slots in ascending position at the front, and forget the slot to reuse."""
-        if self.write_pos is not None:
-            self.used, self.write_pos, self.reserved = self.kept, None, 0
+        if self.reserved is not None:
+            self.used, self.reserved = self.kept, None
         if not self.ordered or self.reuse_slot is not None:
             self.replace(self.sorted_slots())
 
@@ -269,9 +280,8 @@ class SlotBuffers(SlotMemory):
         for name, number in slots.state.items():
             self.state[name][:, :, :count] = number
             self.state[name][:, :, count:] = 0
-        self.used, self.reserved, self.ordered = count, 0, True
-        self.as_read = False
-        self.reuse_slot = self.write_pos = None
+        self.used, self.ordered, self.as_read = count, True, False
+        self.reuse_slot = self.reserved = None
 
     def fill_to(self, slots: int) -> None:
         """Count empty slots as used, so that batch entries of different budgets can grow."""
@@ -312,18 +322,21 @@ class SlotBuffers(SlotMemory):
         """Let everything follow the batch entries."""
         super().reindex(change)
         self.reuse_slot = None if self.reuse_slot is None else change(self.reuse_slot)
-        self.write_pos = None if self.write_pos is None else change(self.write_pos)
+        if self.reserved is not None:
+            self.reserved = Reserved(change(self.reserved.next), self.reserved.left)
 
     def fix(self, addresses: Addresses) -> None:
         """Have what a static step replaces at addresses that stay."""
         if self.reuse_slot is not None:
             self.copy_on_write()
             self.reuse_slot = addresses.keep("reuse_slot", self.reuse_slot)
-        if self.write_pos is not None:
-            self.write_pos = addresses.keep("write_pos", self.write_pos)
+        if self.reserved is not None:
+            following = addresses.keep("reserved", self.reserved.next)
+            self.reserved = Reserved(following, self.reserved.left)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that a static step reads or writes, where they are."""
-        moved = [tensor for tensor in (self.reuse_slot, self.write_pos) if tensor is not None]
+        following = None if self.reserved is None else self.reserved.next
+        moved = [tensor for tensor in (self.reuse_slot, following) if tensor is not None]
         stored = (*self.stored.values(), *self.form.tensors)
         return [*stored, self.positions, *self.state.values(), *moved]

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvtool.cache.storage.meter import ByteMeter
 from kvtool.planning.growth import STEP, grown
 
 
@@ -79,3 +80,16 @@ class Growth:
         if slots <= expected and capacity + STEP >= expected:
             capacity = expected
         return max(capacity, slots)  # heads of different counts, side by side, may exceed the mean
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """How the buffers of a layer are sized, and what counts their bytes.
+
+    Attributes:
+        growth: the capacity that they take.
+        meter: counts the bytes of all layers.
+    """
+
+    growth: Growth
+    meter: ByteMeter

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvtool.cache.storage.batch_layer import BatchLayer
 from kvtool.cache.storage.buffers import SlotBuffers
 from kvtool.cache.storage.form import Form, make_form
-from kvtool.cache.storage.growth import Growth, LayerBudget
+from kvtool.cache.storage.growth import Growth, LayerBudget, Sizing
 from kvtool.cache.storage.meter import ByteMeter
 from kvtool.cache.storage.part import Part
 from kvtool.cache.storage.slots import Ragged, Slots
@@ -27,7 +27,7 @@ class SlotLayer(TokenCounts, BatchLayer):
         policy: what stays.
         window: width of the layer's own sliding window, in tokens, or None.
         parts: what features keep beside the slots, by name.
-        meter: counts the bytes of all layers.
+        sizing: how buffers grow, and what counts the bytes of all layers.
         heads: all KV heads of the layer, of which this process may hold a part.
         slots: of all heads, from the first token on; empty while heads hold different counts.
         budget: how many each batch entry may keep; set when a prompt begins.
@@ -57,17 +57,17 @@ class SlotLayer(TokenCounts, BatchLayer):
         self.attends_codes = policy.codec is not None and not shown
         self.index, self.policy, self.window = index, policy, window
         self.parts = {part.name: part for part in parts}
-        self.meter = meter or ByteMeter()
         self.heads: KVHeads = ALL_HERE
         self.is_initialized = False
-        self._clear()
+        self._clear(meter or ByteMeter())
 
-    def _clear(self) -> None:
+    def _clear(self, meter: ByteMeter) -> None:
         if self.is_initialized:
             self._give_back()
             del self.slots
         self.is_initialized = False
-        self._growth = Growth(self.policy.score.when, spare=self.policy.spare)
+        growth = Growth(self.policy.score.when, spare=self.policy.spare)
+        self.sizing = Sizing(growth, meter)
         self.ragged: Ragged | None = None
         self.count_from(0, None)
         self.budget = LayerBudget()
@@ -96,7 +96,7 @@ class SlotLayer(TokenCounts, BatchLayer):
 
     def _begin(self, form: Form, batch: int, kv_heads: int) -> None:
         names = self.policy.statistics
-        self.slots = SlotBuffers(form, batch, kv_heads, names, self._growth, self.meter)
+        self.slots = SlotBuffers(form, batch, kv_heads, names, self.sizing)
         self.is_initialized = True
         for part in self.parts.values():
             part.begin(batch, kv_heads, self.slots.device)
@@ -138,7 +138,7 @@ class SlotLayer(TokenCounts, BatchLayer):
         return self.slots.attended(as_codes=self.attends_codes)
 
     def reset(self) -> None:
-        self._clear()
+        self._clear(self.sizing.meter)
         for part in self.parts.values():
             part.clear()
 
@@ -206,7 +206,7 @@ class SlotLayer(TokenCounts, BatchLayer):
     @property
     def masked(self) -> bool:
         """Whether some of the used slots may be empty."""
-        return self.lengths is not None or self.slots.write_pos is not None
+        return self.lengths is not None or self.slots.reserved is not None
 
     def stored_positions(self) -> Tensor:
         """Positions of the used slots, those to reuse as empty: (batch, kv_heads, used) int32."""
@@ -236,11 +236,11 @@ class SlotLayer(TokenCounts, BatchLayer):
     def set_budget(self, budget: LayerBudget) -> None:
         """Fix what each batch entry may keep."""
         self.budget = budget
-        self._set_growth(replace(self._growth, max_budget=budget.max_budget))
+        self._set_growth(replace(self.sizing.growth, max_budget=budget.max_budget))
 
     def grow_exactly(self, exact: bool) -> None:
         """Say whether buffers are never larger than what they hold."""
-        self._set_growth(replace(self._growth, exact=exact))
+        self._set_growth(replace(self.sizing.growth, exact=exact))
 
     def expect(self, tokens: int) -> None:
         """Say how many tokens will be decoded, and give back the memory that is not for them."""
@@ -249,12 +249,12 @@ class SlotLayer(TokenCounts, BatchLayer):
 
     def expect_slots(self, slots: int) -> None:
         """Say how many slots will be in use, and give back the memory of the others."""
-        self._set_growth(replace(self._growth, expected=slots))
+        self._set_growth(replace(self.sizing.growth, expected=slots))
         full = not self.appends and self.slots.used >= self.budget.min_budget
         self.slots.trim(full=full)
 
     def _set_growth(self, growth: Growth) -> None:
-        self._growth = growth
+        self.sizing = replace(self.sizing, growth=growth)
         if self.is_initialized:
             self.slots.set_growth(growth)
 
@@ -262,7 +262,7 @@ class SlotLayer(TokenCounts, BatchLayer):
     def expected(self) -> int:
         """Decoded tokens that are still to come, as far as is known."""
         slots = self.stores[0].slots
-        return max(0, slots.growth.expected - slots.used)
+        return max(0, slots.sizing.growth.expected - slots.used)
 
     def enter_block(self, tokens: int, valid: Tensor | None = None) -> None:
         """Count a block that is being attended; see `TokenCounts.count_block`."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvtool.cache.storage.form import Form, Stored
-from kvtool.cache.storage.growth import Growth
-from kvtool.cache.storage.meter import ByteMeter
+from kvtool.cache.storage.growth import Growth, Sizing
 
 State = dict[str, Tensor]
 
@@ -24,8 +24,7 @@ class SlotMemory:
             -1 = empty.
         state: the policy's numbers for each slot, (batch, kv_heads, capacity) float32.
         kv_heads: KV heads.
-        growth: how they grow.
-        meter: counts the bytes of keys and values.
+        sizing: how they grow, and what counts the bytes of keys and values.
         shared: whether a cache that will be gone back to reads keys and values, too. Whoever
             writes over a slot in use calls `copy_on_write` first.
         grouped: whether positions and state lie in tensors of a group of layers, which clears a
@@ -38,8 +37,7 @@ class SlotMemory:
         batch: int,
         kv_heads: int,
         statistics: Iterable[str],
-        growth: Growth,
-        meter: ByteMeter,
+        sizing: Sizing,
     ) -> None:
         """Make empty slots."""
         self.form, self.kv_heads = form, kv_heads
@@ -50,8 +48,7 @@ class SlotMemory:
         one = form.sample[0]
         self.positions = _zeros(one, sizes, torch.int32)
         self.state: State = {name: _zeros(one, sizes, torch.float32) for name in statistics}
-        self.growth, self.meter = growth, meter
-        self.shared = self.grouped = False
+        self.sizing, self.shared, self.grouped = sizing, False, False
 
     @property
     def keys(self) -> Tensor:
@@ -103,7 +100,7 @@ class SlotMemory:
 
     def set_growth(self, growth: Growth) -> None:
         """Say how the buffers grow from here on."""
-        self.growth = growth
+        self.sizing = replace(self.sizing, growth=growth)
 
     def trim(self, *, full: bool) -> None:
         """Give back memory that the tokens to come will not need.
@@ -111,9 +108,9 @@ class SlotMemory:
         Args:
             full: whether the layer holds a budget that is used up.
         """
-        expected = self.growth.expected
+        expected = self.sizing.growth.expected
         if not self.shared:  # what another cache reads would be copied, not given back
-            self.shrink(max(expected, self.growth.limit) if full else expected)
+            self.shrink(max(expected, self.sizing.growth.limit) if full else expected)
 
     @torch.no_grad()
     def shrink(self, count: int) -> None:
@@ -126,18 +123,18 @@ class SlotMemory:
             self.positions = self.positions[:, :, :count].clone()
             self.state = {name: number[:, :, :count].clone() for name, number in self.state.items()}
         self.shared = False
-        self.meter.change(self.kv_bytes - before)
+        self.sizing.meter.change(self.kv_bytes - before)
 
     def grow(self, slots: int) -> None:
         if slots <= self.capacity:
             return
         before = self.kv_bytes
-        capacity = self.growth.capacity(slots, self.capacity)
+        capacity = self.sizing.growth.capacity(slots, self.capacity)
         self.stored = {name: _grown(t, capacity, 0) for name, t in self.stored.items()}
         self.positions = _grown(self.positions, capacity, -1)
         self.state = {name: _grown(t, capacity, 0) for name, t in self.state.items()}
         self.shared = False
-        self.meter.change(self.kv_bytes - before)
+        self.sizing.meter.change(self.kv_bytes - before)
 
     def share(self) -> None:
         """Let a cache to go back to read keys and values as they are now."""
@@ -159,7 +156,7 @@ class SlotMemory:
         self.positions = change(self.positions)
         self.state = {name: change(t) for name, t in self.state.items()}
         self.form = self.form.reindexed(change)
-        self.meter.change(self.kv_bytes - before)
+        self.sizing.meter.change(self.kv_bytes - before)
 
     def set_form(self, form: Form) -> None:
         """Say how keys and values lie in slots from here on; those in use lie so already."""
@@ -167,7 +164,7 @@ class SlotMemory:
 
     def drop(self) -> None:
         """Count the memory as given back: nobody will look at it again."""
-        self.meter.change(-self.kv_bytes)
+        self.sizing.meter.change(-self.kv_bytes)
 
     def group(self, positions: Tensor, state: State) -> None:
         """Have positions and state in tensors of a group of layers."""

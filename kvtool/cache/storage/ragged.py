@@ -158,7 +158,7 @@ def _bucket(
     """
     own = (RopeShift.of(layer), Due.of(layer))
     parts = [part.copy() for part in own if part is not None]
-    bucket = SlotLayer(layer.index, layer.policy, parts=parts, meter=layer.meter)
+    bucket = SlotLayer(layer.index, layer.policy, parts=parts, meter=layer.sizing.meter)
     bucket.begin_as(layer, len(entries))
     bucket.slots.set_form(form)
     bucket.set_budget(budget)
