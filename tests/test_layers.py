@@ -51,7 +51,7 @@ ONLY = {  # third-party packages of the rooms at the bottom
     "transformers_versions": {"transformers"},
     "model_shape": {"torch"},
     "weights_hash": {"torch"},
-    "documents": {"pydantic", "pydantic_core", "yaml"},
+    "documents": {"filelock", "pydantic", "pydantic_core", "yaml"},
     "watcher": set(),
     "maths": {"torch"},
     "kernels": {"torch", "triton"},

@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import lock_descriptor
 from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, model_validator
 
 from kvtool.documents.document import Section
-from kvtool.documents.files import fcntl, write_text
+from kvtool.documents.files import write_text
 from kvtool.documents.prompts import AskedPrompt
 from kvtool.documents.readers import load_json
 from kvtool.documents.source import reason
@@ -124,17 +125,15 @@ class AnswersFile:
 
 
 def _lock(file: int, path: Path) -> None:
-    if fcntl is None:
-        return
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        locked = lock_descriptor(file, blocking=False)
+    except OSError:  # a file system without locks
+        return
+    if not locked:
         raise UsageError(
             f"another run is writing to `{path}`",
             hint="wait for it, or choose another file with --output",
-        ) from None
-    except OSError:  # a file system without locks
-        return
+        )
     with contextlib.suppress(OSError):
         if not os.path.samestat(os.fstat(file), os.stat(path)):
             raise UsageError(f"another run has just written `{path}`", hint="run it again")

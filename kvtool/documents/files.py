@@ -13,12 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from kvtool.errors import KvtoolError, UsageError, printable, quote
+from filelock import lock_descriptor
 
-try:
-    import fcntl
-except ImportError:  # no locks on this system: nobody knows whether a temporary's writer lives
-    fcntl = None  # type: ignore[assignment]
+from kvtool.errors import KvtoolError, UsageError, printable, quote
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, of what Linux takes
 _ROOM = 16  # bytes of a temporary's name beside that of its file
@@ -157,8 +154,7 @@ def _make_temporary(path: Path) -> tuple[int, Path]:
     while True:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=mark, suffix=end)
         with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
-            if fcntl is not None:
-                fcntl.flock(handle, fcntl.LOCK_EX)
+            lock_descriptor(handle)
         if os.fstat(handle).st_nlink > 0:
             return handle, Path(name)
         os.close(handle)  # another process has swept it before it was locked
@@ -166,12 +162,12 @@ def _make_temporary(path: Path) -> tuple[int, Path]:
 
 def _sweep(path: Path) -> None:
     """Delete temporaries whose writers are dead, which nobody has locked."""
-    for left in temporaries_of(path) if fcntl is not None else []:
+    for left in temporaries_of(path):
         with contextlib.suppress(OSError):
             handle = os.open(left, os.O_RDONLY | os.O_NONBLOCK)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                left.unlink()
+                if lock_descriptor(handle, blocking=False):
+                    left.unlink()
             finally:
                 os.close(handle)
 

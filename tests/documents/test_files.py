@@ -1,8 +1,10 @@
+import errno
 import os
 import re
 import stat
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -164,7 +166,7 @@ def start_writer(path):
     return writer
 
 
-@pytest.mark.skipif(files.fcntl is None, reason="no locks on this system")
+@pytest.mark.skipif(find_spec("fcntl") is None, reason="no locks on this system")
 def test_the_next_write_deletes_what_a_killed_one_has_left(tmp_path):
     path, other = tmp_path / "out.txt", tmp_path / ".out.txt.backup.part"
     other.write_text("not ours")
@@ -193,18 +195,30 @@ def test_what_a_living_writer_writes_is_left_to_it(tmp_path):
     assert os.listdir(tmp_path) == ["out.txt"]
 
 
-@pytest.mark.skipif(files.fcntl is None, reason="no locks on this system")
+@pytest.mark.skipif(find_spec("fcntl") is None, reason="no locks on this system")
 def test_a_temporary_that_was_swept_before_it_was_locked_is_made_anew(tmp_path, monkeypatch):
-    made, lock = [], files.fcntl.flock
+    made, lock = [], files.lock_descriptor
 
-    def sweep_first(handle, how):
+    def sweep_first(handle):
         made.append(temporaries_of(tmp_path / "out.txt"))
         if len(made) == 1:
             made[0][0].unlink()
-        lock(handle, how)
+        return lock(handle)
 
-    monkeypatch.setattr(files.fcntl, "flock", sweep_first)
+    monkeypatch.setattr(files, "lock_descriptor", sweep_first)
     write_text(tmp_path / "out.txt", "new")
     assert len(made) == 2
     assert made[0] != made[1]
     assert os.listdir(tmp_path) == ["out.txt"]
+
+
+def test_where_no_file_can_be_locked_nothing_is_swept(tmp_path, monkeypatch):
+    def refuse(handle, blocking=True):
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    left = tmp_path / ".out.txt.x1y2_z3a.part"
+    left.write_text("half")
+    monkeypatch.setattr(files, "lock_descriptor", refuse)
+    write_text(tmp_path / "out.txt", "new")
+    assert (tmp_path / "out.txt").read_text() == "new"
+    assert left.exists()
