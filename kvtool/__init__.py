@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from kvtool.cache.hooks.attach import detach
     from kvtool.calls.check_policy import check_policy
     from kvtool.calls.compress import compress
+    from kvtool.calls.evaluate import evaluate
     from kvtool.calls.generate import generate
     from kvtool.calls.plan import plan
     from kvtool.errors import KvtoolError, PolicyError, UsageError
-    from kvtool.evaluation.evaluate import evaluate
     from kvtool.evaluation.profile import profile
     from kvtool.policies.grammar import parse_policy
 
@@ -36,7 +36,7 @@ _HOMES = {
     "compress": "kvtool.calls.compress",
     "generate": "kvtool.calls.generate",
     "plan": "kvtool.calls.plan",
-    "evaluate": "kvtool.evaluation.evaluate",
+    "evaluate": "kvtool.calls.evaluate",
     "profile": "kvtool.evaluation.profile",
     "KvtoolError": "kvtool.errors",
     "UsageError": "kvtool.errors",

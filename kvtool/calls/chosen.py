@@ -121,14 +121,11 @@ def _run_dtype(settings: PromptSettings) -> str:
     if settings.loaded is not None:
         return str(settings.loaded.model.dtype).removeprefix("torch.")
     from kvtool.model_shape import stored_dtype
-    from kvtool.models.load import load_config
     from kvtool.models.placement import resolve_device, resolve_dtype
 
     device = resolve_device(settings.device or "auto", settings.device_map)
     dtype = resolve_dtype(settings.dtype or "auto", device)
     if dtype != "auto":
         return dtype
-    config = load_config(
-        settings.model, revision=settings.revision, trust_remote_code=settings.trust_remote_code
-    )
+    config = settings.source().config()
     return stored_dtype(config, dtype)

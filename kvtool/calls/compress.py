@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.chosen import choose_policy
 from kvtool.calls.conversation import begin
 from kvtool.calls.foretold import foretell
-from kvtool.calls.given import UNSAID, Unsaid, given_settings
+from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
 from kvtool.calls.prompt import encode, note_text, typed_prompt
 from kvtool.calls.request import Request, configuration, read_prefill, spell_budget
+from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import CompressionSettings
-from kvtool.calls.settle import settle
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
 from kvtool.transformers_versions import check_transformers
@@ -30,26 +29,16 @@ if TYPE_CHECKING:
     from kvtool.sizes import Budget
 
 
+@takes(CompressionSettings)
 def compress(
     model: Any = None,
     prompt: str | None = None,
     policy: Policy | str | Unsaid = UNSAID,
     budget: Budget | str | int | float | None = None,
     *,
-    save: str | Path | None = None,
-    show: str | Path | None = None,
     tokenizer: Any = None,
-    plan: PlanDocument | Mapping[str, Any] | str | Path | None = None,
-    system: str | None = None,
-    chat_template: Literal["auto", "on", "off"] = "auto",
-    prompt_file: str | Path | None = None,
-    allocator: str | None = None,
-    prefill: str | None = None,
-    max_new_tokens: int | str | None = None,
-    seed: int | None = None,
-    trust_remote_code: bool = False,
     watcher: Watcher | None = None,
-    **model_settings: Any,
+    **settings: Any,
 ) -> KVCache:
     """Read a prompt once and keep its compressed cache.
 
@@ -67,36 +56,26 @@ def compress(
             depends on the length of the text needs to know.
         plan: a plan or a recipe as a document, its data or its file.
         watcher: is told how it goes; by default nobody is.
-        model_settings: `revision`, `dtype`, `device`, `device_map`, `attn_implementation`.
 
-    Every other argument is what the option of `kvtool compress` with its name is.
+    `settings` are those of `CompressionSettings`; each is what the option of `kvtool compress` with
+    its name is.
 
     Raises:
         UsageError: settings that are wrong or do not go together.
         KvtoolError: a model that cannot be read or used, a file that cannot be written.
     """
-    settings = given_settings(
+    asked = from_python(
         CompressionSettings,
+        "compress",
         model,
         tokenizer,
-        model_settings,
-        plan=plan,
         prompt=prompt,
-        prompt_file=prompt_file,
         policy=policy,
         budget=budget,
-        system=system,
-        chat_template=chat_template,
-        allocator=allocator,
-        prefill=prefill,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        save=save,
-        show=show,
-        trust_remote_code=trust_remote_code,
+        **settings,
     )
     watcher = Watcher() if watcher is None else watcher
-    return prepare_compression(settings, watcher).read(watcher)[0]
+    return prepare_compression(asked, watcher).read(watcher)[0]
 
 
 @dataclass(frozen=True)
@@ -182,7 +161,7 @@ def prepare_compression(settings: CompressionSettings, watcher: Watcher) -> Comp
         UsageError, KvtoolError: as `compress`.
     """
     settings.check()
-    settings, plan = settle(settings, "kvtool compress")
+    settings, plan = resolve_settings(settings, "kvtool compress")
     check_transformers()
     settings.check_paths()
     return _resolve(settings, plan, watcher)

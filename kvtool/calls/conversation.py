@@ -39,7 +39,7 @@ def begin(
     from kvtool.generation import Conversation
 
     template = getattr(loaded.tokenizer, "chat_template", None)
-    wanted = settings.chat_template
+    wanted = settings.template
     if wanted == "auto" and template and cache.chat is None and cache.get_seq_length() > 0:
         if settings.prompt is not None or settings.prompt_file is not None:
             watcher.note(
@@ -64,7 +64,7 @@ def read_said(settings: GenerationSettings, given: str | Turns) -> Turns:
     turns = read_turns(given) if isinstance(given, str) else given
     if turns.system is not None and settings.system is not None:
         raise UsageError("--system and --turns both give a system message; keep one")
-    if turns.system is not None and (settings.cache is not None or settings.chat_template == "off"):
+    if turns.system is not None and (settings.cache is not None or settings.template == "off"):
         why = "--cache holds a text" if settings.cache is not None else "--chat-template is off"
         raise UsageError(f"--turns gives a system message, and {why}")
     before = (settings.cache, settings.prompt, settings.prompt_file)
@@ -91,7 +91,7 @@ def converse(
     from kvtool.generation import Conversation
 
     system = turns.system or settings.system
-    talk = Conversation(loaded.model, loaded.tokenizer, cache, settings.chat_template, system)
+    talk = Conversation(loaded.model, loaded.tokenizer, cache, settings.template, system)
     if talk.in_template:
         _note_template(watcher)
         talk.foresee(turns.turns, request.prompt)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from kvtool.calls.base_settings import ModelSettings
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.answers import AnswerLine
-from kvtool.documents.flags import MODEL_SETTINGS
+from kvtool.documents.settings import settings_of
 from kvtool.errors import UsageError
 from kvtool.evaluation.run.fingerprint import (
     WAYS_OUT,
@@ -24,13 +25,23 @@ from kvtool.models.load import Loaded
 if TYPE_CHECKING:
     from torch import Tensor
 
-_IN_TOKENS = frozenset({"prompts", "system", "chat_template", "max_new_tokens"})
-_OF_MODEL = frozenset({"loaded", "model", "trust_remote_code", *MODEL_SETTINGS})
+_IN_TOKENS = frozenset({"prompts", "system", "max_new_tokens"})
+_OF_MODEL = frozenset({each.name for each in fields(ModelSettings)}) - {"seed"}
 _IN_REQUEST = frozenset({"policy", "budget", "allocator", "prefill"})
 _LAID_OUT = frozenset({"recipe", "set", "unset"})  # in the others
 _REFUSED = frozenset({"prompt", "prompt_file", "turns", "cache", "save", "show", "compare_full"})
 _NO_MATTER = frozenset({"memory", "compile", "skip_bad"})
-ELSEWHERE = _IN_TOKENS | _OF_MODEL | _IN_REQUEST | _LAID_OUT | _REFUSED | _NO_MATTER
+_MARKED = frozenset(each.name for each in settings_of(GenerationSettings) if not each.flag.counts)
+ELSEWHERE = (
+    _IN_TOKENS
+    | _OF_MODEL
+    | _IN_REQUEST
+    | _LAID_OUT
+    | _REFUSED
+    | _NO_MATTER
+    | _MARKED
+    | {"tensor_parallel"}
+)
 """Settings that the fingerprint has from elsewhere, or that no answer depends on."""
 _ONE_PROMPT = frozenset({"prompt", "source"})  # of a request
 

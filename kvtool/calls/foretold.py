@@ -76,7 +76,7 @@ def _prompt_tokens(
     said: list[str] = []
     if turns is not None:
         system = turns.system or system
-    frame = make_frame(tokenizer, settings.chat_template, chat=True, system=system)
+    frame = make_frame(tokenizer, settings.template, chat=True, system=system)
     if request.prompt is not None:
         said.append(frame.message(request.prompt))
     for turn in [] if turns is None else turns.turns:

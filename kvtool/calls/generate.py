@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.answers import document_of
 from kvtool.calls.chosen import choose_policy
 from kvtool.calls.conversation import begin, converse, read_said, spell_turn
 from kvtool.calls.foretold import foretell
-from kvtool.calls.given import UNSAID, Unsaid, given_settings, read_stops
+from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
 from kvtool.calls.listener import Listener
 from kvtool.calls.needle import NEEDLE, compare_needle, note_needle, write_needle
 from kvtool.calls.prompt import encode, note_text, typed_prompt
 from kvtool.calls.request import Request, configuration, read_prefill
+from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.resumed import open_cache, resumed_policy
 from kvtool.calls.settings import GenerationSettings
-from kvtool.calls.settle import settle
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
 from kvtool.processes import check_alone, joined
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from kvtool.sizes import Budget
 
 
+@takes(GenerationSettings)
 def generate(
     model: Any = None,
     prompt: str | None = None,
@@ -42,26 +42,9 @@ def generate(
     budget: Budget | str | int | float | None = None,
     *,
     tokenizer: Any = None,
-    max_new_tokens: int | str | None = None,
-    plan: PlanDocument | Mapping[str, Any] | str | Path | None = None,
-    cache: KVCache | str | Path | None = None,
-    turns: Sequence[Any] | str | Path | None = None,
-    system: str | None = None,
-    chat_template: Literal["auto", "on", "off"] = "auto",
-    prompt_file: str | Path | None = None,
-    allocator: str | None = None,
-    prefill: str | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
-    stop: str | Sequence[str] = (),
-    compare_full: bool = False,
-    compile: bool | None = None,
-    save: str | Path | None = None,
-    show: str | Path | None = None,
     on_text: Callable[[str], object] | None = None,
-    trust_remote_code: bool = False,
     watcher: Watcher | None = None,
-    **model_settings: Any,
+    **settings: Any,
 ) -> GenerationDocument:
     """Generate text under a KV-cache budget.
 
@@ -79,10 +62,9 @@ def generate(
         on_text: called with pieces of text as they come; every answer of `turns` ends in a line
             end.
         watcher: is told how it goes; by default nobody is.
-        model_settings: `revision`, `dtype`, `device`, `device_map`, `tensor_parallel`,
-            `attn_implementation`.
 
-    Every other argument is what the option of `kvtool generate` with its name is.
+    `settings` are those of `GenerationSettings`; each is what the option of `kvtool generate` with
+    its name is.
 
     Returns:
         What `kvtool generate -f json` prints.
@@ -91,37 +73,21 @@ def generate(
         UsageError: settings that are wrong or do not go together.
         KvtoolError: a model or a cache that cannot be read or used.
     """
-    settings = given_settings(
+    asked = from_python(
         GenerationSettings,
+        "generate",
         model,
         tokenizer,
-        model_settings,
-        plan=plan,
         prompt=prompt,
-        prompt_file=prompt_file,
         policy=policy,
         budget=budget,
-        cache=cache,
-        turns=turns,
-        system=system,
-        chat_template=chat_template,
-        allocator=allocator,
-        prefill=prefill,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=read_stops(stop),
-        compare_full=compare_full,
-        compile=compile,
-        save=save,
-        show=show,
-        trust_remote_code=trust_remote_code,
+        **settings,
     )
     watcher = Watcher() if watcher is None else watcher
     listener = Listener(on_text)
-    if on_text is not None and settings.turns is not None:
+    if on_text is not None and asked.turns is not None:
         listener = Listener(on_text, lambda answer: on_text("\n"))
-    generated = prepare_generation(settings, watcher).run(watcher, listener)
+    generated = prepare_generation(asked, watcher).run(watcher, listener)
     generated.finish(watcher)
     return generated.document
 
@@ -214,7 +180,7 @@ def prepare_generation(settings: GenerationSettings, watcher: Watcher) -> Genera
         UsageError, KvtoolError: as `generate`.
     """
     settings.check()
-    settings, plan = settle(settings, "kvtool generate")
+    settings, plan = resolve_settings(settings, "kvtool generate")
     check_transformers()
     _check_processes(settings)
     settings.check_paths()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.conversation import begin
@@ -13,10 +12,9 @@ from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.answers import AnswerLine
 from kvtool.documents.messages import Message
 from kvtool.documents.prompts import AskedPrompt
-from kvtool.errors import UsageError, quote
+from kvtool.errors import UsageError
 from kvtool.evaluation.run.fingerprint import WAYS_OUT
 from kvtool.models.load import Loaded
-from kvtool.sizes import Budget
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -29,51 +27,7 @@ _FREE_SHARE = 2  # of the free memory, rows take one part; what reads prompts ne
 _MOST_ROWS = 64  # where nobody has said how much memory: answers should not all come at the end
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptsSettings(GenerationSettings):
-    """Many prompts, and how they are answered.
-
-    Attributes:
-        prompts: their file (`-` is stdin), or prompts that were read.
-        memory: of the rows in flight, such as `8GiB`; None: half of what is free, of 64 rows at
-            most.
-        skip_bad: whether a prompt that cannot be answered leaves the others alone.
-    """
-
-    prompts: str | list[AskedPrompt] | None = None
-    memory: str | None = None
-    skip_bad: bool = False
-
-    @property
-    def wants_needle(self) -> bool:
-        return False
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """The bytes of the rows in flight."""
-        if self.memory is None:
-            return None
-        try:
-            size = Budget.parse(self.memory).bytes
-        except UsageError:
-            size = None  # said below, as the memory that it is
-        if size is None:
-            raise UsageError(
-                f"--memory is a number of bytes such as 8GiB, got {quote(self.memory)}"
-            )
-        return size
-
-    def check(self) -> None:
-        super().check()
-        names = ("prompt", "prompt_file", "turns", "cache", "save", "show", "compare_full")
-        for name in (*names, "compile", "tensor_parallel"):
-            if getattr(self, name) not in (None, False):
-                raise UsageError(f"--prompts and --{name.replace('_', '-')} exclude each other")
-        if self.memory_bytes == 0:
-            raise UsageError("--memory must hold something, got 0")
-
-
-def room_for_rows(settings: PromptsSettings, model: Any) -> tuple[int | None, int | None]:
+def room_for_rows(settings: GenerationSettings, model: Any) -> tuple[int | None, int | None]:
     """Return how many bytes rows in flight may take, and how many they may be; None: no bound."""
     from kvtool.models.free_memory import free_memory
 
@@ -84,7 +38,7 @@ def room_for_rows(settings: PromptsSettings, model: Any) -> tuple[int | None, in
 
 
 def line_up(
-    settings: PromptsSettings,
+    settings: GenerationSettings,
     request: Request,
     loaded: Loaded,
     prompts: Sequence[AskedPrompt],
@@ -158,7 +112,7 @@ def line_up(
 
 
 def _prompt_ids(
-    settings: PromptsSettings,
+    settings: GenerationSettings,
     loaded: Loaded,
     talk: Conversation | None,
     asked: AskedPrompt,

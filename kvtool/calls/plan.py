@@ -7,9 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.given import check_choice, check_text, read_policy, spell_dtype
+from kvtool.calls.from_python import (
+    check_choice,
+    check_keywords,
+    check_text,
+    keywords_of,
+    read_policy,
+    spell_dtype,
+    takes,
+)
 from kvtool.calls.plan_settings import (
-    PlanModel,
     PlanSettings,
     policy_to_plan,
     positive,
@@ -31,24 +38,17 @@ if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
 
 
+_LEFT_OUT = ("budget", "seed", "device", "device_map", "attn_implementation")
+
+
+@takes(PlanSettings, leave_out=_LEFT_OUT)
 def plan(
     source: Any = None,
     *,
     tokens: int | str | None = None,
-    ratio: float | str | None = None,
-    bytes: int | str | None = None,
-    context: int | str | None = None,
-    max_new_tokens: int | str | None = None,
-    batch: int = 1,
-    policy: Policy | str | None = None,
-    allocator: str | None = None,
-    min_tokens: int | str | None = None,
-    recommend: Any = None,
     model: Any = None,
-    revision: str | None = None,
-    dtype: Any = None,
-    trust_remote_code: bool = False,
     watcher: Watcher | None = None,
+    **settings: Any,
 ) -> PlanDocument:
     """Plan budgets of all layers for a target: tokens, a share of the prompt, or bytes.
 
@@ -65,7 +65,8 @@ def plan(
         dtype: of keys and values; None: of a loaded model its own, else the checkpoint's.
         watcher: is told how it goes; by default nobody is.
 
-    Every other argument is what the option of `kvtool plan-budget` with its name is.
+    `settings` are those of `PlanSettings`; each is what the option of `kvtool plan-budget` with its
+    name is.
 
     Returns:
         What `kvtool plan-budget` writes.
@@ -79,32 +80,23 @@ def plan(
             f"tokens must be a whole number, got {tokens}",
             hint="ratio takes a share of the prompt",
         )
+    check_keywords("plan", settings, keywords_of(PlanSettings, leave_out=_LEFT_OUT))
     mean = None if tokens is None else parse_count(tokens)
-    targets = (None if each is None else str(each) for each in (mean, ratio, bytes))
+    targets = {"budget": mean, "ratio": settings.get("ratio"), "bytes": settings.get("bytes")}
+    targets = {name: None if each is None else str(each) for name, each in targets.items()}
+    batch, policy = settings.get("batch", 1), settings.get("policy")
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise UsageError(f"batch must be 1 or more, got {quote(repr(batch))}")
-    check_choice("dtype", spell_dtype(dtype))
-    check_text("allocator", allocator)
+    dtype = spell_dtype(settings.get("dtype"))
+    check_choice("dtype", dtype)
+    check_text("allocator", settings.get("allocator"))
     profile, named = _read_source(source)
-    settings = PlanSettings(
-        budget=read_target(*targets),
-        model=_read_model(
-            named if model is None else model,
-            revision=revision,
-            dtype=spell_dtype(dtype),
-            trust_remote_code=trust_remote_code,
-        ),
-        profile=profile,
-        context=context,
-        max_new_tokens=max_new_tokens,
-        batch=batch,
-        policy=None if policy is None else read_policy(policy),
-        allocator=allocator,
-        min_tokens=min_tokens,
-        recommend=recommend,
-    )
+    read_target(**targets)
+    model = _read_model(named if model is None else model, dtype)
+    policy = None if policy is None else read_policy(policy)
+    asked = PlanSettings(**settings | targets | model | {"profile": profile, "policy": policy})
     watcher = Watcher() if watcher is None else watcher
-    return prepare_plan(settings, watcher).make(watcher)
+    return prepare_plan(asked, watcher).make(watcher)
 
 
 def _read_source(source: Any) -> tuple[ProfileDocument | None, Any]:
@@ -125,13 +117,13 @@ def _read_source(source: Any) -> tuple[ProfileDocument | None, Any]:
     return None, source
 
 
-def _read_model(model: Any, *, dtype: str | None, **settings: Any) -> PlanModel:
-    """Return the model that is given by name, as a configuration, or loaded."""
+def _read_model(model: Any, dtype: str | None) -> dict[str, Any]:
+    """Return settings for the model that is given by name, as a configuration, or loaded."""
     if model is None or isinstance(model, (str, Path)):
         name = None if model is None else str(model)
         if name is not None:
             check_folder(name, config_only=True)
-        return PlanModel(name=name, dtype=dtype, **settings)
+        return {"model": name, "dtype": dtype}
     from kvtool.cache.hooks.families import check_supported
 
     model = getattr(model, "model", model) if hasattr(model, "config_hash") else model
@@ -145,7 +137,7 @@ def _read_model(model: Any, *, dtype: str | None, **settings: Any) -> PlanModel:
     if config is not model and dtype in (None, "auto"):
         dtype = str(model.dtype).removeprefix("torch.")
     name = config._name_or_path or config.model_type
-    return PlanModel(name=name, dtype=dtype, config=config, **settings)
+    return {"model": name, "dtype": dtype, "config": config}
 
 
 @dataclass(frozen=True)
@@ -240,7 +232,7 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
     least = None if least is None else positive(least, "--min-tokens")
     policy = policy_to_plan(settings.policy)
     check_transformers()
-    model = find_model(settings.model, profile, watcher)
+    model = find_model(settings, profile, watcher)
     check_dims(policy, model.layers)
     target = _target(settings, model, profile, watcher)
     run = PlanRun(settings, model, allocator, target, profile, policy, least)
@@ -279,7 +271,7 @@ def _target(
     """Put target and lengths together."""
     from kvtool.documents.plan import Target
 
-    budget, new = settings.budget, 0
+    budget, new = settings.target, 0
     if settings.context is not None:
         context = positive(settings.context, "--context")
     else:

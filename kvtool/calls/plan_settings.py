@@ -4,68 +4,127 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from kvtool.calls.base_settings import ModelSettings
+from kvtool.documents.files import expand
+from kvtool.documents.settings import Flag
 from kvtool.errors import UsageError
+from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.sizes import Budget, parse_count
 
 if TYPE_CHECKING:
     from kvtool.documents.profile import ProfileDocument
     from kvtool.policies.policy import Policy
+else:
+    ProfileDocument = Policy = Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanModel:
-    """The model that is planned for, of which weights are never loaded.
-
-    Attributes:
-        name: a folder or a hub ID; None is that of the profile, else the bundled reference model.
-        dtype: of keys and values; None is the checkpoint's own.
-        config: the configuration, where the caller has it.
-    """
-
-    name: str | None = None
-    revision: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    device_map: str | None = None
-    trust_remote_code: bool = False
-    config: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings:
+class PlanSettings(ModelSettings):
     """A plan as it is asked for.
 
     Attributes:
-        budget: the target.
-        profile: that was measured, as a document or by its file (`-` is stdin).
-        batch: rows that run together.
-        min_tokens: least tokens of a layer.
-        recommend: a run whose best variant that fits is planned: its folder, file or results.
+        config: the configuration of the model, where the caller has it.
     """
 
-    budget: Budget
-    model: PlanModel
-    profile: str | ProfileDocument | None = None
-    context: str | int | None = None
-    max_new_tokens: str | int | None = None
-    batch: int = 1
-    policy: str | Policy | None = None
-    allocator: str | None = None
-    min_tokens: str | int | None = None
-    recommend: Any = None
+    profile: Annotated[
+        str | ProfileDocument | None,
+        Flag(
+            metavar="[PROFILE|-]",
+            help="What `kvtool profile` measured; - reads stdin.",
+            python=None,
+        ),
+    ] = None
+    budget: Annotated[
+        str | None,
+        Flag("--budget -b", metavar="TOKENS", help="Mean tokens per layer and KV head."),
+    ] = None
+    ratio: Annotated[
+        str | None, Flag("--ratio", metavar="R", help="Share of the prompt (20%, 0.2).")
+    ] = None
+    bytes: Annotated[
+        str | None,
+        Flag(
+            "--bytes",
+            metavar="SIZE",
+            help="Memory held in all layers and rows, the policy's own numbers included (64MiB).",
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        Flag(
+            "--dtype",
+            help="Of keys and values.  [default: the checkpoint's own; without --model what the "
+            "bundled one runs in here]",
+        ),
+    ] = None
+    context: Annotated[
+        str | int | None,
+        Flag(
+            "--context",
+            metavar="N",
+            help="Tokens of the longest prompt and answer.  [default: the profile's, else what "
+            "the model was trained for]",
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        str | int | None,
+        Flag("--max-new-tokens -n", metavar="N", help="Generated tokens of these.  [default: 0]"),
+    ] = None
+    batch: Annotated[int, Flag("--batch", min=1, metavar="N", help="Rows that run together.")] = 1
+    policy: Annotated[
+        str | Policy | None,
+        Flag("--policy -p", metavar="POLICY", help="What will run; see `kvtool policies`."),
+    ] = None
+    allocator: Annotated[
+        str | None,
+        Flag(
+            "--allocator",
+            metavar="NAME",
+            help=f"{', '.join(ALLOCATORS)}.  [default: d2o with a profile, else uniform]",
+        ),
+    ] = None
+    min_tokens: Annotated[
+        str | int | None,
+        Flag("--min-tokens", metavar="N", help="Least tokens of a layer.  [default: 8]"),
+    ] = None
+    recommend: Annotated[
+        Any,
+        Flag(
+            "--recommend",
+            typed=str | None,
+            metavar="RESULTS",
+            help="Plan the best arm of a run that fits into --bytes: its folder or results.json.",
+        ),
+    ] = None
+    plot: Annotated[
+        str | None,
+        Flag("--plot", metavar="FILE", help="Draw the plan (.png, .svg, .pdf).", python=None),
+    ] = None
+    config: Any = None
+
+    @property
+    def plot_path(self) -> Path | None:
+        """The picture to draw."""
+        return None if self.plot is None else expand(self.plot)
+
+    @property
+    def target(self) -> Budget:
+        """The one target that is given."""
+        return read_target(self.budget, self.ratio, self.bytes)
 
 
-def read_target(budget: str | None, ratio: str | None, size: str | None) -> Budget:
+def read_target(budget: str | None, ratio: str | None, bytes: str | None) -> Budget:
     """Return the one target that is given.
 
     Args:
         budget: mean tokens per layer and KV head.
         ratio: a share of the prompt.
-        size: memory in bytes.
+        bytes: memory.
     """
-    targets = {"--budget": budget, "--ratio": ratio, "--bytes": size}
+    targets = {"--budget": budget, "--ratio": ratio, "--bytes": bytes}
     given = {flag: text for flag, text in targets.items() if text is not None}
     if not given:
         raise UsageError("no target", hint="-b 512, --ratio 20% or --bytes 64MiB")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtool.calls.plan_settings import PlanModel
+from kvtool.calls.plan_settings import PlanSettings
 from kvtool.errors import UsageError
 from kvtool.models.folder import REFERENCE
 from kvtool.sizes import MOST_TOKENS
@@ -25,11 +25,13 @@ class PlannedModel:
     layers: list[LayerShape | None]
 
 
-def find_model(given: PlanModel, profile: ProfileDocument | None, watcher: Watcher) -> PlannedModel:
+def find_model(
+    given: PlanSettings, profile: ProfileDocument | None, watcher: Watcher
+) -> PlannedModel:
     """Return the profile's model, or the one asked for; both must be the same."""
-    if profile is not None and given.name is None:
+    if profile is not None and given.model is None:
         return _of_profile(given, profile)
-    if given.name is None:
+    if given.model is None:
         watcher.note(f"model: {REFERENCE} (bundled; choose another with --model)")
     from kvtool.documents.memory import ModelShape
     from kvtool.model_shape import layer_shapes
@@ -37,15 +39,13 @@ def find_model(given: PlanModel, profile: ProfileDocument | None, watcher: Watch
     from kvtool.models.placement import resolve_device, resolve_dtype
 
     dtype: str = given.dtype or "auto"
-    if given.name is None:  # whatever the bundled model runs in on this machine
+    if given.model is None:  # whatever the bundled model runs in on this machine
         dtype = resolve_dtype(dtype, resolve_device(given.device or "auto", given.device_map))
     config = given.config
     if config is None:
-        config = read_config(
-            given.name, revision=given.revision, trust_remote_code=given.trust_remote_code
-        )
+        config = read_config(given.model, **given.checkpoint())
     shape = ModelShape.of(
-        config, name=given.name or REFERENCE, revision=given.revision, dtype=dtype
+        config, name=given.model or REFERENCE, revision=given.revision, dtype=dtype
     )
     if profile is not None and profile.model.config_hash != shape.config_hash:
         raise UsageError(
@@ -54,12 +54,12 @@ def find_model(given: PlanModel, profile: ProfileDocument | None, watcher: Watch
             hint=f"kvtool profile -m {shape.id}",
         )
     if given.dtype in (None, "auto"):
-        why = "in which it would run here" if given.name is None else "the checkpoint's own"
+        why = "in which it would run here" if given.model is None else "the checkpoint's own"
         watcher.note(f"dtype: {shape.dtype}, {why} (change: --dtype)")
     return PlannedModel(shape, layer_shapes(config, shape.dtype))
 
 
-def _of_profile(given: PlanModel, profile: ProfileDocument) -> PlannedModel:
+def _of_profile(given: PlanSettings, profile: ProfileDocument) -> PlannedModel:
     """Return the model of a profile, without asking for its configuration."""
     from kvtool.model_shape import DTYPE_BYTES
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.chosen import choose_policy
-from kvtool.calls.given import UNSAID, Unsaid, given_settings, read_stops
-from kvtool.calls.lined_up import PromptsSettings, line_up, room_for_rows
+from kvtool.calls.from_python import UNSAID, Unsaid, check_keywords, from_python
+from kvtool.calls.lined_up import line_up, room_for_rows
 from kvtool.calls.request import Request, configuration, read_prefill
-from kvtool.calls.settle import settle
+from kvtool.calls.resolve import resolve_settings
+from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.answers import AnswerLine
 from kvtool.documents.prompts import AskedPrompt, make_prompts, read_prompts
+from kvtool.documents.settings import MODEL_SETTINGS
 from kvtool.processes import check_alone
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 class PromptsRun:
     """Prompts to answer, all checked as far as that goes without the model."""
 
-    settings: PromptsSettings
+    settings: GenerationSettings
     request: Request
     prompts: list[AskedPrompt]
 
@@ -117,14 +119,14 @@ class PromptsRun:
                 )
 
 
-def prepare_prompts(settings: PromptsSettings, watcher: Watcher) -> PromptsRun:
+def prepare_prompts(settings: GenerationSettings, watcher: Watcher) -> PromptsRun:
     """Check everything that can be checked before the model is loaded.
 
     Raises:
         UsageError, KvtoolError: as `generate_many`.
     """
     settings.check()
-    settings, plan = settle(settings, "kvtool generate")
+    settings, plan = resolve_settings(settings, "kvtool generate")
     if settings.loaded is None:
         check_alone("generate")
     settings.check_paths()
@@ -175,20 +177,15 @@ def generate_many(
         given: str | list[AskedPrompt] = str(prompts)
     else:
         given = make_prompts(list(prompts), keep_bad=skip_bad)
-    settings = given_settings(
-        PromptsSettings,
+    check_keywords("generate", model_settings, MODEL_SETTINGS)
+    settings = from_python(
+        GenerationSettings,
+        "generate",
         model,
         tokenizer,
-        model_settings,
         plan=plan,
         prompts=given,
         memory=f"{memory}B" if isinstance(memory, int) else memory,
-        prompt=None,
-        prompt_file=None,
-        save=None,
-        show=None,
-        allocator=None,
-        chat_template="auto",
         policy=policy,
         budget=budget,
         system=system,
@@ -196,8 +193,9 @@ def generate_many(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        stop=read_stops(stop),
+        stop=stop,
         skip_bad=skip_bad,
+        **model_settings,
     )
     watcher = Watcher() if watcher is None else watcher
     answers = prepare_prompts(settings, watcher).run(watcher, {})

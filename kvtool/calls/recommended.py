@@ -63,21 +63,21 @@ def for_results(settings: PlanSettings, results: ResultsDocument, watcher: Watch
     Raises:
         UsageError: a target that is no memory; something that the results are to choose.
     """
-    if settings.budget.bytes is None:
+    if settings.target.bytes is None:
         raise UsageError("--recommend chooses what fits into a memory", hint="--bytes 2GiB")
     chosen = ("policy", "allocator", "min_tokens")
     given = [f"--{name.replace('_', '-')}" for name in chosen if getattr(settings, name)]
     if given:
         raise UsageError(f"--recommend chooses by what was measured; leave out {', '.join(given)}")
-    model = settings.model
-    if model.name is None and settings.profile is None and results.model.id != REFERENCE:
+    found: dict[str, Any] = {}
+    if settings.model is None and settings.profile is None and results.model.id != REFERENCE:
         watcher.note(f"model: {results.model.id}, that of the results (change: --model)")
         name = results.model.id
         name = str(expand(name)) if name.startswith("~") else name  # as runs write a user's folder
-        model = replace(model, name=name, revision=results.model.revision)
+        found = {"model": name, "revision": results.model.revision}
     new = settings.max_new_tokens
     new = DEFAULT_NEW_TOKENS if new is None else new
-    return replace(settings, model=model, max_new_tokens=new)
+    return replace(settings, **found, max_new_tokens=new)
 
 
 def reasons(
@@ -150,13 +150,13 @@ def command(found: Recommendation, settings: PlanSettings, plan: PlanDocument, p
     Args:
         path: of the plan's file.
     """
-    model, prefill = settings.model, found.evidence.arm.prefill
+    prefill = found.evidence.arm.prefill
     words = ["kvtool", "generate", path]
     if plan.model.dtype in DTYPE_BYTES:
         words += ["--dtype", str(plan.model.dtype)]
-    for flag, value in (("--device", model.device), ("--device-map", model.device_map)):
+    for flag, value in (("--device", settings.device), ("--device-map", settings.device_map)):
         words += [] if value is None else [flag, value]
-    words += ["--trust-remote-code"] if model.trust_remote_code else []
+    words += settings.trusting()
     if prefill != "full" and found.evidence.tasks:
         words += ["--prefill", prefill]
     return shlex.join([*words, "-n", str(max(1, plan.target.max_new_tokens))])

@@ -120,11 +120,7 @@ def configuration(settings: PromptSettings, request: Request) -> dict[str, Any]:
         "prefill": request.prefill,
         "prompt": request.source,
         "prompt_characters": None if request.prompt is None else len(request.prompt),
-        "system": settings.system,
-        "chat_template": settings.chat_template,
-        "seed": settings.seed,
-        "save": settings.save,
-        "show": settings.show,
+        **settings.as_shown(),
     }
 
 

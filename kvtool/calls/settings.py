@@ -1,84 +1,97 @@
-"""What a call that reads a prompt is asked to do, as it was given."""
+"""The settings of commands that read a prompt, each declared once with its flag."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
+from kvtool.calls.base_settings import RecipeSettings
 from kvtool.documents.files import check_name, check_prompt, check_writable, expand
-from kvtool.documents.flags import MODEL_SETTINGS
+from kvtool.documents.settings import Flag, Template
 from kvtool.errors import UsageError, quote
-from kvtool.models.folder import check_folder
-from kvtool.sizes import DEFAULT_NEW_TOKENS, check_temperature, parse_count
+from kvtool.sizes import (
+    DEFAULT_BLOCK,
+    DEFAULT_NEW_TOKENS,
+    DEFAULT_TOKENS,
+    Budget,
+    check_temperature,
+    parse_count,
+)
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
-    from kvtool.documents.plan import PlanDocument
-    from kvtool.documents.source import Source
+    from kvtool.documents.prompts import AskedPrompt
     from kvtool.documents.turns import Turns
-    from kvtool.models.attached import ModelSource
-    from kvtool.models.load import Loaded
     from kvtool.policies.policy import Policy
+else:
+    KVCache = AskedPrompt = Turns = Policy = Any
 
 _NEEDLE_ANSWER_TOKENS = 8  # at most seven digits and a full stop
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """Which model runs, and on what; None is the default of `kvtool.models.load.load`.
+class PromptSettings(RecipeSettings):
+    """A prompt, and the policy and budget of the cache it fills."""
 
-    Attributes:
-        model: a folder or a hub ID; None is the bundled reference model.
-        loaded: the model, where the caller has loaded it.
-    """
-
-    model: str | None = None
-    revision: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    device_map: str | None = None
-    tensor_parallel: bool | None = None
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
-    loaded: Loaded | None = None
-
-    def source(self) -> ModelSource:
-        """Return where the model comes from."""
-        from kvtool.models.attached import ModelSource
-
-        settings = {name: getattr(self, name) for name in MODEL_SETTINGS}
-        return ModelSource(self.model, settings, self.trust_remote_code, self.loaded)
-
-    def check_model(self) -> None:
-        """Refuse a folder that is not there, without importing torch."""
-        if self.loaded is None:
-            check_folder(self.model)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptSettings(ModelSettings):
-    """A prompt, and the policy and budget of the cache it fills.
-
-    Attributes:
-        recipe: a recipe or a plan: its file (`-` is stdin), or a document that was read.
-        set, unset: keys of the recipe.
-    """
-
-    recipe: str | Source | PlanDocument | None = None
-    set: list[str] = field(default_factory=list)
-    unset: list[str] = field(default_factory=list)
-    prompt: str | None = None
-    prompt_file: str | None = None
-    system: str | None = None
-    chat_template: Literal["auto", "on", "off"] = "auto"
-    policy: str | Policy | None = None
-    budget: str | None = None
-    allocator: str | None = None
-    prefill: str | None = None
-    seed: int | None = None
-    save: str | None = None
-    show: str | None = None
+    prompt: Annotated[str | None, Flag("--prompt", metavar="TEXT", help="The prompt.")] = None
+    prompt_file: Annotated[
+        str | None,
+        Flag("--prompt-file", metavar="FILE|-", help="Read the prompt from a UTF-8 file, - stdin."),
+    ] = None
+    system: Annotated[
+        str | None,
+        Flag("--system", metavar="TEXT", help="System message of the chat template."),
+    ] = None
+    chat_template: Annotated[
+        Template,
+        Flag(
+            "--chat-template",
+            help="Put what the user says into the model's chat template; off: as it stands.",
+            counts=False,
+        ),
+    ] = "auto"
+    policy: Annotated[
+        str | Policy | None,
+        Flag(
+            "--policy -p",
+            metavar="POLICY",
+            help="What to keep, e.g. h2o+caote; see `kvtool policies`. A score of your own: "
+            "my_package.my_module:MyScore.",
+            key="policy",
+        ),
+    ] = None
+    budget: Annotated[
+        str | None,
+        Flag(
+            "--budget -b",
+            metavar="SIZE",
+            help="Tokens per layer and KV head (512, 4K), share of the prompt (20%) or bytes "
+            f"(64MiB).  [default: {DEFAULT_TOKENS}]",
+            key="budget",
+        ),
+    ] = None
+    prefill: Annotated[
+        str | None,
+        Flag(
+            "--prefill",
+            metavar="full|block[:M]",
+            help=f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}).",
+            key="prefill",
+        ),
+    ] = None
+    save: Annotated[
+        str | None,
+        Flag("--save", metavar="CACHE.safetensors", help="Save the compressed cache here."),
+    ] = None
+    show: Annotated[
+        str | None,
+        Flag(
+            "--show",
+            metavar="FILE.html|-",
+            help="Show which tokens each layer and head kept: a page, or - on this terminal.",
+        ),
+    ] = None
 
     @property
     def save_path(self) -> Path | None:
@@ -91,9 +104,26 @@ class PromptSettings(ModelSettings):
         return None if self.show is None or self.show == "-" else expand(self.show)
 
     @property
+    def template(self) -> Template:
+        """Whether the prompt goes into the model's chat template."""
+        return self.chat_template
+
+    @property
     def continues(self) -> bool:
         """Whether a cache that holds a text is gone on from."""
         return False
+
+    def as_shown(self) -> dict[str, Any]:
+        """Return what a dry run prints as it was given."""
+        names = ("system", "chat_template", "seed", "save", "show")
+        return {name: getattr(self, name) for name in names}
+
+    def check_output(self) -> None:
+        """Refuse an output file that could not be written at the end, or that is the cache's."""
+        super().check_output()
+        for flag, path in (("--save", self.save), ("--show", self.show)):
+            if path is not None and path != "-" and expand(path) == self.output_path:
+                raise UsageError(f"{flag} and --output both write `{self.output_path}`")
 
     def check(self) -> None:
         """Refuse settings that are wrong by themselves, without importing torch."""
@@ -101,7 +131,7 @@ class PromptSettings(ModelSettings):
         if self.system is None:
             return
         check_prompt(self.system, "--system")
-        if self.chat_template == "off":
+        if self.template == "off":
             raise UsageError("--system goes into the chat template, and --chat-template is off")
         if self.continues:
             raise UsageError("--system goes before everything, and --cache holds a text already")
@@ -133,11 +163,19 @@ class CompressionSettings(PromptSettings):
         max_new_tokens: that will be generated from its cache, questions included.
     """
 
-    max_new_tokens: str | int | None = None
+    max_new_tokens: Annotated[
+        str | int | None,
+        Flag(
+            "--max-new-tokens -n",
+            metavar="N",
+            help="Read the prompt for a text that goes on for N tokens, questions included; only "
+            "models whose RoPE depends on the length (longrope, dynamic) differ.  [default: 0]",
+        ),
+    ] = None
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens may follow the prompt; 0: nobody has said so."""
+        """How many tokens may follow the prompt; 0 where no caller has said so."""
         return 0 if self.max_new_tokens is None else parse_count(self.max_new_tokens)
 
     def check(self) -> None:
@@ -148,20 +186,112 @@ class CompressionSettings(PromptSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(PromptSettings):
-    """What is generated, and how.
+    """What is generated, and how: an answer, a conversation, or the answers to many prompts.
 
     Attributes:
         turns: of a conversation: their file (`-` is stdin), or turns that were read.
+        prompts: many: their file (`-` is stdin), or prompts that were read.
+        memory: of the rows in flight, such as `8GiB`; None: half of what is free, of 64 rows at
+            most.
+        skip_bad: whether a prompt that cannot be answered leaves the others alone.
         cache: to go on from: its file, or the cache.
     """
 
-    turns: str | Turns | None = None
-    cache: str | KVCache | None = None
-    max_new_tokens: str | int | None = None
-    temperature: float | None = None
-    stop: list[str] = field(default_factory=list)
-    compare_full: bool = False
-    compile: bool | None = None
+    turns: Annotated[
+        str | Turns | None,
+        Flag(
+            "--turns",
+            metavar="FILE|-",
+            help="Answer the user's turns, one a line (text or JSON Lines) or messages in a JSON "
+            "array, after the prompt.",
+        ),
+    ] = None
+    prompts: Annotated[
+        str | list[AskedPrompt] | None,
+        Flag(
+            "--prompts",
+            metavar="FILE.jsonl|-",
+            help="Answer many prompts, one a line of JSON, several at a time.",
+            python=None,
+        ),
+    ] = None
+    memory: Annotated[
+        str | None,
+        Flag(
+            "--memory",
+            metavar="BYTES",
+            help="Run as many of --prompts at a time as fit this cache (8GiB).  [default: half of "
+            "what is free, up to 64]",
+            python=None,
+        ),
+    ] = None
+    skip_bad: Annotated[
+        bool,
+        Flag(
+            "--skip-bad",
+            help="Answer the other --prompts where one cannot be answered, and end with code 4.",
+            python=None,
+        ),
+    ] = False
+    overwrite: Annotated[
+        bool,
+        Flag(
+            "--overwrite",
+            help="Answer --prompts anew whose answers are in --output.",
+            python=None,
+            counts=False,
+        ),
+    ] = False
+    cache: Annotated[
+        str | KVCache | None,
+        Flag("--cache", metavar="CACHE.safetensors", help="Go on from this saved cache."),
+    ] = None
+    max_new_tokens: Annotated[
+        str | int | None,
+        Flag(
+            "--max-new-tokens -n",
+            metavar="N",
+            help=f"Stop after N new tokens.  [default: {DEFAULT_NEW_TOKENS}]",
+            key="generation.max_new_tokens",
+        ),
+    ] = None
+    temperature: Annotated[
+        float | None,
+        Flag(
+            "--temperature",
+            metavar="T",
+            help="0 takes the likeliest token, above 0 samples.  [default: 0]",
+            key="generation.temperature",
+        ),
+    ] = None
+    stop: Annotated[
+        list[str],
+        Flag(
+            "--stop",
+            metavar="TEXT",
+            help="End where this text comes up; it stays.",
+            key="generation.stop",
+        ),
+    ] = field(default_factory=list)
+    stream: Annotated[
+        bool | None,
+        Flag(
+            "--stream/--no-stream",
+            help="Print text as it comes.  [default: on a terminal]",
+            python=None,
+            counts=False,
+        ),
+    ] = None
+    compare_full: Annotated[
+        bool, Flag("--compare-full", help="Measure how close the run stays to a full cache.")
+    ] = False
+    compile: Annotated[
+        bool | None,
+        Flag(
+            "--compile/--no-compile",
+            help="Decode through torch.compile.  [default: from 1024 new tokens on, on CUDA]",
+        ),
+    ] = None
 
     @property
     def continues(self) -> bool:
@@ -175,7 +305,7 @@ class GenerationSettings(PromptSettings):
     @property
     def wants_needle(self) -> bool:
         """Whether the built-in prompt is asked for, by giving none."""
-        given = (self.prompt, self.prompt_file, self.turns, self.cache)
+        given = (self.prompt, self.prompt_file, self.turns, self.prompts, self.cache)
         return all(each is None for each in given)
 
     @property
@@ -184,6 +314,21 @@ class GenerationSettings(PromptSettings):
         if self.max_new_tokens is None:
             return _NEEDLE_ANSWER_TOKENS if self.wants_needle else DEFAULT_NEW_TOKENS
         return parse_count(self.max_new_tokens)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The bytes of the rows in flight."""
+        if self.memory is None:
+            return None
+        try:
+            size = Budget.parse(self.memory).bytes
+        except UsageError:
+            size = None  # said below, as the memory that it is
+        if size is None:
+            raise UsageError(
+                f"--memory is a number of bytes such as 8GiB, got {quote(self.memory)}"
+            )
+        return size
 
     def drawing(self, turn: int = 0) -> dict[str, Any]:
         """Return how answers are drawn, each turn from a seed of its own."""
@@ -212,3 +357,13 @@ class GenerationSettings(PromptSettings):
                 )
             if not self.cache_path.is_file():
                 raise UsageError(f"cache file `{self.cache}` does not exist")
+        if self.prompts is not None:
+            self._check_prompts()
+
+    def _check_prompts(self) -> None:
+        names = ("prompt", "prompt_file", "turns", "cache", "save", "show", "compare_full")
+        for name in (*names, "compile", "tensor_parallel"):
+            if getattr(self, name) not in (None, False):
+                raise UsageError(f"--prompts and --{name.replace('_', '-')} exclude each other")
+        if self.memory_bytes == 0:
+            raise UsageError("--memory must hold something, got 0")

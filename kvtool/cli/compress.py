@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from typer import Option
-
+from kvtool.calls.settings import CompressionSettings
 from kvtool.cli.output import render, write_configuration, write_data
-from kvtool.cli.prompt_options import PromptOptions
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
 from kvtool.errors import UsageError
@@ -18,40 +15,23 @@ if TYPE_CHECKING:
     from kvtool.documents.generation import CompressionDocument
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompressOptions(PromptOptions):
-    """Options of `kvtool compress`."""
-
-    max_new_tokens: Annotated[
-        str | None,
-        Option(
-            "--max-new-tokens",
-            "-n",
-            metavar="N",
-            help="Read the prompt for a text that goes on for N tokens, questions included; only "
-            "models whose RoPE depends on the length (longrope, dynamic) differ.  [default: 0]",
-        ),
-    ] = None
-
-
-def compress(options: CompressOptions, terminal: Terminal) -> None:
+def compress(options: CompressionSettings, terminal: Terminal) -> None:
     """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
     check_alone("compress")
     options.check_output()
     if options.save is None:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")
     from kvtool.calls.compress import prepare_compression
-    from kvtool.calls.settings import CompressionSettings
 
     watcher = TerminalWatcher(terminal)
-    run = prepare_compression(options.settings(CompressionSettings), watcher)
+    run = prepare_compression(options, watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return
     _write(run.run(watcher), options, terminal)
 
 
-def _write(document: CompressionDocument, options: CompressOptions, terminal: Terminal) -> None:
+def _write(document: CompressionDocument, options: CompressionSettings, terminal: Terminal) -> None:
     form = options.choose_format("text" if terminal.interactive else "json")
     write_data(render(document, form, f"{document.in_words()}\n"), options, terminal)
     terminal.note(f"saved {document.saved}")

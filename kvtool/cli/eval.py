@@ -7,26 +7,21 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvtool.calls.eval_settings import EvalSettings
 from kvtool.cli.eval_end import EvalWatcher, check_pictures, exit_with, rescore_run
-from kvtool.cli.eval_options import EvalOptions
 from kvtool.cli.output import write_configuration
-from kvtool.cli.recipes import model_flags, read_given
 from kvtool.cli.terminal import Terminal
 from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvtool.documents.flags import Flags
     from kvtool.documents.results import ResultsDocument
     from kvtool.evaluation.comparison import Comparison
     from kvtool.evaluation.prepare import Prepared
     from kvtool.evaluation.run.gates import Gate
-    from kvtool.evaluation.tasks.selection import TaskFlags
     from kvtool.watcher import Watcher
 
-_TASK_SETTINGS = ("lengths", "depths", "samples", "prompts")
 
-
-def evaluate(options: EvalOptions, terminal: Terminal) -> None:
+def evaluate(options: EvalSettings, terminal: Terminal) -> None:
     """Compare policies under budgets on benchmarks, with the full cache beside them."""
     if options.rescore is not None:
         rescore_run(options, split_policies(options.policy), gates_of(options), terminal)
@@ -46,7 +41,7 @@ def evaluate(options: EvalOptions, terminal: Terminal) -> None:
 
 
 def _describe(
-    comparison: Comparison, options: EvalOptions, watcher: Watcher, terminal: Terminal
+    comparison: Comparison, options: EvalSettings, watcher: Watcher, terminal: Terminal
 ) -> None:
     """Print what would be run; without the hub, what is known without it."""
     from kvtool.evaluation.outline import outline
@@ -64,29 +59,32 @@ def _describe(
         terminal.note(line)
 
 
-def _read(options: EvalOptions) -> Comparison:
+def _read(options: EvalSettings) -> Comparison:
     """Return what is compared, by the recipe and the flags over it."""
-    from kvtool.evaluation.comparison import read_comparison
+    from kvtool.calls.evaluate import compare
+    from kvtool.documents.source import read_source
+    from kvtool.evaluation.tasks.selection import parse_data
 
-    return read_comparison(
-        read_given(options),
-        _flags(options),
-        _task_flags(options),
-        gates_of(options),
-        sets=options.set,
-        unsets=options.unset,
+    path = options.recipe
+    return compare(
+        options,
+        read_source(path, option="recipe or plan") if isinstance(path, str) else path,
+        tasks=_given("--tasks", options.tasks, _split),
+        policies=_given("--policy", options.policy, split_policies),
+        budgets=_given("--budget", options.budget, _split),
+        data=parse_data(options.data),
+        gates=_least(options),
         command="kvtool eval",
     )
 
 
-def _prepare(comparison: Comparison, options: EvalOptions, watcher: Watcher) -> Prepared:
+def _prepare(comparison: Comparison, options: EvalSettings, watcher: Watcher) -> Prepared:
     from kvtool.evaluation.prepare import prepare
 
-    code = options.trust_remote_code
-    return prepare(comparison, options.output, watcher=watcher, trust_remote_code=code)
+    return prepare(comparison, options.output, options.source(), watcher=watcher)
 
 
-def _run(prepared: Prepared, options: EvalOptions, watcher: Watcher) -> ResultsDocument:
+def _run(prepared: Prepared, options: EvalSettings, watcher: Watcher) -> ResultsDocument:
     from kvtool.evaluation.measure import run_prepared
 
     return run_prepared(
@@ -98,46 +96,15 @@ def _run(prepared: Prepared, options: EvalOptions, watcher: Watcher) -> ResultsD
     )
 
 
-def gates_of(options: EvalOptions) -> list[Gate]:
+def _least(options: EvalSettings) -> list[Gate]:
+    from kvtool.evaluation.run.gates import parse_least
+
+    return [parse_least(text) for text in options.fail_under]
+
+
+def gates_of(options: EvalSettings) -> list[Gate]:
     """Return the gates that flags set."""
-    from kvtool.evaluation.run.gates import Gate, parse_least
-
-    gates = [parse_least(text) for text in options.fail_under]
-    if options.max_drop is not None:
-        gates.append(Gate("*", max_drop=options.max_drop))
-    return gates
-
-
-def _flags(options: EvalOptions) -> Flags:
-    """Return what the flags set, in the form of a recipe."""
-    from kvtool.evaluation.evaluate import take_eval
-
-    flags = model_flags(options)
-    names = _given("--tasks", options.tasks, _split)
-    flags.set("--tasks", [{"task": name} for name in names], "eval", "tasks")
-    flags.set("--policy", _given("--policy", options.policy, split_policies), "policy")
-    flags.set("--budget", _given("--budget", options.budget, _split), "budget")
-    take_eval(
-        flags,
-        baseline=options.baseline,
-        limit=options.limit,
-        chat_template=options.chat_template,
-        max_length=options.max_length,
-        truncate=options.truncate,
-        query_agnostic=options.query_agnostic,
-        keep_question=options.keep_question,
-        prefill=options.prefill,
-        shared_prefill=options.shared_prefill,
-        within=options.within,
-    )
-    return flags
-
-
-def _task_flags(options: EvalOptions) -> TaskFlags:
-    from kvtool.evaluation.tasks.selection import TaskFlags, parse_data
-
-    values = {name: getattr(options, name) for name in _TASK_SETTINGS}
-    return TaskFlags(values, parse_data(options.data))
+    return [*_least(options), *options.gates()]
 
 
 def _given(flag: str, texts: list[str], split: Callable[[list[str]], list[str]]) -> list[str]:

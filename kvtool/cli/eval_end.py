@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from typer import Exit
 
+from kvtool.calls.base_settings import RecipeSettings
+from kvtool.cli.options import in_order
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
 from kvtool.documents.files import expand
 from kvtool.errors import KvtoolError, UsageError
 
 if TYPE_CHECKING:
-    from kvtool.cli.eval_options import EvalOptions
+    from kvtool.calls.eval_settings import EvalSettings
     from kvtool.documents.results import GateResult, ResultsDocument
     from kvtool.evaluation.run.gates import Gate
 
@@ -34,7 +36,7 @@ class EvalWatcher(TerminalWatcher):
     """
 
     def __init__(
-        self, options: EvalOptions, terminal: Terminal, pictures: tuple[str, ...] | None
+        self, options: EvalSettings, terminal: Terminal, pictures: tuple[str, ...] | None
     ) -> None:
         super().__init__(terminal)
         self._options, self._pictures = options, pictures
@@ -74,7 +76,7 @@ class EvalWatcher(TerminalWatcher):
         _tell_failures(results, folder, terminal)
 
 
-def check_pictures(options: EvalOptions, wanted: Sequence[str] | None) -> tuple[str, ...] | None:
+def check_pictures(options: EvalSettings, wanted: Sequence[str] | None) -> tuple[str, ...] | None:
     """Return the formats of pictures, None for the default.
 
     Raises:
@@ -109,7 +111,7 @@ def exit_with(results: ResultsDocument) -> None:
 
 
 def rescore_run(
-    options: EvalOptions, policies: Sequence[str], gates: Sequence[Gate], terminal: Terminal
+    options: EvalSettings, policies: Sequence[str], gates: Sequence[Gate], terminal: Terminal
 ) -> None:
     """Score the stored answers of a run anew.
 
@@ -145,13 +147,15 @@ def _import_policies(policies: Sequence[str]) -> None:
         parse_policy(text)
 
 
-def _refuse_others(options: EvalOptions) -> None:
+def _refuse_others(options: EvalSettings) -> None:
     """Refuse flags that a run's own files answer already."""
     plain = type(options)(rescore=options.rescore)
+    shared = {each.name for each in fields(RecipeSettings)}
+    names = [each.name for each in in_order(type(options)) if each.name not in _FOR_RESCORE]
     given = [
         "the recipe" if name == "recipe" else f"--{name.replace('_', '-')}"
-        for name in (field.name for field in fields(options))
-        if name not in _FOR_RESCORE and getattr(options, name) != getattr(plain, name)
+        for name in sorted(names, key=lambda name: name not in shared)
+        if getattr(options, name) != getattr(plain, name)
     ]
     if given:
         raise UsageError(f"--rescore takes a run as it is; leave out {', '.join(given)}")

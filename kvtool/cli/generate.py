@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer import Exit
 
-from kvtool.cli.generate_options import GenerateOptions
+from kvtool.calls.settings import GenerationSettings
 from kvtool.cli.generated import listen, show
 from kvtool.cli.interruption import Interruption
 from kvtool.cli.many_prompts import answer_many
@@ -15,7 +15,7 @@ from kvtool.cli.watching import TerminalWatcher
 from kvtool.errors import UsageError
 
 
-def generate(options: GenerateOptions, terminal: Terminal) -> None:
+def generate(options: GenerationSettings, terminal: Terminal) -> None:
     """Generate text under a KV-cache budget.
 
     Without a prompt, a built-in one plants a code in a long text and asks for it.
@@ -37,12 +37,11 @@ def generate(options: GenerateOptions, terminal: Terminal) -> None:
         _answer(options, terminal)
 
 
-def _answer(options: GenerateOptions, terminal: Terminal) -> None:
+def _answer(options: GenerationSettings, terminal: Terminal) -> None:
     from kvtool.calls.generate import prepare_generation
-    from kvtool.calls.settings import GenerationSettings
 
     watcher = TerminalWatcher(terminal)
-    run = prepare_generation(options.settings(GenerationSettings), watcher)
+    run = prepare_generation(options, watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return

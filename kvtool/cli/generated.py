@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvtool.calls.base_settings import OutputSettings
 from kvtool.calls.listener import Listener
 from kvtool.cli.interruption import Interruption
-from kvtool.cli.options import OutputOptions
 from kvtool.cli.output import render, write_data
 from kvtool.cli.terminal import Terminal, tell
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from kvtool.documents.generation import GenerationDocument
 
 
-def text_on_stdout(options: OutputOptions) -> bool:
+def text_on_stdout(options: OutputSettings) -> bool:
     """Tell whether the data on stdout is the text itself."""
     return options.choose_format("text") == "text" and options.output_path is None
 
 
 def listen(
-    options: OutputOptions, stream: bool | None, terminal: Terminal, interrupted: Interruption
+    options: OutputSettings, stream: bool | None, terminal: Terminal, interrupted: Interruption
 ) -> Listener:
     """Return what prints answers.
 
@@ -42,7 +42,7 @@ def listen(
 
 def show(
     document: GenerationDocument,
-    options: OutputOptions,
+    options: OutputSettings,
     terminal: Terminal,
     interrupted: Interruption,
 ) -> None:
@@ -54,7 +54,7 @@ def show(
 
 
 def _choose_stream(
-    options: OutputOptions, wanted: bool | None, terminal: Terminal
+    options: OutputSettings, wanted: bool | None, terminal: Terminal
 ) -> Callable[[str], Any] | None:
     """Return what takes the text as it comes: stdout if text is the data there, else stderr."""
     if text_on_stdout(options) and (terminal.interactive if wanted is None else wanted):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from typer import Exit
 
-from kvtool.cli.generate_options import GenerateOptions
+from kvtool.calls.settings import GenerationSettings
 from kvtool.cli.interruption import Interruption
 from kvtool.cli.output import write_configuration
 from kvtool.cli.terminal import Terminal
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtool.documents.answers import AnswerLine
 
 
-def answer_many(options: GenerateOptions, terminal: Terminal) -> None:
+def answer_many(options: GenerationSettings, terminal: Terminal) -> None:
     """Answer the prompts of a file: in order on stdout, or as they end into a file."""
     form = options.choose_format("text")
     if form == "yaml" and not options.dry_run:
@@ -29,11 +29,10 @@ def answer_many(options: GenerateOptions, terminal: Terminal) -> None:
 
     if listed_policies(options.policy):
         raise UsageError(f"--prompts takes one policy, got `{options.policy}`")
-    from kvtool.calls.lined_up import PromptsSettings
     from kvtool.calls.prompts import prepare_prompts
 
     watcher = TerminalWatcher(terminal)
-    run = prepare_prompts(options.settings(PromptsSettings), watcher)
+    run = prepare_prompts(options, watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return
@@ -74,7 +73,7 @@ def _print(
 
 def _write(
     run: PromptsRun,
-    options: GenerateOptions,
+    options: GenerationSettings,
     terminal: Terminal,
     watcher: TerminalWatcher,
     interrupted: Interruption,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.options import Format, OutputOptions
+from kvtool.calls.base_settings import Format, OutputSettings
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import write_text
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvtool.documents.document import Document, ShownDocument
 
 
-def write_data(text: str, options: OutputOptions, terminal: Terminal) -> None:
+def write_data(text: str, options: OutputSettings, terminal: Terminal) -> None:
     """Write to the output file, atomically, or to stdout."""
     if options.output_path is None:
         terminal.write(text)
@@ -26,7 +26,7 @@ def render(document: Document, form: Format, text: str) -> str:
     return {"json": document.to_json, "yaml": document.to_yaml, "text": lambda: text}[form]()
 
 
-def write_shown(document: ShownDocument, options: OutputOptions, terminal: Terminal) -> None:
+def write_shown(document: ShownDocument, options: OutputSettings, terminal: Terminal) -> None:
     """Write a document: as tables and pictures on a terminal, as YAML in a pipe or a file."""
     shown = terminal.interactive and options.output_path is None
     form = options.choose_format("text" if shown else "yaml")
@@ -39,7 +39,7 @@ def write_shown(document: ShownDocument, options: OutputOptions, terminal: Termi
     write_data(render(document, form, text), options, terminal)
 
 
-def write_configuration(configuration: Any, options: OutputOptions, terminal: Terminal) -> None:
+def write_configuration(configuration: Any, options: OutputSettings, terminal: Terminal) -> None:
     """Print what a command would do: JSON if asked for, YAML else; say what memory it would take.
 
     Args:

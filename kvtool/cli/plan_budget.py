@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvtool.calls.plan_settings import PlanSettings
 from kvtool.cli.output import write_configuration, write_shown
-from kvtool.cli.plan_options import PlanOptions, check_paths
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
+from kvtool.documents.files import check_writable
+from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
 
 
-def plan_budget(options: PlanOptions, terminal: Terminal) -> None:
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+def plan_budget(options: PlanSettings, terminal: Terminal) -> None:
     """Plan budgets of all layers for a target: tokens, a share of the prompt, or bytes.
 
     Weights are never loaded.
     """
-    settings = options.settings()
+    _ = options.target
     check_paths(options)
     from kvtool.calls.plan import prepare_plan
 
     watcher = TerminalWatcher(terminal)
-    run = prepare_plan(settings, watcher)
+    run = prepare_plan(options, watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return
@@ -34,17 +39,31 @@ def plan_budget(options: PlanOptions, terminal: Terminal) -> None:
         _note_command(command, options, terminal)
 
 
-def _note_command(command: str, options: PlanOptions, terminal: Terminal) -> None:
+def _note_command(command: str, options: PlanSettings, terminal: Terminal) -> None:
     saved = "-o plan.yaml writes it" if terminal.interactive else "what stands on stdout"
     where = "" if options.output_path else f" (plan.yaml: {saved})"
     terminal.note(f"run it{where}, with --prompt-file FILE for a text of yours:")
     terminal.note(f"  {command}")
 
 
-def _write(document: PlanDocument, options: PlanOptions, terminal: Terminal) -> None:
+def _write(document: PlanDocument, options: PlanSettings, terminal: Terminal) -> None:
     if options.plot_path is not None:
         from kvtool.report.plans import draw_plan
 
         draw_plan(document, options.plot_path)
         terminal.note(f"wrote {options.plot_path}")
     write_shown(document, options, terminal)
+
+
+def check_paths(options: PlanSettings) -> None:
+    """Refuse files that could not be written at the end."""
+    options.check_output()
+    path = options.plot_path
+    if path is None:
+        return
+    from kvtool.extras import require
+
+    if path.suffix.lower() not in _PICTURES:
+        raise UsageError(f"--plot must end in {', '.join(_PICTURES)}, got `{options.plot}`")
+    check_writable(path, "--plot")
+    require("plots", needed_by="--plot")

@@ -6,11 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
-
-from kvtool.cli.options import OutputOptions
+from kvtool.calls.base_settings import OutputSettings
 from kvtool.cli.output import write_data
 from kvtool.cli.terminal import Terminal
+from kvtool.documents.settings import Flag
 from kvtool.errors import PolicyError, UsageError
 
 if TYPE_CHECKING:
@@ -22,20 +21,20 @@ _OWN = "a score of your own goes wherever a base does: my_package.my_module:MySc
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoliciesOptions(OutputOptions):
-    """Options of `kvtool policies`."""
+class PoliciesSettings(OutputSettings):
+    """What `kvtool policies` is asked."""
 
     name: Annotated[
         str | None,
-        Argument(metavar="[NAME]", help="A policy or modifier, or a score as MODULE:CLASS."),
+        Flag(metavar="[NAME]", help="A policy or modifier, or a score as MODULE:CLASS."),
     ] = None
     check: Annotated[
         bool,
-        Option("--check", help="Hold the policy against the contract, on a small random model."),
+        Flag("--check", help="Hold the policy against the contract, on a small random model."),
     ] = False
 
 
-def policies(options: PoliciesOptions, terminal: Terminal) -> None:
+def policies(options: PoliciesSettings, terminal: Terminal) -> None:
     """List policies and modifiers with their parameters, tell all of one, or check one."""
     options.check_output()
     if options.check:
@@ -50,7 +49,7 @@ def policies(options: PoliciesOptions, terminal: Terminal) -> None:
         _list(options, terminal)
 
 
-def _list(options: PoliciesOptions, terminal: Terminal) -> None:
+def _list(options: PoliciesSettings, terminal: Terminal) -> None:
     from kvtool.cli.policy_tables import AllPolicies
     from kvtool.policies.table import describe
 
@@ -60,7 +59,7 @@ def _list(options: PoliciesOptions, terminal: Terminal) -> None:
         terminal.note(_OWN)
 
 
-def _check(options: PoliciesOptions, terminal: Terminal) -> None:
+def _check(options: PoliciesSettings, terminal: Terminal) -> None:
     """Check one policy; exit 1 where it fails."""
     if options.name is None:
         raise UsageError(
@@ -85,7 +84,7 @@ def _data(one: About) -> dict[str, Any]:
     }
 
 
-def _write(data: Any, table: RenderableType, options: PoliciesOptions, terminal: Terminal) -> None:
+def _write(data: Any, table: RenderableType, options: PoliciesSettings, terminal: Terminal) -> None:
     form = options.choose_format("text")
     if form == "text" and terminal.interactive and options.output_path is None:
         terminal.print(table)

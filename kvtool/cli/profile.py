@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvtool.calls.profile_settings import ProfileSettings
 from kvtool.cli.output import write_configuration, write_shown
-from kvtool.cli.profile_options import ProfileOptions
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher
 from kvtool.documents.files import check_unicode, check_writable
-from kvtool.documents.flags import MODEL_SETTINGS
 from kvtool.errors import UsageError
 from kvtool.evaluation.profile_request import ProfileRequest, read_request
 from kvtool.models.folder import REFERENCE, check_folder
@@ -19,13 +18,12 @@ from kvtool.transformers_versions import check_transformers
 
 if TYPE_CHECKING:
     from kvtool.evaluation.profile import Profiled
-    from kvtool.models.attached import ModelSource
 from kvtool.profiling.names import parse_metrics
 
 _PICTURES = (".png", ".svg", ".pdf")
 
 
-def profile(options: ProfileOptions, terminal: Terminal) -> None:
+def profile(options: ProfileSettings, terminal: Terminal) -> None:
     """Measure how each layer uses its cache: what plan-budget makes budgets of."""
     options = _with_defaults(options)
     check_alone("profile")
@@ -37,12 +35,12 @@ def profile(options: ProfileOptions, terminal: Terminal) -> None:
     check_transformers()
     from kvtool.evaluation.profile import run_profile
 
-    source, watcher = _source(options), TerminalWatcher(terminal)
+    source, watcher = options.source(), TerminalWatcher(terminal)
     profiled = run_profile(request, source, heads_path=options.heads_path, watcher=watcher)
     _write(profiled, options, terminal)
 
 
-def _with_defaults(options: ProfileOptions) -> ProfileOptions:
+def _with_defaults(options: ProfileSettings) -> ProfileSettings:
     return replace(
         options,
         dtype=options.dtype or "auto",
@@ -52,14 +50,7 @@ def _with_defaults(options: ProfileOptions) -> ProfileOptions:
     )
 
 
-def _source(options: ProfileOptions) -> ModelSource:
-    from kvtool.models.attached import ModelSource
-
-    settings = {name: getattr(options, name, None) for name in MODEL_SETTINGS}
-    return ModelSource(options.model, settings, options.trust_remote_code)
-
-
-def _write(profiled: Profiled, options: ProfileOptions, terminal: Terminal) -> None:
+def _write(profiled: Profiled, options: ProfileSettings, terminal: Terminal) -> None:
     document = profiled.document
     if options.plot_path is not None:
         from kvtool.report.profiles import draw_profile
@@ -69,7 +60,7 @@ def _write(profiled: Profiled, options: ProfileOptions, terminal: Terminal) -> N
     write_shown(document, options, terminal)
 
 
-def _check_paths(options: ProfileOptions, terminal: Terminal) -> None:
+def _check_paths(options: ProfileSettings, terminal: Terminal) -> None:
     """Refuse what could not be read or written, without importing torch."""
     metrics = parse_metrics(options.metrics)
     options.check_output()
@@ -92,7 +83,7 @@ def _check_paths(options: ProfileOptions, terminal: Terminal) -> None:
         terminal.note("note: the key bases go to a file beside the profile; name it, -o FILE")
 
 
-def _read_request(options: ProfileOptions) -> ProfileRequest:
+def _read_request(options: ProfileSettings) -> ProfileRequest:
     budgets = options.budgets.split(",") if options.budgets else None
     return read_request(
         options.metrics,
@@ -106,7 +97,7 @@ def _read_request(options: ProfileOptions) -> ProfileRequest:
     )
 
 
-def _configuration(options: ProfileOptions, request: ProfileRequest) -> dict[str, Any]:
+def _configuration(options: ProfileSettings, request: ProfileRequest) -> dict[str, Any]:
     """Return what a dry run prints."""
     plan = request.plan
     settings: dict[str, Any] = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typer import Exit
 
 from kvtool.calls.listener import Listener
-from kvtool.cli.generate_options import GenerateOptions
+from kvtool.calls.settings import GenerationSettings
 from kvtool.cli.interruption import Interruption
 from kvtool.cli.output import write_configuration, write_data
 from kvtool.cli.terminal import Terminal
@@ -15,7 +15,9 @@ from kvtool.cli.watching import TerminalWatcher
 from kvtool.errors import UsageError
 
 
-def set_side_by_side(policies: Sequence[str], options: GenerateOptions, terminal: Terminal) -> None:
+def set_side_by_side(
+    policies: Sequence[str], options: GenerationSettings, terminal: Terminal
+) -> None:
     """Answer a prompt with the full cache and two policies, and show what these kept."""
     if options.choose_format("text") != "text":
         raise UsageError(
@@ -23,11 +25,10 @@ def set_side_by_side(policies: Sequence[str], options: GenerateOptions, terminal
             "policies give several",
             hint="run one policy at a time",
         )
-    from kvtool.calls.settings import GenerationSettings
     from kvtool.calls.side_by_side import prepare_side_by_side
 
     watcher = TerminalWatcher(terminal)
-    runs = prepare_side_by_side(options.settings(GenerationSettings), policies, watcher)
+    runs = prepare_side_by_side(options, policies, watcher)
     if options.dry_run:
         write_configuration(runs.describe(), options, terminal)
         return

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
+from kvtool.documents.settings import MODEL_SETTINGS, settings_of
 from kvtool.errors import UsageError
-
-MODEL_SETTINGS = (
-    "revision",
-    "dtype",
-    "device",
-    "device_map",
-    "tensor_parallel",
-    "attn_implementation",
-)
-"""Keys of a recipe's `model` beside its `id`."""
+from kvtool.sizes import parse_count
 
 
 class Flags:
@@ -74,3 +66,22 @@ class Flags:
                     "budgets",
                     hint="leave out one of them, or make another plan with kvtool plan-budget",
                 )
+
+
+def flags_of(settings: Any) -> Flags:
+    """Return what settings set in a recipe: every field whose flag has a place there."""
+    flags = Flags()
+    for each in settings_of(type(settings)):
+        key, value = each.flag.key, getattr(settings, each.name)
+        if key is None or value is None:
+            continue
+        if each.flag.is_switch:
+            if value:
+                flags.set(each.flag.names, each.flag.sets, *key.split("."))
+            continue
+        if isinstance(value, str) and int in get_args(each.type):
+            value = parse_count(value)
+        if not isinstance(value, (str, bool, int, float, list)):
+            value = str(value)
+        flags.set(f"--{each.flag.name.replace('_', '-')} {value}", value, *key.split("."))
+    return flags

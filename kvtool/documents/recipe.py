@@ -13,7 +13,6 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    StringConstraints,
     Tag,
     WrapValidator,
     model_validator,
@@ -23,6 +22,7 @@ from kvtool.documents.budget_choice import BudgetChoice, BudgetMapping, budgets_
 from kvtool.documents.claim import Claim
 from kvtool.documents.document import Document, TokenCount
 from kvtool.documents.policy_choice import PolicyChoice
+from kvtool.documents.settings import ModelFields, Name
 from kvtool.documents.shapes import BY_SHAPE, MAPPING, MOST, SHORT, RecipeSection, counted, listed
 from kvtool.documents.verdict import WITHIN
 from kvtool.sizes import (
@@ -33,21 +33,16 @@ from kvtool.sizes import (
     spell_prefill,
 )
 
-Name = Annotated[str, StringConstraints(min_length=1)]
 Tokens = Annotated[TokenCount, BeforeValidator(counted)]
 Listed = BeforeValidator(listed)
 
 
-class ModelChoice(RecipeSection):
-    """Which model runs, and how; the bundled reference model if there is no `id`."""
-
+class _Named:
     id: Name | None = None
-    revision: Name | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: Name = "auto"
-    device_map: Name | None = None
-    tensor_parallel: bool = False
-    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+
+
+class ModelChoice(RecipeSection, ModelFields, _Named):
+    """Which model runs, and how; the bundled reference model if there is no `id`."""
 
     refused_keys: ClassVar[dict[str, str]] = {
         "trust_remote_code": "no file can allow this; pass the flag --trust-remote-code"
@@ -204,6 +199,13 @@ class Recipe(Document):
     output: Output = Field(default_factory=Output)
     claim: Claim | None = None
     seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)] = 0
+
+    def at(self, key: str) -> Any:
+        """Return the value at a place such as `model.dtype`."""
+        value: Any = self
+        for name in key.split("."):
+            value = getattr(value, name)
+        return value
 
     def policies(self) -> list[str]:
         """Return the policy strings, each with every modifier; empty if there is no policy."""

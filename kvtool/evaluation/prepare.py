@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from kvtool.evaluation.tasks.selection import hub_data
 from kvtool.model_shape import stored_dtype, trained_length
 from kvtool.models.attached import ModelSource
 from kvtool.models.chat import make_frame
-from kvtool.models.load import Loaded
 from kvtool.models.notes import handful_note, length_note
 from kvtool.models.placement import check_attention, resolve_device, resolve_dtype
 from kvtool.planning.derived import check_derived
@@ -104,17 +103,17 @@ def needs_in_words(description: Json) -> list[str]:
 def prepare(
     comparison: Comparison,
     folder: str | None,
+    source: ModelSource | None = None,
     *,
     watcher: Watcher,
-    trust_remote_code: bool = False,
-    loaded: Loaded | None = None,
 ) -> Prepared:
     """Check model, folder and budgets, and draw all samples, for which a tokenizer is enough.
 
     Args:
         folder: of the run; None: that of the recipe, or one under `runs/` named after the work.
+        source: where the model comes from, and whether its code may run; the recipe names it and
+            says how it is loaded.
         watcher: is told what a person should know before it begins.
-        loaded: the model, where somebody has loaded it already.
 
     Raises:
         UsageError, KvtoolError: the first of these that is wrong.
@@ -133,7 +132,8 @@ def prepare(
         watcher.note("arms read a prompt together where they can, and share its seconds")
     place = run_folder(comparison, folder)
     settings = comparison.recipe.model.model_dump(exclude={"id"})
-    model = ModelSource(comparison.recipe.model.id, settings, trust_remote_code, loaded)
+    source = ModelSource(None) if source is None else source
+    model = replace(source, name=comparison.recipe.model.id, settings=settings)
     dtype = _check_model(model, comparison.recipe.model)
     watcher.note_any(model.note())
     tokenizer, config = model.tokenizer()

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from kvtool.cache.files.tensor_file import digest_of_file, write_tensors
-from kvtool.documents.flags import MODEL_SETTINGS
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.profile import HeadsFile, Metrics, ProfileDocument
+from kvtool.documents.settings import MODEL_SETTINGS
 from kvtool.errors import UsageError
 from kvtool.evaluation.profile_request import ProfileRequest, read_request
 from kvtool.evaluation.run.environment import without_home

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from kvtool.calls.fingerprints import ELSEWHERE, settings_digest, shared_fingerprint
-from kvtool.calls.lined_up import PromptsSettings
 from kvtool.calls.request import Request
+from kvtool.calls.settings import GenerationSettings
 from kvtool.evaluation.run import fingerprint
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
@@ -23,9 +23,9 @@ OTHER_REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(PromptsSettings)])
+@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(GenerationSettings)])
 def test_every_setting_counts_but_those_that_count_elsewhere(name):
-    settings = PromptsSettings()
+    settings = GenerationSettings()
     other = dataclasses.replace(settings, **{name: "another"})
     differs = settings_digest(other, REQUEST) != settings_digest(settings, REQUEST)
     assert differs is (name not in ELSEWHERE)
@@ -33,28 +33,30 @@ def test_every_setting_counts_but_those_that_count_elsewhere(name):
 
 def test_a_setting_that_is_added_counts():
     added = dataclasses.make_dataclass(
-        "Added", [("top_p", float, 1.0)], bases=(PromptsSettings,), frozen=True, kw_only=True
+        "Added", [("top_p", float, 1.0)], bases=(GenerationSettings,), frozen=True, kw_only=True
     )
     assert settings_digest(added(), REQUEST) != settings_digest(added(top_p=0.5), REQUEST)
-    assert {each.name for each in dataclasses.fields(PromptsSettings)} >= ELSEWHERE
+    assert {each.name for each in dataclasses.fields(GenerationSettings)} >= ELSEWHERE
 
 
 @pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(Request)])
 def test_every_part_of_a_request_counts_but_its_prompt(name):
     if name in ("prompt", "source"):
         other = dataclasses.replace(REQUEST, **{name: "another"})
-        assert settings_digest(PromptsSettings(), other) == settings_digest(
-            PromptsSettings(), REQUEST
+        assert settings_digest(GenerationSettings(), other) == settings_digest(
+            GenerationSettings(), REQUEST
         )
         return
     if name == "plan":
         return  # tests/cli/test_many_prompts.py edits one
     other = dataclasses.replace(REQUEST, **{name: OTHER_REQUESTS[name]})
-    assert settings_digest(PromptsSettings(), other) != settings_digest(PromptsSettings(), REQUEST)
+    assert settings_digest(GenerationSettings(), other) != settings_digest(
+        GenerationSettings(), REQUEST
+    )
 
 
 def test_one_weight_the_tokenizer_and_the_code_count(monkeypatch):
-    settings = PromptsSettings()
+    settings = GenerationSettings()
     loaded = load()
     before = shared_fingerprint(settings, REQUEST, loaded)
     assert shared_fingerprint(settings, REQUEST, load()) == before

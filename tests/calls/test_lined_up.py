@@ -1,7 +1,8 @@
 """Prompts that are lined up for their rows."""
 
-from kvtool.calls.lined_up import PromptsSettings, line_up
+from kvtool.calls.lined_up import line_up
 from kvtool.calls.request import Request
+from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.prompts import AskedPrompt
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
@@ -23,7 +24,7 @@ def test_a_text_beyond_the_models_positions_is_told_of_once():
     request = Request(None, "a list", parse_policy("h2o"), Budget.parse(24), "full")
     prompts = [AskedPrompt(prompt="The old lamp", max_new_tokens=new) for new in (5, 9000, 9000)]
     notes = Notes()
-    lined, _ = line_up(PromptsSettings(), request, load(), prompts, {}, notes, None)
+    lined, _ = line_up(GenerationSettings(), request, load(), prompts, {}, notes, None)
     assert [each.max_new_tokens for each in lined] == [5, 9000, 9000]
     sizes = [each.row_bytes for each in lined]
     assert 0 < sizes[0] < sizes[1] == sizes[2]  # of 11 tokens, and of the whole budget

@@ -253,16 +253,16 @@ def test_a_recipe_does_not_import_what_it_names(kvtool, tmp_path, package, polic
 
 
 def test_a_recipe_in_python_may_name_code_and_one_in_a_file_may_not(kvtool, tmp_path):
+    from kvtool.calls.resolve import resolve_settings
     from kvtool.calls.settings import GenerationSettings
-    from kvtool.calls.settle import settle
     from kvtool.documents.given import document_of
 
     recipe = {"kind": "recipe", "schema_version": 1, "policy": POLICY, "budget": 32}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(recipe))
     typed = GenerationSettings(recipe=document_of(recipe, "a recipe"))
-    assert settle(typed, "kvtool generate")[0].policy == POLICY
+    assert resolve_settings(typed, "kvtool generate")[0].policy == POLICY
     with pytest.raises(UsageError, match=r"own\.yaml` names policy"):
-        settle(GenerationSettings(recipe="own.yaml"), "kvtool generate")
+        resolve_settings(GenerationSettings(recipe="own.yaml"), "kvtool generate")
 
 
 def test_the_pairs_of_a_claim_import_nothing(kvtool, tmp_path):

@@ -1,4 +1,4 @@
-"""Recipe, plan and settings of `generate` and `compress` put together."""
+"""Resolve the settings of `generate` and `compress`: flags over recipe and plan, then defaults."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.calls.prompt import check_stdin
 from kvtool.calls.settings import PromptSettings
-from kvtool.documents.flags import MODEL_SETTINGS, Flags
+from kvtool.documents.flags import flags_of
+from kvtool.documents.settings import settings_of
 from kvtool.errors import UsageError
 from kvtool.policies.imported import check_imported
-from kvtool.sizes import parse_count
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
     from kvtool.documents.recipe import Recipe
 
-_DRAWING = ("max_new_tokens", "temperature", "stop")  # settings of generate alone
-
 Prompted = TypeVar("Prompted", bound="PromptSettings")
 
 
-def settle(settings: Prompted, command: str) -> tuple[Prompted, PlanDocument | None]:
+def resolve_settings(settings: Prompted, command: str) -> tuple[Prompted, PlanDocument | None]:
     """Fill in what no flag says: from the recipe or plan, else from the defaults of recipes.
 
     Args:
@@ -38,30 +36,16 @@ def settle(settings: Prompted, command: str) -> tuple[Prompted, PlanDocument | N
     check_stdin(settings)
     if settings.recipe is None and not settings.set and not settings.unset:
         values = _values(Recipe(), settings)
-        given = {name: getattr(settings, name) for name in values}
+        unset = {k: v for k, v in values.items() if getattr(settings, k) in (None, [])}
         _check_allocator(settings)
-        filled = {k: values[k] if v in (None, []) else v for k, v in given.items()}
-        return replace(settings, **filled), None
+        return replace(settings, **unset), None
     from kvtool.documents.resolve import resolve
     from kvtool.documents.source import read_source
 
-    policy = settings.policy
-    flags = Flags()
-    flags.take_model(settings.model, {name: getattr(settings, name) for name in MODEL_SETTINGS})
-    flags.take("seed", settings.seed)
-    flags.take("allocator", settings.allocator)
-    flags.take("policy", None if policy is None else str(policy))
-    for name in ("budget", "prefill"):
-        flags.take(name, getattr(settings, name))
-    for name in _DRAWING:
-        value = getattr(settings, name, None)
-        if isinstance(value, str):
-            value = parse_count(value)
-        flags.set(f"--{name.replace('_', '-')} {value}", value, "generation", name)
-    recipe = settings.recipe
+    policy, recipe = settings.policy, settings.recipe
     resolved = resolve(
         read_source(recipe, option="recipe or plan") if isinstance(recipe, str) else recipe,
-        flags,
+        flags_of(settings),
         sets=settings.set,
         unsets=settings.unset,
         command=command,
@@ -77,20 +61,16 @@ def settle(settings: Prompted, command: str) -> tuple[Prompted, PlanDocument | N
 
 
 def _values(recipe: Recipe, settings: PromptSettings) -> dict[str, Any]:
-    """Return the settings that a recipe sets."""
-    model, drawn = recipe.model, recipe.generation
-    tokens = None if drawn.max_new_tokens is None else str(drawn.max_new_tokens)
-    values = {
-        "model": model.id,
-        **model.model_dump(exclude={"id"}),
+    """Return the settings that a recipe sets, each from its place there."""
+    only = {
         "policy": _only(recipe.policies(), "policies", "--policy"),
-        "allocator": recipe.allocator,
         "budget": _only([str(budget) for budget in recipe.budgets()], "budgets", "--budget"),
-        "prefill": recipe.prefill,
-        "seed": recipe.seed,
     }
-    drawing = dict(zip(_DRAWING, (tokens, drawn.temperature, drawn.stop), strict=True))
-    return values | {name: value for name, value in drawing.items() if hasattr(settings, name)}
+    return {
+        each.name: only[each.flag.key] if each.flag.key in only else recipe.at(each.flag.key)
+        for each in settings_of(type(settings))
+        if each.flag.key is not None
+    }
 
 
 def _check_allocator(settings: PromptSettings) -> None:

@@ -1,4 +1,4 @@
-"""Options of `kvtool profile`."""
+"""The settings of `kvtool profile`."""
 
 from __future__ import annotations
 
@@ -6,33 +6,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from typer import Option
-
-from kvtool.cli.options import ModelOptions
+from kvtool.calls.base_settings import ModelSettings
 from kvtool.documents.files import expand
+from kvtool.documents.settings import Flag
 from kvtool.evaluation.profile_request import POLICY, SHARES
 from kvtool.profiling.names import DEFAULT, METRICS
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileOptions(ModelOptions):
-    """Options of `kvtool profile`."""
+class ProfileSettings(ModelSettings):
+    """What is measured, on which texts."""
 
     data: Annotated[
         str,
-        Option("--data", metavar="FILE|HUB_ID|builtin", help="The texts that are read."),
+        Flag("--data", metavar="FILE|HUB_ID|builtin", help="The texts that are read."),
     ] = "builtin"
-    samples: Annotated[int, Option("--samples", min=1, metavar="N", help="How many texts.")] = 8
-    tokens: Annotated[
-        str, Option("--tokens", metavar="N", help="Tokens of each text (512, 4K).")
-    ] = "1024"
+    samples: Annotated[int, Flag("--samples", min=1, metavar="N", help="How many texts.")] = 8
+    tokens: Annotated[str, Flag("--tokens", metavar="N", help="Tokens of each text (512, 4K).")] = (
+        "1024"
+    )
     decode: Annotated[
         str,
-        Option("--decode", metavar="N", help="Tokens generated after each text where needed."),
+        Flag("--decode", metavar="N", help="Tokens generated after each text where needed."),
     ] = "128"
     metrics: Annotated[
         str,
-        Option(
+        Flag(
             "--metrics",
             metavar="NAME,..",
             help=f"What to measure: {', '.join(METRICS)}.",
@@ -40,18 +39,18 @@ class ProfileOptions(ModelOptions):
     ] = ",".join(DEFAULT)
     policy: Annotated[
         str | None,
-        Option("--policy", "-p", metavar="POLICY", help=f"Of output_error.  [default: {POLICY}]"),
+        Flag("--policy -p", metavar="POLICY", help=f"Of output_error.  [default: {POLICY}]"),
     ] = None
     budgets: Annotated[
         str | None,
-        Option(
+        Flag(
             "--budgets",
             metavar="SIZE,..",
             help=f"Of output_error, tokens or shares.  [default: {','.join(SHARES)}]",
         ),
     ] = None
     plot: Annotated[
-        str | None, Option("--plot", metavar="FILE", help="Draw the profile (.png, .svg, .pdf).")
+        str | None, Flag("--plot", metavar="FILE", help="Draw the profile (.png, .svg, .pdf).")
     ] = None
 
     @property

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvtool.documents.flags import MODEL_SETTINGS, Flags
+from kvtool.calls.eval_settings import EvalSettings
+from kvtool.calls.from_python import check_keywords, keywords_of, takes
+from kvtool.documents.flags import flags_of
 from kvtool.documents.given import document_of, is_document
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.results import ResultsDocument
 from kvtool.documents.source import Source
-from kvtool.evaluation.comparison import read_comparison
+from kvtool.evaluation.comparison import Comparison, read_comparison
 from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.tasks.selection import TaskFlags
 from kvtool.models.attached import ModelSource
@@ -20,7 +23,10 @@ from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher
 
+_TASK_SETTINGS = ("lengths", "depths", "samples", "prompts")
 
+
+@takes(EvalSettings, leave_out=("plan",))
 def evaluate(
     recipe: Any = None,
     folder: str | Path | None = None,
@@ -31,29 +37,9 @@ def evaluate(
     model: Any = None,
     tokenizer: Any = None,
     data: Mapping[str, str] | None = None,
-    lengths: Any = None,
-    depths: Any = None,
-    samples: int | None = None,
-    prompts: str | None = None,
-    limit: int | None = None,
-    baseline: bool | None = None,
-    query_agnostic: bool = False,
-    keep_question: bool = False,
-    chat_template: str | None = None,
-    max_length: int | None = None,
-    truncate: str | None = None,
-    prefill: str | None = None,
-    shared_prefill: bool = False,
-    allocator: str | None = None,
-    seed: int | None = None,
     fail_under: Mapping[str, float] | None = None,
-    max_drop: float | None = None,
-    within: float | None = None,
-    continue_on_error: bool = True,
-    overwrite: bool = False,
-    trust_remote_code: bool = False,
     watcher: Watcher | None = None,
-    **model_settings: Any,
+    **settings: Any,
 ) -> ResultsDocument:
     """Compare policies under budgets on benchmarks, in a folder that a broken-off run goes on in.
 
@@ -64,10 +50,9 @@ def evaluate(
         folder: of the run; None: that of the recipe, or one under `runs/`.
         tasks, policies, budgets: as `kvtool eval` takes them, in place of the recipe's.
         watcher: is told how it goes; by default nobody is.
-        model_settings: `revision`, `dtype`, `device`, `device_map`, `tensor_parallel`,
-            `attn_implementation`.
 
-    Every other argument is what the option of `kvtool eval` with its name is.
+    `settings` are those of `EvalSettings`; each is what the option of `kvtool eval` with its name
+    is.
 
     Returns:
         What `results.json` in the folder holds.
@@ -76,39 +61,21 @@ def evaluate(
         UsageError: settings that are wrong or do not go together.
         KvtoolError: data or weights that cannot be read, a folder that cannot be written.
     """
-    unknown = model_settings.keys() - set(MODEL_SETTINGS)
-    if unknown:
-        raise TypeError(f"evaluate() got an unexpected keyword argument {min(unknown)!r}")
+    check_keywords("evaluate", settings, keywords_of(EvalSettings, leave_out=("plan",)))
     source, named = _read(recipe)
     if source is not None or model is not None:
         named = model
     where = ModelSource.of(named, tokenizer)
-    flags = Flags()
-    flags.take_model(where.name, model_settings)
-    flags.take("seed", seed)
-    flags.take("allocator", allocator)
-    flags.set("--tasks", [{"task": name} for name in _listed(tasks)], "eval", "tasks")
-    flags.set("--policy", [_policy(policy) for policy in _listed(policies)], "policy")
-    flags.set("--budget", [_budget(budget) for budget in _listed(budgets)], "budget")
-    take_eval(
-        flags,
-        baseline=baseline,
-        limit=limit,
-        chat_template=chat_template,
-        max_length=max_length,
-        truncate=truncate,
-        query_agnostic=query_agnostic,
-        keep_question=keep_question,
-        prefill=prefill,
-        shared_prefill=shared_prefill,
-        within=within,
-    )
-    values = {"lengths": lengths, "depths": depths, "samples": samples, "prompts": prompts}
-    gates = [Gate(task, least=least) for task, least in (fail_under or {}).items()]
-    if max_drop is not None:
-        gates.append(Gate("*", max_drop=max_drop))
-    comparison = read_comparison(
-        source, flags, TaskFlags(values, data or {}), gates, command="kvtool.evaluate"
+    asked = EvalSettings(model=where.name, **settings)
+    comparison = compare(
+        asked,
+        source,
+        tasks=_listed(tasks),
+        policies=[_policy(policy) for policy in _listed(policies)],
+        budgets=[_budget(budget) for budget in _listed(budgets)],
+        data=data or {},
+        gates=[Gate(task, least=least) for task, least in (fail_under or {}).items()],
+        command="kvtool.evaluate",
     )
     watcher = Watcher() if watcher is None else watcher
     from kvtool.evaluation.measure import run_prepared
@@ -117,36 +84,49 @@ def evaluate(
     prepared = prepare(
         comparison,
         None if folder is None else str(folder),
+        replace(asked.source(), loaded=where.loaded),
         watcher=watcher,
-        trust_remote_code=trust_remote_code,
-        loaded=where.loaded,
     )
-    return run_prepared(prepared, watcher, overwrite=overwrite, stop_on_error=not continue_on_error)
+    overwrite, stop_on_error = asked.overwrite, not asked.continue_on_error
+    return run_prepared(prepared, watcher, overwrite=overwrite, stop_on_error=stop_on_error)
 
 
-def take_eval(
-    flags: Flags,
+def compare(
+    settings: EvalSettings,
+    source: Source | PlanDocument | None,
     *,
-    query_agnostic: bool,
-    keep_question: bool,
-    shared_prefill: bool,
-    prefill: str | None,
-    **settings: Any,
-) -> None:
-    """Set what flags say of a recipe's `eval`, and how prompts are fed.
+    tasks: list[str],
+    policies: list[str],
+    budgets: list[Any],
+    data: Mapping[str, str],
+    gates: list[Gate],
+    command: str,
+) -> Comparison:
+    """Return what is compared, by a recipe or plan and the settings over it.
 
     Args:
-        settings: keys of `eval` under their own names.
+        source: a recipe or a plan, None for neither.
+        data: of tasks by name.
+        gates: those that settings name by task.
+        command: as typed, for errors.
+
+    Raises:
+        DocumentError, UsageError: every mistake that shows without the model.
     """
-    for name, value in settings.items():
-        flags.take(name, value, "eval")
-    if query_agnostic:
-        flags.set("--query-agnostic", False, "eval", "query_aware")
-    if keep_question:
-        flags.set("--keep-question", True, "eval", "keep_question")
-    if shared_prefill:
-        flags.set("--shared-prefill", True, "eval", "shared_prefill")
-    flags.take("prefill", prefill)
+    flags = flags_of(settings)
+    flags.set("--tasks", [{"task": name} for name in tasks], "eval", "tasks")
+    flags.set("--policy", policies, "policy")
+    flags.set("--budget", budgets, "budget")
+    values = {name: getattr(settings, name) for name in _TASK_SETTINGS}
+    return read_comparison(
+        source,
+        flags,
+        TaskFlags(values, data),
+        [*gates, *settings.gates()],
+        sets=settings.set,
+        unsets=settings.unset,
+        command=command,
+    )
 
 
 def _read(given: Any) -> tuple[Source | PlanDocument | None, Any]:

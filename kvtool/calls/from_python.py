@@ -1,14 +1,15 @@
-"""What a Python call is given, made into settings: the mistakes that only Python can make."""
+"""Make settings of what a Python call is given, and refuse mistakes that only Python can make."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from kvtool.calls.settings import CompressionSettings, PromptSettings
-from kvtool.documents.flags import MODEL_SETTINGS
+from kvtool.calls.settings import PromptSettings
+from kvtool.documents.settings import ModelFields, Setting, settings_of
 from kvtool.errors import UsageError, did_you_mean, quote
 from kvtool.sizes import LARGEST_SEED, Budget
 
@@ -28,69 +29,96 @@ class Unsaid(Enum):
 
 UNSAID = Unsaid.UNSAID
 Settings = TypeVar("Settings", bound=PromptSettings)
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 _FILES = ("prompt_file", "save", "show")
-_CHOICES = {
-    "chat_template": ("auto", "on", "off"),
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "attn_implementation": ("auto", "eager", "sdpa", "flash_attention_2"),
-}
 
 
-def given_settings(
-    kind: type[Settings],
-    model: Any,
-    tokenizer: Any,
-    model_settings: Mapping[str, Any],
-    *,
-    plan: Any,
-    **given: Any,
+def takes(kind: type, leave_out: Sequence[str] = ()) -> Callable[[Call], Call]:
+    """Show the settings of a kind as keywords of a call, beside those that it names itself."""
+
+    def mark(call: Call) -> Call:
+        signature = inspect.signature(call)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=() if each.default == [] else each.default,
+                annotation=each.type,
+            )
+            for name, each in keywords_of(kind, leave_out).items()
+            if name not in signature.parameters
+        ]
+        typed: Any = call
+        typed.__signature__ = signature.replace(parameters=[*own, *more])
+        return call
+
+    return mark
+
+
+def keywords_of(kind: type, leave_out: Sequence[str] = ()) -> dict[str, Setting]:
+    """Return the settings that a Python call takes, by keyword."""
+    found = {each.flag.python or each.name: each for each in settings_of(kind)}
+    return {
+        name: each
+        for name, each in found.items()
+        if each.flag.python is not None and name not in leave_out
+    }
+
+
+def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a keyword that a call does not take.
+
+    Raises:
+        TypeError: there is one.
+    """
+    unknown = {*given} - {*known}
+    if unknown:
+        raise TypeError(f"{call}() got an unexpected keyword argument {min(unknown)!r}")
+
+
+def from_python(
+    kind: type[Settings], call: str, model: Any, tokenizer: Any, **given: Any
 ) -> Settings:
     """Return what a call is asked to do, in the form in which a command is asked.
 
     Args:
         kind: of settings.
+        call: its name.
         model: a name, a path or a loaded model (then with its tokenizer).
-        plan: a plan or recipe as a document, its data or its file.
-        given: the other settings by name.
+        given: the other settings by keyword.
 
     Raises:
-        TypeError: a model setting that there is not.
+        TypeError: a keyword that there is not.
         UsageError: a value of a type that means nothing here.
     """
-    check_model_settings(model_settings, "compress" if kind is CompressionSettings else "generate")
+    own = ("prompts", "memory", "skip_bad")  # of `generate_many`
+    known = keywords_of(kind)
+    check_keywords(call, given, [*known, *own])
     from kvtool.models.attached import ModelSource
 
     source = ModelSource.of(model, tokenizer)
-    named = dict(model_settings)
-    named["dtype"] = spell_dtype(named.get("dtype"))
-    check_choice("dtype", named["dtype"])
-    check_choice("attn_implementation", named.get("attn_implementation"))
-    _check_words(given)
-    given["policy"] = read_policy(given["policy"])
-    given["budget"] = read_budget(given["budget"])
+    values = {known[key].name if key in known else key: value for key, value in given.items()}
+    values["dtype"] = spell_dtype(values.get("dtype"))
+    _check_choices(kind, values)
+    _check_words(values)
+    values["policy"] = read_policy(values["policy"])
+    values["budget"] = read_budget(values["budget"])
     for name in _FILES:
-        given[name] = _path(given[name], name)
-    if given["show"] == "-":
+        values[name] = _path(values.get(name), name)
+    if values["show"] == "-":
         raise UsageError(
             "show='-' is for the command line", hint="print(cache.show()) of kvtool.compress"
         )
-    if "cache" in given:
-        given["cache"] = _read_cache(given["cache"])
-    if "turns" in given:
-        given["turns"] = _read_turns(given["turns"])
-    if plan is not None:
+    for name, read in (("cache", _read_cache), ("turns", _read_turns), ("stop", read_stops)):
+        if name in values:
+            values[name] = read(values[name])
+    if values.get("recipe") is not None:
         from kvtool.documents.given import document_of
 
-        given["recipe"] = document_of(plan, "a plan or recipe")
-    return kind(model=source.name, loaded=source.loaded, **named, **given)
-
-
-def check_model_settings(given: Mapping[str, Any], call: str) -> None:
-    """Refuse a keyword that neither a call nor the loading of its model has."""
-    unknown = given.keys() - set(MODEL_SETTINGS)
-    if unknown:
-        raise TypeError(f"{call}() got an unexpected keyword argument {min(unknown)!r}")
+        values["recipe"] = document_of(values["recipe"], "a plan or recipe")
+    return kind(model=source.name, loaded=source.loaded, **values)
 
 
 def read_policy(policy: Any) -> str | Policy | None:
@@ -130,22 +158,35 @@ def check_text(name: str, value: Any) -> None:
         raise UsageError(f"{name} must be text, got {quote(repr(value))}")
 
 
-def check_choice(name: str, value: Any) -> None:
-    """Refuse a word that a setting does not take."""
-    choices = _CHOICES[name]
-    if value is not None and value not in choices:
+def check_choice(name: str, value: Any, kind: type = ModelFields) -> None:
+    """Refuse a word that a setting of a kind does not take."""
+    choices = next(_words(each.type) for each in settings_of(kind) if each.name == name)
+    if value is not None and choices and value not in choices:
         raise UsageError(
             f"{name} must be one of {', '.join(choices)}, got {quote(repr(value))}",
             hint=did_you_mean(str(value), choices),
         )
 
 
+def _words(kind: Any) -> tuple[str, ...]:
+    """Return the words that a type allows; none where it allows others."""
+    for each in (kind, *get_args(kind)):
+        if get_origin(each) is Literal:
+            return get_args(each)
+    return ()
+
+
+def _check_choices(kind: type, given: Mapping[str, Any]) -> None:
+    for each in settings_of(kind):
+        if each.name in given and _words(each.type):
+            check_choice(each.name, given[each.name], kind)
+
+
 def _check_words(given: Mapping[str, Any]) -> None:
     """Refuse what is neither text nor a number where that is meant."""
     for name in ("prompt", "system", "prefill", "allocator"):
-        check_text(name, given[name])
-    check_choice("chat_template", given["chat_template"])
-    seed = given["seed"]
+        check_text(name, given.get(name))
+    seed = given.get("seed")
     if seed is not None and not (_is_whole(seed) and 0 <= seed <= LARGEST_SEED):
         raise UsageError(f"seed must be a whole number from 0, got {quote(repr(seed))}")
     heat = given.get("temperature")

@@ -1,0 +1,190 @@
+"""The settings that several commands share: output, model, recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from kvtool.documents.files import check_writable, expand
+from kvtool.documents.settings import MODEL_SETTINGS, Flag, ModelFields, as_flags
+from kvtool.models.folder import check_folder
+from kvtool.policies.allocate.table import ALLOCATORS
+from kvtool.sizes import LARGEST_SEED
+
+if TYPE_CHECKING:
+    from kvtool.documents.plan import PlanDocument
+    from kvtool.documents.source import Source
+    from kvtool.models.attached import ModelSource
+    from kvtool.models.load import Loaded
+
+    _ModelFlags = ModelFields
+    _SplitFlag = object
+else:
+    PlanDocument = Source = Loaded = Any
+    _ONE_PROCESS = tuple(name for name in MODEL_SETTINGS if name != "tensor_parallel")
+    _ModelFlags = as_flags(ModelFields, leave_out=("tensor_parallel",), under="model")
+    _SplitFlag = as_flags(ModelFields, leave_out=_ONE_PROCESS, under="model")
+
+Format = Literal["text", "json", "yaml"]
+_SUFFIXES: dict[str, Format] = {
+    ".json": "json",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".txt": "text",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """Where a command's data goes, in which form, and how much is said beside it."""
+
+    output: Annotated[
+        str | None,
+        Flag(
+            "--output -o",
+            metavar="PATH|-",
+            help="Write the data here, whole or not at all.",
+            python=None,
+        ),
+    ] = None
+    format: Annotated[
+        Format | None,
+        Flag(
+            "--format -f",
+            help="Form of the data.  [default: by the suffix of --output]",
+            python=None,
+        ),
+    ] = None
+    quiet: Annotated[bool, Flag("--quiet -q", help="Say nothing but errors.", python=None)] = False
+    progress: Annotated[
+        bool | None,
+        Flag(
+            "--progress/--no-progress",
+            help="Progress bars.  [default: on a terminal]",
+            python=None,
+        ),
+    ] = None
+    debug: Annotated[bool, Flag("--debug", help="Show the traceback of an error.", python=None)] = (
+        False
+    )
+
+    @property
+    def output_path(self) -> Path | None:
+        """The file to write, or None for stdout."""
+        return None if self.output in (None, "-") else expand(self.output)
+
+    def check_output(self) -> None:
+        """Refuse an output file that could not be written at the end."""
+        if self.output_path is not None:
+            check_writable(self.output_path, "--output")
+
+    def choose_format(self, otherwise: Format) -> Format:
+        """Return the format asked for by name or by suffix."""
+        suffix = self.output_path.suffix.lower() if self.output_path else ""
+        return self.format or _SUFFIXES.get(suffix, otherwise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(OutputSettings):
+    """What every command that runs a model is told."""
+
+    trust_remote_code: Annotated[
+        bool, Flag("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False
+    seed: Annotated[
+        int | None,
+        Flag(
+            "--seed",
+            min=0,
+            max=LARGEST_SEED,
+            metavar="N",
+            help="Seed of everything random.  [default: 0]",
+            key="seed",
+        ),
+    ] = None
+    dry_run: Annotated[
+        bool, Flag("--dry-run", help="Print the resolved configuration and stop.", python=None)
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(_ModelFlags, RunSettings):
+    """Which model runs, and on what; None is the default of `kvtool.models.load.load`.
+
+    Attributes:
+        model: a folder or a hub ID; None is the bundled reference model.
+        loaded: the model, where the caller has loaded it.
+    """
+
+    model: Annotated[
+        str | None,
+        Flag(
+            "--model -m",
+            metavar="ID|DIR",
+            help="Model.  [default: the bundled reference]",
+            key="model.id",
+        ),
+    ] = None
+    loaded: Loaded | None = None
+
+    def source(self) -> ModelSource:
+        """Return where the model comes from."""
+        from kvtool.models.attached import ModelSource
+
+        settings = {name: getattr(self, name, None) for name in MODEL_SETTINGS}
+        return ModelSource(self.model, settings, self.trust_remote_code, self.loaded)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return how the files of a checkpoint are asked for."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+    def trusting(self) -> list[str]:
+        """Return the flag that lets the checkpoint's code run, where it may."""
+        return ["--trust-remote-code"] if self.trust_remote_code else []
+
+    def check_model(self) -> None:
+        """Refuse a folder that is not there, without importing torch."""
+        if self.loaded is None:
+            check_folder(self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSettings(_SplitFlag, ModelSettings):
+    """A recipe or a plan, over which flags and then `--set` are laid.
+
+    Attributes:
+        recipe: a recipe or a plan: its file (`-` is stdin), or a document that was read.
+        set, unset: keys of the recipe.
+    """
+
+    recipe: Annotated[
+        str | Source | PlanDocument | None,
+        Flag(
+            metavar="[RECIPE|PLAN|-]",
+            help="A recipe, or a plan of kvtool plan-budget; - stdin.",
+            python="plan",
+        ),
+    ] = None
+    allocator: Annotated[
+        str | None,
+        Flag(
+            "--allocator",
+            metavar="NAME",
+            help=f"Split the budget over layers: {', '.join(ALLOCATORS)}.",
+            key="allocator",
+        ),
+    ] = None
+    set: Annotated[
+        list[str],
+        Flag(
+            "--set -s",
+            metavar="KEY=VALUE",
+            help="Set a key of the recipe, last of all.",
+            python=None,
+        ),
+    ] = field(default_factory=list)
+    unset: Annotated[
+        list[str],
+        Flag("--unset", metavar="KEY", help="Remove a key of the recipe.", python=None),
+    ] = field(default_factory=list)

@@ -1,0 +1,227 @@
+"""Settings declared once: a field, the flag that sets it, and its place in a recipe.
+
+A field of a command's settings is annotated with its `Flag`. The sections of a recipe that flags
+set are declared here too: schemas inherit them, and `as_flags` turns them into options.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How a setting is given: on the command line, in a recipe and in Python.
+
+    Attributes:
+        names: of the option, parted by spaces; empty for an argument.
+        key: its place in a recipe, such as `model.dtype`; None: a recipe does not hold it.
+        sets: what the option without a value sets there; None: its value.
+        python: the keyword of the Python call, where it is not the field's name; None: there is
+            none.
+        typed: the type on the command line, where it is not the field's.
+        after: the option that it follows in a help, where it is not the field before.
+        counts: whether an answer depends on it, and its fingerprint has it from nowhere else.
+        later: whether files of earlier versions lack it.
+    """
+
+    names: str = ""
+    metavar: str | None = field(default=None, kw_only=True)
+    help: str = field(default="", kw_only=True)
+    min: float | None = field(default=None, kw_only=True)
+    max: float | None = field(default=None, kw_only=True)
+    key: str | None = field(default=None, kw_only=True)
+    sets: Any = field(default=None, kw_only=True)
+    python: str | None = field(default="", kw_only=True)
+    typed: Any = field(default=None, kw_only=True)
+    after: str | None = field(default=None, kw_only=True)
+    counts: bool = field(default=True, kw_only=True)
+    later: bool = field(default=False, kw_only=True)
+
+    @property
+    def name(self) -> str:
+        """Return the option's name as a name of Python."""
+        return self.names.split()[0].split("/")[0].removeprefix("--").replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the option takes no value and has no opposite."""
+        return self.sets is not None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field that has a flag.
+
+    Attributes:
+        type: of its values, without the flag.
+        default: its default, made anew where it is a list.
+    """
+
+    name: str
+    flag: Flag
+    type: Any
+    default: Any
+
+    @property
+    def typed(self) -> Any:
+        """Return its type on the command line: text where text will do, or several texts."""
+        if self.flag.typed is not None:
+            return self.flag.typed
+        kinds = get_args(self.type) if get_origin(self.type) in (Union, UnionType) else ()
+        return str | None if str in kinds else self.type
+
+
+def settings_of(kind: type) -> Iterator[Setting]:
+    """Yield the settings of a dataclass in the order of its fields, its bases' first."""
+    hints, types = get_type_hints(kind, include_extras=True), get_type_hints(kind)
+    for each in fields(kind):
+        more = getattr(hints[each.name], "__metadata__", ())
+        flag = next((item for item in more if isinstance(item, Flag)), None)
+        if flag is not None:
+            made = each.default_factory is not MISSING
+            default = each.default_factory() if made else each.default  # type: ignore[misc]
+            yield Setting(each.name, flag, types[each.name], default)
+
+
+def as_flags(section: type, leave_out: Sequence[str] = (), *, under: str) -> type:
+    """Return the options that set a section of a recipe, of which None sets nothing.
+
+    Args:
+        leave_out: fields that have no option here.
+        under: the section's key in a recipe.
+    """
+    made: list[Any] = []
+    for each in settings_of(section):
+        if each.name in leave_out:
+            continue
+        flag = replace(each.flag, key=f"{under}.{each.name}")
+        name = flag.name
+        if flag.is_switch:
+            made.append((name, Annotated[bool, flag], field(default=False)))
+        else:
+            made.append((name, Annotated[each.typed | None, flag], field(default=None)))
+    module = inspect.getmodule(section)
+    return make_dataclass(
+        f"{section.__name__}Flags",
+        made,
+        frozen=True,
+        kw_only=True,
+        namespace={"__module__": module.__name__ if module else __name__},
+    )
+
+
+class _NotEmpty:
+    """Lets a schema refuse an empty text."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return {**handler(source), "min_length": 1}
+
+
+Name = Annotated[str, _NotEmpty()]
+Template = Literal["auto", "on", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFields:
+    """How a model runs: the keys of a recipe's `model` beside its `id`."""
+
+    revision: Annotated[
+        Name | None,
+        Flag("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub."),
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Flag(
+            "--dtype",
+            help="auto: the checkpoint's on a GPU, float32 on a CPU.  [default: auto]",
+        ),
+    ] = "auto"
+    device: Annotated[
+        Name,
+        Flag(
+            "--device", metavar="auto|cpu|cuda[:i]", help="Where the model runs.  [default: auto]"
+        ),
+    ] = "auto"
+    device_map: Annotated[
+        Name | None,
+        Flag(
+            "--device-map",
+            metavar="MAP",
+            help="Spread layers over devices, as in transformers (auto ..).",
+        ),
+    ] = None
+    tensor_parallel: Annotated[
+        bool,
+        Flag(
+            "--tensor-parallel",
+            help="Split every layer over the processes that torchrun started.",
+            after="allocator",
+        ),
+    ] = False
+    attn_implementation: Annotated[
+        Literal["auto", "eager", "sdpa", "flash_attention_2"],
+        Flag("--attn-implementation", help="Attention kernel.  [default: auto]"),
+    ] = "auto"
+
+
+MODEL_SETTINGS = tuple(each.name for each in fields(ModelFields))
+"""Keys of a recipe's `model` beside its `id`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """How prompts are put: what a recipe's `eval` and the protocol of a run share.
+
+    Attributes:
+        query_aware: whether the question is in the prompt that is compressed; None leaves it to
+            the task.
+        keep_question: whether a question that comes after the context has been compressed is kept
+            whole, beside the budget; else it is compressed with what is left.
+        shared_prefill: whether a sample's prompt is read once for all variants that can share it.
+        max_length: tokens of a prompt, above which it is cut; None: what the model was trained for.
+    """
+
+    query_aware: Annotated[
+        bool | None,
+        Flag(
+            "--query-agnostic",
+            sets=False,
+            help="Compress the context before the question is known.",
+        ),
+    ] = None
+    keep_question: Annotated[
+        bool,
+        Flag(
+            "--keep-question",
+            sets=True,
+            help="With it, keep the question whole beside the budget.",
+            later=True,
+        ),
+    ] = False
+    shared_prefill: Annotated[
+        bool,
+        Flag(
+            "--shared-prefill",
+            sets=True,
+            help="Read each prompt once for all arms that can share the run; its seconds are then "
+            "those of all together.",
+            after="prefill",
+            later=True,
+        ),
+    ] = False
+    chat_template: Annotated[
+        Template, Flag("--chat-template", help="Put prompts into the model's chat template.")
+    ] = "auto"
+    max_length: Annotated[
+        int | None,
+        Flag("--max-length", metavar="N", typed=str | None, help="Cut longer prompts to N tokens."),
+    ] = None
+    truncate: Annotated[
+        Literal["middle", "left", "error"],
+        Flag("--truncate", help="Where long prompts are cut.  [default: middle]"),
+    ] = "middle"
