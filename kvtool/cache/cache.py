@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,13 @@ from kvtool.cache.storage.tensor_parallel import heads_of_layer
 from kvtool.sizes import DEFAULT_BLOCK
 
 _PARTS = 512  # ids of so many forwards are held apart
-Watcher = Callable[[PendingStep, Call, Tensor], None]
+
+
+class StepWatcher(NamedTuple):
+    """What is shown every step that has run, and whether with the norms of rows."""
+
+    show: Callable[[PendingStep, Call, Tensor], None]
+    norms: bool
 
 
 class KVCache(InWords, CacheState):
@@ -41,8 +48,7 @@ class KVCache(InWords, CacheState):
     in blocks).
     """
 
-    _watcher: Watcher | None = None
-    _norms = False
+    _watcher: StepWatcher | None = None
 
     # ---- what transformers asks
 
@@ -71,23 +77,23 @@ class KVCache(InWords, CacheState):
             taken = raw_key, raw_value, key_states, value_states
             set_pending(PendingStep(self, layer, *taken, decoding, context))
             return raw_key, raw_value
+        placement, watcher = running.placement, self._watcher
         if not decoding:
             self.ungroup()
             self.static.forget()
             raw_key, raw_value = layer.update(key_states, value_states)
             self.meter.run(raw_key.nbytes + raw_value.nbytes)
             block = self.layer_block
-            last, group = running.last_block, None
+            last, group, told = running.last_block, None, True
+            norms = RowNorms() if watcher is not None and watcher.norms else None
         else:
             if layer is self.slot_layers[0] and layer.seen_device is None:
                 self.groups.form(self.slot_layers, running)
             block, last, group = None, True, self.groups.by_layer.get(layer.index)
+            told, norms = placement is not None or watcher is not None, None
             if group is None and layer.parts:
                 self.build_index(layer)
             raw_key, raw_value = layer.write_token(key_states, value_states)
-        placement = running.placement
-        told = not decoding or placement is not None or self._watcher is not None
-        norms = RowNorms() if self._norms and not decoding else None
         kernel, lent = self.settings.kernel, layer.index in self.settings.lending
         context = StepContext(kernel, block, last, placement, group, told, lent, norms)
         taken = raw_key, raw_value, key_states, value_states
@@ -151,9 +157,11 @@ class KVCache(InWords, CacheState):
         whole = self.surprisals is not None or self.policy.two_stages
         return None if whole else self.settings.block
 
-    def watch_steps(self, watcher: Watcher | None, *, norms: bool = True) -> None:
+    def watch_steps(
+        self, show: Callable[[PendingStep, Call, Tensor], None] | None, *, norms: bool = True
+    ) -> None:
         """Show somebody (None: nobody) every step that has run, with the norms of rows."""
-        self._watcher, self._norms = watcher, norms and watcher is not None
+        self._watcher = None if show is None else StepWatcher(show, norms)
 
     def build_index(self, layer: SlotLayer) -> None:
         """Make a reader's tables for a layer that has none yet since the last prompt."""
@@ -186,7 +194,7 @@ class KVCache(InWords, CacheState):
         if shards.processes > 1:
             kv_heads = layer.slots.kv_heads
             shape = self.budgets.facts.layers[layer.index]
-            layer.set_heads(heads_of_layer(shards, self.config, shape, query_heads, kv_heads))
+            layer.slots.set_heads(heads_of_layer(shards, self.config, shape, query_heads, kv_heads))
         self.budgets.assign(layer, positions, q_len, self.running.prompt_lengths)
 
     def end_step(self, step: PendingStep, call: Call, out: Tensor) -> None:
@@ -196,7 +204,7 @@ class KVCache(InWords, CacheState):
         if step.context.placement is not None and step.layer is self.slot_layers[-1]:
             self.running.place(None)
         if self._watcher is not None:
-            self._watcher(step, call, out)
+            self._watcher.show(step, call, out)
 
     def end_block(self, layer: SlotLayer) -> None:
         """Cut what was deferred, if this was the last layer of a prompt that came at once."""

@@ -232,7 +232,7 @@ class StoredBudgets:
             part = Deferred.of(layer)
             if part is not None:
                 positions = layer.slots.positions[:, :, : layer.slots.used]
-                found.append(part.measure(positions, layer.heads).to(device))
+                found.append(part.measure(positions, layer.slots.heads).to(device))
         before, self._known = self.spreads, {}
         self.spreads = []
         for row, measured in enumerate(torch.stack(found, 1).tolist()):

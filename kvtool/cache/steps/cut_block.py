@@ -95,9 +95,11 @@ def _split_heads(
     if part is None:
         return None
     part.assign(None)
-    if view.positions.shape[1] * layer.heads.processes == 1:
+    if view.positions.shape[1] * layer.slots.heads.processes == 1:
         return None
-    return layer.heads.own(part.split.tokens(heads_of(layer, part, view, importance, protected)))
+    return layer.slots.heads.own(
+        part.split.tokens(heads_of(layer, part, view, importance, protected))
+    )
 
 
 def heads_of(
@@ -108,7 +110,7 @@ def heads_of(
     protected: Tensor | None,
 ) -> Heads:
     """What a split of a layer's budget goes by, of all heads in all processes."""
-    heads = layer.heads
+    heads = layer.slots.heads
     return Heads(
         budget=layer.budget.tokens,
         importance=heads.all(importance, 0),

@@ -63,7 +63,7 @@ def part_block(
                 kept_positions=positions,
                 tokens_seen=view.tokens_seen,
                 layer=layer.index,
-                heads=layer.heads,
+                heads=layer.slots.heads,
                 whole=not layer.masked and split is None,
                 importance=importance,
             ),
@@ -127,7 +127,7 @@ def evict_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
             kept_positions=kept,
             tokens_seen=tokens_seen,
             layer=layer.index,
-            heads=layer.heads,
+            heads=layer.slots.heads,
             whole=not layer.masked,
         ),
     )

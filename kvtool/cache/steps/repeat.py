@@ -104,7 +104,7 @@ def cut_repeated(
     tokens = split.split.tokens_of([heads for *_, heads in judged])
     for layer, (view, importance, protected, _), own in zip(layers, judged, tokens, strict=True):
         used = layer.slots.used_slots()
-        counts = layer.heads.own(own)
+        counts = layer.slots.heads.own(own)
         cut(layer, view, used.state, None, importance, protected, counts)
 
 

@@ -193,7 +193,7 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
     if calibration is not None:
         calibration.set_scale(call.scale, call.softcap)
         kv_heads = call.raw_key.shape[1]
-        plan = calibration.begin_decode(call.query, kv_heads, call.positions, layer.heads)
+        plan = calibration.begin_decode(call.query, kv_heads, call.positions, layer.slots.heads)
         plan = plan if plan is not None and plan.changes else None
     layer.enter_token(call.positions)
     window = QueryWindow.of(layer)

@@ -52,7 +52,7 @@ def make_view(
         budget=layer.budget.tokens,
         held=held_slots(layer, positions),
         layer=layer.index,
-        heads=layer.heads,
+        heads=layer.slots.heads,
         block=block,
         kept_in_parent=above,
         first_layer_budget=first,

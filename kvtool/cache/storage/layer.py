@@ -15,7 +15,6 @@ from kvtool.cache.storage.meter import ByteMeter
 from kvtool.cache.storage.part import Part
 from kvtool.cache.storage.slots import Ragged, Slots
 from kvtool.cache.storage.tokens import TokenCounts
-from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.policy import Policy
 
 
@@ -28,7 +27,6 @@ class SlotLayer(TokenCounts, BatchLayer):
         window: width of the layer's own sliding window, in tokens, or None.
         parts: what features keep beside the slots, by name.
         sizing: how buffers grow, and what counts the bytes of all layers.
-        heads: all KV heads of the layer, of which this process may hold a part.
         slots: of all heads, from the first token on; empty while heads hold different counts.
         budget: how many each batch entry may keep; set when a prompt begins.
         ragged: where the tokens are while KV heads hold different counts; the layer's own slots are
@@ -57,7 +55,6 @@ class SlotLayer(TokenCounts, BatchLayer):
         self.attends_codes = policy.codec is not None and not shown
         self.index, self.policy, self.window = index, policy, window
         self.parts = {part.name: part for part in parts}
-        self.heads: KVHeads = ALL_HERE
         self.is_initialized = False
         self._clear(meter or ByteMeter())
 
@@ -229,9 +226,6 @@ class SlotLayer(TokenCounts, BatchLayer):
         self.parts[part.name] = part
         if self.is_initialized:
             part.begin(self.batch_size, self.slots.kv_heads, self.slots.device)
-
-    def set_heads(self, heads: KVHeads) -> None:
-        self.heads = heads
 
     def set_budget(self, budget: LayerBudget) -> None:
         """Fix what each batch entry may keep."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvtool.cache.storage.form import Form, Stored
 from kvtool.cache.storage.growth import Growth, Sizing
+from kvtool.policies.heads import ALL_HERE, KVHeads
 
 State = dict[str, Tensor]
 
@@ -23,7 +24,8 @@ class SlotMemory:
         positions: (batch, kv_heads, capacity) int32, the true position of the token in each slot,
             -1 = empty.
         state: the policy's numbers for each slot, (batch, kv_heads, capacity) float32.
-        kv_heads: KV heads.
+        kv_heads: KV heads that are here.
+        heads: all KV heads of the layer, of which this process may hold a part.
         sizing: how they grow, and what counts the bytes of keys and values.
         shared: whether a cache that will be gone back to reads keys and values, too. Whoever
             writes over a slot in use calls `copy_on_write` first.
@@ -41,6 +43,7 @@ class SlotMemory:
     ) -> None:
         """Make empty slots."""
         self.form, self.kv_heads = form, kv_heads
+        self.heads: KVHeads = ALL_HERE
         sizes, sample = (batch, kv_heads, 0), form.encode(*form.sample)
         self.stored: Stored = {
             name: _zeros(tensor, (*sizes, tensor.shape[-1])) for name, tensor in sample.items()
@@ -95,6 +98,10 @@ class SlotMemory:
         """Bytes of positions, of the policy's numbers and of what the form holds of the text."""
         held = (self.positions, *self.state.values())
         return self.form.nbytes + sum(t.numel() * t.element_size() for t in held)
+
+    def set_heads(self, heads: KVHeads) -> None:
+        """Say which of all KV heads are here."""
+        self.heads = heads
 
     # ---- growing and shrinking
 
