@@ -54,7 +54,7 @@ def _try_device(path: Path) -> None:
         handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
         if error.errno == errno.ENXIO:
-            return  # a pipe that nobody reads yet
+            return  # a pipe without a reader yet
         raise
     try:
         os.write(handle, b"")
@@ -86,8 +86,8 @@ def check_unicode(name: str, what: str) -> None:
         UsageError: a byte of the name is not UTF-8.
     """
     if name != printable(name):
-        told = f"{what} {quote(name)} is not UTF-8"
-        raise UsageError(told, hint="rename it, or link to it: ln -s OLD NEW")
+        message = f"{what} {quote(name)} is not UTF-8"
+        raise UsageError(message, hint="rename it, or link to it: ln -s OLD NEW")
 
 
 def temporaries_of(path: Path) -> list[Path]:
@@ -99,7 +99,7 @@ def temporaries_of(path: Path) -> list[Path]:
 
 
 def _temporary_name(path: Path) -> tuple[str, str]:
-    """How the name of a temporary begins and ends, which leaves room for what tells it apart."""
+    """Return how the name of a temporary begins and ends; its middle is drawn at random."""
     name = path.name
     while len(os.fsencode(name)) > _LONGEST_NAME - _ROOM:
         name = name[:-1]
@@ -161,7 +161,7 @@ def _make_temporary(path: Path) -> tuple[int, Path]:
 
 
 def _sweep(path: Path) -> None:
-    """Delete temporaries whose writers are dead, which nobody has locked."""
+    """Delete temporaries whose writers are dead, so that no process locks them."""
     for left in temporaries_of(path):
         with contextlib.suppress(OSError):
             handle = os.open(left, os.O_RDONLY | os.O_NONBLOCK)
@@ -201,7 +201,7 @@ def expand(path: str | Path) -> Path:
     """Put a home folder in the place of `~` or `~user`.
 
     Raises:
-        UsageError: there is no such user, or nobody knows the folder; a null byte.
+        UsageError: there is no such user, or no known folder; a null byte.
     """
     if "\0" in str(path):
         raise UsageError(f"no path holds a null byte, got {quote(path)}")

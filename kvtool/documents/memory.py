@@ -36,8 +36,8 @@ class DeviceMemory(Section):
     """A device, and the weights that will lie there.
 
     Attributes:
-        free_bytes: None where the system does not tell. Told in words alone: what a dry run prints
-            as data is the same whenever it is asked.
+        free_bytes: None where the system does not say. Printed in words alone: the data that
+            a dry run prints are the same at any time.
         weights_bytes: of weights and buffers; None where they are quantised, and not known.
     """
 
@@ -46,7 +46,7 @@ class DeviceMemory(Section):
     weights_bytes: NonNegativeInt | None
 
     def holds(self, peak_bytes: int | None) -> bool | None:
-        """Tell whether so many bytes fit, weights included; None where that is not known."""
+        """Return whether a number of bytes fits, weights included; None where that is not known."""
         if peak_bytes is None or self.free_bytes is None:
             return None
         return peak_bytes <= self.free_bytes
@@ -60,7 +60,7 @@ class DeviceMemory(Section):
         return f"{weights}; {free} free on {self.device}"
 
 
-class CacheNeeds(Section):
+class CacheMemory(Section):
     """What a prompt and its answer take, from the configuration alone; bytes of all layers.
 
     Attributes:
@@ -95,7 +95,7 @@ class CacheNeeds(Section):
             found.pop("reads", None)  # which the caller may have left out already
         return found
 
-    def beside(self, others: Sequence[CacheNeeds], memory: DeviceMemory) -> CacheNeeds:
+    def beside(self, others: Sequence[CacheMemory], memory: DeviceMemory) -> CacheMemory:
         """Return the same with the caches of others there at its peak.
 
         Args:
@@ -119,13 +119,13 @@ class CacheNeeds(Section):
         return f"{verdict}, {peak}, {held}"
 
 
-class RunMemory(CacheNeeds, DeviceMemory):
+class RunMemory(CacheMemory, DeviceMemory):
     """A device, and what one run takes of it."""
 
     @classmethod
-    def of(cls, device: DeviceMemory, needs: CacheNeeds) -> RunMemory:
+    def of(cls, device: DeviceMemory, cache: CacheMemory) -> RunMemory:
         """Put both together."""
-        parts = (device, needs)
+        parts = (device, cache)
         return cls(
             **{name: getattr(part, name) for part in parts for name in type(part).model_fields}
         )
@@ -136,7 +136,7 @@ class RunMemory(CacheNeeds, DeviceMemory):
 
 
 class ModelShape(Section):
-    """What a model stores per token, and what tells it from others.
+    """What a model stores per token, and what distinguishes it from others.
 
     `kv_bytes_per_token` counts keys and values of all attention layers, those with a sliding window
     included; `layer_types` are transformers' names, such as `full_attention`. In latent attention

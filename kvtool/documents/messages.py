@@ -64,7 +64,7 @@ _ONLY_TEXT = "kvtool reads messages of text alone"
 
 @dataclass(frozen=True)
 class Message:
-    """What somebody says."""
+    """What one speaker says."""
 
     role: Role
     content: str
@@ -97,7 +97,7 @@ def _read_one(value: Any, keys: tuple[str, str], place: int) -> Message:
 
 
 def read_message(value: Mapping[str, Any], keys: tuple[str, str]) -> Message:
-    """Read a message; other keys may stand beside it if they hold nothing.
+    """Read a message; other keys may be beside it if they hold nothing.
 
     Args:
         keys: of its role and of its content.
@@ -112,16 +112,16 @@ def read_message(value: Mapping[str, Any], keys: tuple[str, str]) -> Message:
             raise UsageError(f"{has}, and no `{key}`")
     if any(key not in value for key in keys):
         raise UsageError(has)
-    told, content = (value[key] for key in keys)
+    role, content = (value[key] for key in keys)
     roles = _ROLES[keys[0]]
-    if not isinstance(told, str) or told not in roles:
-        message = f"no {_WHO[keys[0]]} {show(told)}; choose one of: {', '.join(roles)}"
-        tools = isinstance(told, str) and told in _TOOL_ROLES
+    if not isinstance(role, str) or role not in roles:
+        message = f"no {_WHO[keys[0]]} {show(role)}; choose one of: {', '.join(roles)}"
+        tools = isinstance(role, str) and role in _TOOL_ROLES
         raise UsageError(f"{message}; {_ONLY_TEXT}, no tools" if tools else message)
     text = _join(content)
     if not text.strip():
         raise UsageError("a turn must not be empty")
-    return Message(roles[told], text)
+    return Message(roles[role], text)
 
 
 def check_order(messages: Sequence[Message]) -> None:

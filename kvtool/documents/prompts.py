@@ -115,7 +115,7 @@ def _problem(mark: Mark, error: ValueError) -> Problem:
     if isinstance(error, json.JSONDecodeError):
         place = replace(mark, at=(mark.index or 0) + error.pos)
         return Problem(place, (), f"is not JSON: {error.msg.lower()}")
-    return Problem(mark, (), _told(error))
+    return Problem(mark, (), _reason(error))
 
 
 def _is_list(text: str) -> bool:
@@ -142,8 +142,8 @@ def make_prompts(items: Sequence[Any], *, keep_bad: bool = False) -> list[AskedP
                 raise ValueError(f"id {show(asked.id)} is given twice")
         except ValueError as error:
             if not keep_bad:
-                raise UsageError(f"prompt {place}: {_told(error)}", hint=_HINT) from None
-            asked = AskedPrompt(bad=_told(error))
+                raise UsageError(f"prompt {place}: {_reason(error)}", hint=_HINT) from None
+            asked = AskedPrompt(bad=_reason(error))
         ids.add(asked.id)
         prompts.append(asked)
     if not prompts:
@@ -163,6 +163,6 @@ def _read_prompt(value: Any) -> AskedPrompt:
     return AskedPrompt(messages=tuple(messages), id=more.id, max_new_tokens=more.max_new_tokens)
 
 
-def _told(error: ValueError) -> str:
+def _reason(error: ValueError) -> str:
     first = error.errors()[0]["type"] if isinstance(error, ValidationError) else ""
     return "the prompt is empty" if first == "string_pattern_mismatch" else reason(error)

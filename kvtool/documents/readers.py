@@ -181,7 +181,7 @@ class _Composer:
             raise self.wrong(at, f"more than {_MOST_NODES} values")
 
     def alias(self, anchor: str, at: int, deep: int) -> Node:
-        """Return what an alias stands for, once it is known that this is not much."""
+        """Return the value that an alias names, unless it is large."""
         if anchor in self.open:
             raise self.wrong(at, "an alias inside what it stands for")
         if anchor not in self.anchors:
@@ -324,7 +324,7 @@ class _Found:
         keys: the way to it.
         at: where it begins.
         key: where its key begins, None in lists and at the top.
-        first: where the same key stands before, None if it does not.
+        first: where the same key is before, None if it does not.
         token: the scalar, or the brace or bracket that opens it.
     """
 
@@ -336,7 +336,7 @@ class _Found:
 
 
 class _Document:
-    """A text and, once somebody asks, the places of its values."""
+    """A text and, on demand, the places of its values."""
 
     def __init__(self, text: str, name: str) -> None:
         self.text, self.name = text, name
@@ -391,7 +391,7 @@ class _Document:
                 key = first = None
 
     def check(self) -> None:
-        """Tell keys that are given twice, half surrogate pairs, numbers that are none, and depth.
+        """Report keys that are given twice, half surrogate pairs, numbers that are none, and depth.
 
         Raises:
             DocumentError: there are any; nothing is read behind a scalar that cannot be.
@@ -419,12 +419,12 @@ class _Document:
             raise DocumentError(problems)
 
     def refuse(self) -> NoReturn:
-        """Tell why a text whose syntax is right cannot be read."""
+        """Say why a text whose syntax is right cannot be read."""
         self.check()
         raise DocumentError([self._problem(0, (), _TOO_DEEP)])
 
     def refuse_syntax(self, error: json.JSONDecodeError) -> NoReturn:
-        """Tell a mistake of syntax, unless what comes before it is nested too deep."""
+        """Report a mistake of syntax, unless what comes before it is nested too deep."""
         at = error.pos
         if error.msg.startswith("Illegal trailing comma"):  # Python 3.13 points at the comma
             at += 1 + len(self.text[at + 1 :]) - len(self.text[at + 1 :].lstrip(" \t\r\n"))
@@ -438,11 +438,12 @@ class _Document:
                 opened.pop()
             if len(opened) > DEEPEST + 1:
                 self.check()
-        told = _MESSAGES.get(error.msg, error.msg[:1].lower() + error.msg[1:].removesuffix(" at"))
+        plain = error.msg[:1].lower() + error.msg[1:].removesuffix(" at")
+        message = _MESSAGES.get(error.msg, plain)
         if error.msg == "Expecting ',' delimiter":
-            told = f"`,` or `{'}' if opened[-1:] == ['{'] else ']'}` is expected"
+            message = f"`,` or `{'}' if opened[-1:] == ['{'] else ']'}` is expected"
         hint = "text that begins with { or [ is read as JSON"
-        raise DocumentError([self._problem(at, (), f"not valid JSON: {told}")], hint=hint)
+        raise DocumentError([self._problem(at, (), f"not valid JSON: {message}")], hint=hint)
 
     def _problem(self, at: int, keys: Keys, message: str) -> Problem:
         return Problem(Mark(self.name, self.text, at), keys, message)

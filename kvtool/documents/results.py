@@ -35,8 +35,8 @@ class ModelUsed(Section):
     trained_length: NonNegativeInt | None
 
 
-class ArmEntry(Section):
-    """One policy under one budget; `full` keeps everything and is what others are held against.
+class VariantEntry(Section):
+    """One policy under one budget; `full` keeps everything; others are compared with it.
 
     `planned` says that a plan splits the budget over the layers, `reads` that the budget is what a
     decoded token reads and not what is stored, `codec` how the policy spells the format that keys
@@ -88,7 +88,7 @@ class Cost(Section):
     attention), `full_bytes` what a full cache would hold, `traffic_pairs` and `traffic_bytes` what
     the last decoded token read (per layer and KV head, and in all), `peak_kv_bytes` the most key
     and value bytes at a time (the largest over samples), `peak_memory_bytes` the growth of the
-    process's (or the GPU's) memory, the largest over samples, None where the system does not tell
+    process's (or the GPU's) memory, the largest over samples, None where the system does not say
     or arms have read a prompt together, of which `prefill_s` then are all seconds.
     Earlier runs lack `allocated_bytes` and `kept_per_layer`.
     """
@@ -114,7 +114,7 @@ class Cost(Section):
     def held_bytes(self) -> float:
         """Return the bytes that a cache holds: key and value buffers and the policy's numbers.
 
-        Where a run did not record the buffers, filled slots stand for them.
+        Where a run did not record the buffers, filled slots count instead.
         """
         known = self.allocated_bytes
         return (self.kv_bytes if known is None else known) + self.state_bytes
@@ -127,7 +127,7 @@ def when_asked(*, query_aware: bool, keep_question: bool) -> str:
 
 
 class TaskResult(Section):
-    """One task under one arm.
+    """One task under one variant.
 
     `value` is the headline `metric`; `best` the value of a perfect score, None where there is none;
     `delta` is `value` less that of the full cache; `failed` counts samples without a result;
@@ -167,11 +167,11 @@ class TaskResult(Section):
 
     @property
     def chunk(self) -> float | None:
-        """Return how many tokens of a text were fed at a time, None where a task does not tell."""
+        """Return how many tokens of a text were fed at a time, None where a task does not say."""
         return next((metric.value for metric in self.metrics if metric.name == "chunk"), None)
 
     def fed_like(self, other: TaskResult) -> bool:
-        """Tell whether both were fed texts in blocks of one size, as far as they tell.
+        """Return whether both were fed texts in blocks of one size, as far as is known.
 
         Within a block, tokens see each other whatever the policy evicts, so scores of other blocks
         do not compare.
@@ -215,7 +215,7 @@ class Environment(Section):
 class ResultsDocument(ShownDocument):
     """`results.json` of a run; `complete` is false while samples are missing.
 
-    `samples` are the names of each task's, `differences` hold arms against each other, where they
+    `samples` are the names of each task's, `differences` compare arms with each other, where they
     share samples. Earlier runs lack both. `claim` is what the recipe says the run shows.
     """
 
@@ -230,7 +230,7 @@ class ResultsDocument(ShownDocument):
     environment: Environment
     model: ModelUsed
     seed: NonNegativeInt
-    arms: list[ArmEntry]
+    arms: list[VariantEntry]
     results: list[TaskResult]
     averages: list[Average]
     gates: list[GateResult]
@@ -241,7 +241,7 @@ class ResultsDocument(ShownDocument):
     claim_verdict: ClaimVerdict | None = None
 
     def of(self, arm: str, task: str) -> TaskResult | None:
-        """Return the result of one arm on one task."""
+        """Return the result of one variant on one task."""
         return next((r for r in self.results if (r.arm, r.task) == (arm, task)), None)
 
 
@@ -283,7 +283,7 @@ class SamplesDocument(Document):
     kind: Literal["samples"] = "samples"
     model: dict[str, str | None]
     protocol: ProtocolEntry
-    arms: list[ArmEntry]
+    arms: list[VariantEntry]
     plan: PlanDocument | None = None
     tasks: list[TaskSamples]
 
@@ -321,16 +321,16 @@ class SampleCost(BaseModel):
         optional = [
             name for name, field in fields if not field.is_required() and name not in _LATER
         ]
-        given = [name for name in optional if name in self.model_fields_set]
-        if given and len(given) < len(optional):
-            raise ValueError(f"has {given[0]}, and not all of {', '.join(optional)}")
-        if any(getattr(self, name) is None for name in given):
+        present = [name for name in optional if name in self.model_fields_set]
+        if present and len(present) < len(optional):
+            raise ValueError(f"has {present[0]}, and not all of {', '.join(optional)}")
+        if any(getattr(self, name) is None for name in present):
             raise ValueError("has bytes that are null")
         return self
 
 
 class SampleRecord(BaseModel):
-    """A line of `samples/ARM/TASK.jsonl`; what a task recorded stands beside these keys.
+    """A line of `samples/ARM/TASK.jsonl`; what a task recorded is beside these keys.
 
     Earlier versions wrote no `fingerprint` of what the answer depends on.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _SUGGESTIONS = 100  # mistakes for which near names are looked for, which takes long
-_WAY = 100  # characters of the way to a value that are told
+_WAY = 100  # characters of the way to a value that a message repeats
 _NOUNS = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
@@ -65,7 +65,7 @@ def find_problems(
     problems: list[Problem] = []
     for (keys, unknown), group in found.items():
         if keys in inner and all(details["type"] in _NOUNS for details in group):
-            continue  # another member of the union fits better, and tells why it does not fit
+            continue  # the message of a better fitting member of the union is shown
         suggest = len(problems) < _SUGGESTIONS
         message = _unknown(model, keys, suggest=suggest) if unknown else _message(group)
         mark = _mark(node, keys, key=unknown or group[0]["type"] == "missing")
@@ -79,7 +79,7 @@ def first_mistake(error: ValidationError) -> str:
 
 
 def reason(error: ValueError) -> str:
-    """Say in one line what is wrong with data that stand in no document: the first mistake."""
+    """Say in one line what is wrong with data of no document: the first mistake."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False)[0]
@@ -112,12 +112,12 @@ def _mark(node: Node, keys: Keys, *, key: bool) -> Mark:
 
 
 def _message(group: list[ErrorDetails]) -> str:
-    """Say what is wrong with one value; alternatives of a union are told together."""
+    """Say what is wrong with one value; alternatives of a union are named together."""
     first = group[0]
     expected = list(dict.fromkeys(filter(None, map(_expected, group))))
-    if len(expected) == len({_told(details) for details in group}):
+    if len(expected) == len({_sentence(details) for details in group}):
         return f"must be {_either(expected)}, got {show(first['input'])}"
-    return next(_told(details) for details in group if _expected(details) is None)
+    return next(_sentence(details) for details in group if _expected(details) is None)
 
 
 def _expected(details: ErrorDetails) -> str | None:
@@ -131,7 +131,7 @@ def _expected(details: ErrorDetails) -> str | None:
     return _NOUNS.get(kind)
 
 
-def _told(details: ErrorDetails) -> str:
+def _sentence(details: ErrorDetails) -> str:
     expected, kind = _expected(details), details["type"]
     if expected is not None:
         return expected
@@ -182,7 +182,7 @@ def _unknown(model: type[BaseModel], keys: Keys, *, suggest: bool) -> str:
 
 
 def _models(annotation: Any, keys: Keys) -> Iterator[type[BaseModel]]:
-    """Walk down annotations along the keys to the models that may stand there."""
+    """Walk down annotations along the keys to the models that may be there."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if not keys:
             yield annotation
@@ -196,7 +196,7 @@ def _models(annotation: Any, keys: Keys) -> Iterator[type[BaseModel]]:
         inside = members[-1] if get_origin(annotation) is dict else members[0]
         if keys:
             yield from _models(inside, keys[1:])
-        yield from _models(inside, keys)  # one item may stand for a list of one
+        yield from _models(inside, keys)  # one item is read as a list of one
     else:
         for member in members:
             yield from _models(member, keys)
@@ -262,7 +262,7 @@ class Source:
         return node
 
     def problem(self, keys: Keys, message: str, *, at_key: bool = False) -> Problem:
-        """Return a problem at a value, or at its key; what is missing stands at its parent."""
+        """Return a problem at a value, or at its key; what is missing is reported at its parent."""
         node = self.node
         for key in keys:
             child = node.child(key)

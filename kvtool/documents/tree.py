@@ -16,7 +16,7 @@ Keys = tuple[str | int, ...]
 
 _BREAK = re.compile(r"\r\n|\n|\r")
 _BEFORE, _AFTER = 70, 40  # characters of a line that are shown around a place
-_TOLD = 20  # mistakes of a document
+_REPORTED = 20  # mistakes of a document, at most
 _FLAG = 200  # characters of a flag and its value
 _KEY = 60  # characters of a key in the way to a value
 
@@ -83,7 +83,7 @@ class Problem:
     """One mistake.
 
     Attributes:
-        mark: where it stands.
+        mark: its place.
         keys: the way to the value or key.
         message: what is wrong, and what would work.
     """
@@ -113,11 +113,11 @@ class Problem:
         by_key = not self.place.startswith("--") or self.place.startswith(("--set ", "--unset "))
         path = self.path if by_key else ""
         place = self.place if self.mark.index is not None else self.place[:_FLAG]
-        told = ": ".join(part for part in (place, path, clip(self.message)) if part)
-        return " ".join(told.split())  # keys may hold line ends
+        text = ": ".join(part for part in (place, path, clip(self.message)) if part)
+        return " ".join(text.split())  # keys may hold line ends
 
     def without_line(self) -> Problem:
-        """Return the problem without the line that it stands in."""
+        """Return the problem without the line of its place."""
         return replace(self, mark=replace(self.mark, shown=False))
 
 
@@ -133,11 +133,11 @@ class DocumentError(UsageError):
         """Return up to 20 mistakes on lines of their own, their lines of the document below."""
         lines = [
             line
-            for problem in self.problems[:_TOLD]
+            for problem in self.problems[:_REPORTED]
             for line in (str(problem), problem.excerpt)
             if line
         ]
-        more = len(self.problems) - _TOLD
+        more = len(self.problems) - _REPORTED
         return "\n".join([*lines, f"and {more} more"] if more > 0 else lines)
 
 
@@ -147,7 +147,7 @@ DEEPEST = 64
 
 @dataclass(frozen=True)
 class Node:
-    """A value and where it stands.
+    """A value and its place.
 
     Attributes:
         value: a scalar, a dictionary of nodes or a list of nodes.
@@ -161,7 +161,7 @@ class Node:
 
     @classmethod
     def of(cls, data: Any, mark: Mark) -> Node:
-        """Make a tree of plain data, all of which stands at `mark`."""
+        """Make a tree of plain data, all of it at `mark`."""
         if isinstance(data, dict):
             return cls({key: replace(cls.of(data[key], mark), key=mark) for key in data}, mark)
         if isinstance(data, (list, tuple)):
@@ -188,7 +188,7 @@ class Node:
         return below + isinstance(self.value, (dict, list))
 
     def child(self, key: str | int) -> Node | None:
-        """Return what stands under a key or an index, None if there is nothing."""
+        """Return the value under a key or an index, None if there is none."""
         if isinstance(self.value, dict):
             return self.value.get(key)
         if isinstance(self.value, list) and isinstance(key, int) and 0 <= key < len(self.value):
@@ -206,14 +206,14 @@ class Node:
         return Node(value, replace(self.mark, shown=False), key)
 
     def with_child(self, key: str | int, node: Node) -> Node:
-        """Return a copy in which `node` stands under a key, or at an index (the end included)."""
+        """Return a copy that has `node` under a key, or at an index (the end included)."""
         if isinstance(self.value, dict):
             return replace(self, value={**self.value, key: node})
         at = int(key)
         return replace(self, value=[*self.value[:at], node, *self.value[at + 1 :]])
 
     def without_child(self, key: str | int) -> Node:
-        """Return a copy without what stands under a key or an index."""
+        """Return a copy without the value under a key or an index."""
         if isinstance(self.value, dict):
             return replace(self, value={k: node for k, node in self.value.items() if k != key})
         at = int(key)

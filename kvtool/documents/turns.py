@@ -228,7 +228,7 @@ def _is_jsonl(path: str, first: str) -> bool:
 
 @dataclass(frozen=True)
 class _Item:
-    """What is said by somebody, and whether it begins or ends what one object holds."""
+    """What one speaker says, and whether it begins or ends what one object holds."""
 
     role: str
     text: str

@@ -9,7 +9,7 @@ from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 from kvtool.documents.document import Section
 
 WITHIN = 5.0
-"""Percent of the full cache's score that a variant may lack, where nobody says."""
+"""Percent of the full cache's score that a variant may lack, by default."""
 
 
 class Interval(Section):
@@ -21,7 +21,7 @@ class Interval(Section):
 
 
 class Paired(Section):
-    """A variant held against the full cache over the `n` samples that both have.
+    """A variant compared with the full cache over the `n` samples that both have.
 
     `full` is the headline of the full cache over those samples and `difference` what the variant's
     is above it, in the metric's own scale; `low` and `high` are the ends of its 95 % interval,
@@ -50,12 +50,12 @@ class Paired(Section):
 
 
 class Standing(Section):
-    """Whether a variant's score is within so many percent of the full cache's, on every task.
+    """Whether a variant's score is within a number of percent of the full cache's, on every task.
 
     `within`: the 95 % interval of its difference is; `undecided`: only the difference itself is, or
     there is no interval; `outside`: not even the difference is. `task` is the one that decides it,
     `difference`, `low` and `high` are its, in percent of the full cache's score, above 0 where the
-    variant is the better one. `why` says in words what stands in the way of a comparison.
+    variant is the better one. `why` says in words what prevents a comparison.
     """
 
     arm: str
@@ -100,7 +100,7 @@ class Verdict(Section):
     choices: list[Choice]
 
     def of(self, arm: str) -> Standing | None:
-        """Return how one variant stands."""
+        """Return the standing of one variant."""
         return next((each for each in self.arms if each.arm == arm), None)
 
 
@@ -118,7 +118,7 @@ class SampleScores(Section):
 
 
 class Difference(Section):
-    """One arm's score less another's, over the `n` samples that both have.
+    """One variant's score less another's, over the `n` samples that both have.
 
     `low` and `high` are the ends of the 95 % interval, percentiles of a paired bootstrap over the
     samples, None where they are too few for one. `deciding` is about how many samples would show a
@@ -139,7 +139,7 @@ class Difference(Section):
 
     @property
     def standing(self) -> Literal["better", "worse", "within the noise", "no interval"]:
-        """Return what the interval allows to say of the arm."""
+        """Return what the interval allows to say of the variant."""
         if self.low is None or self.high is None:
             return "no interval"
         if self.low <= 0 <= self.high:

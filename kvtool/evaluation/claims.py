@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvtool.documents.claim import Claim, ClaimedPair, ClaimRow, ClaimVerdict
-from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
+from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
 from kvtool.evaluation.differences import parts_of
 from kvtool.evaluation.metrics.summary import LINKS, Part
 from kvtool.evaluation.paired import Estimate, difference, excess, mean_of
@@ -137,7 +137,7 @@ def _verdict(found: Estimate, least: float, *, flipped: bool) -> Verdict:
 def _result(document: ResultsDocument, policy: str, budget: str, task: str) -> TaskResult | None:
     """Return the result of a policy at a budget, or without one where it takes none."""
 
-    def is_it(arm: ArmEntry) -> bool:
+    def is_it(arm: VariantEntry) -> bool:
         return arm.policy == policy and (arm.budget is None or str(arm.budget) == budget)
 
     arm = next(filter(is_it, document.arms), None)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from kvtool.documents.results import ArmEntry, TaskResult
+from kvtool.documents.results import TaskResult, VariantEntry
 from kvtool.documents.verdict import Difference, SampleScores
 from kvtool.evaluation.metrics.summary import LINKS, Part
 from kvtool.evaluation.paired import difference
@@ -20,7 +20,7 @@ from kvtool.policies.spelling import split_outside
 Because = Literal["base", "best", "asked"]
 
 
-def differences(results: Sequence[TaskResult], arms: Sequence[ArmEntry]) -> list[Difference]:
+def differences(results: Sequence[TaskResult], arms: Sequence[VariantEntry]) -> list[Difference]:
     """Hold each arm under a budget against its base, or else against the best of its budget.
 
     No two arms are compared twice: a base that is second to its own variant has that row only.
@@ -89,7 +89,7 @@ def parts_of(scores: SampleScores) -> list[Part | None]:
 
 
 def _partner(
-    arm: ArmEntry, arms: Sequence[ArmEntry], of_task: Mapping[str, TaskResult]
+    arm: VariantEntry, arms: Sequence[VariantEntry], of_task: Mapping[str, TaskResult]
 ) -> tuple[str, Because] | None:
     """Name what an arm is held against; None for one without a budget and for the best one."""
     if arm.budget is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvtool.documents.results import ArmEntry, TaskResult
+from kvtool.documents.results import TaskResult, VariantEntry
 from kvtool.documents.verdict import Choice, Interval, Standing, Verdict
 from kvtool.errors import UsageError
 from kvtool.evaluation.paired import LEAST_PAIRS
@@ -33,7 +33,7 @@ def check_within(within: float) -> float:
 
 
 def make_verdict(
-    results: Sequence[TaskResult], arms: Sequence[ArmEntry], within: float
+    results: Sequence[TaskResult], arms: Sequence[VariantEntry], within: float
 ) -> Verdict | None:
     """Hold every variant against the full cache; None where nothing has been measured.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import Target
 from kvtool.documents.profile import ProfileDocument
-from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
+from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape
 from kvtool.planning.plan import Planned, make_plan
@@ -56,7 +56,7 @@ class Evidence:
         tasks: its scores; empty for the full cache.
     """
 
-    arm: ArmEntry
+    arm: VariantEntry
     policy: Policy
     share: Fraction
     prompt: float
@@ -185,7 +185,7 @@ def _measured(results: ResultsDocument) -> tuple[list[Evidence], list[str]]:
     return found, left_out
 
 
-def _evidence(arm: ArmEntry, results: ResultsDocument, tasks: Sequence[str]) -> Evidence:
+def _evidence(arm: VariantEntry, results: ResultsDocument, tasks: Sequence[str]) -> Evidence:
     """Put together what is known of one variant.
 
     Raises:

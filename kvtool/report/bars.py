@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtool.documents.results import ArmEntry, ResultsDocument
+from kvtool.documents.results import ResultsDocument, VariantEntry
 from kvtool.report import digits
 from kvtool.report.spent import Spent, relative, spent_by_variant
 from kvtool.report.style import looks, new_figure
@@ -23,7 +23,7 @@ _LETTER = 0.07  # inches
 
 @dataclass(frozen=True)
 class _Bar:
-    variant: ArmEntry
+    variant: VariantEntry
     place: float
     colour: str
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvtool.documents.results import ArmEntry, CurveEntry, ResultsDocument, TaskResult
+from kvtool.documents.results import CurveEntry, ResultsDocument, TaskResult, VariantEntry
 from kvtool.report import digits
 from kvtool.report.dodge import covered
 from kvtool.report.metrics import headline
@@ -52,7 +52,7 @@ _MOST_SAMPLED = 16  # points beyond which markers are thinned out
 class _Line:
     """A line of one variant."""
 
-    variant: ArmEntry
+    variant: VariantEntry
     family: Family
     x: Sequence[float]
     y: Sequence[float]
@@ -229,7 +229,7 @@ def _less_full(
     return drawn, list(dict.fromkeys(left_out))
 
 
-def _first_evicting(variant: ArmEntry) -> float:
+def _first_evicting(variant: VariantEntry) -> float:
     """Return the position from which a budget in tokens can tell, else 0."""
     unit, size = ("", 0) if variant.budget is None else budget_size(variant.budget)
     return float(size) if unit == "tokens" else 0.0

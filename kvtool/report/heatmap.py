@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from kvtool.documents.results import ArmEntry, ResultsDocument
+from kvtool.documents.results import ResultsDocument, VariantEntry
 from kvtool.report import digits
 from kvtool.report.metrics import title as title_of
 from kvtool.report.needles import NeedleGrid, needle_grids, scale
@@ -65,7 +65,7 @@ def needle_figure(document: ResultsDocument, task: str) -> Figure:
     return figure
 
 
-def _is_thin(rows: list[list[ArmEntry]]) -> bool:
+def _is_thin(rows: list[list[VariantEntry]]) -> bool:
     """Tell whether the first row is the full cache, with others below it."""
     return len(rows) > 1 and [variant.policy for variant in rows[0]] == [FULL]
 
@@ -82,7 +82,7 @@ def _trained(document: ResultsDocument, grid: NeedleGrid) -> str:
     return f"; right of the dashed line: longer than trained for ({trained})" if told else ""
 
 
-def _layout(found: list[Family], measured: set[str]) -> list[list[ArmEntry]]:
+def _layout(found: list[Family], measured: set[str]) -> list[list[VariantEntry]]:
     """Return rows of variants: the full cache, then a policy each if several have several budgets.
 
     Otherwise the policies fill rows.

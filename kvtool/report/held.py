@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
+from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
 from kvtool.report import digits
 from kvtool.report.dodge import covered, dodge, neighbours
 from kvtool.report.front import pareto_front
@@ -47,7 +47,7 @@ class HeldPoint:
         comparable: whether it was fed like the full cache, so that both compare.
     """
 
-    variant: ArmEntry
+    variant: VariantEntry
     bytes: float
     value: float
     whisker: tuple[float, float] | None

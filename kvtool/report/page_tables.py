@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvtool.documents.results import ArmEntry, CellEntry, ResultsDocument, TaskResult
+from kvtool.documents.results import CellEntry, ResultsDocument, TaskResult, VariantEntry
 from kvtool.evaluation.run.wrong import WrongAnswer
 from kvtool.report import digits
 from kvtool.report.metrics import headline, meaning, title
@@ -76,7 +76,7 @@ def summary(document: ResultsDocument) -> Table:
     """Return the scores of all arms, a column for each task and each mean of a suite."""
     tasks, suites = task_names(document), _suites(document)
 
-    def scores(arm: ArmEntry) -> list[Cell]:
+    def scores(arm: VariantEntry) -> list[Cell]:
         row = [_score(document.of(arm.name, task), arm) for task in tasks]
         return [*row, *(_average(document, suite, arm) for suite in suites)]
 
@@ -107,7 +107,7 @@ def task(document: ResultsDocument, name: str) -> Table:
     measured = {arm: spent_on([result]) for arm, result in results.items()}
     spent = {arm: cost for arm, cost in measured.items() if cost is not None}
 
-    def cells(arm: ArmEntry) -> list[Cell]:
+    def cells(arm: VariantEntry) -> list[Cell]:
         result = results.get(arm.name)
         row = [_score(result, arm), *(_metric(result, other) for other in others)]
         row.append(Cell(str(result.n) if result else digits.MISSING))
@@ -138,7 +138,7 @@ def cells(document: ResultsDocument, name: str) -> Table | None:
     if not 1 < len(places) <= _MOST_CELLS:
         return None
 
-    def row(arm: ArmEntry) -> list[Cell]:
+    def row(arm: VariantEntry) -> list[Cell]:
         found = by_arm.get(arm.name, {})
         return [_cell(*found[p]) if p in found else Cell(digits.MISSING) for p in places]
 
@@ -176,7 +176,7 @@ def gates(document: ResultsDocument) -> Table:
     return Table([Header("arm"), *named, *map(Header, ("value", "limit", ""))], rows)
 
 
-def _rows(document: ResultsDocument, cells: Callable[[ArmEntry], list[Cell]]) -> list[Row]:
+def _rows(document: ResultsDocument, cells: Callable[[VariantEntry], list[Cell]]) -> list[Row]:
     """Return a row per arm, a line above each policy."""
     return [
         Row(arm.name, cells(arm), first=arm is family.variants[0])
@@ -199,7 +199,7 @@ def _mean_of(document: ResultsDocument, suite: str) -> list[str]:
     return list(dict.fromkeys(task for average in averages for task in average.tasks))
 
 
-def _score(result: TaskResult | None, arm: ArmEntry) -> Cell:
+def _score(result: TaskResult | None, arm: VariantEntry) -> Cell:
     if result is None:
         return Cell(digits.MISSING)
     notes = []
@@ -231,7 +231,7 @@ def _cell(result: TaskResult, cell: CellEntry) -> Cell:
     return Cell(digits.score(cell.value, result.best), (error,))
 
 
-def _average(document: ResultsDocument, suite: str, arm: ArmEntry) -> Cell:
+def _average(document: ResultsDocument, suite: str, arm: VariantEntry) -> Cell:
     found = [a for a in document.averages if (a.suite, a.arm) == (suite, arm.name)]
     if not found:
         return Cell(digits.MISSING)

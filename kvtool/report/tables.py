@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvtool.documents.results import ArmEntry, GateResult, ResultsDocument, TaskResult
+from kvtool.documents.results import GateResult, ResultsDocument, TaskResult, VariantEntry
 from kvtool.report import digits
 from kvtool.report.claims import claim_lines
 from kvtool.report.differences import differences_in_words
@@ -153,7 +153,7 @@ def _groups(document: ResultsDocument) -> list[list[_Column]]:
     return [*groups, cost] if cost else groups
 
 
-def _score_column(document: ResultsDocument, task: str, variants: list[ArmEntry]) -> _Column:
+def _score_column(document: ResultsDocument, task: str, variants: list[VariantEntry]) -> _Column:
     found = [document.of(variant.name, task) for variant in variants]
     some = next(result for result in found if result is not None)
     header = f"{task.replace('/', chr(10), 1)}\n{some.metric} {digits.direction(some)}"
@@ -197,7 +197,7 @@ def _interval(result: TaskResult) -> str:
     return "" if pair is None else digits.interval(pair.low, pair.high, result.best)
 
 
-def _average_column(document: ResultsDocument, name: str, variants: list[ArmEntry]) -> _Column:
+def _average_column(document: ResultsDocument, name: str, variants: list[VariantEntry]) -> _Column:
     averages = {average.arm: average for average in document.averages if average.suite == name}
     tasks = len(next(iter(averages.values())).tasks)
     sample = next(
@@ -216,7 +216,7 @@ def _average_column(document: ResultsDocument, name: str, variants: list[ArmEntr
     return _Column(f"{name}\nmean of {tasks}", cells)
 
 
-def _cost_columns(document: ResultsDocument, variants: list[ArmEntry]) -> list[_Column]:
+def _cost_columns(document: ResultsDocument, variants: list[VariantEntry]) -> list[_Column]:
     spent = spent_by_variant(document)
     full = full_variant(document)
     baseline = spent.get(full.name) if full else None

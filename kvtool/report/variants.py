@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvtool.documents.results import ArmEntry, ResultsDocument, TaskResult
+from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
 from kvtool.sizes import Budget
 
 FULL = "full"
@@ -17,7 +17,7 @@ class Family:
     """The variants of one policy, budgets ascending; `label` is what a legend calls them."""
 
     label: str
-    variants: tuple[ArmEntry, ...]
+    variants: tuple[VariantEntry, ...]
 
     @property
     def is_full(self) -> bool:
@@ -51,7 +51,7 @@ def families(document: ResultsDocument) -> list[Family]:
     Arms that differ in the prefill only are families of their own, and say so.
     """
     several = len({variant.prefill for variant in document.arms if variant.policy != FULL}) > 1
-    groups: dict[str, list[ArmEntry]] = {}
+    groups: dict[str, list[VariantEntry]] = {}
     for variant in sorted(document.arms, key=lambda variant: variant.policy != FULL):
         told = several and variant.policy != FULL
         label = f"{variant.policy}, prefill {variant.prefill}" if told else variant.policy
@@ -62,12 +62,12 @@ def families(document: ResultsDocument) -> list[Family]:
     ]
 
 
-def variants_in_order(document: ResultsDocument) -> list[ArmEntry]:
+def variants_in_order(document: ResultsDocument) -> list[VariantEntry]:
     """Return every variant, family by family."""
     return [variant for family in families(document) for variant in family.variants]
 
 
-def full_variant(document: ResultsDocument) -> ArmEntry | None:
+def full_variant(document: ResultsDocument) -> VariantEntry | None:
     """Return the variant that others are held against."""
     return next((variant for variant in document.arms if variant.policy == FULL), None)
 

@@ -23,7 +23,7 @@ from kvtool.documents.generation import (
     StagesSection,
     TurnSection,
 )
-from kvtool.documents.memory import CacheNeeds, DeviceMemory, RunMemory
+from kvtool.documents.memory import CacheMemory, DeviceMemory, RunMemory
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.prompts import AskedPrompt
@@ -144,7 +144,7 @@ def examples() -> Iterator[BaseModel]:
             **{"peak_bytes": None, "fits": None, "reads": reads, **NEEDS},
         )
     yield DeviceMemory(device="cpu", free_bytes=None, weights_bytes=5)
-    yield CacheNeeds(**NEEDS, full_bytes=9, peak_bytes=None, fits=None)
+    yield CacheMemory(**NEEDS, full_bytes=9, peak_bytes=None, fits=None)
     yield AskedPrompt(prompt="x")
     yield AnswerLine(index=0, id=None, text="x", token_ids=[1], prompt_tokens=1, new_tokens=1)
 

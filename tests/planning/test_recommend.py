@@ -3,7 +3,7 @@
 import pytest
 
 from kvtool.documents.plan import PlanDocument, Target
-from kvtool.documents.results import ArmEntry
+from kvtool.documents.results import VariantEntry
 from kvtool.documents.verdict import Paired
 from kvtool.errors import UsageError
 from kvtool.evaluation.verdict import make_verdict
@@ -14,11 +14,13 @@ from tests.report.examples import cost, document, result
 PROMPT = 640  # tokens of the measured prompts, of which 128 are a fifth
 CONTEXT, NEW = 32768, 128
 SLOT = 256 + 2 * 4  # bytes of a token and its positions in one of the 4 layers
-FULL = ArmEntry(name="full", policy="full", budget=None, prefill="full")
+FULL = VariantEntry(name="full", policy="full", budget=None, prefill="full")
 
 
 def arm(policy, budget=128, **more):
-    return ArmEntry(name=f"{policy}@{budget}", policy=policy, budget=budget, prefill="full", **more)
+    return VariantEntry(
+        name=f"{policy}@{budget}", policy=policy, budget=budget, prefill="full", **more
+    )
 
 
 def measured(gains, task="niah", full=0.8, low=-0.02, **changes):
@@ -187,7 +189,7 @@ def test_what_failed_or_was_not_compared_is_left_out():
 
 def test_a_full_cache_that_is_quantised_is_a_variant_of_its_own():
     """Its heads take 34 bytes of 64 a vector; beside them stand positions as ever, and 3 * 32."""
-    coded = ArmEntry(name="full+int8", policy="full+int8", budget=None, prefill="full")
+    coded = VariantEntry(name="full+int8", policy="full+int8", budget=None, prefill="full")
     gains = {coded: -0.001, arm("h2o"): -0.01}
     quantised = 4 * (CONTEXT * (2 * 2 * 34 + 2 * 4) + 2 * 3 * 32)
     found = choose(gains, quantised)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from kvtool.documents.results import (
-    ArmEntry,
     Average,
     CellEntry,
     Cost,
@@ -16,6 +15,7 @@ from kvtool.documents.results import (
     ModelUsed,
     ResultsDocument,
     TaskResult,
+    VariantEntry,
 )
 
 POLICIES = {  # how much of a perfect score a policy keeps at the smallest budget
@@ -34,19 +34,19 @@ DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 LAYERS = 6
 
 
-def arms(policies=POLICIES, budgets=BUDGETS) -> list[ArmEntry]:
-    found = [ArmEntry(name="full", policy="full", budget=None, prefill="full")]
+def arms(policies=POLICIES, budgets=BUDGETS) -> list[VariantEntry]:
+    found = [VariantEntry(name="full", policy="full", budget=None, prefill="full")]
     for policy in policies:
         base, _, codec = policy.rpartition("+")
         own = {"policy": policy, "prefill": "full", "codec": codec if codec in CODECS else None}
         if base == "full":
-            found.append(ArmEntry(name=policy, budget=None, **own))
+            found.append(VariantEntry(name=policy, budget=None, **own))
         else:
-            found += [ArmEntry(name=f"{policy}@{b}", budget=b, **own) for b in budgets]
+            found += [VariantEntry(name=f"{policy}@{b}", budget=b, **own) for b in budgets]
     return found
 
 
-def quality(arm: ArmEntry) -> float:
+def quality(arm: VariantEntry) -> float:
     """From 0 to 1; 1 for the full cache."""
     if arm.budget is None:
         return 1.0
@@ -54,7 +54,7 @@ def quality(arm: ArmEntry) -> float:
     return min(1.0, POLICIES.get(base, 0.5) + 0.1 * math.log2(int(arm.budget) / 64))
 
 
-def cost(arm: ArmEntry, prompt: int = 640, new: int = 8) -> Cost:
+def cost(arm: VariantEntry, prompt: int = 640, new: int = 8) -> Cost:
     kept = prompt + new if arm.budget is None else int(arm.budget)
     slot, whole = 2 * LAYERS * 2 * CODECS.get(arm.codec, 16 * 4), 2 * LAYERS * 2 * 16 * 4
     rate = 40.0 if arm.budget is None else 36 + 512 / int(arm.budget)
@@ -78,7 +78,7 @@ def cost(arm: ArmEntry, prompt: int = 640, new: int = 8) -> Cost:
     )
 
 
-def result(arm: ArmEntry, task: str, value: float | None, full: float | None, **changes):
+def result(arm: VariantEntry, task: str, value: float | None, full: float | None, **changes):
     """One task under one arm; `full` is the value of the full cache."""
     fields = {
         "arm": arm.name,
@@ -110,7 +110,7 @@ def result(arm: ArmEntry, task: str, value: float | None, full: float | None, **
     return TaskResult(**fields)
 
 
-def niah(arm: ArmEntry) -> TaskResult:
+def niah(arm: VariantEntry) -> TaskResult:
     """Recent needles are found, early ones the less the longer the context."""
     cells = []
     for length in LENGTHS:
@@ -124,7 +124,7 @@ def niah(arm: ArmEntry) -> TaskResult:
     return result(arm, "niah", mean, 1.0, cells=cells, n=4 * len(cells), stderr=0.02)
 
 
-def multikey(arm: ArmEntry) -> TaskResult:
+def multikey(arm: VariantEntry) -> TaskResult:
     value = 96 * quality(arm)
     cells = [
         CellEntry(at={"length": length}, value=value * (1.1 - length / 5120), n=10, stderr=4.0)
@@ -134,12 +134,12 @@ def multikey(arm: ArmEntry) -> TaskResult:
     return result(arm, "ruler/niah_multikey_1", value, 96.0, **settings)
 
 
-def tracing(arm: ArmEntry) -> TaskResult:
+def tracing(arm: VariantEntry) -> TaskResult:
     settings = {"metric": "string_match", "best": 100.0, "stderr": 2.5, "query_aware": False}
     return result(arm, "ruler/vt", 80 * quality(arm), 80.0, **settings)
 
 
-def fidelity(arm: ArmEntry) -> TaskResult:
+def fidelity(arm: VariantEntry) -> TaskResult:
     value = 0.5 + 0.5 * quality(arm)
     metrics = [
         MetricEntry(name="agreement", value=value, n=20, stderr=0.01),
@@ -149,7 +149,7 @@ def fidelity(arm: ArmEntry) -> TaskResult:
     return result(arm, "fidelity", value, 1.0, metric="agreement", metrics=metrics, stderr=0.01)
 
 
-def ppl(arm: ArmEntry, in_blocks: tuple[str, ...] = ()) -> TaskResult:
+def ppl(arm: VariantEntry, in_blocks: tuple[str, ...] = ()) -> TaskResult:
     """Perplexity, of the policies `in_blocks` fed 128 tokens at a time."""
     positions = [2**power for power in range(11)]
     nll = [2.2 - quality(arm) * 0.1 * math.log2(position) for position in positions]
@@ -167,7 +167,7 @@ def ppl(arm: ArmEntry, in_blocks: tuple[str, ...] = ()) -> TaskResult:
     return result(arm, "ppl", math.exp(nll[-1]), math.exp(1.2), curves=[curve], **settings)
 
 
-def output_error(arm: ArmEntry) -> TaskResult:
+def output_error(arm: VariantEntry) -> TaskResult:
     layers = list(range(LAYERS))
     error = [(1.0 - quality(arm)) * (0.2 + 0.1 * layer) for layer in layers]
     curve = CurveEntry(
@@ -177,7 +177,7 @@ def output_error(arm: ArmEntry) -> TaskResult:
     return result(arm, "output-error", sum(error) / LAYERS, 0.0, curves=[curve], **settings)
 
 
-def speed(arm: ArmEntry) -> TaskResult:
+def speed(arm: VariantEntry) -> TaskResult:
     rate = 40.0 if arm.budget is None else 36 + 512 / int(arm.budget)
     cells = [
         CellEntry(

@@ -3,7 +3,7 @@ from fractions import Fraction
 
 import pytest
 
-from kvtool.documents.results import ArmEntry
+from kvtool.documents.results import VariantEntry
 from kvtool.report.variants import budget_size, families, task_names, variants_in_order, wrap
 from tests.report.examples import arms, document
 
@@ -12,7 +12,7 @@ def named(*entries):
     return document((), {}).model_copy(
         update={
             "arms": [
-                ArmEntry(
+                VariantEntry(
                     name=f"{policy}@{budget}{prefill}", policy=policy, budget=budget, prefill=p
                 )
                 for policy, budget, prefill in entries

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.documents.memory import CacheNeeds, DeviceMemory
+from kvtool.documents.memory import CacheMemory, DeviceMemory
 from kvtool.evaluation.bench.batch_size import cuts_at_the_end
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.model_shape import LayerShape, layer_shapes
@@ -46,7 +46,7 @@ def device_memory(
 
 def needs(
     config: Any, dtype: str, variant: Variant, text: Text, memory: DeviceMemory
-) -> CacheNeeds:
+) -> CacheMemory:
     """Forecast what a variant holds of a prompt and its answer, and estimate what it needs.
 
     Args:
@@ -81,7 +81,7 @@ def needs(
         peak += _peak(config, layers, variant, policy, stored, held, text)
         peak += host // max(1, len(budgets))  # of a layer, fetched to be attended to
         peak += host if memory.device == "cpu" else 0
-    return CacheNeeds(
+    return CacheMemory(
         prompt_tokens=text.prompt,
         new_tokens=text.new,
         tokens=stored,

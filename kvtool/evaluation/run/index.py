@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from kvtool.documents.document import Document
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.readers import load_json
-from kvtool.documents.results import ArmEntry, ResultsDocument, SamplesDocument, TaskSamples
+from kvtool.documents.results import ResultsDocument, SamplesDocument, TaskSamples, VariantEntry
 from kvtool.documents.source import SCHEMA_VERSION, reason
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import KvtoolError, UsageError, quote
@@ -77,12 +77,12 @@ def _read(path: Path, document: type[Kind], kind: str) -> Kind:
         raise KvtoolError(f"`{path}` is damaged: {reason(error)}") from None
 
 
-def variant_entry(variant: Variant) -> ArmEntry:
+def variant_entry(variant: Variant) -> VariantEntry:
     """Tell of a variant in a document."""
     size = variant.budget
     budget = None if size is None else size.tokens if size.tokens is not None else str(size)
     codec = variant.policy.codec
-    return ArmEntry(
+    return VariantEntry(
         name=variant.name,
         policy=str(variant.policy),
         budget=budget,
@@ -93,7 +93,7 @@ def variant_entry(variant: Variant) -> ArmEntry:
     )
 
 
-def read_variant(entry: ArmEntry, plan: PlanDocument | None) -> Variant:
+def read_variant(entry: VariantEntry, plan: PlanDocument | None) -> Variant:
     """Return the variant that a document tells of.
 
     Raises:
