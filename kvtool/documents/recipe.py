@@ -22,7 +22,7 @@ from kvtool.documents.budget_choice import BudgetChoice, BudgetMapping, budgets_
 from kvtool.documents.claim import Claim
 from kvtool.documents.document import Document, TokenCount
 from kvtool.documents.policy_choice import PolicyChoice
-from kvtool.documents.settings import ModelFields, Name
+from kvtool.documents.settings import Asking, ModelFields, Name
 from kvtool.documents.shapes import BY_SHAPE, MAPPING, MOST, SHORT, RecipeSection, counted, listed
 from kvtool.documents.verdict import WITHIN
 from kvtool.sizes import (
@@ -82,11 +82,17 @@ TASK_SETTINGS = (
 )
 
 
-class Evaluation(RecipeSection):
+class _Measured:
+    tasks: Annotated[
+        list[Annotated[TaskEntry, BeforeValidator(_named)]], Field(max_length=MOST), Listed
+    ] = Field(default_factory=list)
+    baseline: bool = True
+    limit: PositiveInt | None = None
+
+
+class Evaluation(RecipeSection, Asking, _Measured):
     """What is measured, and how prompts are made; `query_aware: null` is the task's own.
 
-    `keep_question` keeps a question whole that comes after the context has been compressed.
-    `shared_prefill` reads a prompt once for all arms that can share the run.
     `within` is the bound of the verdict, in percent of the full cache's score.
     """
 
@@ -94,17 +100,7 @@ class Evaluation(RecipeSection):
         name: f"unknown key `{name}`; did you mean `eval.tasks.N.{name}`?" for name in TASK_SETTINGS
     }
 
-    tasks: Annotated[
-        list[Annotated[TaskEntry, BeforeValidator(_named)]], Field(max_length=MOST), Listed
-    ] = Field(default_factory=list)
-    baseline: bool = True
-    limit: PositiveInt | None = None
-    query_aware: bool | None = None
-    keep_question: bool = False
-    shared_prefill: bool = False
-    chat_template: Literal["auto", "on", "off"] = "auto"
     max_length: Tokens | None = None
-    truncate: Literal["middle", "left", "error"] = "middle"
     within: Annotated[FiniteFloat, Field(gt=0, le=100)] = WITHIN
 
 

@@ -5,13 +5,14 @@ Results can be made anew from the records, which are checked against these schem
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from kvtool.documents.claim import Claim, ClaimVerdict
 from kvtool.documents.document import Document, Section, ShownDocument, TokenCount
 from kvtool.documents.plan import PlanDocument
+from kvtool.documents.settings import Protocol, as_entry
 from kvtool.documents.verdict import Difference, Paired, SampleScores, Verdict
 from kvtool.sizes import LARGEST_SEED
 
@@ -262,19 +263,19 @@ class TaskSamples(Section):
     samples: list[tuple[str, str]]
 
 
-class ProtocolEntry(Section):
-    """How prompts were put and answers drawn; see `kvtool.evaluation.bench.bench.Protocol`."""
+if TYPE_CHECKING:
+    _ProtocolFields = object
+else:
+    _ProtocolFields = as_entry(Protocol)
 
-    query_aware: bool | None
-    chat_template: Literal["auto", "on", "off"]
+
+class ProtocolEntry(Section, _ProtocolFields):
+    """How prompts were put and answers drawn: a `Protocol` in a file."""
+
     max_length: TokenCount | None
-    truncate: Literal["middle", "left", "error"]
     max_new_tokens: TokenCount | None
     temperature: Annotated[int | float, Field(ge=0, le=1e100)]
-    stop: tuple[str, ...]
     seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)]
-    keep_question: bool = False
-    shared_prefill: bool = False
 
 
 class SamplesDocument(Document):

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from kvtool.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -225,3 +227,59 @@ class Asking:
         Literal["middle", "left", "error"],
         Flag("--truncate", help="Where long prompts are cut.  [default: middle]"),
     ] = "middle"
+
+    @property
+    def template(self) -> Template:
+        """Whether prompts go into the model's chat template."""
+        return self.chat_template
+
+    def check_question(self) -> None:
+        """Refuse to keep a question that is read with its context.
+
+        Raises:
+            UsageError: that is asked for.
+        """
+        if self.keep_question and self.query_aware is not False:
+            raise UsageError(
+                "--keep-question keeps a question that comes after the context was compressed",
+                hint="--query-agnostic --keep-question, or query_aware: false in a recipe",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol(Asking):
+    """How prompts are put and answers are drawn, the same in all of a run.
+
+    None leaves it to the task.
+
+    Attributes:
+        temperature: 0 takes the most likely token.
+        stop: texts that end an answer, on top of the task's own.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+    def identity(self) -> dict[str, Any]:
+        """Return what of it tells measurements apart; what earlier versions lack only if set."""
+        later = _later(type(self))
+        return {name: each for name, each in asdict(self).items() if each or name not in later}
+
+
+def _later(kind: type) -> list[str]:
+    """Return the settings that files of earlier versions lack."""
+    return [each.name for each in settings_of(kind) if each.flag.later]
+
+
+def as_entry(kind: type) -> type:
+    """Return the fields of a kind of settings as a file holds them, for a schema to inherit.
+
+    A file must hold all of them but those that earlier versions lack, which come last.
+    """
+    later, hints = _later(kind), get_type_hints(kind, include_extras=True)
+    names = sorted((each.name for each in fields(kind)), key=lambda name: name in later)
+    defaults = {each.name: each.default for each in fields(kind) if each.name in later}
+    annotations = {name: hints[name] for name in names}
+    return type(f"{kind.__name__}Fields", (), {"__annotations__": annotations, **defaults})

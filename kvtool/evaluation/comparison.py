@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from kvtool.documents.claim import Claim, check_claim
@@ -12,10 +12,10 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import parse_policies
 from kvtool.documents.resolve import OneReading, resolve
+from kvtool.documents.settings import Asking, Protocol
 from kvtool.documents.source import Source
 from kvtool.documents.tree import Problem
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.variants import BASELINE, Variant, make_variants
 from kvtool.evaluation.run.gates import Gate, check_gates
 from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
@@ -156,18 +156,9 @@ def _policies(recipe: Recipe, source: Source) -> list[Policy]:
 
 def _protocol(recipe: Recipe) -> Protocol:
     wanted, drawn = recipe.eval, recipe.generation
-    if wanted.keep_question and wanted.query_aware is not False:
-        raise UsageError(
-            "--keep-question keeps a question that comes after the context was compressed",
-            hint="--query-agnostic --keep-question, or query_aware: false in a recipe",
-        )
+    wanted.check_question()
     return Protocol(
-        query_aware=wanted.query_aware,
-        keep_question=wanted.keep_question,
-        shared_prefill=wanted.shared_prefill,
-        chat_template=wanted.chat_template,
-        max_length=wanted.max_length,
-        truncate=wanted.truncate,
+        **{each.name: getattr(wanted, each.name) for each in fields(Asking)},
         max_new_tokens=drawn.max_new_tokens,
         temperature=drawn.temperature,
         stop=tuple(drawn.stop),

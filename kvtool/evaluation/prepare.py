@@ -137,7 +137,7 @@ def prepare(
     dtype = _check_model(model, comparison.recipe.model)
     watcher.note_any(model.note())
     tokenizer, config = model.tokenizer()
-    make_frame(tokenizer, comparison.protocol.chat_template, chat=True)
+    make_frame(tokenizer, comparison.protocol.template, chat=True)
     watcher.note_any(length_note(config, comparison.protocol.max_length or 0, 0))
     for name in hub_data(comparison.tasks):
         watcher.note(f"data: {name} (no such folder here, asking the hub)")

@@ -11,10 +11,10 @@ from transformers import LlamaForCausalLM
 import kvtool
 from kvtool.cache.rope_lengths import RopeLengths
 from kvtool.calls.prompts import generate_many
+from kvtool.documents.settings import Protocol
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.ask import AskOptions, ask
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Sample, Turn
@@ -203,7 +203,7 @@ def test_texts_and_answers_of_other_harnesses(long_rope):
 @pytest.mark.parametrize("aware", [True, False])
 def test_the_full_cache_is_followed_through_its_whole_answer(aware, long_rope):
     bench = bench_of(long_rope)
-    found = compare_with_full(bench, (TEXT, QUESTION), 30, query_aware=aware, keep_question=False)
+    found = compare_with_full(bench, (TEXT, QUESTION), 30, query_aware=aware, question_kept=False)
     assert found["agreement"] == 1.0
     assert found["kl"] < 1e-6
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.documents.settings import Protocol
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.run import fingerprint
 from kvtool.evaluation.run.runner import Place

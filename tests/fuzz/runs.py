@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import kvtool
-from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.documents.settings import Protocol
 from kvtool.evaluation.run.run import Run, read_results
 from kvtool.evaluation.run.runner import draw_jobs
 from kvtool.evaluation.run.store import Store

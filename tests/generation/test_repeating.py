@@ -3,10 +3,10 @@
 import pytest
 
 import kvtool
+from kvtool.documents.settings import Protocol
 from kvtool.documents.turns import UserTurn
 from kvtool.evaluation.bench.ask import AskOptions, ask
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.samples.sample import Sample, Turn
 from kvtool.generation import Conversation
 from kvtool.models.load import load

@@ -24,7 +24,7 @@ class AskOptions:
 
     Attributes:
         query_aware: whether the question is in the prompt that is compressed.
-        keep_question: whether a question that is not in it is kept whole.
+        question_kept: whether a question that is not in it is kept whole.
         same_context: whether every question is asked of the same compressed context; else a turn
             follows the one before it.
         golden: whether a turn follows the reference answer to the one before, not the model's own.
@@ -38,7 +38,7 @@ class AskOptions:
     """
 
     query_aware: bool = True
-    keep_question: bool = False
+    question_kept: bool = False
     same_context: bool = False
     golden: bool = False
     chat: bool = True
@@ -60,7 +60,7 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
         Per turn its `prediction`, `references` and `new_tokens`.
     """
     frame = make_frame(
-        bench.tokenizer, bench.protocol.chat_template, options.chat, thinking=options.thinking
+        bench.tokenizer, bench.protocol.template, options.chat, thinking=options.thinking
     )
     frame = spoken(frame) if options.conversation else frame
     prompt = _first_prompt(bench, sample, frame, conversation=options.conversation)
@@ -84,7 +84,7 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
                 ids = bench.encode(prompt.context + prompt.question, special=prompt.special)
                 ending = frame.closing + turn.answer_prefix
                 instruct_chat(cache, bench.tokenizer, frame, ids, ending)
-            with cache.budgets.raising() if options.keep_question else contextlib.nullcontext():
+            with cache.budgets.raising() if options.question_kept else contextlib.nullcontext():
                 feed = bench.feed if read_so_far else bench.feed_first
                 feed(cache, ids, new_tokens=_answer_tokens(bench, turn))
             with cache.rollback() if goes_on and options.golden else contextlib.nullcontext():

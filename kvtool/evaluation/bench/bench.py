@@ -12,11 +12,11 @@ import torch
 from kvtool.cache.build import build_cache, make_cache
 from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.rope import length_rope
+from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.memory import Peak, watched_devices
 from kvtool.evaluation.bench.meter import Meter
 from kvtool.evaluation.bench.prompts import text_before
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Json

@@ -16,7 +16,7 @@ from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
     from kvtool.documents.memory import DeviceMemory
-    from kvtool.evaluation.bench.protocol import Protocol
+    from kvtool.documents.settings import Protocol
     from kvtool.evaluation.bench.variants import Variant
     from kvtool.model_shape import LayerShape
 
@@ -193,7 +193,7 @@ class Estimate:
             return None if length is None else int(length)
         frame, limit, talk = Frame(), None, isinstance(task, Asking) and task.conversation
         if isinstance(task, Asking):
-            wanted = self.protocol.chat_template
+            wanted = self.protocol.template
             frame = make_frame(self.tokenizer, wanted, task.chat, thinking=task.enable_thinking)
             limit = self.protocol.max_length or trained_length(self.config)
         whole = first_prompt(

@@ -39,7 +39,7 @@ class Measured:
     planned: int
     query_aware: bool
     fingerprint: str
-    keep_question: bool = False
+    question_kept: bool = False
 
 
 def task_result(measured: Measured, summary: Summary | None = None) -> TaskResult:
@@ -64,7 +64,7 @@ def task_result(measured: Measured, summary: Summary | None = None) -> TaskResul
         lower_is_better=task.lower_is_better,
         droppable=task.droppable,
         query_aware=measured.query_aware,
-        keep_question=measured.keep_question,
+        keep_question=measured.question_kept,
         protocol=_protocol(task, records),
         settings=task.model_dump(mode="json", exclude={"name"}),
         fingerprint=measured.fingerprint,

@@ -16,9 +16,9 @@ from kvtool.documents.results import (
     SamplesDocument,
     TaskSamples,
 )
+from kvtool.documents.settings import Protocol
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.differences import differences
@@ -292,7 +292,7 @@ class Run:
             failed=sum(record is not None and "error" in record for record in found),
             planned=len(found),
             query_aware=task.knows_query(self._place.protocol),
-            keep_question=task.keeps_question(self._place.protocol),
+            question_kept=task.keeps_question(self._place.protocol),
             fingerprint=entry.fingerprint,
         )
 

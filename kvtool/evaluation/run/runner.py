@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
+from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.run.fingerprint import Fingerprint, code_digests, digest

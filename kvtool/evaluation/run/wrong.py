@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvtool.documents.results import ResultsDocument, TaskSamples
-from kvtool.evaluation.bench.protocol import Protocol
+from kvtool.documents.settings import Protocol
 from kvtool.evaluation.metrics.contains import contains
 from kvtool.evaluation.run.index import read_samples, read_task, read_variant
 from kvtool.evaluation.run.runner import Place, sample_key

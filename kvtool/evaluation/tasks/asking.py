@@ -12,9 +12,9 @@ from kvtool.evaluation.samples.sample import Json, Sample
 from kvtool.evaluation.tasks.task import Task
 
 if TYPE_CHECKING:
+    from kvtool.documents.settings import Protocol
     from kvtool.evaluation.bench.ask import AskOptions
     from kvtool.evaluation.bench.bench import Bench
-    from kvtool.evaluation.bench.protocol import Protocol
 
 
 class AskedTurn(BaseModel):
@@ -87,7 +87,7 @@ class Asking(Task):
 
         return AskOptions(
             query_aware=self.knows_query(protocol),
-            keep_question=self.keeps_question(protocol),
+            question_kept=self.keeps_question(protocol),
             same_context=self.same_context,
             golden=self.after_references,
             chat=self.chat,

@@ -93,7 +93,7 @@ class FidelityTask(Task):
             (sample.context, turn.question + turn.answer_prefix),
             self.new_tokens,
             query_aware=self.knows_query(bench.protocol),
-            keep_question=self.keeps_question(bench.protocol),
+            question_kept=self.keeps_question(bench.protocol),
         )
 
     def score(self, record: Json) -> dict[str, float]:
@@ -158,13 +158,13 @@ def compare_with_full(
     new_tokens: int,
     *,
     query_aware: bool,
-    keep_question: bool,
+    question_kept: bool,
 ) -> Json:
     """Let the variant follow the full cache's answer, then answer by itself.
 
     Args:
         prompt: the context, and the rest, which comes as a turn of its own unless `query_aware`.
-        keep_question: whether that turn is kept whole.
+        question_kept: whether that turn is kept whole.
     """
     import torch
 
@@ -177,7 +177,7 @@ def compare_with_full(
     cache = bench.new_cache()
     cache.expect_length(sum(part.shape[1] for part in parts) + new_tokens)
     for i, part in enumerate(parts):
-        with cache.budgets.raising() if keep_question and i > 0 else nullcontext():
+        with cache.budgets.raising() if question_kept and i > 0 else nullcontext():
             logits = bench.feed(cache, part)
     with cache.rollback():
         followed = follow(bench.model, cache, logits, token_ids)

@@ -29,8 +29,8 @@ from kvtool.evaluation.tasks.settings import Samples, Tokens
 from kvtool.models.chat import make_frame
 
 if TYPE_CHECKING:
+    from kvtool.documents.settings import Protocol
     from kvtool.evaluation.bench.bench import Bench
-    from kvtool.evaluation.bench.protocol import Protocol
 
 _QUESTION = ("problem", "question", "Problem", "Question")
 _ANSWER = ("answer", "Answer")
@@ -177,7 +177,7 @@ class Reasoning(Read):
 
         options = self.ask_options(bench.protocol)
         frame = make_frame(
-            bench.tokenizer, bench.protocol.chat_template, self.chat, thinking=self.thinking
+            bench.tokenizer, bench.protocol.template, self.chat, thinking=self.thinking
         )
         temperature, turns = self.temperature, []
         if temperature is None:

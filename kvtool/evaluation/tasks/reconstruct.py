@@ -93,7 +93,7 @@ class Reconstruct(Task):
             (sample.context, turn.question),
             turn.max_new_tokens,
             query_aware=self.knows_query(bench.protocol),
-            keep_question=self.keeps_question(bench.protocol),
+            question_kept=self.keeps_question(bench.protocol),
         )
         return record | {"source": sample.context}
 

@@ -19,8 +19,8 @@ from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.sizes import LARGEST_SEED
 
 if TYPE_CHECKING:
+    from kvtool.documents.settings import Protocol
     from kvtool.evaluation.bench.bench import Bench
-    from kvtool.evaluation.bench.protocol import Protocol
 
 
 Place = Mapping[str, int | float | str]

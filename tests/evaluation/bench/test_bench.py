@@ -8,11 +8,11 @@ import torch
 
 import kvtool
 from kvtool import generation
+from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.ask import ask
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.prompts import first_prompt
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Sample, Turn
 from kvtool.evaluation.tasks.scbench import SharedContext

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kvtool.documents.settings import Protocol
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.variants import make_variants
 from kvtool.policies.draws import drawn_for
 from kvtool.policies.grammar import parse_policy

@@ -9,8 +9,8 @@ import pytest
 
 import kvtool
 from kvtool.documents.results import TaskSamples
+from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.run.collect import Measured, task_result
 from kvtool.evaluation.run.index import read_task
 from kvtool.evaluation.run.run import Run

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.run.partition import unfinished
 from kvtool.evaluation.run.runner import Place, draw_jobs, run_measurements
 from kvtool.evaluation.run.store import Store

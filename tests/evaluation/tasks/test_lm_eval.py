@@ -7,9 +7,9 @@ import re
 import pytest
 
 import kvtool
+from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.samples.sample import Sample, TokenCounter
 from kvtool.evaluation.tasks import harness
 from kvtool.evaluation.tasks.lm_eval import LmEval

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
+from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.estimate import Estimate
 from kvtool.evaluation.bench.prompts import SPOKEN, first_prompt, spoken, transcript
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.metrics.recitation import recited
 from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.samples.sample import TokenCounter

@@ -7,9 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from kvtool.cache.hooks.attach import attach
+from kvtool.documents.settings import Protocol
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import token_counter
 from kvtool.models.load import load

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.samples.fit import needed_tokens
 from kvtool.evaluation.tasks.nolima import NoLiMa, read_tests
 from kvtool.evaluation.tasks.table import task_class

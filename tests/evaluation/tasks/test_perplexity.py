@@ -4,9 +4,9 @@ import math
 
 import pytest
 
+from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.tasks.perplexity import Perplexity
 from tests.evaluation.variants import make_variants
 

@@ -6,9 +6,9 @@ import re
 import pytest
 from pydantic import ValidationError
 
+from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.protocol import Protocol
 from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.samples.sample import TokenCounter
 from kvtool.evaluation.tasks.reasoning import FORMS, Reasoning
