@@ -1,11 +1,13 @@
 """The shape of the code: no circles, small files and classes, no fields set from outside."""
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections.abc import Container, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
-from radon.complexity import cc_visit
+from radon.complexity import cc_visit_ast
 
 import kvtool
 
@@ -24,12 +26,17 @@ def module(file: Path) -> str:
     )
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 MODULES = {module(file) for file in FILES}
 
 
 def imports(file: Path) -> Iterator[str]:
     """Modules of the package that a file imports, anywhere and for whatever reason."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -78,6 +85,76 @@ def test_no_files_import_each_other():
     assert circles({module(file): set(imports(file)) for file in FILES}) == []
 
 
+Import = ast.Import | ast.ImportFrom
+
+
+def at_head(body: Iterable[ast.stmt]) -> Iterator[Import]:
+    """Imports that run when a module is imported."""
+    for node in body:
+        if isinstance(node, Import):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from at_head(node.orelse)
+        elif not isinstance(node, ast.FunctionDef):
+            for field in ("body", "orelse", "finalbody"):
+                yield from at_head(getattr(node, field, ()))
+
+
+def in_functions(tree: ast.Module) -> set[Import]:
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {each for node in functions for each in ast.walk(node) if isinstance(each, Import)}
+
+
+def sources(node: Import, modules: Container[str]) -> list[str]:
+    """Modules that an import names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    whole = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name if name in modules else str(node.module) for name in whole]
+
+
+def needless(trees: dict[str, ast.Module]) -> list[str]:
+    """Imports inside functions that bring no package beside those that the head has brought."""
+    heads = {
+        name: {each for node in at_head(tree.body) for each in sources(node, trees)}
+        for name, tree in trees.items()
+    }
+
+    def packages(names: Iterable[str]) -> set[str]:
+        pending, met = list(names), set()
+        while pending:
+            if (name := pending.pop()) not in met:
+                met.add(name)
+                pending += heads.get(name, ())
+        return {name.split(".")[0] for name in met - heads.keys()} - sys.stdlib_module_names
+
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in trees.items()
+        for node in in_functions(tree)
+        if packages(sources(node, trees)) <= packages([name])
+    ]
+
+
+def test_a_needless_import_is_found():
+    texts = {
+        "a": "import torch",
+        "b": "import a\ndef run():\n    import torch\n    import triton",
+        "c": "def run():\n    import a\n    import os",
+    }
+    assert needless({name: ast.parse(text) for name, text in texts.items()}) == [
+        "b:3: import torch",
+        "c:3: import os",
+    ]
+
+
+def test_imports_inside_functions_wait_for_a_package():
+    """So that commands start without torch, and run without what is optional."""
+    rooms = ("kvtool.cache.", "kvtool.kernels.", "kvtool.maths.")
+    found = needless({module(file): parsed(file) for file in FILES})
+    assert [each for each in found if each.startswith(rooms)] == []
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_files_are_short(file):
     if str(file.relative_to(PACKAGE)) not in TABLES:
@@ -89,7 +166,7 @@ def test_functions_have_few_branches():
     large = {
         f"{file.relative_to(PACKAGE)}: {block.fullname}": block.complexity
         for file in FILES
-        for block in cc_visit(file.read_text())
+        for block in cc_visit_ast(parsed(file))
         if block.letter != "C" and block.complexity > COMPLEXITY
     }
     assert large == {}
@@ -108,12 +185,12 @@ def own_attributes(node: ast.ClassDef) -> set[str]:
 Name = tuple[str, str]  # of a class: its module, and what it is called there
 
 
-def classes(modules: dict[str, str]) -> tuple[dict[Name, ast.ClassDef], dict[Name, Name]]:
+def classes(trees: dict[str, ast.Module]) -> tuple[dict[Name, ast.ClassDef], dict[Name, Name]]:
     """Classes by name, and where each name that a module imports comes from."""
     found: dict[Name, ast.ClassDef] = {}
     imported: dict[Name, Name] = {}
-    for own, text in modules.items():
-        for node in ast.walk(ast.parse(text)):
+    for own, tree in trees.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 found[own, node.name] = node
             elif isinstance(node, ast.ImportFrom):
@@ -135,12 +212,13 @@ def attributes(name: Name, found: dict[Name, ast.ClassDef], imported: dict[Name,
 
 def test_attributes_of_bases_count():
     texts = {"a": "class A:\n    x: int", "b": "from a import A as C\nclass B(C):\n    y: int"}
-    assert attributes(("b", "B"), *classes(texts)) == {"x", "y"}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    assert attributes(("b", "B"), *classes(trees)) == {"x", "y"}
 
 
 def test_classes_have_few_attributes():
     """Inherited ones included; all but the settings of commands and the schemas of documents."""
-    found, imported = classes({module(file): file.read_text() for file in FILES})
+    found, imported = classes({module(file): parsed(file) for file in FILES})
     large = {
         f"{where}: {name}": len(fields)
         for where, name in found
@@ -154,7 +232,7 @@ def test_classes_have_few_attributes():
 def commands() -> Iterator[ast.FunctionDef]:
     """The functions that `kvtool` runs, which take options and a terminal and return nothing."""
     for file in sorted((PACKAGE / "cli").glob("*.py")):
-        for node in ast.parse(file.read_text()).body:
+        for node in parsed(file).body:
             public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
             if public and [each.arg for each in node.args.args] == ["options", "terminal"]:
                 yield node
@@ -188,7 +266,7 @@ def test_nobody_assigns_to_the_fields_of_another_object(room):
     for file in FILES:
         if file.relative_to(PACKAGE).parts[0] != room:
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
                 owner = ast.unparse(node.value)
                 assert owner in OWN, f"{file}:{node.lineno} assigns to {owner}.{node.attr}"
@@ -212,7 +290,7 @@ NO_VERB = {
 
 @pytest.mark.parametrize("file", TIDY, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_the_first_line_about_a_function_begins_with_a_verb(file):
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
             marks = [ast.unparse(mark) for mark in node.decorator_list]
             if not any("property" in mark for mark in marks):  # a noun, as an attribute has
