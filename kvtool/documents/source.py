@@ -7,18 +7,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from kvtool.documents.files import expand, read_bytes, read_stdin
 from kvtool.documents.readers import parse_json, parse_yaml
 from kvtool.documents.tree import DocumentError, Keys, Mark, Node, Problem
 from kvtool.errors import UsageError, clip, did_you_mean, quote
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
 
 _SUGGESTIONS = 100  # mistakes for which near names are looked for, which takes long
 _WAY = 100  # characters of the way to a value that a message repeats
