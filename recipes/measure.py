@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvtool.documents.results import ResultsDocument, TaskResult
 from kvtool.evaluation.run.index import read_results_file
-from kvtool.report import digits
+from kvtool.report import formats
 from kvtool.report.variants import families, task_names
 
 RECIPES = Path(__file__).parent
@@ -62,7 +62,7 @@ def table(document: ResultsDocument) -> str:
 
 def _score(result: TaskResult | None) -> str:
     if result is None or result.value is None:
-        return digits.MISSING
+        return formats.MISSING
     return f"{result.value:.0f}" if result.best == 100 else f"{result.value:.2f}"
 
 

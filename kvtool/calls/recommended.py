@@ -89,7 +89,7 @@ def reasons(
         document: the plan that was made.
         size: bytes that were asked for.
     """
-    from kvtool.report.verdict import score_in_words
+    from kvtool.report.words import score_in_words
 
     evidence, held = found.evidence, document.planned_bytes or 0
     holds = f"{bytes_in_words(held)} of {bytes_in_words(size)}"

@@ -28,7 +28,7 @@ def evaluate(options: EvalSettings, terminal: Terminal) -> None:
         return
     comparison = _read(options)
     if options.format == "csv":
-        from kvtool.report.board import check_board
+        from kvtool.report.leaderboard import check_board
 
         check_board(task.name for task in comparison.tasks)
     pictures = check_pictures(options, comparison.recipe.output.plots)

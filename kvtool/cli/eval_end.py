@@ -59,7 +59,7 @@ class EvalWatcher(TerminalWatcher):
         write_page(results, folder / "report.html", wrong_answers(folder, results))
         form = options.choose_format("text" if terminal.interactive else "json")
         if options.format == "csv":
-            from kvtool.report.board import board_csv
+            from kvtool.report.leaderboard import board_csv
 
             terminal.write(board_csv(results))
         elif form == "text":
@@ -68,7 +68,7 @@ class EvalWatcher(TerminalWatcher):
             terminal.print(results_tables(results))
         else:
             terminal.write(results.to_json() if form == "json" else results.to_yaml())
-            from kvtool.report.verdict import verdict_lines
+            from kvtool.report.words import verdict_lines
 
             for line in verdict_lines(results):
                 terminal.note(line)

@@ -17,8 +17,8 @@ def print_kept(texts: Sequence[KeptText]) -> None:
     from rich.console import Console
 
     from kvtool.cli.tables import Visible
+    from kvtool.report.kept.shaded import doing
     from kvtool.report.kept.terminal import coloured_text, in_brackets, legend
-    from kvtool.report.kept.words import doing
 
     console = Console(file=sys.stderr, highlight=False)
     coloured = console.color_system is not None and not console.no_color

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, VariantEntry
-from kvtool.report import digits
-from kvtool.report.spent import Spent, relative, spent_by_variant
-from kvtool.report.style import looks, new_figure
+from kvtool.report import formats
+from kvtool.report.costs import Spent, relative, spent_by_variant
+from kvtool.report.panels import looks, new_figure
 from kvtool.report.variants import families, full_variant
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _bytes(panel: Axes, bars: list[_Bar], spent: dict[str, Spent]) -> None:
             hatch="//////",
             linewidth=0.0 if cost.state_share == 0 else 0.8,
         )
-        _tell(panel, bar, cost.kv_share + cost.state_share, digits.share)
+        _tell(panel, bar, cost.kv_share + cost.state_share, formats.share)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     panel.set_title("K/V bytes, policy state (hatched),\nas a share of a full cache")
     _finish(panel)
@@ -92,7 +92,7 @@ def _speed(panel: Axes, bars: list[_Bar], relative_of: Mapping[str, float | None
         value = relative_of[bar.variant.name]
         if value is not None:
             panel.barh(bar.place, value, color=bar.colour, height=0.8)
-            _tell(panel, bar, value, digits.times)
+            _tell(panel, bar, value, formats.times)
     _finish(panel)
 
 

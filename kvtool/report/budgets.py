@@ -6,17 +6,20 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, TaskResult
-from kvtool.report.dodge import covered, dodge
 from kvtool.report.metrics import headline
 from kvtool.report.panels import (
+    FULL_LINE,
+    Look,
     add_legend,
+    covered,
+    dodge,
     draw_points,
+    looks,
     new_panels,
     score_axis,
     whisker,
     widen_covered,
 )
-from kvtool.report.style import FULL_LINE, Look, looks
 from kvtool.report.variants import (
     Family,
     budget_size,

@@ -13,21 +13,23 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import CurveEntry, ResultsDocument, TaskResult, VariantEntry
-from kvtool.report import digits
-from kvtool.report.dodge import covered
+from kvtool.report import formats
 from kvtool.report.metrics import headline
 from kvtool.report.needles import is_needle
 from kvtool.report.panels import (
     ACROSS,
+    Look,
     add_legend,
+    covered,
+    dashed,
     face,
     log_y,
+    looks,
     name_hollow,
     new_panels,
     whole_ticks,
     widen_covered,
 )
-from kvtool.report.style import Look, dashed, looks
 from kvtool.report.variants import (
     Family,
     budget_size,
@@ -256,10 +258,10 @@ def _curve_axes(panel: Axes, lines: list[_Line], curve: CurveEntry) -> None:
     y = [value for line in lines for value in line.y if math.isfinite(value)]
     if is_geometric(x):
         panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(lambda value, _: digits.tokens(value))
+        panel.xaxis.set_major_formatter(lambda value, _: formats.tokens(value))
         panel.minorticks_off()
     if len(x) <= _MOST_TICKS:
-        panel.set_xticks(x, [digits.tokens(value) for value in x])
+        panel.set_xticks(x, [formats.tokens(value) for value in x])
     elif not is_geometric(x) and all(float(value).is_integer() for value in x):
         whole_ticks(panel.xaxis)
     if y and min(y) > 0 and max(y) / min(y) > 100:

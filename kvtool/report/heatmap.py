@@ -6,11 +6,11 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, VariantEntry
-from kvtool.report import digits
+from kvtool.report import formats
+from kvtool.report.colour_scale import CIVIDIS, INK, ink_on
 from kvtool.report.metrics import title as title_of
 from kvtool.report.needles import NeedleGrid, needle_grids, scale
-from kvtool.report.scale import CIVIDIS, INK, ink_on
-from kvtool.report.style import new_figure
+from kvtool.report.panels import new_figure
 from kvtool.report.variants import FULL, Family, families, results_of, wrap
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def needle_figure(document: ResultsDocument, task: str) -> Figure:
             grid, result = grids[variant.name], results[variant.name]
             images.append(_draw(panel, grid, scale(result), document.model.trained_length))
             panel.tick_params(labelleft=j == 0)
-            mean = digits.score(result.value, result.best)
+            mean = formats.score(result.value, result.best)
             panel.set_title(f"{names[variant.name]}\nmean {mean}", fontsize=8.5)
     shrink = min(1.0, 3.2 / tall)
     bar = figure.colorbar(images[-1], ax=panels, shrink=shrink, aspect=18, anchor=(0.0, 1.0))
@@ -122,9 +122,9 @@ def _label(panel: Axes, grid: NeedleGrid) -> None:
     across = range(0, columns, -(-columns // 12))
     down = range(0, rows, -(-rows // 6) if rows > 7 else 1)
     depths = [f"{grid.depths[i]:g}" for i in down]
-    turned = 0 if max(len(digits.tokens(length)) for length in grid.lengths) <= 4 else 45
+    turned = 0 if max(len(formats.tokens(length)) for length in grid.lengths) <= 4 else 45
     panel.set_xticks(
-        list(across), [digits.tokens(grid.lengths[i]) for i in across], rotation=turned, fontsize=7
+        list(across), [formats.tokens(grid.lengths[i]) for i in across], rotation=turned, fontsize=7
     )
     panel.set_yticks(list(down) or [0], depths or ["all"], fontsize=7)
 
@@ -140,7 +140,7 @@ def _number(panel: Axes, grid: NeedleGrid, best: float) -> None:
 def _cell(value: float | None, best: float) -> str:
     """Write a score in as few characters as tell it: `.25`, `1`, `0`; `66` out of 100."""
     if value is None:
-        return digits.MISSING
+        return formats.MISSING
     if best > 1:
         return f"{value:.0f}"
     return f"{value:.2f}".removeprefix("0").replace(".00", "") or "0"

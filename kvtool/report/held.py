@@ -6,19 +6,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
-from kvtool.report import digits
-from kvtool.report.dodge import covered, dodge, neighbours
-from kvtool.report.front import pareto_front
+from kvtool.report import formats
 from kvtool.report.metrics import headline
 from kvtool.report.panels import (
+    FRONT,
+    FULL_LINE,
     add_legend,
+    covered,
+    dodge,
     draw_points,
+    looks,
+    neighbours,
     new_panels,
+    pareto_front,
     score_axis,
     whisker,
     widen_covered,
 )
-from kvtool.report.style import FRONT, FULL_LINE, looks
 from kvtool.report.variants import (
     FULL,
     families,
@@ -175,6 +179,6 @@ def _bytes_axis(panel: Axes, places: list[float]) -> None:
     powers = [2.0**i for i in range(64) if low <= 2.0**i <= high]
     ends = sorted({min(places), max(places)})
     shown = powers[:: -(-len(powers) // _MOST_TICKS)] if len(powers) > 1 else ends
-    panel.set_xticks(shown, [digits.size(int(power)).replace(".0 ", "\n") for power in shown])
+    panel.set_xticks(shown, [formats.size(int(power)).replace(".0 ", "\n") for power in shown])
     panel.minorticks_off()
     panel.grid(axis="both")

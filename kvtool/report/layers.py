@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument
-from kvtool.report.panels import whole_ticks
-from kvtool.report.scale import CIVIDIS, INK, ink_on
-from kvtool.report.spent import spent_by_variant
-from kvtool.report.style import new_figure
+from kvtool.report.colour_scale import CIVIDIS, INK, ink_on
+from kvtool.report.costs import spent_by_variant
+from kvtool.report.panels import new_figure, whole_ticks
 from kvtool.report.variants import families
 
 if TYPE_CHECKING:

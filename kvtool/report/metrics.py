@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.documents.results import TaskResult
-from kvtool.report import digits
+from kvtool.report import formats
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def headline(result: TaskResult) -> str:
     Scores out of 100 say so.
     """
     percent = " (%)" if result.best == 100 and "(" not in title(result.metric) else ""
-    return f"{title(result.metric)}{percent} {digits.direction(result)}"
+    return f"{title(result.metric)}{percent} {formats.direction(result)}"
 
 
 def meaning(name: str) -> str:

@@ -6,6 +6,7 @@ matplotlib it has the tables only, and says how to get the pictures.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,19 +14,44 @@ from datetime import datetime
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from kvtool.documents.files import write_text
 from kvtool.documents.results import ResultsDocument
 from kvtool.evaluation.run.wrong import WrongAnswer
 from kvtool.extras import installed
 from kvtool.package_data import data_file
-from kvtool.report import claims, verdict
 from kvtool.report import page_tables as tables
-from kvtool.report.differences import differences_table
-from kvtool.report.inline_svg import inline_svg
-from kvtool.report.notes import QUESTIONS, notes
+from kvtool.report import words
+from kvtool.report.panels import FRONT, GRID
 from kvtool.report.variants import results_of, task_names
+
+_THEME = {  # of `kvtool.report.panels`, and of `page.css`
+    "#000000": "currentColor",
+    "#ffffff": "var(--paper)",
+    GRID: "var(--line)",
+    FRONT: "var(--front)",
+}
+
+
+def inline_svg(document: str, prefix: str, label: str) -> Markup:
+    """Return an SVG document as part of a page, its ids made unique by `prefix`.
+
+    Prologue, namespaces and the style sheet, which would leak into the page, are left out: a page
+    needs none of them. Black, white and greys become the page's, light or dark; other colours stay.
+    """
+    svg = document[document.index("<svg") :]
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', svg.replace("xlink:href", "href"))
+    for colour, variable in _THEME.items():
+        svg = re.sub(rf"\b(fill|stroke): {colour}", rf"\1: {variable}", svg)
+    view = re.findall(r'viewBox="[\d. ]+"', svg)[0]
+    width = re.findall(r'width="([\d.]+)pt"', svg)[0]
+    body = svg[svg.index(">") + 1 :].rstrip()
+    return Markup(f'<svg {view} width="{width}pt" role="img" aria-label="{escape(label)}">{body}')
+
 
 WrongByTask = Mapping[str, Sequence[WrongAnswer]]
 Pairs = list[tuple[str, str]]
@@ -56,12 +82,12 @@ def page(document: ResultsDocument, wrong: WrongByTask | None = None) -> str:
         scores=tables.summary(document),
         means=tables.means(document),
         costs=tables.costs(document),
-        differences=differences_table(document) if document.differences else None,
+        differences=words.differences_table(document) if document.differences else None,
         gates=tables.gates(document) if document.gates else None,
         tasks=[_task(document, task, (wrong or {}).get(task)) for task in task_names(document)],
         drawn=installed("plots"),
         pictures=_pictures(document),
-        notes=notes(document),
+        notes=words.notes(document),
         facts=_facts(document),
         command=shlex.join(document.argv),
         made_by=_made_by(document),
@@ -88,9 +114,9 @@ def _warnings(document: ResultsDocument) -> list[str]:
 def _verdict(document: ResultsDocument) -> dict[str, object] | None:
     if document.verdict is None:
         return None
-    why, choices = document.verdict.why, verdict.choices_in_words(document)
-    said = f"No verdict: {why}." if why else f"The cheapest {verdict.rule(document)}:"
-    return {"said": said, "choices": choices, "arms": verdict.standings_table(document)}
+    why, choices = document.verdict.why, words.choices_in_words(document)
+    said = f"No verdict: {why}." if why else f"The cheapest {words.rule(document)}:"
+    return {"said": said, "choices": choices, "arms": words.standings_table(document)}
 
 
 def _claim(document: ResultsDocument) -> dict[str, object] | None:
@@ -99,9 +125,9 @@ def _claim(document: ResultsDocument) -> dict[str, object] | None:
         return None
     said = [("paper", claim.paper or ""), ("others", claim.others or "")]
     return {
-        "said": f"{claim.says}: {claims.claim_in_words(found)}.",
+        "said": f"{claim.says}: {words.claim_in_words(found)}.",
         "by": [(name, text) for name, text in said if text],
-        "rows": claims.claim_table(found),
+        "rows": words.claim_table(found),
     }
 
 
@@ -112,7 +138,7 @@ def _task(
     facts = [
         ("protocol", some.protocol),
         ("version", str(some.version)),
-        ("question", f"{some.question}: {QUESTIONS[some.question]}"),
+        ("question", f"{some.question}: {words.QUESTIONS[some.question]}"),
         ("settings", ", ".join(f"{key}={value}" for key, value in some.settings.items()) or "none"),
         ("fingerprint", some.fingerprint),
     ]
@@ -165,8 +191,8 @@ def _pictures(document: ResultsDocument) -> dict[str | None, list[tuple[str, Mar
     found: dict[str | None, list[tuple[str, Markup]]] = defaultdict(list)
     if not installed("plots"):
         return found
+    from kvtool.report.panels import drawing, svg
     from kvtool.report.pictures import pictures
-    from kvtool.report.style import drawing, svg
 
     with drawing():
         for rank, picture in enumerate(pictures(document)):

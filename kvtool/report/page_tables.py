@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from kvtool.documents.results import CellEntry, ResultsDocument, TaskResult, VariantEntry
 from kvtool.evaluation.run.wrong import WrongAnswer
-from kvtool.report import digits
+from kvtool.report import formats
+from kvtool.report.costs import Spent, relative, spent_by_variant, spent_on
 from kvtool.report.metrics import headline, meaning, title
 from kvtool.report.needles import is_needle
-from kvtool.report.spent import Spent, relative, spent_by_variant, spent_on
 from kvtool.report.variants import FULL, families, full_variant, results_of, task_names
 
 _MOST_CELLS = 24
@@ -110,7 +110,7 @@ def task(document: ResultsDocument, name: str) -> Table:
     def cells(arm: VariantEntry) -> list[Cell]:
         result = results.get(arm.name)
         row = [_score(result, arm), *(_metric(result, other) for other in others)]
-        row.append(Cell(str(result.n) if result else digits.MISSING))
+        row.append(Cell(str(result.n) if result else formats.MISSING))
         failed = result.failed if result else 0
         row.append(Cell(str(failed), look="failed" if failed else ""))
         return [*row, *(_cost(arm.name, spent, document) if spent else [])]
@@ -140,7 +140,7 @@ def cells(document: ResultsDocument, name: str) -> Table | None:
 
     def row(arm: VariantEntry) -> list[Cell]:
         found = by_arm.get(arm.name, {})
-        return [_cell(*found[p]) if p in found else Cell(digits.MISSING) for p in places]
+        return [_cell(*found[p]) if p in found else Cell(formats.MISSING) for p in places]
 
     return Table([Header("arm"), *map(Header, places)], _rows(document, row))
 
@@ -152,7 +152,7 @@ def wrong(answers: Sequence[WrongAnswer]) -> Table:
         where = each.sample if each.question is None else f"{each.sample}, question {each.question}"
         wanted = " or ".join(_shortened(reference) for reference in each.references)
         words = [Cell(text, look="words") for text in (where, _shortened(each.answer), wanted)]
-        rows.append(Row(each.arm, [*words, Cell(digits.score(each.score, each.best))]))
+        rows.append(Row(each.arm, [*words, Cell(formats.score(each.score, each.best))]))
     named = [Header(title, look="words") for title in ("sample", "answer", "reference")]
     return Table([Header("arm"), *named, Header("score")], rows)
 
@@ -167,10 +167,10 @@ def gates(document: ResultsDocument) -> Table:
     """Return every condition and whether it is met."""
     rows = []
     for gate in document.gates:
-        value = digits.MISSING if gate.value is None else digits.plain(gate.value)
+        value = formats.MISSING if gate.value is None else formats.plain(gate.value)
         outcome = Cell("passed", look="better") if gate.passed else Cell("FAILED", look="failed")
-        words = [Cell(text, look="words") for text in (gate.task, digits.gate_name(gate))]
-        numbers = [Cell(value), Cell(digits.plain(gate.limit))]
+        words = [Cell(text, look="words") for text in (gate.task, formats.gate_name(gate))]
+        numbers = [Cell(value), Cell(formats.plain(gate.limit))]
         rows.append(Row(gate.arm, [*words, *numbers, outcome]))
     named = [Header(title, look="words") for title in ("task", "gate")]
     return Table([Header("arm"), *named, *map(Header, ("value", "limit", ""))], rows)
@@ -201,25 +201,27 @@ def _mean_of(document: ResultsDocument, suite: str) -> list[str]:
 
 def _score(result: TaskResult | None, arm: VariantEntry) -> Cell:
     if result is None:
-        return Cell(digits.MISSING)
+        return Cell(formats.MISSING)
     notes = []
     if (pair := result.paired) is None:
-        notes.append(Note(digits.stderr(result.stderr, result.best)))
+        notes.append(Note(formats.stderr(result.stderr, result.best)))
     if result.delta is not None and arm.policy != FULL:
-        notes.append(Note(digits.signed(result.delta, result.best), digits.tone(result)))
+        notes.append(Note(formats.signed(result.delta, result.best), formats.tone(result)))
     if pair is not None:
-        notes.append(Note(digits.interval(pair.low, pair.high, result.best)))
+        notes.append(Note(formats.interval(pair.low, pair.high, result.best)))
     if result.failed:
         notes.append(Note(f"!{result.failed}", "failed"))
-    return Cell(digits.score(result.value, result.best), tuple(note for note in notes if note.text))
+    return Cell(
+        formats.score(result.value, result.best), tuple(note for note in notes if note.text)
+    )
 
 
 def _metric(result: TaskResult | None, name: str) -> Cell:
     found = next((m for m in result.metrics if m.name == name), None) if result else None
     if found is None or found.value is None:
-        return Cell(digits.MISSING)
-    notes = () if found.stderr is None else (Note(f"±{digits.plain(found.stderr)}"),)
-    return Cell(digits.plain(found.value), notes)
+        return Cell(formats.MISSING)
+    notes = () if found.stderr is None else (Note(f"±{formats.plain(found.stderr)}"),)
+    return Cell(formats.plain(found.value), notes)
 
 
 def _place(at: dict[str, int | float | str]) -> str:
@@ -227,37 +229,37 @@ def _place(at: dict[str, int | float | str]) -> str:
 
 
 def _cell(result: TaskResult, cell: CellEntry) -> Cell:
-    error = Note(digits.stderr(cell.stderr, result.best))
-    return Cell(digits.score(cell.value, result.best), (error,))
+    error = Note(formats.stderr(cell.stderr, result.best))
+    return Cell(formats.score(cell.value, result.best), (error,))
 
 
 def _average(document: ResultsDocument, suite: str, arm: VariantEntry) -> Cell:
     found = [a for a in document.averages if (a.suite, a.arm) == (suite, arm.name)]
     if not found:
-        return Cell(digits.MISSING)
+        return Cell(formats.MISSING)
     average = found[0]
     some = results_of(document, average.tasks[0])[0]
     notes: tuple[Note, ...] = ()
     if average.delta is not None and arm.policy != FULL:
-        tone = digits.tone(some.model_copy(update={"delta": average.delta}))
-        notes = (Note(digits.signed(average.delta, some.best), tone),)
-    return Cell(digits.score(average.value, some.best), notes)
+        tone = formats.tone(some.model_copy(update={"delta": average.delta}))
+        notes = (Note(formats.signed(average.delta, some.best), tone),)
+    return Cell(formats.score(average.value, some.best), notes)
 
 
 def _cost(arm: str, spent: dict[str, Spent], document: ResultsDocument) -> list[Cell]:
     cost = spent.get(arm)
     if cost is None:
-        return [Cell(digits.MISSING)] * len(_COST)
+        return [Cell(formats.MISSING)] * len(_COST)
     full = full_variant(document)
     baseline = spent.get(full.name) if full else None
     ratio, smaller = relative("decode_rate", cost, baseline), cost.times_smaller(baseline)
     return [
-        Cell(digits.size(cost.held_bytes)),
-        Cell(digits.MISSING if smaller is None else digits.times(smaller)),
-        Cell(digits.size(cost.kv_bytes)),
-        Cell(digits.share(cost.kv_share)),
-        Cell(digits.size(cost.state_bytes)),
-        Cell(digits.plain(cost.prefill_s)),
-        Cell(digits.MISSING if cost.decode_rate is None else digits.plain(cost.decode_rate)),
-        Cell(digits.MISSING if ratio is None else digits.times(ratio)),
+        Cell(formats.size(cost.held_bytes)),
+        Cell(formats.MISSING if smaller is None else formats.times(smaller)),
+        Cell(formats.size(cost.kv_bytes)),
+        Cell(formats.share(cost.kv_share)),
+        Cell(formats.size(cost.state_bytes)),
+        Cell(formats.plain(cost.prefill_s)),
+        Cell(formats.MISSING if cost.decode_rate is None else formats.plain(cost.decode_rate)),
+        Cell(formats.MISSING if ratio is None else formats.times(ratio)),
     ]

@@ -1,20 +1,248 @@
-"""Panels of lines: how many in a row, points with whiskers, a legend that covers no data."""
+"""Draw panels: the look of each policy, points with whiskers, a legend that covers no data.
+
+Points and lines that would hide each other are set side by side, or widened so that both show.
+Every policy has one colour and one marker, and no state of matplotlib outlives a picture.
+
+Colours are Okabe and Ito's, which colour-blind readers tell apart, without the black, which the
+full cache has, and with Tol's grey for the yellow, which is lost on white.
+"""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvtool.documents.results import TaskResult
-from kvtool.report.style import Look, new_figure
-from kvtool.report.variants import wrap
+from kvtool.documents.files import write_with
+from kvtool.documents.results import ResultsDocument, TaskResult
+from kvtool.report.variants import FULL, families, wrap
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+
+
+_NEAR = 0.005  # of the range of all lines: closer ones hide each other
+
+
+def neighbours(places: Sequence[float], *, near: float) -> list[list[int]]:
+    """Return the indices of places that are nearly the same, groups and members ascending.
+
+    Neighbours that differ by a factor of at most `near` make a group, equal ones in the order
+    given.
+
+    >>> neighbours([64.0, 256.0, 65.0], near=1.1)
+    [[0, 2], [1]]
+    """
+    order = sorted(range(len(places)), key=lambda i: (places[i], i))
+    groups = [order[:1]] if order else []
+    for before, i in pairwise(order):
+        if places[i] <= places[before] * near:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def dodge(places: Sequence[float], *, near: float, step: float) -> list[float]:
+    """Return places on a log axis, moved apart where several are nearly the same.
+
+    The members of each group of `neighbours` stand `step` (a factor) apart in their order, around
+    the group's middle.
+
+    >>> dodge([64.0, 64.0, 256.0], near=1.0, step=4.0)
+    [32.0, 128.0, 256.0]
+    """
+    moved = list(places)
+    for group in neighbours(places, near=near):
+        middle = (places[group[0]] * places[group[-1]]) ** 0.5 if len(group) > 1 else 0.0
+        for rank, i in enumerate(group):
+            if len(group) > 1:
+                moved[i] = middle * step ** (rank - (len(group) - 1) / 2)
+    return moved
+
+
+def covered(
+    lines: Sequence[Mapping[float, float | None]], colours: Sequence[str] | None = None
+) -> list[dict[tuple[float, float], int]]:
+    """Return, for each line, its pieces that later lines lie on, and of how many colours these are.
+
+    >>> covered([{1: 0.5, 2: 0.5, 3: 0.5}, {1: 0.0, 2: 1.0}, {1: 0.5, 2: 0.5, 3: 0.0}])
+    [{(1, 2): 1}, {}, {}]
+
+    Args:
+        lines: y by x, x ascending; None and NaN are gaps.
+        colours: of each line; None: all differ. A line covers none of its own colour.
+    """
+    drawn_in = range(len(lines)) if colours is None else colours
+    drawn = [
+        {x: y for x, y in line.items() if y is not None and not math.isnan(y)} for line in lines
+    ]
+    values = [y for line in drawn for y in line.values()]
+    near = _NEAR * (max(values) - min(values)) if values else 0.0
+
+    def lies_on(other: Mapping[float, float], line: Mapping[float, float], x: float) -> bool:
+        return x in other and abs(other[x] - line[x]) <= near
+
+    found = []
+    for i, line in enumerate(drawn):
+        later = [j for j in range(i + 1, len(drawn)) if drawn_in[j] != drawn_in[i]]
+        counts = {
+            (x, after): len(
+                {
+                    drawn_in[j]
+                    for j in later
+                    if lies_on(drawn[j], line, x) and lies_on(drawn[j], line, after)
+                }
+            )
+            for x, after in pairwise(line)
+        }
+        found.append({piece: count for piece, count in counts.items() if count})
+    return found
+
+
+def pareto_front(points: Sequence[tuple[float, float]], *, lower_is_better: bool) -> list[int]:
+    """Return the indices of the points that none of the others beats, costs ascending.
+
+    A point is beaten by one that costs no more and scores no worse, and does better in one of both;
+    of equal points, all stay.
+
+    >>> pareto_front([(1.0, 0.2), (2.0, 0.9), (3.0, 0.5), (4.0, 1.0)], lower_is_better=False)
+    [0, 1, 3]
+
+    Args:
+        points: of each, its cost and its score.
+    """
+    sign = -1 if lower_is_better else 1
+
+    def beaten(cost: float, score: float) -> bool:
+        return any(
+            one <= cost and sign * other >= sign * score and (one, other) != (cost, score)
+            for one, other in points
+        )
+
+    kept = [i for i, point in enumerate(points) if not beaten(*point)]
+    return sorted(kept, key=lambda i: (points[i][0], i))
+
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#777777")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_DASHES = ("-", "--", "-.", ":")
+GRID, FRONT = "#dddddd", "#d5d5d5"
+FULL_LINE: dict[str, Any] = {
+    "color": "black",
+    "linestyle": ":",
+    "linewidth": 1.4,
+    "zorder": 3,
+}  # over the others
+_SETTINGS = {
+    "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans", "Verdana"],  # ours, and one as wide where it is missing
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "legend.fontsize": 9,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "hatch.linewidth": 0.8,
+    "text.parse_math": False,  # a dollar in a name is a dollar
+    "svg.fonttype": "none",
+    "svg.hashsalt": "kvtool",
+}
+
+
+_METADATA = {  # neither a date nor matplotlib's version, which would change the bytes
+    "svg": {"Date": None, "Creator": None, "Format": None, "Type": None},
+    "png": {"Software": None},
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """The colour and marker of a policy, the same in every picture of a document."""
+
+    colour: str
+    marker: str
+    dashes: str = "-"
+
+
+def looks(document: ResultsDocument) -> dict[str, Look]:
+    """Return a look for every family of variants by its label.
+
+    The full cache is black and dotted, policies whose budget is what they read are dashed. Policies
+    that differ in their codec only share a colour, and codecs have a marker each.
+    """
+    groups = families(document)
+    bases = list(dict.fromkeys(family.base for family in groups if family.base != FULL))
+    codecs = list(dict.fromkeys([None, *(family.codec for family in groups)]))
+    found = {}
+    for family in groups:
+        if family.is_full:
+            found[family.label] = Look("black", "", ":")
+            continue
+        rank, shape = 0, codecs.index(family.codec)
+        colour = "black"
+        if family.base != FULL:
+            rank = bases.index(family.base)
+            colour = _COLOURS[rank % len(_COLOURS)]
+        if len(codecs) == 1:
+            shape = rank
+        else:  # other markers for bases whose colours come again
+            shape += rank // len(_COLOURS) * len(codecs)
+        dashes = "--" if family.reads else "-"
+        found[family.label] = Look(colour, _MARKERS[shape % len(_MARKERS)], dashes)
+    return found
+
+
+def dashed(look: Look, rank: int) -> Look:
+    """Return the look of the budget of this rank, where the lines of one policy are compared."""
+    if not look.marker:
+        return look
+    shift = _MARKERS.index(look.marker) + rank
+    return Look(look.colour, _MARKERS[shift % len(_MARKERS)], _DASHES[rank % len(_DASHES)])
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Draw and save under our settings, whatever the user's matplotlibrc says."""
+    from matplotlib import style
+
+    with style.context(["default", _SETTINGS]):
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure, sizes in inches, that keeps labels from overlapping by itself."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", dpi=200)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure atomically in the format of the suffix, the same bytes every time."""
+    kind = path.suffix.removeprefix(".")
+    write_with(path, lambda part: figure.savefig(part, format=kind, metadata=_METADATA.get(kind)))
+
+
+def svg(figure: Figure) -> str:
+    """Return a figure as an SVG document."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata=_METADATA["svg"])
+    return text.getvalue()
+
 
 ACROSS = 2  # panels in a row
 _HOLLOW = "hollow: fed in blocks, does not compare"
@@ -125,7 +353,7 @@ def widen_covered(
 
     Args:
         line: where it is drawn, by the places that `pieces` name.
-        pieces: how many lines will be drawn over each; see `kvtool.report.dodge.covered`.
+        pieces: how many lines will be drawn over each; see `kvtool.report.panels.covered`.
     """
     for (start, end), count in pieces.items():
         x, y = zip(line[start], line[end], strict=True)

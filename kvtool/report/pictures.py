@@ -14,13 +14,13 @@ from kvtool.errors import KvtoolError
 from kvtool.extras import require
 from kvtool.report.bars import cost_figure
 from kvtool.report.budgets import budget_figure, budget_panels
+from kvtool.report.costs import spent_by_variant
 from kvtool.report.curves import curve_figure, curves, y_label
 from kvtool.report.heatmap import needle_figure
 from kvtool.report.held import held_figure, held_tasks
 from kvtool.report.layers import kept_by_layer, layers_figure
 from kvtool.report.needles import needle_tasks
-from kvtool.report.spent import spent_by_variant
-from kvtool.report.style import drawing, save
+from kvtool.report.panels import drawing, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +37,7 @@ class Picture:
         name: its file name without a suffix, the same for every run.
         title: what it shows, in a line.
         task: the task it belongs to, None if it spans all.
-        draw: makes the figure, under `kvtool.report.style.drawing`.
+        draw: makes the figure, under `kvtool.report.panels.drawing`.
     """
 
     name: str

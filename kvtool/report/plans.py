@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
-from kvtool.report import digits
-from kvtool.report.panels import whole_ticks
-from kvtool.report.style import drawing, new_figure, save
+from kvtool.report import formats
+from kvtool.report.panels import drawing, new_figure, save, whole_ticks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,7 +32,7 @@ def plan_table(plan: PlanDocument) -> RenderableType:
     stored, prompt = stored_tokens(plan), plan.target.prompt_tokens
     for i, (kind, tokens) in enumerate(zip(plan.model.layer_types, stored, strict=True)):
         fixed = i not in plan.free_layers
-        share = kind.removesuffix("_attention") if fixed else digits.share(tokens / prompt)
+        share = kind.removesuffix("_attention") if fixed else formats.share(tokens / prompt)
         style = "dim" if fixed else ""
         table.add_row(str(i), str(tokens), share, bar(tokens / max(stored)), style=style)
     parts: list[RenderableType] = [Text(heading(plan), style="bold"), table]
@@ -77,19 +76,19 @@ def heading(plan: PlanDocument) -> str:
     )
     if totals is None:
         return f"{asked}: edited"
-    size, share = digits.size(totals.bytes), digits.share(totals.share_of_full)
+    size, share = formats.size(totals.bytes), formats.share(totals.share_of_full)
     if totals.storage is None or totals.traffic is None:
         return f"{asked}: {size}, {share} of a full cache"
     storage, traffic = totals.storage, totals.traffic
     if plan.policy is None:
         return (
             f"{asked}: {size}, {share} of a full cache, stored; with positions "
-            f"{digits.size(storage.bytes)}, and a token reads {digits.size(traffic.bytes)}"
+            f"{formats.size(storage.bytes)}, and a token reads {formats.size(traffic.bytes)}"
         )
     return (
-        f"{asked}: holds {digits.size(storage.bytes)}, {digits.share(storage.share_of_full)} of a "
-        f"full cache; a token reads {digits.size(traffic.bytes)}, "
-        f"{digits.share(traffic.share_of_full)}"
+        f"{asked}: holds {formats.size(storage.bytes)}, "
+        f"{formats.share(storage.share_of_full)} of a full cache; a token reads "
+        f"{formats.size(traffic.bytes)}, {formats.share(traffic.share_of_full)}"
     )
 
 
@@ -97,7 +96,7 @@ def _target(target: Target) -> str:
     budget = target.budget
     if budget.tokens is not None:
         return f"{budget.tokens} tokens per layer"
-    return str(budget) if budget.bytes is None else digits.size(budget.bytes)
+    return str(budget) if budget.bytes is None else formats.size(budget.bytes)
 
 
 def _rocketkv(plan: RocketKVSection) -> str:
@@ -107,7 +106,7 @@ def _rocketkv(plan: RocketKVSection) -> str:
     split = "" if plan.split_factor is None else f" (split factor {plan.split_factor:.2f})"
     costs = ""
     if plan.storage is not None and plan.traffic is not None:
-        stored, read = digits.share(plan.storage.exact), digits.share(plan.traffic.exact)
+        stored, read = formats.share(plan.storage.exact), formats.share(plan.traffic.exact)
         costs = f"; stores {stored}, reads {read}"
     return (
         f"{start}stage 1 keeps {plan.prompt_tokens or plan.stage1_tokens} tokens of the prompt"

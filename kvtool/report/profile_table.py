@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtool.documents.profile import MemoryTable, Metrics, ProfileDocument
-from kvtool.report import digits
+from kvtool.report import formats
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NAMES = {
@@ -82,17 +82,17 @@ def _measurements(lines: list[tuple[str, list[float | None]]]) -> Table:
     for title, values in lines:
         known = [value for value in values if value is not None]
         if not known:
-            table.add_row(title, sparkline(values), *[digits.MISSING] * 3)
+            table.add_row(title, sparkline(values), *[formats.MISSING] * 3)
             continue
         numbers = (min(known), statistics.fmean(known), max(known))
-        table.add_row(title, sparkline(values), *map(digits.plain, numbers))
+        table.add_row(title, sparkline(values), *map(formats.plain, numbers))
     return table
 
 
 def _sizes(memory: MemoryTable) -> Table:
     table = _grid(f"keys and values of a full cache, {memory.dtype}", "context", memory.batches)
     for tokens, row in zip(memory.contexts, memory.bytes, strict=True):
-        table.add_row(digits.tokens(tokens), *map(digits.size, row))
+        table.add_row(formats.tokens(tokens), *map(formats.size, row))
     return table
 
 
@@ -100,7 +100,7 @@ def _fits(memory: MemoryTable) -> Table:
     table = _grid("longest context that fits", "memory", memory.batches)
     for size, row in zip(memory.memory, memory.largest_context, strict=True):
         told = ("any" if tokens is None else f"{tokens:,}" for tokens in row)
-        table.add_row(digits.size(size), *told)
+        table.add_row(formats.size(size), *told)
     return table
 
 
@@ -115,7 +115,7 @@ def _grid(title: str, first: str, batches: Sequence[int]) -> Table:
 def note(document: ProfileDocument) -> str:
     """Say what was measured, and on what."""
     model, data = document.model, document.data
-    told = f"{model.id}: {digits.size(model.kv_bytes_per_token)} of keys and values per token"
+    told = f"{model.id}: {formats.size(model.kv_bytes_per_token)} of keys and values per token"
     if data is None:
         return told
     decoded = f", {data.decode} decoded after each" if data.decode else ""

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.profile import OutputErrors, ProfileDocument
-from kvtool.report import digits
-from kvtool.report.panels import add_legend, log_y, new_panels, whole_ticks
-from kvtool.report.scale import CIVIDIS
-from kvtool.report.style import drawing, save
+from kvtool.report import formats
+from kvtool.report.colour_scale import CIVIDIS
+from kvtool.report.panels import add_legend, drawing, log_y, new_panels, save, whole_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +137,7 @@ def _lines(
             panel.plot(x, row, color=_colour(layer, len(rows)), linewidth=1.2, label=name)
     if log and len(x) > 2:
         panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(lambda value, _: digits.tokens(value))
+        panel.xaxis.set_major_formatter(lambda value, _: formats.tokens(value))
         panel.minorticks_off()
     panel.set_title(title)
     panel.set_xlabel(label)

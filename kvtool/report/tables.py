@@ -15,13 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtool.documents.results import GateResult, ResultsDocument, TaskResult, VariantEntry
-from kvtool.report import digits
-from kvtool.report.claims import claim_lines
-from kvtool.report.differences import differences_in_words
+from kvtool.report import formats
+from kvtool.report.colour_scale import colour_at, ink_on
+from kvtool.report.costs import relative, spent_by_variant
 from kvtool.report.needles import NeedleGrid, needle_grids, needle_tasks, scale
-from kvtool.report.notes import notes
-from kvtool.report.scale import colour_at, ink_on
-from kvtool.report.spent import relative, spent_by_variant
 from kvtool.report.variants import (
     FULL,
     families,
@@ -32,7 +29,13 @@ from kvtool.report.variants import (
     variants_in_order,
     wrap,
 )
-from kvtool.report.verdict import choices_in_words, verdict_lines
+from kvtool.report.words import (
+    choices_in_words,
+    claim_lines,
+    differences_in_words,
+    notes,
+    verdict_lines,
+)
 
 _MOST_PAIRS = 24  # differences that a terminal shows
 _FEW_ARMS = 6  # whose heat maps a terminal shows; the pictures show all
@@ -156,7 +159,7 @@ def _groups(document: ResultsDocument) -> list[list[_Column]]:
 def _score_column(document: ResultsDocument, task: str, variants: list[VariantEntry]) -> _Column:
     found = [document.of(variant.name, task) for variant in variants]
     some = next(result for result in found if result is not None)
-    header = f"{task.replace('/', chr(10), 1)}\n{some.metric} {digits.direction(some)}"
+    header = f"{task.replace('/', chr(10), 1)}\n{some.metric} {formats.direction(some)}"
     parts = [
         _score_parts(result, variant.policy == FULL)
         for variant, result in zip(variants, found, strict=True)
@@ -165,7 +168,7 @@ def _score_column(document: ResultsDocument, task: str, variants: list[VariantEn
     cells = []
     for result, (value, delta, interval, failed) in zip(found, parts, strict=True):
         text = Text(value.rjust(widths[0]))
-        style = _STYLES[digits.tone(result)] if result else ""
+        style = _STYLES[formats.tone(result)] if result else ""
         if widths[1]:
             text.append(" ").append(delta.rjust(widths[1]), style)
         if widths[2]:
@@ -178,10 +181,10 @@ def _score_column(document: ResultsDocument, task: str, variants: list[VariantEn
 
 def _score_parts(result: TaskResult | None, is_full: bool) -> tuple[str, str, str, str]:
     if result is None:
-        return digits.MISSING, "", "", ""
+        return formats.MISSING, "", "", ""
     return (
-        digits.score(result.value, result.best) + _error(result),
-        "" if is_full else digits.signed(result.delta, result.best),
+        formats.score(result.value, result.best) + _error(result),
+        "" if is_full else formats.signed(result.delta, result.best),
         _interval(result),
         f"!{result.failed}" if result.failed else "",
     )
@@ -189,12 +192,12 @@ def _score_parts(result: TaskResult | None, is_full: bool) -> tuple[str, str, st
 
 def _error(result: TaskResult) -> str:
     """Return the standard error where no difference to the full cache says more."""
-    return digits.stderr(result.stderr, result.best) if result.paired is None else ""
+    return formats.stderr(result.stderr, result.best) if result.paired is None else ""
 
 
 def _interval(result: TaskResult) -> str:
     pair = result.paired
-    return "" if pair is None else digits.interval(pair.low, pair.high, result.best)
+    return "" if pair is None else formats.interval(pair.low, pair.high, result.best)
 
 
 def _average_column(document: ResultsDocument, name: str, variants: list[VariantEntry]) -> _Column:
@@ -207,11 +210,11 @@ def _average_column(document: ResultsDocument, name: str, variants: list[Variant
     for variant in variants:
         average = averages.get(variant.name)
         if average is None:
-            cells.append(Text(digits.MISSING))
+            cells.append(Text(formats.MISSING))
             continue
-        delta = "" if variant.policy == FULL else digits.signed(average.delta, sample.best)
-        tone = digits.tone(sample.model_copy(update={"delta": average.delta}))
-        text = Text(digits.score(average.value, sample.best))
+        delta = "" if variant.policy == FULL else formats.signed(average.delta, sample.best)
+        tone = formats.tone(sample.model_copy(update={"delta": average.delta}))
+        text = Text(formats.score(average.value, sample.best))
         cells.append(text.append(" ").append(delta.rjust(6), _STYLES[tone]))
     return _Column(f"{name}\nmean of {tasks}", cells)
 
@@ -224,18 +227,18 @@ def _cost_columns(document: ResultsDocument, variants: list[VariantEntry]) -> li
     for variant in variants:
         cost = spent.get(variant.name)
         if cost is None:
-            rows.append([digits.MISSING] * 4)
+            rows.append([formats.MISSING] * 4)
             continue
         ratio = relative("decode_rate", cost, baseline)
         smaller = cost.times_smaller(baseline)
         rows.append(
             [
-                f"{digits.size(cost.kv_bytes)} {digits.share(cost.kv_share):>4}",
-                digits.size(cost.held_bytes)
-                + (f" {digits.times(smaller):>6}" if smaller is not None else " " * 7),
-                digits.plain(cost.prefill_s),
-                (digits.MISSING if cost.decode_rate is None else digits.plain(cost.decode_rate))
-                + (f" {digits.times(ratio):>5}" if ratio is not None else " " * 6),
+                f"{formats.size(cost.kv_bytes)} {formats.share(cost.kv_share):>4}",
+                formats.size(cost.held_bytes)
+                + (f" {formats.times(smaller):>6}" if smaller is not None else " " * 7),
+                formats.plain(cost.prefill_s),
+                (formats.MISSING if cost.decode_rate is None else formats.plain(cost.decode_rate))
+                + (f" {formats.times(ratio):>5}" if ratio is not None else " " * 6),
             ]
         )
     headers = ("K/V\nof full", "held\nsmaller", "prefill\ns", "decode\ntokens/s")
@@ -247,7 +250,7 @@ def _cost_columns(document: ResultsDocument, variants: list[VariantEntry]) -> li
 def _needle_table(result: TaskResult, grid: NeedleGrid) -> Table:
     best = scale(result)
     places = 2 if best <= 1 else 0
-    mean = digits.score(result.value, result.best)
+    mean = formats.score(result.value, result.best)
     title = Text(f"{wrap(result.arm, 28)}\n{result.task} {mean}")
     width = max(map(len, title.plain.split("\n")))
     table = Table(
@@ -260,7 +263,7 @@ def _needle_table(result: TaskResult, grid: NeedleGrid) -> Table:
         cells = [Text(f"{depth:g}%")]
         for value in row:
             if value is None:
-                cells.append(Text(digits.MISSING))
+                cells.append(Text(formats.MISSING))
                 continue
             red, green, blue = colour_at(value / best)
             cells.append(
@@ -279,13 +282,13 @@ def _gates(gates: list[GateResult]) -> Table:
     table.add_column("")
     for gate in gates:
         outcome = Text("passed", "green") if gate.passed else Text("FAILED", "bold red")
-        value = digits.MISSING if gate.value is None else digits.plain(gate.value)
+        value = formats.MISSING if gate.value is None else formats.plain(gate.value)
         table.add_row(
-            Text(digits.gate_name(gate)),
+            Text(formats.gate_name(gate)),
             Text(gate.arm),
             Text(gate.task),
             value,
-            digits.plain(gate.limit),
+            formats.plain(gate.limit),
             outcome,
         )
     return table

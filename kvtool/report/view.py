@@ -16,7 +16,7 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.results import ResultsDocument
 from kvtool.errors import UsageError
-from kvtool.report import digits, page_tables
+from kvtool.report import formats, page_tables
 from kvtool.report.kept.text import kept_text as kept_text
 from kvtool.report.page_tables import Cell, Header, Row, Table
 from kvtool.report.plans import heading, plan_table, stored_tokens
@@ -90,7 +90,7 @@ def _of_results(document: ResultsDocument) -> tuple[str, list[Table], str]:
 def _of_plan(document: PlanDocument) -> tuple[str, list[Table], str]:
     stored, prompt = stored_tokens(document), document.target.prompt_tokens
     rows = [
-        Row(str(i), [Cell(kind), Cell(str(tokens)), Cell(digits.share(tokens / prompt))])
+        Row(str(i), [Cell(kind), Cell(str(tokens)), Cell(formats.share(tokens / prompt))])
         for i, (kind, tokens) in enumerate(zip(document.model.layer_types, stored, strict=True))
     ]
     headers = [Header(title) for title in ("layer", "type", "tokens", "of prompt")]
@@ -109,7 +109,7 @@ def _of_profile(document: ProfileDocument) -> tuple[str, list[Table], str]:
         headers = [Header("context"), *(Header(f"batch {rows}") for rows in memory.batches)]
         sizes = zip(memory.contexts, memory.bytes, strict=True)
         rows = [
-            Row(digits.tokens(n), [Cell(digits.size(each)) for each in row]) for n, row in sizes
+            Row(formats.tokens(n), [Cell(formats.size(each)) for each in row]) for n, row in sizes
         ]
         tables.append(Table(headers, rows))
     return f"profile of {document.model.id}", tables, note(document)
@@ -117,7 +117,9 @@ def _of_profile(document: ProfileDocument) -> tuple[str, list[Table], str]:
 
 def _measurement(title: str, values: list[float | None]) -> Row:
     known = [value for value in values if value is not None]
-    ends = [digits.plain(min(known)), digits.plain(max(known))] if known else [digits.MISSING] * 2
+    ends = (
+        [formats.plain(min(known)), formats.plain(max(known))] if known else [formats.MISSING] * 2
+    )
     return Row(title, [Cell(sparkline(values)), *map(Cell, ends)])
 
 
@@ -133,7 +135,7 @@ def _of_answers(document: GenerationDocument) -> tuple[str, list[Table], str]:
 
 def _answer(answer: Any) -> list[Cell]:
     counts = (str(answer.prompt_tokens), str(answer.new_tokens))
-    told = (answer.text, *counts, digits.size(answer.cache.kv_bytes))
+    told = (answer.text, *counts, formats.size(answer.cache.kv_bytes))
     return [Cell(each) for each in told]
 
 

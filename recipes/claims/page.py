@@ -17,8 +17,8 @@ from kvtool.documents.source import read_file
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.run.index import read_results_file
-from kvtool.report import digits
-from kvtool.report.claims import at_budgets, claim_in_words, says, than_value
+from kvtool.report import formats
+from kvtool.report.words import at_budgets, claim_in_words, says, than_value
 
 HERE = Path(__file__).parent
 HEAD = """# Claims
@@ -124,13 +124,13 @@ def _each_budget(run: ResultsDocument) -> dict[tuple[str, ...], ClaimRow]:
 
 def _difference(row: ClaimRow) -> str:
     star = "" if row.verdict == "undecided" else "*"
-    return digits.signed(row.difference, row.best) + star
+    return formats.signed(row.difference, row.best) + star
 
 
 def _pairs(found: ClaimVerdict, each: dict[tuple[str, ...], ClaimRow]) -> list[list[str]]:
     def at(row: ClaimRow) -> str:
         if row.than_at or len(row.budgets) < 2:
-            return digits.MISSING
+            return formats.MISSING
         return " / ".join(_difference(each[row.arm, row.than, row.task, b]) for b in row.budgets)
 
     return [
@@ -140,8 +140,8 @@ def _pairs(found: ClaimVerdict, each: dict[tuple[str, ...], ClaimRow]) -> list[l
             row.task,
             at_budgets(row),
             than_value(row),
-            digits.signed(row.difference, row.best),
-            digits.interval(row.low, row.high, row.best) or digits.MISSING,
+            formats.signed(row.difference, row.best),
+            formats.interval(row.low, row.high, row.best) or formats.MISSING,
             at(row),
             str(row.n),
             says(row),
@@ -157,12 +157,12 @@ def _scores(run: ResultsDocument) -> str:
     rows: dict[tuple[str, str], dict[int | str | None, str]] = {}
     for result in run.results:
         arm = arms[result.arm]
-        score = digits.score(result.value, result.best)
+        score = formats.score(result.value, result.best)
         rows.setdefault((result.task, arm.policy), {})[arm.budget] = score
     return _table(
         ("task", "policy", *(f"at {budget}" for budget in budgets), "without a budget"),
         [
-            [task, f"`{policy}`", *(cells.get(key, digits.MISSING) for key in (*budgets, None))]
+            [task, f"`{policy}`", *(cells.get(key, formats.MISSING) for key in (*budgets, None))]
             for (task, policy), cells in rows.items()
         ],
     )

@@ -198,8 +198,8 @@ def test_a_cache_rewritten_in_place_loads_whole_or_is_refused(tmp_path):
 
 
 def draw(path):
-    from kvtool.report.style import new_figure
-    from kvtool.report.style import save as save_figure
+    from kvtool.report.panels import new_figure
+    from kvtool.report.panels import save as save_figure
 
     save_figure(new_figure(1, 1), path)
 

@@ -6,7 +6,7 @@ from kvtool.documents.claim import Claim, check_claim
 from kvtool.documents.verdict import SampleScores
 from kvtool.errors import UsageError
 from kvtool.evaluation.claims import judge_claim
-from kvtool.report.claims import claim_in_words, claim_lines, claim_table, row_in_words
+from kvtool.report.words import claim_in_words, claim_lines, claim_table, row_in_words
 from tests.report.examples import arms, document, result
 
 POLICIES = ["h2o", "h2o+caote", "tova"]

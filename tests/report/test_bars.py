@@ -5,8 +5,8 @@ pytest.importorskip("matplotlib")
 from matplotlib.colors import to_hex
 
 from kvtool.report.bars import cost_figure
-from kvtool.report.spent import spent_by_variant
-from kvtool.report.style import drawing, looks
+from kvtool.report.costs import spent_by_variant
+from kvtool.report.panels import drawing, looks
 from tests.report.examples import document
 
 

@@ -14,15 +14,14 @@ pytest.importorskip("matplotlib")
 from kvtool.documents.verdict import Paired
 from kvtool.evaluation.verdict import make_verdict
 from kvtool.report.budgets import budget_figure
-from kvtool.report.dodge import covered
 from kvtool.report.held import front_of, held_figure, held_points
-from kvtool.report.notes import notes
 from kvtool.report.page_tables import costs
+from kvtool.report.panels import covered, drawing, looks
 from kvtool.report.pictures import pictures
 from kvtool.report.rows import rows_of
-from kvtool.report.style import drawing, looks
 from kvtool.report.tables import summary_table
 from kvtool.report.variants import families
+from kvtool.report.words import notes
 from tests.report.examples import BITS, changed, container, document, line
 
 RUN = document(("niah",), BITS)

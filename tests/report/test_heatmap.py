@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 
 from kvtool.report.heatmap import needle_figure
 from kvtool.report.needles import needle_tasks
-from kvtool.report.style import drawing
+from kvtool.report.panels import drawing
 from tests.report.examples import DEPTHS, LENGTHS, document
 
 STEPS = (0.0, 0.3, 0.6, 1.0)

@@ -7,10 +7,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from kvtool.report.dodge import covered, dodge
-from kvtool.report.front import pareto_front
 from kvtool.report.held import front_of, held_figure, held_points, held_tasks
-from kvtool.report.style import drawing
+from kvtool.report.panels import covered, dodge, drawing, pareto_front
 from tests.report.examples import changed, container, document, line, ppl
 
 

@@ -2,9 +2,9 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 from kvtool.package_data import data_file
-from kvtool.report.inline_svg import inline_svg
-from kvtool.report.scale import INK
-from kvtool.report.style import FRONT, GRID
+from kvtool.report.colour_scale import INK
+from kvtool.report.page import inline_svg
+from kvtool.report.panels import FRONT, GRID
 
 SVG = """<?xml version="1.0"?>
 <!DOCTYPE svg PUBLIC "x" "http://www.w3.org/x.dtd">

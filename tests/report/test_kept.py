@@ -18,8 +18,7 @@ from kvtool.cache.kept import KeptLayer, KeptTokens
 from kvtool.errors import UsageError
 from kvtool.models.load import load
 from kvtool.report.kept.page import kept_page
-from kvtool.report.kept.pieces import PART, token_pieces
-from kvtool.report.kept.shaded import ShadedText
+from kvtool.report.kept.shaded import PART, ShadedText, token_pieces
 from kvtool.report.kept.terminal import SHADES, coloured_text, in_brackets
 from kvtool.report.kept.text import KeptText
 from tests.browser import ask

@@ -4,7 +4,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from kvtool.report.layers import kept_by_layer, layers_figure
-from kvtool.report.style import drawing
+from kvtool.report.panels import drawing
 from tests.report.examples import LAYERS, cost, document
 
 

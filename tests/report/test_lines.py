@@ -10,7 +10,7 @@ from kvtool.documents.results import CellEntry, CurveEntry
 from kvtool.documents.verdict import Paired
 from kvtool.report.budgets import budget_figure
 from kvtool.report.curves import curve_figure, curves, is_geometric
-from kvtool.report.style import drawing, looks
+from kvtool.report.panels import drawing, looks
 from tests.report.examples import changed, container, document, line, ppl
 
 

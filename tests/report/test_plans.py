@@ -6,8 +6,8 @@ from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy
+from kvtool.report.panels import drawing
 from kvtool.report.plans import bar, draw_plan, plan_figure, plan_table
-from kvtool.report.style import drawing
 from tests.planning.documents import FULL, LINEAR, SLIDING, profile, shape
 
 

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from kvtool.documents.verdict import Paired
 from kvtool.evaluation.run.collect import with_deltas
-from kvtool.report.scale import colour_at
+from kvtool.report.colour_scale import colour_at
 from kvtool.report.tables import needle_tables, summary_table
 from tests.report.examples import DEPTHS, LENGTHS, changed, document, ppl
 

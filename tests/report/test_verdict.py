@@ -4,7 +4,7 @@ import pytest
 
 from kvtool.documents.verdict import Choice, Interval, Standing, Verdict
 from kvtool.report.page import page
-from kvtool.report.verdict import choices_in_words, standings_table, verdict_lines
+from kvtool.report.words import choices_in_words, standings_table, verdict_lines
 from tests.report.examples import document
 
 

@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvtool.package_data import data_file
-from kvtool.report.kept.words import MARKS, doing
+from kvtool.report.kept.shaded import MARKS, doing
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.style import Style
 from rich.text import Text
 
-from kvtool.report.kept.words import MARKS, doing
-from kvtool.report.scale import colour_at, ink_on
+from kvtool.report.colour_scale import colour_at, ink_on
+from kvtool.report.kept.shaded import MARKS, doing
 
 if TYPE_CHECKING:
     from kvtool.report.kept.shaded import ShadedText

@@ -11,8 +11,7 @@ from kvtool.documents.files import write_text
 from kvtool.documents.generation import CacheSection
 from kvtool.errors import UsageError
 from kvtool.report.kept.page import kept_page
-from kvtool.report.kept.pieces import token_pieces
-from kvtool.report.kept.shaded import ShadedText
+from kvtool.report.kept.shaded import ShadedText, token_pieces
 from kvtool.report.kept.terminal import in_brackets
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvtool.package_data import data_file
+from kvtool.report.colour_scale import CIVIDIS, colour_at, ink_on
 from kvtool.report.kept.terminal import SHADES
-from kvtool.report.scale import CIVIDIS, colour_at, ink_on
 from tests.colour_vision import deuteranope, keeps_order, lightness, seen
 
 STEPS = [i / 20 for i in range(21)]

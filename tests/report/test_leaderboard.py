@@ -7,7 +7,7 @@ import pytest
 
 from kvtool.errors import UsageError
 from kvtool.evaluation.tasks.table import TASKS
-from kvtool.report.board import RULER, board_csv, check_board
+from kvtool.report.leaderboard import RULER, board_csv, check_board
 from tests.report.examples import arms, cost, document, result
 
 FULL, H2O = arms(["h2o"], [64])

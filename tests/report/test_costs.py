@@ -1,6 +1,6 @@
 import pytest
 
-from kvtool.report.spent import relative, spent_by_variant, spent_on
+from kvtool.report.costs import relative, spent_by_variant, spent_on
 from tests.report.examples import arms, cost, document, result
 
 FULL, H2O = arms({"h2o": 0.5}, (64,))

@@ -1,4 +1,4 @@
-"""Numbers as people read them: as many digits as the scale calls for, a sign on differences."""
+"""Format numbers as people read them: digits by the scale, a sign on differences."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kvtool.report import digits
+from kvtool.report import formats
 from tests.report.examples import arms, result
 
 ARM = arms()[1]
@@ -21,8 +21,8 @@ ARM = arms()[1]
     ],
 )
 def test_scores_have_the_digits_of_their_scale(value, best, text, difference):
-    assert digits.score(value, best) == text
-    assert digits.signed(value, best) == difference
+    assert formats.score(value, best) == text
+    assert formats.signed(value, best) == difference
 
 
 @pytest.mark.parametrize(
@@ -38,22 +38,22 @@ def test_scores_have_the_digits_of_their_scale(value, best, text, difference):
 )
 def test_a_difference_is_better_in_the_direction_of_the_metric(delta, lower_is_better, tone):
     made = result(ARM, "a", 0.5, 0.5, delta=delta, lower_is_better=lower_is_better)
-    assert digits.tone(made) == tone
+    assert formats.tone(made) == tone
 
 
 def test_sizes_shares_and_tokens_read_at_a_glance():
-    assert [digits.size(n) for n in (0, 1023, 1024, 2**20 - 1, 5 * 2**40)] == [
+    assert [formats.size(n) for n in (0, 1023, 1024, 2**20 - 1, 5 * 2**40)] == [
         "0 B",
         "1023 B",
         "1.0 KiB",
         "1.0 MiB",
         "5.0 TiB",
     ]
-    assert [digits.share(x) for x in (0.0123, 0.0994, 0.0996, 0.5, 1.0)] == [
+    assert [formats.share(x) for x in (0.0123, 0.0994, 0.0996, 0.5, 1.0)] == [
         "1.2%",
         "9.9%",
         "10%",
         "50%",
         "100%",
     ]
-    assert [digits.tokens(n) for n in (640, 1024, 131072, 1500)] == ["640", "1K", "128K", "1500"]
+    assert [formats.tokens(n) for n in (640, 1024, 131072, 1500)] == ["640", "1K", "128K", "1500"]

@@ -1,0 +1,351 @@
+"""Say in words what a run found: its verdict, its claim, its differences, and notes on the numbers.
+
+The verdict, the claim and the differences are tables of the page as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvtool.documents.claim import ClaimRow, ClaimVerdict
+from kvtool.documents.results import ResultsDocument
+from kvtool.documents.verdict import Choice, Difference, Standing, Verdict
+from kvtool.evaluation.paired import LEAST_PAIRS, unseen
+from kvtool.report import formats
+from kvtool.report.costs import spent_by_variant
+from kvtool.report.metrics import meaning, title
+from kvtool.report.page_tables import Cell, Header, Note, Row, Table
+from kvtool.report.variants import full_variant, results_of, task_names, variants_in_order
+
+_MOST = 5  # undecided arms that are named
+_TITLES = {"bytes": "bytes held", "traffic": "bytes read per token", "time": "time per token"}
+
+
+def verdict_lines(document: ResultsDocument) -> list[str]:
+    """Return the verdict line by line; empty where there is none to speak of."""
+    verdict = document.verdict
+    if verdict is None:
+        return []
+    if verdict.why is not None:
+        return [f"no verdict: {verdict.why}"]
+    lines = [f"verdict: the cheapest {rule(document)}"]
+    return lines + [f"  by {title}: {said}" for title, said in choices_in_words(document)]
+
+
+def rule(document: ResultsDocument) -> str:
+    """Say what a variant of the verdict fulfils, and on which tasks."""
+    verdict = document.verdict
+    assert verdict is not None, "asked of a document with a verdict only"
+    bound = f"within {verdict.within:g} % of the full cache"
+    tasks = {result.task for result in document.results if result.droppable}
+    left_out = sorted(tasks.difference(verdict.tasks))
+    on = "" if len(verdict.tasks) == 1 else f" on each of {len(verdict.tasks)} tasks"
+    but = f" (without {', '.join(left_out)}, where it scores nothing)" if left_out else ""
+    return f"{bound}{on}{but}, by the paired 95 % interval of the score"
+
+
+def choices_in_words(document: ResultsDocument) -> list[tuple[str, str]]:
+    """Return each cost and what the verdict chooses by it; empty without a verdict."""
+    verdict, found = document.verdict, []
+    for choice in [] if verdict is None else verdict.choices:
+        assert verdict is not None, "there are choices"
+        parts = [_arm(verdict, choice), _price(choice), _sureness(verdict.of(choice.arm or ""))]
+        if choice.arm is not None and choice.undecided:
+            parts.append(f"cheaper, undecided at this n: {_names(choice.undecided)}")
+        found.append((_TITLES[choice.by], "; ".join(part for part in parts if part)))
+    return found
+
+
+def standings_table(document: ResultsDocument) -> Table | None:
+    """Return how every arm stands, on the task that decides it; None without a verdict."""
+    verdict = document.verdict
+    if verdict is None or verdict.why is not None:
+        return None
+    rows = []
+    for arm in variants_in_order(document):
+        if (found := verdict.of(arm.name)) is None:
+            continue
+        told = formats.MISSING if found.difference is None else f"{found.difference:+.1f} %"
+        against = Cell(told, () if found.why is None else (Note(found.why),))
+        interval = formats.MISSING if found.low is None else _interval(found)
+        cells = [Cell(found.standing), Cell(found.task), against, Cell(interval)]
+        rows.append(Row(arm.name, [*cells, Cell(str(found.n))]))
+    titles = ("arm", f"within {verdict.within:g} %", "task", "against full", "95 % interval", "n")
+    return Table([Header(title) for title in titles], rows)
+
+
+def _arm(verdict: Verdict, choice: Choice) -> str:
+    """Name the choice, or say why there is none."""
+    if choice.arm is not None:
+        return choice.arm
+    if choice.undecided:
+        return f"undecided at this n: {_names(choice.undecided)}"
+    if any(each.standing == "within" for each in verdict.arms):
+        return f"none (no arm within {verdict.within:g} % is cheaper than the full cache)"
+    return "none"
+
+
+def _names(arms: list[str]) -> str:
+    more = f" and {len(arms) - _MOST} more" if len(arms) > _MOST else ""
+    return f"{', '.join(arms[:_MOST])}{more}"
+
+
+def _price(choice: Choice) -> str:
+    """Say what the choice costs beside the full cache."""
+    cost, full = choice.cost, choice.full
+    if cost is None or not full:
+        return ""
+    if choice.by != "time":
+        return f"{formats.size(cost)} of {formats.size(full)} ({formats.share(cost / full)})"
+    told = f"{formats.plain(1 / cost)} tokens/s, {formats.times(full / cost)} as fast"
+    if (speed := choice.speed) is None:
+        return told
+    noise = ", within the noise" if speed.low <= 1 else ""
+    return f"{told} ({formats.times(speed.low)} to {formats.times(speed.high)}{noise})"
+
+
+def _sureness(standing: Standing | None) -> str:
+    """Say how sure it is that the choice is within bounds."""
+    if standing is None or standing.difference is None:
+        return ""
+    found = (standing.difference, standing.low, standing.high)
+    return score_in_words(standing.task, standing.n, *found)
+
+
+def score_in_words(
+    task: str, n: int, difference: float, low: float | None, high: float | None
+) -> str:
+    """Say a score against the full cache's, in percent of that, and how sure it is.
+
+    >>> score_in_words("niah", 33, -1.26, -3.0, 0.5)
+    'niah -1.3 % (-3.0 to +0.5, n=33)'
+    """
+    if low == high == 0:
+        return (
+            f"{task}: none of {n} samples differs (up to {formats.share(unseen(n))} could, unseen)"
+        )
+    interval = "no interval" if low is None else f"{low:+.1f} to {high:+.1f}"
+    return f"{task} {difference:+.1f} % ({interval}, n={n})"
+
+
+def _interval(standing: Standing) -> str:
+    return f"{standing.low:+.1f} to {standing.high:+.1f}"
+
+
+_HEADERS = ("than", "task", "budgets", "of", "difference", "95 % interval", "n")
+
+
+def claim_in_words(found: ClaimVerdict) -> str:
+    """Say the verdict, and in how many comparisons it is so.
+
+    A comparison is one pair of policies on one task, over all its budgets.
+    """
+    counts: Counter[str] = Counter(row.verdict for row in found.compared)
+    order = ("holds", "fails", "undecided")
+    told = ", ".join(f"{name} in {counts[name]}" for name in order if counts[name])
+    sizes = sorted({row.n for row in found.compared})
+    n = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    verdict = f"{found.verdict} at this n" if found.verdict == "undecided" else found.verdict
+    missed = sum(row.verdict != "holds" for row in found.controls)
+    control = f"; {missed} of {len(found.controls)} controls do not hold" if missed else ""
+    return f"{verdict} ({told} of {len(found.compared)}; n={n}{control})"
+
+
+def claim_lines(document: ResultsDocument) -> list[str]:
+    """Return the claim with its verdict and a line for each comparison; empty without a claim."""
+    if document.claim is None:
+        return []
+    if document.claim_verdict is None:
+        return [f"claim: {document.claim.says}: nothing of it was measured"]
+    found = document.claim_verdict
+    lines = [f"claim: {document.claim.says}: {claim_in_words(found)}"]
+    return lines + [
+        f"  {row.task}: {row.arm} - {row.than} {row_in_words(row)}" for row in found.rows
+    ]
+
+
+def row_in_words(row: ClaimRow) -> str:
+    """Say a difference, its interval, and what follows for the claim."""
+    said = f"{formats.signed(row.difference, row.best)}"
+    interval = formats.interval(row.low, row.high, row.best)
+    at = f" at {at_budgets(row)}" if row.budgets else ""
+    return f"{said} {interval or 'without an interval'}{at}: {says(row)}"
+
+
+def at_budgets(row: ClaimRow) -> str:
+    """Name the budgets compared at: `64, 256`, or `64 more than at 256`."""
+    named = ", ".join(row.budgets)
+    return f"{named} more than at {', '.join(row.than_at)}" if row.than_at else named
+
+
+def than_value(row: ClaimRow) -> str:
+    """Write the other's score, or the difference at the other budgets."""
+    return (formats.signed if row.than_at else formats.score)(row.than_value, row.best)
+
+
+def says(row: ClaimRow) -> str:
+    """Say the verdict on one comparison, and what would decide it."""
+    bound = "" if row.margin is None else f" (claimed: at most {row.margin:g} % below)"
+    bound += " (control)" if row.control else ""
+    if row.deciding is not None:
+        return f"undecided{bound}, about {row.deciding} samples would decide"
+    return row.verdict + bound
+
+
+def claim_table(found: ClaimVerdict) -> Table:
+    """Return a row for each comparison."""
+    named = [Header(title, look="words") for title in _HEADERS[:3]]
+    numbers = [Header(title) for title in _HEADERS[3:]]
+    headers = [Header("arm"), *named, *numbers, Header("says", look="words")]
+    return Table(headers, list(map(_compared_row, found.rows)))
+
+
+def _compared_row(row: ClaimRow) -> Row:
+    words = [Cell(text, look="words") for text in (row.than, row.task, at_budgets(row))]
+    interval = formats.interval(row.low, row.high, row.best) or formats.MISSING
+    told = (than_value(row), formats.signed(row.difference, row.best))
+    numbers = [Cell(text) for text in (*told, interval, str(row.n))]
+    look = {"holds": "better", "fails": "worse"}.get(row.verdict, "words")
+    return Row(row.arm, [*words, *numbers, Cell(says(row), look=look)])
+
+
+_AGAINST = {"base": "its base", "best": "the best of this budget", "asked": "as asked"}
+_LOOKS = {"better": "better", "worse": "worse"}
+
+
+def differences_in_words(document: ResultsDocument) -> list[tuple[str, str, str]]:
+    """Return for each pair its task, its two arms, and what the interval allows to say."""
+    return [
+        (each.task, f"{each.arm} - {each.against}", said(each, _best(document, each)))
+        for each in document.differences
+    ]
+
+
+def said(found: Difference, best: float | None) -> str:
+    """Say a difference, its interval and how much of it is noise.
+
+    Args:
+        best: value of a perfect score.
+    """
+    told = formats.signed(found.difference, best)
+    if found.low is None:
+        return f"{told}, no interval: fewer than {LEAST_PAIRS} samples (n={found.n})"
+    interval = formats.interval(found.low, found.high, best)
+    return f"{told} {interval}: {standing_in_words(found)} (n={found.n})"
+
+
+def standing_in_words(found: Difference) -> str:
+    """Say what an interval allows to say, and how many samples would decide the rest."""
+    if found.low == found.high == 0:
+        return f"no sample differs, up to {formats.share(unseen(found.n))} could, unseen"
+    if found.deciding is None:
+        return found.standing
+    return f"{found.standing}, about {found.deciding} samples would decide"
+
+
+def differences_table(document: ResultsDocument) -> Table:
+    """Return a row for each pair: the difference, its interval, what that says."""
+    rows = [_difference_row(each, _best(document, each)) for each in document.differences]
+    named = [Header(title, look="words") for title in ("task", "against", "which is")]
+    numbers = [Header(title) for title in ("difference", "95 % interval", "n")]
+    return Table([Header("arm"), *named, *numbers, Header("says", look="words")], rows)
+
+
+def _difference_row(found: Difference, best: float | None) -> Row:
+    words = [Cell(text, look="words") for text in (found.task, found.against)]
+    words.append(Cell(_AGAINST[found.because], look="words"))
+    interval = formats.interval(found.low, found.high, best) or formats.MISSING
+    numbers = [Cell(formats.signed(found.difference, best)), Cell(interval), Cell(str(found.n))]
+    says = Cell(standing_in_words(found), look=_LOOKS.get(found.standing, "words"))
+    return Row(found.arm, [*words, *numbers, says])
+
+
+def _best(document: ResultsDocument, found: Difference) -> float | None:
+    result = document.of(found.arm, found.task)
+    return None if result is None else result.best
+
+
+QUESTIONS = {  # by `TaskResult.question`
+    "known": "the question is known while the context is compressed (query-aware)",
+    "later": "the context is compressed before the question is known (query-agnostic)",
+    "later, kept": "the context is compressed before the question is known, and the question is"
+    " kept whole beside it (query-agnostic)",
+}
+
+
+def notes(document: ResultsDocument) -> list[str]:
+    """Return one sentence per line, only those that the document needs."""
+    if not document.results:
+        return ["nothing was measured"]
+    lines = [
+        "↑ higher is better, ↓ lower is better; ±: standard error" + _delta(document),
+        *_metrics(document),
+        f"samples: {_samples(document)}",
+        *_queries(document),
+        *_chunks(document),
+    ]
+    failed = sum(result.failed for result in document.results)
+    if failed:
+        lines.append(f"!k: k samples failed and are not in the score ({failed} in all)")
+    if not document.complete:
+        lines.append("the run is not complete: samples are missing")
+    if spent_by_variant(document):
+        lines.append(
+            "K/V: keys and values at the end of a sample, and their share of a full cache; held:"
+            " their buffers and the policy's own numbers, 4.00x = a quarter of the full cache's;"
+            " cost is the mean over the samples of all tasks, 1.05x = 1.05 times as fast"
+        )
+    return lines
+
+
+def _metrics(document: ResultsDocument) -> list[str]:
+    """Say what the headline of each task measures."""
+    names = dict.fromkeys(results_of(document, task)[0].metric for task in task_names(document))
+    return [f"{name}: {title(name)}, {meaning(name)}" for name in names]
+
+
+def _delta(document: ResultsDocument) -> str:
+    if not full_variant(document):
+        return ""
+    return (
+        "; +/-: difference to the full cache on the same samples [95 % interval], which is within"
+        " the noise where that holds 0"
+    )
+
+
+def _samples(document: ResultsDocument) -> str:
+    by_task = {}
+    for task in task_names(document):
+        counts = {result.n for result in document.results if result.task == task}
+        low, high = min(counts), max(counts)
+        by_task[task] = str(low) if low == high else f"{low}-{high}"
+    if len(set(by_task.values())) == 1:
+        return next(iter(by_task.values()))
+    return ", ".join(f"{task} {count}" for task, count in by_task.items())
+
+
+def _queries(document: ResultsDocument) -> list[str]:
+    lines = []
+    for question, words in QUESTIONS.items():
+        tasks = [
+            task
+            for task in task_names(document)
+            if any(r.task == task and r.question == question for r in document.results)
+        ]
+        if tasks:
+            every = len(tasks) == len(task_names(document))
+            lines.append(words + ("" if every else f": {', '.join(tasks)}"))
+    return lines
+
+
+def _chunks(document: ResultsDocument) -> list[str]:
+    """Say where variants were fed a text in unequal chunks, which hold unequal context."""
+    lines = []
+    for task in task_names(document):
+        chunks = {result.chunk for result in document.results if result.task == task}
+        if len(chunks - {None}) > 1:
+            lines.append(
+                f"{task}: policies that cut a prompt were fed blocks, the others one token at a"
+                " time; their differences are left blank: compare arms of the same `chunk` only"
+            )
+    return lines
