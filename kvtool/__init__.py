@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvtool.calls.evaluate import evaluate
     from kvtool.calls.generate import generate
     from kvtool.calls.plan import plan
+    from kvtool.calls.profile import profile
     from kvtool.errors import KvtoolError, PolicyError, UsageError
-    from kvtool.evaluation.profile import profile
     from kvtool.policies.grammar import parse_policy
 
 __version__ = VERSION
@@ -37,7 +37,7 @@ _HOMES = {
     "generate": "kvtool.calls.generate",
     "plan": "kvtool.calls.plan",
     "evaluate": "kvtool.calls.evaluate",
-    "profile": "kvtool.evaluation.profile",
+    "profile": "kvtool.calls.profile",
     "KvtoolError": "kvtool.errors",
     "UsageError": "kvtool.errors",
     "PolicyError": "kvtool.errors",

@@ -133,7 +133,7 @@ class ModelSettings(_ModelFlags, RunSettings):
         from kvtool.models.attached import ModelSource
 
         settings = {name: getattr(self, name, None) for name in MODEL_SETTINGS}
-        return ModelSource(self.model, settings, self.trust_remote_code, self.loaded)
+        return ModelSource(self.model, settings | self.checkpoint(), self.loaded)
 
     def checkpoint(self) -> dict[str, Any]:
         """Return how the files of a checkpoint are asked for."""

@@ -11,6 +11,7 @@ from kvtool.calls.prompt import note_text
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings, PromptSettings
 from kvtool.errors import UsageError
+from kvtool.models.chat import template_of
 from kvtool.models.load import Loaded
 from kvtool.watcher import Watcher
 
@@ -38,7 +39,7 @@ def begin(
     """
     from kvtool.generation import Conversation
 
-    template = getattr(loaded.tokenizer, "chat_template", None)
+    template = template_of(loaded.tokenizer)
     wanted = settings.template
     if wanted == "auto" and template and cache.chat is None and cache.get_seq_length() > 0:
         if settings.prompt is not None or settings.prompt_file is not None:

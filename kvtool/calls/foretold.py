@@ -47,9 +47,7 @@ def foretell(
             source.config()
         return None
     spread = bool(settings.device_map or settings.tensor_parallel)
-    memory = device_memory(
-        config, dtype, device, spread=spread, trust_remote_code=settings.trust_remote_code
-    )
+    memory = device_memory(config, dtype, device, source.where, spread=spread)
     if turns is not None:
         prompt += new * (sum(turn.answer is None for turn in turns.turns) - 1)
     text = Text(prompt, new, 1, config.get_text_config(decoder=True).vocab_size)

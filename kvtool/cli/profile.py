@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.profile_settings import ProfileSettings
+from kvtool.calls.profile import ProfileSettings
 from kvtool.cli.output import write_configuration, write_shown
 from kvtool.cli.terminal import Terminal
 from kvtool.cli.watching import TerminalWatcher

@@ -62,8 +62,8 @@ class Prepared:
             self.estimate.config,
             self.estimate.dtype,
             resolve_device(choice.device, choice.device_map),
+            self.model.where,
             spread=bool(choice.device_map or choice.tensor_parallel),
-            trust_remote_code=self.model.trust_remote_code,
         )
         return {
             **self.comparison.recipe.to_data(),
@@ -133,6 +133,7 @@ def prepare(
     place = run_folder(comparison, folder)
     settings = comparison.recipe.model.model_dump(exclude={"id"})
     source = ModelSource(None) if source is None else source
+    settings = {**source.settings, **settings}
     model = replace(source, name=comparison.recipe.model.id, settings=settings)
     dtype = _check_model(model, comparison.recipe.model)
     watcher.note_any(model.note())

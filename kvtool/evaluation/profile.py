@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,16 @@ from torch import Tensor
 from kvtool.cache.files.tensor_file import digest_of_file, write_tensors
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.profile import HeadsFile, Metrics, ProfileDocument
-from kvtool.documents.settings import MODEL_SETTINGS
 from kvtool.errors import UsageError
-from kvtool.evaluation.profile_request import ProfileRequest, read_request
+from kvtool.evaluation.profile_request import ProfileRequest
 from kvtool.evaluation.run.environment import without_home
-from kvtool.evaluation.samples.profile_texts import BUILTIN, draw_texts
+from kvtool.evaluation.samples.profile_texts import draw_texts
 from kvtool.model_shape import trained_length
 from kvtool.models.attached import ModelSource
 from kvtool.models.folder import REFERENCE
 from kvtool.profiling.measure import measure
 from kvtool.profiling.memory import memory_table
-from kvtool.profiling.names import DEFAULT
 from kvtool.profiling.summary import summarise
-from kvtool.sizes import Budget
 from kvtool.watcher import Watcher
 
 
@@ -34,67 +30,6 @@ class Profiled:
 
     document: ProfileDocument
     heads: dict[str, Tensor]
-
-
-def profile(
-    model: Any = None,
-    texts: Sequence[str] | None = None,
-    *,
-    metrics: str | Sequence[str] = DEFAULT,
-    tokenizer: Any = None,
-    data: str = BUILTIN,
-    samples: int = 8,
-    tokens: int | str = 1024,
-    decode: int | str = 128,
-    policy: str | None = None,
-    budgets: Sequence[int | float | str] | None = None,
-    seed: int = 0,
-    heads: str | Path | None = None,
-    trust_remote_code: bool = False,
-    watcher: Watcher | None = None,
-    **model_settings: Any,
-) -> ProfileDocument:
-    """Measure how each layer of a model uses its cache: what budgets are planned from.
-
-    Args:
-        model: a folder, a hub ID or a loaded model (then with its `tokenizer`); None is the
-            bundled reference model.
-        texts: what is read, in place of `data`.
-        heads: where the numbers per head go (safetensors).
-        watcher: is told how it goes; by default nobody is.
-        model_settings: `revision`, `dtype`, `device`, `device_map`, `attn_implementation`.
-
-    Every other argument is what the option of `kvtool profile` with its name is.
-
-    Raises:
-        UsageError: settings that are wrong or do not go together, no text that is long enough.
-        KvtoolError: data or weights that cannot be read.
-    """
-    unknown = model_settings.keys() - set(MODEL_SETTINGS)
-    if unknown:
-        raise TypeError(f"profile() got an unexpected keyword argument {min(unknown)!r}")
-    request = read_request(
-        metrics,
-        data=data,
-        samples=samples,
-        tokens=tokens,
-        decode=decode,
-        policy=policy,
-        budgets=None if budgets is None else [str(Budget.parse(budget)) for budget in budgets],
-        seed=seed,
-    )
-    if texts is not None:
-        request = replace(request, texts=tuple(texts))
-    source = replace(
-        ModelSource.of(model, tokenizer, **model_settings), trust_remote_code=trust_remote_code
-    )
-    source.check(config_only=request.memory_alone)
-    return run_profile(
-        request,
-        source,
-        heads_path=None if heads is None else Path(heads),
-        watcher=Watcher() if watcher is None else watcher,
-    ).document
 
 
 def run_profile(

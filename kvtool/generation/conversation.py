@@ -48,14 +48,14 @@ class Conversation:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         cache: KVCache,
-        chat_template: Literal["auto", "on", "off"] = "auto",
+        template: Literal["auto", "on", "off"] = "auto",
         system: str | None = None,
     ) -> None:
         """Begin, or go on with, a conversation.
 
         Args:
             cache: empty, or loaded (then it knows its tokens in `input_ids`).
-            chat_template: `auto` uses the tokenizer's if it has one.
+            template: `auto` uses the tokenizer's if it has one.
             system: the system message, which goes before the first message.
 
         Raises:
@@ -71,7 +71,7 @@ class Conversation:
         if system is not None and cache.input_ids is not None:
             raise UsageError("a system message goes before everything, and the cache holds a text")
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
-        frame = make_frame(tokenizer, chat_template, chat=True, system=system)
+        frame = make_frame(tokenizer, template, chat=True, system=system)
         self._frame = frame if isinstance(frame, TemplateFrame) else _LINES
         self._behind: Literal["nothing", "open", "text", "answer"] = "nothing"
         before = [] if system is None else [Message("system", system)]

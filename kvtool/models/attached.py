@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.models.folder import check_folder, find_source
-from kvtool.models.load import Loaded, load, load_config, load_tokenizer
+from kvtool.models.load import CHECKPOINT, Loaded, load, load_config, load_tokenizer
 from kvtool.models.notes import model_note
 
 
@@ -24,13 +24,11 @@ class ModelSource:
     Attributes:
         name: a folder or a hub ID; None is the bundled reference model.
         settings: further arguments of `kvtool.models.load.load`; None is its default.
-        trust_remote_code: whether code that comes with the checkpoint may run.
         loaded: the model, where somebody has loaded it.
     """
 
     name: str | None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    trust_remote_code: bool = False
     loaded: Loaded | None = None
 
     @classmethod
@@ -49,6 +47,12 @@ class ModelSource:
     def revision(self) -> str | None:
         """Branch, tag or commit on the hub."""
         return self.settings.get("revision")
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """Return which files of the checkpoint are read, and how."""
+        given = {name: self.settings.get(name) for name in CHECKPOINT}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def dtype(self) -> str:
@@ -75,17 +79,13 @@ class ModelSource:
         """Return the configuration, which is all that is loaded."""
         if self.loaded is not None:
             return self.loaded.model.config
-        return load_config(
-            self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
-        )
+        return load_config(self.name, **self.where)
 
     def tokenizer(self) -> tuple[Any, Any]:
         """Return tokenizer and configuration; weights are not loaded."""
         if self.loaded is not None:
             return self.loaded.tokenizer, self.loaded.model.config
-        return load_tokenizer(
-            self.name, revision=self.revision, trust_remote_code=self.trust_remote_code
-        )
+        return load_tokenizer(self.name, **self.where)
 
     @contextmanager
     def attached(
@@ -110,7 +110,6 @@ class ModelSource:
             yield load_attached(
                 self.name,
                 self.settings,
-                trust_remote_code=self.trust_remote_code,
                 progress=progress,
                 note=note,
             )
@@ -173,7 +172,6 @@ def load_attached(
     model: str | None,
     settings: Mapping[str, Any],
     *,
-    trust_remote_code: bool = False,
     progress: bool = False,
     note: Callable[[str], object] = lambda text: None,
 ) -> Loaded:
@@ -184,7 +182,7 @@ def load_attached(
         note: is told what the model's family limits.
     """
     given = {name: value for name, value in settings.items() if value is not None}
-    loaded = load(model, **given, trust_remote_code=trust_remote_code, progress=progress)
+    loaded = load(model, **given, progress=progress)
     from kvtool.cache.hooks.attach import attach
     from kvtool.cache.hooks.families import notes
 

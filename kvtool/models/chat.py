@@ -230,6 +230,11 @@ def _changed() -> UsageError:
     )
 
 
+def template_of(tokenizer: Any) -> Any:
+    """Return a tokenizer's chat template: a text, or texts by name; None where it has none."""
+    return getattr(tokenizer, "chat_template", None)
+
+
 def make_frame(
     tokenizer: PreTrainedTokenizerBase,
     wanted: Literal["auto", "on", "off"],
@@ -249,7 +254,7 @@ def make_frame(
         UsageError: a template is wanted, or needed for a system message, and there is none, or it
             cannot be used.
     """
-    template = getattr(tokenizer, "chat_template", None)
+    template = template_of(tokenizer)
     if wanted == "on" and not template:
         raise UsageError(
             "the tokenizer has no chat template", hint="--chat-template auto uses one if there is"

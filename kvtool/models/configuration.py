@@ -11,12 +11,11 @@ from kvtool.plain_config import plain_config
 from kvtool.transformers_versions import reads_plain_configs
 
 
-def read_config(
-    model: str | None = None, *, revision: str | None = None, trust_remote_code: bool = False
-) -> Any:
+def read_config(model: str | None = None, *, revision: str | None = None, **where: Any) -> Any:
     """Read what planning asks of a configuration: a folder's config.json itself where it is plain.
 
-    A hub ID is asked of the hub, and read by transformers.
+    `revision` and `where` are as for `load_config`. A hub ID is asked of the hub, and read by
+    transformers.
 
     Returns:
         A `PlainConfig`, or a transformers configuration.
@@ -33,4 +32,4 @@ def read_config(
             return plain
     from kvtool.models.load import load_config
 
-    return load_config(model, revision=revision, trust_remote_code=trust_remote_code)
+    return load_config(model, revision=revision, **where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,18 @@ def _show_bars(wanted: bool) -> None:
 
 
 @contextlib.contextmanager
-def in_one_line(part: str, name: str, trust_remote_code: bool) -> Iterator[None]:
-    """Turn whatever a library raises about a foreign checkpoint into one line with a hint."""
+def in_one_line(part: str, name: str, where: Mapping[str, Any]) -> Iterator[None]:
+    """Turn whatever a library raises about a foreign checkpoint into one line with a hint.
+
+    Args:
+        where: how the checkpoint was asked for, in transformers' words.
+    """
     try:
         yield
     except KvtoolError:
         raise
     except Exception as error:  # any: the checkpoint decides what runs
-        raise _translate(part, name, error, trust_remote_code) from error
+        raise _translate(part, name, error, where) from error
 
 
 @contextlib.contextmanager
@@ -84,11 +88,11 @@ def named_if_quantised(name: str, config: Any) -> Iterator[None]:
         ) from error
 
 
-def _translate(part: str, name: str, error: Exception, trust_remote_code: bool) -> KvtoolError:
+def _translate(part: str, name: str, error: Exception, where: Mapping[str, Any]) -> KvtoolError:
     if is_out_of_memory(error):
         return KvtoolError(f"not enough memory for model `{name}`", hint="try --dtype bfloat16")
     text = " ".join(str(cause) for cause in _chain(error))
-    if not trust_remote_code and "trust_remote_code" in text:
+    if not where.get("trust_remote_code") and "trust_remote_code" in text:
         return UsageError(
             f"model `{name}` brings its own code, which is not run unasked",
             hint="read that code, then pass --trust-remote-code",

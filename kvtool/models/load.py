@@ -25,6 +25,9 @@ from kvtool.models.placement import (
     torch_dtype,
 )
 
+CHECKPOINT = ("revision", "trust_remote_code")
+"""What `load` is told that says which files of a checkpoint are read, and how."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -81,13 +84,13 @@ def load(
     name, source = find_source(model)
     where = _where(revision, trust_remote_code)
     with library_output_on_stderr(progress):
-        with in_one_line("configuration", name, trust_remote_code):
+        with in_one_line("configuration", name, where):
             config = _load_config(name, source, where)
             split = split_over_processes(config) if tensor_parallel else {}
-        with in_one_line("tokenizer", name, trust_remote_code):
+        with in_one_line("tokenizer", name, where):
             tokenizer = _load_tokenizer(tokenizer_folder(given) or source, where)
         with (
-            in_one_line("weights", name, trust_remote_code),
+            in_one_line("weights", name, where),
             named_if_quantised(name, config),
         ):
             loaded = _load_weights(
@@ -105,7 +108,7 @@ def load(
         adapter = None if given == model else find_adapter(given)
         if adapter is not None:
             name = adapter.name
-            with in_one_line("adapter", name, trust_remote_code):
+            with in_one_line("adapter", name, where):
                 loaded = merge_adapter(loaded, adapter)
     loaded.eval().requires_grad_(False)
     loaded.name_or_path = loaded.config._name_or_path = name
@@ -131,9 +134,9 @@ def load_tokenizer(
     name, source = find_source(model)
     where = _where(revision, trust_remote_code)
     with library_output_on_stderr(progress=False):
-        with in_one_line("configuration", name, trust_remote_code):
+        with in_one_line("configuration", name, where):
             config = _load_config(name, source, where)
-        with in_one_line("tokenizer", name, trust_remote_code):
+        with in_one_line("tokenizer", name, where):
             return _load_tokenizer(own or source, where), config
 
 
@@ -152,7 +155,7 @@ def load_config(
     where = _where(revision, trust_remote_code)
     with (
         library_output_on_stderr(progress=False),
-        in_one_line("configuration", name, trust_remote_code),
+        in_one_line("configuration", name, where),
     ):
         return _load_config(name, source, where)
 

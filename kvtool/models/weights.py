@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kvtool.model_shape import stored_dtype
 from kvtool.models.failures import in_one_line, library_output_on_stderr
 
 
-def weight_bytes(config: Any, dtype: str, *, trust_remote_code: bool = False) -> int | None:
+def weight_bytes(
+    config: Any, dtype: str, where: Mapping[str, Any] = MappingProxyType({})
+) -> int | None:
     """Count the bytes of a model's weights and buffers from its configuration.
 
     The model is built without memory for its tensors; weights that are tied count once.
@@ -16,6 +20,7 @@ def weight_bytes(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
     Args:
         config: a transformers configuration.
         dtype: in which it runs, by name; `auto`: the checkpoint's own.
+        where: how the checkpoint is asked for, in transformers' words.
 
     Returns:
         None where the weights are quantised, which the configuration does not count.
@@ -31,11 +36,10 @@ def weight_bytes(config: Any, dtype: str, *, trust_remote_code: bool = False) ->
     wanted = getattr(torch, stored_dtype(config, dtype))
     with (
         library_output_on_stderr(progress=False),
-        in_one_line("configuration", config.name_or_path, trust_remote_code),
+        in_one_line("configuration", config.name_or_path, where),
         torch.device("meta"),
     ):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=wanted, trust_remote_code=trust_remote_code
-        )
+        more = {name: value for name, value in where.items() if name != "revision"}
+        model = AutoModelForCausalLM.from_config(config, dtype=wanted, **more)
     tensors = {id(each): each for each in [*model.parameters(), *model.buffers()]}
     return sum(each.numel() * each.element_size() for each in tensors.values())

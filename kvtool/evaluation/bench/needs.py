@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.memory import CacheMemory, DeviceMemory
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
 
 
 def device_memory(
-    config: Any, dtype: str, device: str, *, spread: bool = False, trust_remote_code: bool = False
+    config: Any,
+    dtype: str,
+    device: str,
+    where: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    spread: bool = False,
 ) -> DeviceMemory:
     """Tell what a model's weights will take of a device, and what is free there.
 
@@ -40,7 +46,7 @@ def device_memory(
     from kvtool.models.weights import weight_bytes
 
     name, free = free_memory(device, spread=spread)
-    weights = weight_bytes(config, dtype, trust_remote_code=trust_remote_code)
+    weights = weight_bytes(config, dtype, where)
     return DeviceMemory(device=name, free_bytes=free, weights_bytes=weights)
 
 

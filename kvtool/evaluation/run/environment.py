@@ -13,6 +13,7 @@ from typing import Any
 
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.results import Environment, ModelUsed
+from kvtool.models.chat import template_of
 from kvtool.models.load import Loaded
 
 _PACKAGES = (
@@ -112,7 +113,7 @@ def text_hash(loaded: Loaded) -> str:
     tokenizer = loaded.tokenizer
     generation = loaded.model.generation_config.to_diff_dict()
     generation = {name: generation[name] for name in generation if name != "transformers_version"}
-    template = getattr(tokenizer, "chat_template", None)
+    template = template_of(tokenizer)
     parts = [_tokenizer_parts(tokenizer), tokenizer.special_tokens_map, template, generation]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,130 @@
+"""Profiles measured in one call: settings checked, texts drawn, the document put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from kvtool.calls.base_settings import ModelSettings
+from kvtool.calls.from_python import check_keywords, keywords_of, takes
+from kvtool.documents.files import expand
+from kvtool.documents.settings import MODEL_SETTINGS, Flag
+from kvtool.evaluation.profile_request import POLICY, SHARES, read_request
+from kvtool.profiling.names import DEFAULT, METRICS
+from kvtool.sizes import Budget
+from kvtool.watcher import Watcher
+
+if TYPE_CHECKING:
+    from kvtool.documents.profile import ProfileDocument
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSettings(ModelSettings):
+    """What is measured, on which texts."""
+
+    data: Annotated[
+        str,
+        Flag("--data", metavar="FILE|HUB_ID|builtin", help="The texts that are read."),
+    ] = "builtin"
+    samples: Annotated[int, Flag("--samples", min=1, metavar="N", help="How many texts.")] = 8
+    tokens: Annotated[str, Flag("--tokens", metavar="N", help="Tokens of each text (512, 4K).")] = (
+        "1024"
+    )
+    decode: Annotated[
+        str,
+        Flag("--decode", metavar="N", help="Tokens generated after each text where needed."),
+    ] = "128"
+    metrics: Annotated[
+        str,
+        Flag(
+            "--metrics",
+            metavar="NAME,..",
+            help=f"What to measure: {', '.join(METRICS)}.",
+        ),
+    ] = ",".join(DEFAULT)
+    policy: Annotated[
+        str | None,
+        Flag("--policy -p", metavar="POLICY", help=f"Of output_error.  [default: {POLICY}]"),
+    ] = None
+    budgets: Annotated[
+        str | None,
+        Flag(
+            "--budgets",
+            metavar="SIZE,..",
+            help=f"Of output_error, tokens or shares.  [default: {','.join(SHARES)}]",
+        ),
+    ] = None
+    plot: Annotated[
+        str | None,
+        Flag("--plot", metavar="FILE", help="Draw the profile (.png, .svg, .pdf).", python=None),
+    ] = None
+
+    @property
+    def plot_path(self) -> Path | None:
+        """The picture to write."""
+        return None if self.plot is None else expand(self.plot)
+
+    @property
+    def heads_path(self) -> Path | None:
+        """The file of numbers per head, beside the profile; None where that is piped."""
+        return self.output_path and self.output_path.with_suffix(".heads.safetensors")
+
+
+@takes(ProfileSettings)
+def profile(
+    model: Any = None,
+    texts: Sequence[str] | None = None,
+    *,
+    metrics: str | Sequence[str] = DEFAULT,
+    tokenizer: Any = None,
+    budgets: Sequence[int | float | str] | None = None,
+    heads: str | Path | None = None,
+    watcher: Watcher | None = None,
+    **settings: Any,
+) -> ProfileDocument:
+    """Measure how each layer of a model uses its cache: what budgets are planned from.
+
+    Args:
+        model: a folder, a hub ID or a loaded model (then with its `tokenizer`); None is the
+            bundled reference model.
+        texts: what is read, in place of `data`.
+        heads: where the numbers per head go (safetensors).
+        watcher: is told how it goes; by default nobody is.
+
+    `settings` are those of `ProfileSettings`; each is what the option of `kvtool profile` with its
+    name is.
+
+    Raises:
+        UsageError: settings that are wrong or do not go together, no text that is long enough.
+        KvtoolError: data or weights that cannot be read.
+    """
+    check_keywords("profile", settings, [*keywords_of(ProfileSettings), *MODEL_SETTINGS])
+    from kvtool.evaluation.profile import run_profile
+    from kvtool.models.attached import ModelSource
+
+    loading = {*MODEL_SETTINGS, *ModelSettings().checkpoint()}
+    asked = ProfileSettings(**{key: settings[key] for key in settings.keys() - loading})
+    request = read_request(
+        metrics,
+        data=asked.data,
+        samples=asked.samples,
+        tokens=asked.tokens,
+        decode=asked.decode,
+        policy=asked.policy,
+        budgets=None if budgets is None else [str(Budget.parse(budget)) for budget in budgets],
+        seed=asked.seed or 0,
+    )
+    if texts is not None:
+        request = replace(request, texts=tuple(texts))
+    source = ModelSource.of(
+        model, tokenizer, **{key: settings[key] for key in settings.keys() & loading}
+    )
+    source.check(config_only=request.memory_alone)
+    return run_profile(
+        request,
+        source,
+        heads_path=None if heads is None else Path(heads),
+        watcher=Watcher() if watcher is None else watcher,
+    ).document
