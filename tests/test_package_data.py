@@ -48,4 +48,4 @@ def test_all_files_but_code_and_pages_are_package_data():
         for path in package.rglob("*")
         if path.is_file() and not {"__pycache__", *CHECKPOINTS.values()} & set(path.parts)
     }
-    assert odd == {".py", ".md", ".yaml", ".css", ".html", ".js", ".typed"} | ({""} & odd)
+    assert odd == {".py", ".pyi", ".md", ".yaml", ".css", ".html", ".js", ".typed"} | ({""} & odd)
