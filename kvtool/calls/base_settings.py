@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from kvtool.models.load import Loaded
 
     _ModelFlags = ModelFields
-    _SplitFlag = object
+
+    class _SplitFlag:
+        pass
+
 else:
     PlanDocument = Source = Loaded = Any
     _ONE_PROCESS = tuple(name for name in MODEL_SETTINGS if name != "tensor_parallel")

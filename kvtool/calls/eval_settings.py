@@ -13,7 +13,9 @@ from kvtool.sizes import DEFAULT_TOKENS
 if TYPE_CHECKING:
     from kvtool.evaluation.run.gates import Gate
 
-    _AskingFlags = object
+    class _AskingFlags:
+        pass
+
 else:
     _AskingFlags = as_flags(Asking, under="eval")
 

@@ -82,8 +82,8 @@ def plan(
         )
     check_keywords("plan", settings, keywords_of(PlanSettings, leave_out=_LEFT_OUT))
     mean = None if tokens is None else parse_count(tokens)
-    targets = {"budget": mean, "ratio": settings.get("ratio"), "bytes": settings.get("bytes")}
-    targets = {name: None if each is None else str(each) for name, each in targets.items()}
+    given = {"budget": mean, "ratio": settings.get("ratio"), "bytes": settings.get("bytes")}
+    targets = {name: None if each is None else str(each) for name, each in given.items()}
     batch, policy = settings.get("batch", 1), settings.get("policy")
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise UsageError(f"batch must be 1 or more, got {quote(repr(batch))}")

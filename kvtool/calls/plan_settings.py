@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvtool.calls.base_settings import ModelSettings
 from kvtool.documents.files import expand
-from kvtool.documents.settings import Flag
+from kvtool.documents.settings import Dtype, Flag
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.sizes import Budget, parse_count
@@ -53,13 +53,13 @@ class PlanSettings(ModelSettings):
         ),
     ] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        Dtype | None,
         Flag(
             "--dtype",
             help="Of keys and values.  [default: the checkpoint's own; without --model what the "
             "bundled one runs in here]",
         ),
-    ] = None
+    ] = None  # type: ignore[assignment]
     context: Annotated[
         str | int | None,
         Flag(

@@ -41,7 +41,7 @@ class _Named:
     id: Name | None = None
 
 
-class ModelChoice(RecipeSection, ModelFields, _Named):
+class ModelChoice(RecipeSection, ModelFields, _Named):  # type: ignore[misc]
     """Which model runs, and how; the bundled reference model if there is no `id`."""
 
     refused_keys: ClassVar[dict[str, str]] = {
@@ -90,7 +90,7 @@ class _Measured:
     limit: PositiveInt | None = None
 
 
-class Evaluation(RecipeSection, Asking, _Measured):
+class Evaluation(RecipeSection, Asking, _Measured):  # type: ignore[misc]
     """What is measured, and how prompts are made; `query_aware: null` is the task's own.
 
     `within` is the bound of the verdict, in percent of the full cache's score.

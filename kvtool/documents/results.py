@@ -264,7 +264,10 @@ class TaskSamples(Section):
 
 
 if TYPE_CHECKING:
-    _ProtocolFields = object
+
+    class _ProtocolFields:
+        pass
+
 else:
     _ProtocolFields = as_entry(Protocol)
 

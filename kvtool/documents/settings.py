@@ -85,8 +85,8 @@ def settings_of(kind: type) -> Iterator[Setting]:
         more = getattr(hints[each.name], "__metadata__", ())
         flag = next((item for item in more if isinstance(item, Flag)), None)
         if flag is not None:
-            made = each.default_factory is not MISSING
-            default = each.default_factory() if made else each.default  # type: ignore[misc]
+            factory = each.default_factory
+            default = each.default if factory is MISSING else factory()
             yield Setting(each.name, flag, types[each.name], default)
 
 
@@ -126,6 +126,7 @@ class _NotEmpty:
 
 Name = Annotated[str, _NotEmpty()]
 Template = Literal["auto", "on", "off"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ class ModelFields:
         Flag("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub."),
     ] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
+        Dtype,
         Flag(
             "--dtype",
             help="auto: the checkpoint's on a GPU, float32 on a CPU.  [default: auto]",
