@@ -15,6 +15,7 @@ DEFAULT_BLOCK = 128  # tokens of a prompt that are fed at a time, as in CAOTE se
 MOST_TOKENS = 2**31 - 1  # of a text: a cache stores positions in 32 bits
 MOST_BYTES = 2**63 - 1
 LARGEST_SEED = 2**63 - 1
+WIDTH = 100  # characters of a line, of tables as of YAML
 
 LONG_PROMPT = 1024
 """Tokens of the shortest prompt whose attention is summed from the log-sum-exp of its rows, not

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 
 from kvtool.cli.control_characters import visible
-from kvtool.documents.writers import WIDTH
+from kvtool.sizes import WIDTH
 
 
 @dataclass(frozen=True)

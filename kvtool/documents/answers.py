@@ -8,11 +8,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import lock_descriptor
 from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, model_validator
 
 from kvtool.documents.document import Section
-from kvtool.documents.files import write_text
+from kvtool.documents.files import lock, write_text
 from kvtool.documents.prompts import AskedPrompt
 from kvtool.documents.readers import load_json
 from kvtool.documents.source import reason
@@ -126,7 +125,7 @@ class AnswersFile:
 
 def _lock(file: int, path: Path) -> None:
     try:
-        locked = lock_descriptor(file, blocking=False)
+        locked = lock(file, wait=False)
     except OSError:  # a file system without locks
         return
     if not locked:

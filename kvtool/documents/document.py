@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
-from kvtool.documents.writers import WIDTH, dump_json, dump_yaml
-from kvtool.sizes import MOST_BYTES, MOST_TOKENS
+from kvtool.documents.writers import dump_json, dump_yaml
+from kvtool.sizes import MOST_BYTES, MOST_TOKENS, WIDTH
 
 VIEW = "kvtool.report.view"
 """The module that shows documents and caches: a name, since `report` imports the documents."""

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from filelock import lock_descriptor
-
 from kvtool.errors import KvtoolError, UsageError, printable, quote
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, of what Linux takes
@@ -154,7 +152,7 @@ def _make_temporary(path: Path) -> tuple[int, Path]:
     while True:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=mark, suffix=end)
         with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
-            lock_descriptor(handle)
+            lock(handle)
         if os.fstat(handle).st_nlink > 0:
             return handle, Path(name)
         os.close(handle)  # another process has swept it before it was locked
@@ -166,10 +164,27 @@ def _sweep(path: Path) -> None:
         with contextlib.suppress(OSError):
             handle = os.open(left, os.O_RDONLY | os.O_NONBLOCK)
             try:
-                if lock_descriptor(handle, blocking=False):
+                if lock(handle, wait=False):
                     left.unlink()
             finally:
                 os.close(handle)
+
+
+def lock(handle: int, *, wait: bool = True) -> bool:
+    """Lock an open file until it is closed, whatever ends the process.
+
+    Args:
+        wait: whether to wait for a process that holds the lock.
+
+    Returns:
+        Whether it is locked, which only a caller that does not wait has to ask.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    from filelock import lock_descriptor  # not at the head: most commands lock nothing
+
+    return lock_descriptor(handle, blocking=wait)
 
 
 def _write_utf8(path: Path, text: str) -> None:

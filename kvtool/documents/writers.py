@@ -11,9 +11,7 @@ import yaml
 
 from kvtool.documents.scalars import read_plain
 from kvtool.errors import printable
-
-WIDTH = 100
-"""Characters of a line, of YAML as of tables."""
+from kvtool.sizes import WIDTH
 
 _STEP = "  "
 

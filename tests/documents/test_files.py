@@ -197,7 +197,7 @@ def test_what_a_living_writer_writes_is_left_to_it(tmp_path):
 
 @pytest.mark.skipif(find_spec("fcntl") is None, reason="no locks on this system")
 def test_a_temporary_that_was_swept_before_it_was_locked_is_made_anew(tmp_path, monkeypatch):
-    made, lock = [], files.lock_descriptor
+    made, lock = [], files.lock
 
     def sweep_first(handle):
         made.append(temporaries_of(tmp_path / "out.txt"))
@@ -205,7 +205,7 @@ def test_a_temporary_that_was_swept_before_it_was_locked_is_made_anew(tmp_path, 
             made[0][0].unlink()
         return lock(handle)
 
-    monkeypatch.setattr(files, "lock_descriptor", sweep_first)
+    monkeypatch.setattr(files, "lock", sweep_first)
     write_text(tmp_path / "out.txt", "new")
     assert len(made) == 2
     assert made[0] != made[1]
@@ -213,12 +213,12 @@ def test_a_temporary_that_was_swept_before_it_was_locked_is_made_anew(tmp_path, 
 
 
 def test_where_no_file_can_be_locked_nothing_is_swept(tmp_path, monkeypatch):
-    def refuse(handle, blocking=True):
+    def refuse(handle, wait=True):
         raise OSError(errno.ENOSYS, "no locks here")
 
     left = tmp_path / ".out.txt.x1y2_z3a.part"
     left.write_text("half")
-    monkeypatch.setattr(files, "lock_descriptor", refuse)
+    monkeypatch.setattr(files, "lock", refuse)
     write_text(tmp_path / "out.txt", "new")
     assert (tmp_path / "out.txt").read_text() == "new"
     assert left.exists()
