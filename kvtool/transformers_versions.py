@@ -100,7 +100,7 @@ def stock_layers(kind: str, options: dict[str, Any]) -> list[Any]:
     return [DYNAMIC_LAYER_TYPE_MAPPING[kind](**options)]
 
 
-def lending_layers(config: Any) -> frozenset[int]:
+def kv_sharing_layers(config: Any) -> frozenset[int]:
     """Return the layers whose keys and values later ones read, whose modes 5.23 names.
 
     Before it, the last layers read those of the last one before them of their own kind.

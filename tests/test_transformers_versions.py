@@ -8,7 +8,7 @@ from transformers import AutoConfig, cache_utils
 
 import kvtool
 from kvtool.cli.main import main
-from kvtool.transformers_versions import OLDEST, check_transformers, layer_types, lending_layers
+from kvtool.transformers_versions import OLDEST, check_transformers, kv_sharing_layers, layer_types
 from tests.models_for_tests import BASE, HYBRID
 
 MIXED = {**BASE, "head_dim": 16, "sliding_window": 24, "layer_types": HYBRID}
@@ -32,11 +32,11 @@ def test_arguments_given_once_for_all_layers_go_to_the_layers_they_are_for(monke
 def test_layers_whose_keys_others_read_are_known_by_either_name():
     eight = {"layer_types": HYBRID * 2, "num_hidden_layers": 8}
     config = AutoConfig.for_model("gemma3_text", **(MIXED | eight))
-    assert not lending_layers(config)
+    assert not kv_sharing_layers(config)
     config.num_kv_shared_layers = 3
-    assert lending_layers(config) == {3, 4}  # the last one of each kind among the first five
+    assert kv_sharing_layers(config) == {3, 4}  # the last one of each kind among the first five
     config.kv_sharing_modes = [None, "store", "reuse"]
-    assert lending_layers(config) == {1}
+    assert kv_sharing_layers(config) == {1}
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ class KVCache(InWords, CacheState):
         self.changing = True
         if repeats is not None:
             raw_key, raw_value = beside_slots(layer, key_states, value_states)
-            context = StepContext(self.settings.kernel, told=False, repeats=repeats)
+            context = StepContext(self.settings.kernel, notify=False, repeats=repeats)
             taken = raw_key, raw_value, key_states, value_states
             set_pending(PendingStep(self, layer, *taken, decoding, context))
             return raw_key, raw_value
@@ -84,18 +84,18 @@ class KVCache(InWords, CacheState):
             raw_key, raw_value = layer.update(key_states, value_states)
             self.meter.run(raw_key.nbytes + raw_value.nbytes)
             block = self.layer_block
-            last, group, told = running.last_block, None, True
+            last, group, notify = running.last_block, None, True
             norms = RowNorms() if watcher is not None and watcher.norms else None
         else:
             if layer is self.slot_layers[0] and layer.seen_device is None:
                 self.groups.form(self.slot_layers, running)
             block, last, group = None, True, self.groups.by_layer.get(layer.index)
-            told, norms = placement is not None or watcher is not None, None
+            notify, norms = placement is not None or watcher is not None, None
             if group is None and layer.parts:
                 self.build_index(layer)
             raw_key, raw_value = layer.write_token(key_states, value_states)
-        kernel, lent = self.settings.kernel, layer.index in self.settings.lending
-        context = StepContext(kernel, block, last, placement, group, told, lent, norms)
+        kernel, shares_kv = self.settings.kernel, layer.index in self.settings.kv_sharing
+        context = StepContext(kernel, block, last, placement, group, notify, shares_kv, norms)
         taken = raw_key, raw_value, key_states, value_states
         set_pending(PendingStep(self, layer, *taken, decoding, context))
         return raw_key, raw_value

@@ -9,8 +9,8 @@ from transformers import PreTrainedConfig
 from kvtool.cache.steps.pending import IMPLEMENTATION
 from kvtool.cache.storage.calibration import Calibration
 from kvtool.cache.storage.chunked import ChunkedSlotLayer
-from kvtool.cache.storage.deferred import Deferred
-from kvtool.cache.storage.due import Due
+from kvtool.cache.storage.deferred_cut import Deferred
+from kvtool.cache.storage.due import CutSchedule
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.hybrid import HybridSlotLayer
 from kvtool.cache.storage.last_queries import LastQueries
@@ -31,7 +31,7 @@ from kvtool.policies.evicted.merging import Merging
 from kvtool.policies.parts import Evidence
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
-from kvtool.transformers_versions import layer_types, lending_layers, stock_layers
+from kvtool.transformers_versions import kv_sharing_layers, layer_types, stock_layers
 
 
 def attention_layers(config: PreTrainedConfig) -> list[int]:
@@ -66,7 +66,7 @@ def check_shared(config: PreTrainedConfig, policy: Policy) -> None:
         KvtoolError: one that reads a part of the keys, changes what is kept, or keeps different
             counts in the heads of a layer.
     """
-    if not lending_layers(config):
+    if not kv_sharing_layers(config):
         return
     asked = {
         "reads a part of the keys": policy.reader,
@@ -146,7 +146,7 @@ def _parts(policy: Policy, index: int, *, exact: bool) -> list[Part]:
     if policy.two_stages:
         parts.append(LastQueries())
     if policy.cuts is not None:
-        parts.append(Due(policy.spare))
+        parts.append(CutSchedule(policy.spare))
     if policy.ranking.evidence is Evidence.QUERIES:
         parts.append(QueryWindow(policy.ranking.window))
     return parts

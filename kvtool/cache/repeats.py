@@ -34,18 +34,18 @@ def beside_slots(layer: SlotLayer, keys: Tensor, values: Tensor) -> tuple[Tensor
     return joined
 
 
-def row_budgets(cache: CacheState) -> list[int]:
+def entry_budgets(cache: CacheState) -> list[int]:
     """Return the least that a layer may keep of each batch entry; without budgets, all of it."""
-    rows: list[list[int]] = []
+    entries: list[list[int]] = []
     for layer in _free(cache):
         tokens = layer.budget.tokens
         if isinstance(tokens, Tensor):
-            rows.append(tokens.flatten().tolist())
+            entries.append(tokens.flatten().tolist())
         else:
-            rows.append([tokens] * layer.batch_size)
-    if not rows:
+            entries.append([tokens] * layer.batch_size)
+    if not entries:
         return cache.tokens_seen()
-    return [min(row) for row in zip(*rows, strict=True)]
+    return [min(entry) for entry in zip(*entries, strict=True)]
 
 
 def end_repetition(

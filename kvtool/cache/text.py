@@ -17,7 +17,7 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.policies.heads import ALL_HERE, KVHeads
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget
-from kvtool.transformers_versions import lending_layers
+from kvtool.transformers_versions import kv_sharing_layers
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class CacheSettings:
     plan: PlanDocument | None
 
     def __post_init__(self) -> None:
-        _ = self.lending  # found now: torch.compile cannot trace the lock of the first time
+        _ = self.kv_sharing  # found now: torch.compile cannot trace the lock of the first time
 
     @cached_property
-    def lending(self) -> frozenset[int]:
+    def kv_sharing(self) -> frozenset[int]:
         """The layers whose keys and values later ones read."""
-        return frozenset(lending_layers(self.config))
+        return frozenset(kv_sharing_layers(self.config))
 
     def __deepcopy__(self, memo: dict) -> CacheSettings:
         return self  # never changed

@@ -32,7 +32,7 @@ def foretell(
         KvtoolError: a folder's configuration that cannot be read.
     """
     from kvtool.documents.memory import RunMemory
-    from kvtool.evaluation.bench.needs import device_memory, needs
+    from kvtool.evaluation.bench.needs import device_memory, estimate_memory
     from kvtool.evaluation.bench.variants import Variant
     from kvtool.planning.forecast import Text
 
@@ -52,7 +52,7 @@ def foretell(
         prompt += new * (sum(turn.answer is None for turn in turns.turns) - 1)
     text = Text(prompt, new, 1, config.get_text_config(decoder=True).vocab_size)
     variant = Variant(request.policy, request.budget, request.prefill, request.plan)
-    return RunMemory.of(memory, needs(config, dtype, variant, text, memory))
+    return RunMemory.of(memory, estimate_memory(config, dtype, variant, text, memory))
 
 
 def _prompt_tokens(

@@ -156,7 +156,7 @@ def _check_answer(
 def _row_bytes(request: Request, loaded: Loaded, tokens: int, new: int) -> int:
     """Forecast what the cache holds of a prompt and its answer, policy state included."""
     from kvtool.documents.memory import DeviceMemory
-    from kvtool.evaluation.bench.needs import needs
+    from kvtool.evaluation.bench.needs import estimate_memory
     from kvtool.evaluation.bench.variants import Variant
     from kvtool.planning.forecast import Text
 
@@ -165,5 +165,5 @@ def _row_bytes(request: Request, loaded: Loaded, tokens: int, new: int) -> int:
     text = Text(tokens, new, 1, config.get_text_config(decoder=True).vocab_size)
     variant = Variant(request.policy, request.budget, request.prefill, request.plan)
     unknown = DeviceMemory(device="", free_bytes=None, weights_bytes=None)
-    found = needs(config, dtype, variant, text, unknown)
+    found = estimate_memory(config, dtype, variant, text, unknown)
     return found.kv_bytes + found.state_bytes

@@ -37,7 +37,7 @@ class PromptsRun:
     @property
     def why_alone(self) -> str | None:
         """Say why prompts are answered one by one; None: they share a cache."""
-        from kvtool.cache.rows import why_apart
+        from kvtool.cache.batching import why_apart
 
         return why_apart(self.request.policy)
 
@@ -84,7 +84,7 @@ class PromptsRun:
                 why = "the model has recurrent layers"
             if why is not None:
                 watcher.note(f"prompts are answered one by one: {why}")
-            memory, most_rows = room_for_rows(settings, model)
+            memory, most_sequences = room_for_rows(settings, model)
             shared = shared_fingerprint(settings, self.request, loaded)
             waiting, bad = line_up(
                 settings, self.request, loaded, self.prompts, answered, watcher, memory, shared
@@ -103,7 +103,7 @@ class PromptsRun:
                 lambda: self.request.new_cache(model),
                 waiting,
                 memory=memory,
-                most_rows=most_rows if why is None else 1,
+                most_sequences=most_sequences if why is None else 1,
                 drawing=drawing,
                 served=served,
                 stop_when=stop_when,

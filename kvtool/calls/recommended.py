@@ -101,8 +101,8 @@ def reasons(
             score_in_words(each.task, each.n, each.gain, each.low, each.high)
             for each in evidence.tasks
         )
-        stands = _standing(evidence.arm.name, results)
-        lines.append(f"evidence: {evidence.arm.name} against the full cache: {tasks}{stands}")
+        stands = _standing(evidence.variant.name, results)
+        lines.append(f"evidence: {evidence.variant.name} against the full cache: {tasks}{stands}")
         lines.append(
             f"measured with {float(evidence.share):.1%} of prompts of {evidence.prompt:.0f} tokens "
             f"(mean), which is taken as the same share of {document.target.prompt_tokens}"
@@ -150,7 +150,7 @@ def command(found: Recommendation, settings: PlanSettings, plan: PlanDocument, p
     Args:
         path: of the plan's file.
     """
-    prefill = found.evidence.arm.prefill
+    prefill = found.evidence.variant.prefill
     words = ["kvtool", "generate", path]
     if plan.model.dtype in DTYPE_BYTES:
         words += ["--dtype", str(plan.model.dtype)]

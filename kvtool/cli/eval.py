@@ -51,11 +51,11 @@ def _describe(
         write_configuration(outlined.describe(), options, terminal)
         terminal.note(outlined.missing)
         return
-    from kvtool.evaluation.prepare import needs_in_words
+    from kvtool.evaluation.prepare import memory_in_words
 
     description = _prepare(comparison, options, watcher).describe()
     write_configuration(description, options, terminal)
-    for line in needs_in_words(description):
+    for line in memory_in_words(description):
         terminal.note(line)
 
 

@@ -117,9 +117,13 @@ def _budgets(
     pair: ClaimedPair, wanted: Sequence[int | str], document: ResultsDocument
 ) -> list[str]:
     """Return the budgets to compare at, one without a name where neither policy takes any."""
-    if {pair.arm, pair.than} <= {arm.policy for arm in document.arms if arm.budget is None}:
+    if {pair.arm, pair.than} <= {
+        variant.policy for variant in document.arms if variant.budget is None
+    }:
         return [""]
-    budgets = dict.fromkeys(str(arm.budget) for arm in document.arms if arm.budget is not None)
+    budgets = dict.fromkeys(
+        str(variant.budget) for variant in document.arms if variant.budget is not None
+    )
     named = {str(budget) for budget in wanted}
     return [budget for budget in budgets if not named or budget in named]
 
@@ -137,11 +141,13 @@ def _verdict(found: Estimate, least: float, *, flipped: bool) -> Verdict:
 def _result(document: ResultsDocument, policy: str, budget: str, task: str) -> TaskResult | None:
     """Return the result of a policy at a budget, or without one where it takes none."""
 
-    def is_it(arm: VariantEntry) -> bool:
-        return arm.policy == policy and (arm.budget is None or str(arm.budget) == budget)
+    def is_it(variant: VariantEntry) -> bool:
+        return variant.policy == policy and (
+            variant.budget is None or str(variant.budget) == budget
+        )
 
-    arm = next(filter(is_it, document.arms), None)
-    result = None if arm is None else document.of(arm.name, task)
+    variant = next(filter(is_it, document.arms), None)
+    result = None if variant is None else document.of(variant.name, task)
     return result if result is not None and result.scores is not None else None
 
 

@@ -20,25 +20,31 @@ from kvtool.policies.spelling import split_outside
 Because = Literal["base", "best", "asked"]
 
 
-def differences(results: Sequence[TaskResult], arms: Sequence[VariantEntry]) -> list[Difference]:
+def differences(
+    results: Sequence[TaskResult], variants: Sequence[VariantEntry]
+) -> list[Difference]:
     """Hold each arm under a budget against its base, or else against the best of its budget.
 
     No two arms are compared twice: a base that is second to its own variant has that row only.
     """
     found = {(result.arm, result.task): result for result in results}
-    named = {arm.name: arm for arm in arms}
+    named = {variant.name: variant for variant in variants}
     compared = []
     for task in dict.fromkeys(result.task for result in results):
-        of_task = {arm.name: found[arm.name, task] for arm in arms if (arm.name, task) in found}
-        partners = {name: _partner(arm, arms, of_task) for name, arm in named.items()}
-        for arm, partner in partners.items():
-            if partner is None or arm not in of_task:
+        of_task = {
+            variant.name: found[variant.name, task]
+            for variant in variants
+            if (variant.name, task) in found
+        }
+        partners = {name: _partner(variant, variants, of_task) for name, variant in named.items()}
+        for variant, partner in partners.items():
+            if partner is None or variant not in of_task:
                 continue
             other, because = partner
             back = partners.get(other)
-            if because == "best" and back is not None and back == (arm, "base"):
+            if because == "best" and back is not None and back == (variant, "base"):
                 continue
-            compared.append(between(of_task[arm], of_task[other], because))
+            compared.append(between(of_task[variant], of_task[other], because))
     return [each for each in compared if each is not None]
 
 
@@ -89,23 +95,24 @@ def parts_of(scores: SampleScores) -> list[Part | None]:
 
 
 def _partner(
-    arm: VariantEntry, arms: Sequence[VariantEntry], of_task: Mapping[str, TaskResult]
+    variant: VariantEntry, variants: Sequence[VariantEntry], of_task: Mapping[str, TaskResult]
 ) -> tuple[str, Because] | None:
     """Name what an arm is held against; None for one without a budget and for the best one."""
-    if arm.budget is None:
+    if variant.budget is None:
         return None
     beside = [
         each
-        for each in arms
-        if (each.budget, each.prefill, each.planned) == (arm.budget, arm.prefill, arm.planned)
+        for each in variants
+        if (each.budget, each.prefill, each.planned)
+        == (variant.budget, variant.prefill, variant.planned)
         and each.name in of_task
     ]
-    bases = [each for each in beside if _is_base(each.policy, arm.policy)]
+    bases = [each for each in beside if _is_base(each.policy, variant.policy)]
     if bases:
         return max(bases, key=lambda each: len(split_outside(each.policy, "+"))).name, "base"
     scored = [each.name for each in beside if of_task[each.name].value is not None]
-    best = max(scored, key=lambda name: _goodness(of_task[name]), default=arm.name)
-    return None if best == arm.name else (best, "best")
+    best = max(scored, key=lambda name: _goodness(of_task[name]), default=variant.name)
+    return None if best == variant.name else (best, "best")
 
 
 def _is_base(base: str, policy: str) -> bool:

@@ -71,7 +71,7 @@ def run_prepared(
 
 def finish(run: Run, watcher: Watcher) -> ResultsDocument:
     """Write the results of a run, and show them."""
-    run.store.mend()
+    run.store.repair()
     results = run.write_results()
     watcher.show_results(results, run.store.folder)
     return results
@@ -115,7 +115,7 @@ def _open(store: Store, held: ExitStack, overwrite: bool) -> None:
     if overwrite:
         store.clear()
     read_results(store)
-    store.mend()
+    store.repair()
 
 
 def _choose(
@@ -197,15 +197,15 @@ def _measure_missing(
         watcher.note(
             f"{processes.count} processes share {len(left)} measurements, {len(part)} of them here"
         )
-    told: set[tuple[str, str, str]] = set()
+    noted: set[tuple[str, str, str]] = set()
     with watcher.progress(len(part)) as advance:
 
         def step(done: Step) -> None:
             if (
                 done.error is not None
-                and (what := (done.task, done.variant, done.error)) not in told
+                and (what := (done.task, done.variant, done.error)) not in noted
             ):
-                told.add(what)
+                noted.add(what)
                 watcher.note(f"failed: {done.task}, {done.variant}: {done.error}")
             advance(f"{done.task} {done.variant}")
 

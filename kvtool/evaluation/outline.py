@@ -56,14 +56,14 @@ def outline(comparison: Comparison, folder: str | None) -> Outline | None:
     try:
         check_hub(model.id, model.revision)
     except Unreachable as error:
-        return Outline(comparison, place, _told(error))
+        return Outline(comparison, place, _memory_unknown(error))
     for name in hub_data(comparison.tasks):
         try:
             check_hub_data(name)
         except Unreachable as error:
-            return Outline(comparison, place, _told(error))
+            return Outline(comparison, place, _memory_unknown(error))
     return None
 
 
-def _told(error: KvtoolError) -> str:
+def _memory_unknown(error: KvtoolError) -> str:
     return f"samples and memory: unknown, {error.message}"

@@ -84,7 +84,7 @@ class Prepared:
         }
 
 
-def needs_in_words(description: Json) -> list[str]:
+def memory_in_words(description: Json) -> list[str]:
     """Say of a described run what the most demanding variant needs, and each that does not fit."""
     work = description["work"]
     found = {
@@ -95,9 +95,9 @@ def needs_in_words(description: Json) -> list[str]:
     if not found:
         return []
     most = max(found, key=lambda name: found[name].peak_bytes or 0)
-    told = [f"memory: {most}: {found[most].needed()}; {work['memory'].there()}"]
+    lines = [f"memory: {most}: {found[most].needed()}; {work['memory'].there()}"]
     others = (name for name, each in found.items() if each.fits is False and name != most)
-    return told + [f"memory: {name}: {found[name].needed()}" for name in others]
+    return lines + [f"memory: {name}: {found[name].needed()}" for name in others]
 
 
 def prepare(
@@ -198,6 +198,6 @@ def _note_samples(
         used = use_plan(
             plan, variant.policy, prompt=prompt, new=new, rows=batch, dtype=estimate.dtype
         )
-        told = beyond_plan(plan, used, prompt, new)
-        if told is not None:
-            watcher.note(f"{variant.name}: after a {told}")
+        excess = beyond_plan(plan, used, prompt, new)
+        if excess is not None:
+            watcher.note(f"{variant.name}: after a {excess}")

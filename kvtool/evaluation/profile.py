@@ -95,9 +95,9 @@ def _memory_alone(source: ModelSource, watcher: Watcher) -> ProfileDocument:
 def _check_length(config: Any, tokens: int, steps: int) -> None:
     limit = trained_length(config)
     if limit is not None and tokens + steps > limit:
-        told = f"{tokens} tokens" + (f" and {steps} decoded" if steps else "")
+        length = f"{tokens} tokens" + (f" and {steps} decoded" if steps else "")
         raise UsageError(
-            f"{told} are more than the {limit} positions of this model",
+            f"{length} are more than the {limit} positions of this model",
             hint=f"--tokens {limit - steps}"
             if limit > steps
             else f"--decode {limit // 2} or fewer",

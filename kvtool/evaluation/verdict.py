@@ -33,7 +33,7 @@ def check_within(within: float) -> float:
 
 
 def make_verdict(
-    results: Sequence[TaskResult], arms: Sequence[VariantEntry], within: float
+    results: Sequence[TaskResult], variants: Sequence[VariantEntry], within: float
 ) -> Verdict | None:
     """Hold every variant against the full cache; None where nothing has been measured.
 
@@ -44,13 +44,15 @@ def make_verdict(
         return None
     full = {each.task: each for each in results if is_baseline(each.arm)}
     tasks = [task for task, result in full.items() if result.droppable and result.value]
-    others = [arm.name for arm in arms if not is_baseline(arm.name)]
+    others = [variant.name for variant in variants if not is_baseline(variant.name)]
     if why := _why_none(full, tasks, others):
         return Verdict(within=within, why=why, tasks=tasks, arms=[], choices=[])
     found = {(result.arm, result.task): result for result in results}
     standings = [
-        _worst([_standing(found.get((arm, task)), full[task], arm, within) for task in tasks])
-        for arm in others
+        _worst(
+            [_standing(found.get((variant, task)), full[task], variant, within) for task in tasks]
+        )
+        for variant in others
     ]
     choices = [_choice(by, standings, results) for by in _COSTS]
     return Verdict(within=within, why=None, tasks=tasks, arms=standings, choices=choices)
@@ -72,7 +74,7 @@ def _why_none(full: dict[str, TaskResult], tasks: list[str], others: list[str]) 
     return "no task has a score of which percent mean something"
 
 
-def _standing(result: TaskResult | None, full: TaskResult, arm: str, within: float) -> Standing:
+def _standing(result: TaskResult | None, full: TaskResult, variant: str, within: float) -> Standing:
     """Hold one variant against the full cache on one task."""
     pair, why = None if result is None else result.paired, _why_undecided(result, full)
     gain = low = high = None
@@ -84,7 +86,7 @@ def _standing(result: TaskResult | None, full: TaskResult, arm: str, within: flo
     elif why is None and low is not None and low > -within:
         standing = "within"
     return Standing(
-        arm=arm,
+        arm=variant,
         standing=standing,
         task=full.task,
         n=0 if pair is None else pair.n,
@@ -126,24 +128,24 @@ def _worst(standings: Sequence[Standing]) -> Standing:
 
 def _choice(by: By, standings: Sequence[Standing], results: Sequence[TaskResult]) -> Choice:
     """Choose the cheapest variant within bounds, if it is cheaper than the full cache."""
-    of_arm: dict[str, dict[str, TaskResult]] = {}
+    of_variant: dict[str, dict[str, TaskResult]] = {}
     for result in results:
         if result.cost is not None:
-            of_arm.setdefault(result.arm, {})[result.task] = result
-    full = next((of_arm[arm] for arm in of_arm if is_baseline(arm)), {})
+            of_variant.setdefault(result.arm, {})[result.task] = result
+    full = next((of_variant[variant] for variant in of_variant if is_baseline(variant)), {})
     cheaper: dict[str, dict[str, float]] = {name: {} for name in _ORDER}
     for standing in standings:
-        measured = of_arm.get(standing.arm, {})
+        measured = of_variant.get(standing.arm, {})
         shared = [task for task in full if task in measured]
         cost, limit = (_COSTS[by]([of[task] for task in shared]) for of in (measured, full))
         if cost is not None and limit is not None and cost < limit:
             cheaper[standing.standing][standing.arm] = cost
     within, undecided = cheaper["within"], cheaper["undecided"]
-    arm = min(within, key=within.__getitem__, default=None)
-    lowest = None if arm is None else within[arm]
+    variant = min(within, key=within.__getitem__, default=None)
+    lowest = None if variant is None else within[variant]
     return Choice(
         by=by,
-        arm=arm,
+        arm=variant,
         cost=lowest,
         full=_COSTS[by](list(full.values())),
         undecided=[
@@ -151,7 +153,7 @@ def _choice(by: By, standings: Sequence[Standing], results: Sequence[TaskResult]
             for name in sorted(undecided, key=undecided.__getitem__)
             if lowest is None or undecided[name] < lowest
         ],
-        speed=_speed(of_arm[arm]) if by == "time" and arm is not None else None,
+        speed=_speed(of_variant[variant]) if by == "time" and variant is not None else None,
     )
 
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from kvtool.cache.cache import KVCache
 from kvtool.generation.feeding import decode_step
-from kvtool.generation.finite import broken_rows, explain, explaining
+from kvtool.generation.finite import broken_entries, explain, explaining
 from kvtool.generation.model_settings import end_tokens
 
 _FEWEST = 256  # tokens of a text's buffer
@@ -69,7 +69,7 @@ def decode_loop(
     while True:
         if kept_logits is not None:
             kept_logits.append(logits.cpu())
-        broken = broken_rows(logits)
+        broken = broken_entries(logits)
         scores = logits_processor(text[:, :written], logits.masked_fill(broken[:, None], 0.0))
         if generation_config.do_sample:
             token = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]

@@ -20,7 +20,7 @@ class BrokenNumbers(KvtoolError):
     """The model's logits are NaN or infinite, so that there is no next token."""
 
 
-def broken_rows(logits: Tensor) -> Tensor:
+def broken_entries(logits: Tensor) -> Tensor:
     """Find rows without a likeliest token: a logit is NaN or infinite, or all are minus infinity.
 
     A single logit of minus infinity is a token that cannot come.
@@ -44,7 +44,7 @@ def check_logits(model: PreTrainedModel, logits: Tensor, input_ids: Tensor) -> N
     Raises:
         BrokenNumbers: it names the module where they first are.
     """
-    broken = broken_rows(logits)
+    broken = broken_entries(logits)
     if not broken.is_meta and bool(broken.any()):  # a device without numbers breaks none
         row = int(broken.reshape(broken.shape[0], -1).any(1).nonzero()[0])
         raise explain(model, input_ids[row : row + 1])

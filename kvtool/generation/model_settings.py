@@ -154,7 +154,7 @@ def prepare(
     texts, settings = settings.stop_strings, copy.deepcopy(settings)
     settings.stop_strings = None
     vars(lent).update(generation_config=settings)
-    with _told():
+    with _refused_in_one_line():
         if texts is not None:  # transformers gives a loop of others no tokenizer
             stops = [StopStringCriteria(tokenizer, texts), *stops]
         type(model).generate(
@@ -178,7 +178,7 @@ def check_drawing(
     """
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     made = prepare(model, tokenizer, ids, settings)
-    with _told():
+    with _refused_in_one_line():
         made.processors(
             ids, torch.zeros(1, _vocabulary(model), dtype=torch.float32, device=model.device)
         )
@@ -186,7 +186,7 @@ def check_drawing(
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _refused_in_one_line() -> Iterator[None]:
     """Turn whatever transformers raises of settings into one line."""
     try:
         yield

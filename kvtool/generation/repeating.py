@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.repeats import end_repetition, repeating, row_budgets
+from kvtool.cache.repeats import end_repetition, entry_budgets, repeating
 from kvtool.cache.storage.repetition import Instructions, RepeatedWeights
 from kvtool.errors import UsageError
 from kvtool.models.chat import Frame, continued_ids
@@ -42,14 +42,17 @@ def chat_instructions(
         ending: the text behind the user's message; empty where that is still open.
     """
 
-    def tell(text: str) -> list[int]:
+    def instruction_ids(text: str) -> list[int]:
         asks = frame.next + frame.message(text) if ending else text
         return continued_ids(tokenizer, asks + frame.closing)
 
     opening = tokenizer(frame.opening, add_special_tokens=frame.special)["input_ids"]
     behind = continued_ids(tokenizer, ending)[::-1]
     return Instructions(
-        tell(asked.first), tell(asked.later), _shared(ids, opening), _shared(ids[::-1], behind)
+        instruction_ids(asked.first),
+        instruction_ids(asked.later),
+        _shared(ids, opening),
+        _shared(ids[::-1], behind),
     )
 
 
@@ -103,7 +106,7 @@ def repeat_prompt(cache: KVCache, rows: Sequence[Sequence[int]], forward: Forwar
     part = cache.repetition
     if part is None or part.ended or part.instructions is None:
         return
-    budgets = row_budgets(cache)
+    budgets = entry_budgets(cache)
     spans = [
         _span(part.asked, part.instructions, len(row), budget)
         for row, budget in zip(rows, budgets, strict=True)
@@ -144,9 +147,9 @@ def _passes(
             start = min(begin + done, end)
             stop = min(start + asked.chunk, end)
             lead = row[max(begin, start - asked.lead) : start]
-            told = [*instructions.later, *lead] if done else [*instructions.first]
+            lead_in = [*instructions.later, *lead] if done else [*instructions.first]
             chunks.append((start, stop))
-            fed.append([*told, *row[start:stop]] if start < stop else [])
+            fed.append([*lead_in, *row[start:stop]] if start < stop else [])
         yield chunks, fed
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from kvtool.cache.cache import KVCache
 from kvtool.errors import UsageError
 from kvtool.generation.feeding import decode_step, forward
-from kvtool.generation.finite import broken_rows, check_logits, explain, explaining
+from kvtool.generation.finite import broken_entries, check_logits, explain, explaining
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def _score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     chosen = logits.gather(-1, targets[..., None])[..., 0]
     logprobs = chosen.float() - logits.float().logsumexp(-1)
-    logprobs = logprobs.masked_fill(broken_rows(logits), float("nan"))
+    logprobs = logprobs.masked_fill(broken_entries(logits), float("nan"))
     return logprobs.cpu(), (logits.argmax(-1) == targets).cpu()
 
 

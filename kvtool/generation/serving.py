@@ -1,7 +1,7 @@
 """Answer many prompts over one cache: a row that ends makes room for the next prompt.
 
-Every prompt is read alone, and its rows join those that run (`kvtool.cache.rows`): so an answer is
-the one that the prompt gets alone, and short answers do not wait for long ones.
+Every prompt is read alone, and its entry joins those that run (`kvtool.cache.batching`). So an
+answer is the one that the prompt gets alone, and short answers do not wait for long ones.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvtool.cache.batching import append_entries, keep_entries
 from kvtool.cache.cache import KVCache
-from kvtool.cache.rows import append_rows, keep_rows
 from kvtool.errors import KvtoolError
 from kvtool.generation.decoding import StopsAt, longer
 from kvtool.generation.feeding import decode_step, prefill, wait
-from kvtool.generation.finite import broken_rows, explain
+from kvtool.generation.finite import broken_entries, explain
 from kvtool.generation.model_settings import Prepared, check_drawing, drawing_settings, prepare
 
 
@@ -31,13 +31,13 @@ class Waiting:
     Attributes:
         index: by which its answer is known; added to the seed of its draws.
         ids: (1, n) int64.
-        row_bytes: of the cache that its row takes at most.
+        sequence_bytes: of the cache that its row takes at most.
     """
 
     index: int
     ids: Tensor
     max_new_tokens: int
-    row_bytes: int = 0
+    sequence_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Served:
     """What answering has taken so far.
 
     Attributes:
-        most_rows: in flight at a time.
+        most_sequences: in flight at a time.
         new_tokens: of all answers, those that run included.
         seconds: from the first prompt to the last token.
         reading_seconds: of these, those in which prompts were read and nobody wrote.
     """
 
-    most_rows: int = 0
+    most_sequences: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
     reading_seconds: float = 0.0
@@ -69,10 +69,10 @@ class Served:
         """Count the reading of prompts."""
         self.reading_seconds += seconds
 
-    def count(self, rows: int, seconds: float) -> None:
+    def count(self, sequences: int, seconds: float) -> None:
         """Count a token of each row, so many seconds after the beginning."""
-        self.most_rows = max(self.most_rows, rows)
-        self.new_tokens, self.seconds = self.new_tokens + rows, seconds
+        self.most_sequences = max(self.most_sequences, sequences)
+        self.new_tokens, self.seconds = self.new_tokens + sequences, seconds
 
     def in_words(self, answers: int) -> str:
         """Say what so many answers have taken."""
@@ -82,7 +82,7 @@ class Served:
         return (
             f"{answers} prompts answered: {self.new_tokens} tokens at {speed:.1f} tokens/s, "
             f"{self.reading_seconds:.1f} of {self.seconds:.1f} s for the reading of prompts; up to "
-            f"{self.most_rows} at a time"
+            f"{self.most_sequences} at a time"
         )
 
 
@@ -96,7 +96,7 @@ class Drawing:
 
 
 @dataclass
-class _Row:
+class _Sequence:
     """A prompt in flight.
 
     Attributes:
@@ -142,7 +142,7 @@ def serve(
     prompts: Sequence[Waiting],
     *,
     memory: int | None = None,
-    most_rows: int | None = None,
+    most_sequences: int | None = None,
     drawing: Drawing | None = None,
     served: Served | None = None,
     stop_when: Callable[[], bool] | None = None,
@@ -155,7 +155,7 @@ def serve(
     Args:
         new_cache: makes an empty cache, the same for every prompt.
         memory: bytes of the rows in flight; None: no bound.
-        most_rows: rows in flight; None: no bound.
+        most_sequences: rows in flight; None: no bound.
         served: is kept up to date.
         stop_when: asked before every token whether to end there.
 
@@ -167,7 +167,7 @@ def serve(
         BrokenNumbers: logits are not finite.
     """
     drawing, served = drawing or Drawing(), served or Served()
-    room = _Room(memory, most_rows)
+    room = _Room(memory, most_sequences)
     for prompt in prompts:
         room.check(prompt)
     settings = drawing_settings(model, 1, drawing.temperature, 0)
@@ -180,15 +180,17 @@ def serve(
             begun = time.perf_counter()
             caches, firsts = _read(model, tokenizer, new_cache, coming)
             served.read(time.perf_counter() - begun)
-            rows = [_begin(model, tokenizer, prompt, drawing) for prompt in coming]
-            batch = _join(batch, rows, caches, firsts)
+            sequences = [_begin(model, tokenizer, prompt, drawing) for prompt in coming]
+            batch = _join(batch, sequences, caches, firsts)
         if batch is None:
             raise RuntimeError("there is room for a prompt where none runs")
         if stop_when is not None and stop_when():
             return
-        ended = _step(model, batch.rows, batch.logits)
+        ended = _step(model, batch.sequences, batch.logits)
         served.count(len(ended), time.perf_counter() - start)
-        yield from (row.answer() for row, ends in zip(batch.rows, ended, strict=True) if ends)
+        yield from (
+            sequence.answer() for sequence, ends in zip(batch.sequences, ended, strict=True) if ends
+        )
         going = [place for place, ends in enumerate(ended) if not ends]
         if going:
             batch.go_on(model, going)
@@ -207,42 +209,46 @@ class _Batch:
 
     cache: KVCache
     logits: Tensor
-    rows: list[_Row]
+    sequences: list[_Sequence]
 
     @property
     def prompts(self) -> list[Waiting]:
         """The prompts of the rows."""
-        return [row.prompt for row in self.rows]
+        return [sequence.prompt for sequence in self.sequences]
 
     def add(
-        self, rows: Sequence[_Row], caches: Sequence[KVCache], logits: Sequence[Tensor]
+        self, sequences: Sequence[_Sequence], caches: Sequence[KVCache], logits: Sequence[Tensor]
     ) -> None:
         """Let rows join, each with its cache and its (1, vocab) logits."""
-        self.rows += rows
+        self.sequences += sequences
         if caches:
-            append_rows(self.cache, caches, self._coming())
+            append_entries(self.cache, caches, self._coming())
         self.logits = torch.cat([self.logits, *logits])
 
     def go_on(self, model: PreTrainedModel, going: Sequence[int]) -> None:
         """Drop all rows but these, and read the newest token of each."""
-        if len(going) < len(self.rows):
-            self.rows = [self.rows[place] for place in going]
-            keep_rows(self.cache, torch.tensor(going), self._coming())
-        tokens = torch.tensor([row.new[-1] for row in self.rows], device=model.device)
+        if len(going) < len(self.sequences):
+            self.sequences = [self.sequences[place] for place in going]
+            keep_entries(self.cache, torch.tensor(going), self._coming())
+        tokens = torch.tensor(
+            [sequence.new[-1] for sequence in self.sequences], device=model.device
+        )
         self.logits = decode_step(model, self.cache, tokens)
 
     def _coming(self) -> int:
         """Count the tokens that come before one of the rows has to end."""
-        return min(row.prompt.max_new_tokens - len(row.new) for row in self.rows)
+        return min(
+            sequence.prompt.max_new_tokens - len(sequence.new) for sequence in self.sequences
+        )
 
 
 def _join(
-    batch: _Batch | None, rows: list[_Row], caches: list[KVCache], logits: list[Tensor]
+    batch: _Batch | None, sequences: list[_Sequence], caches: list[KVCache], logits: list[Tensor]
 ) -> _Batch:
     """Let rows join a batch; the first of them begins it where there is none."""
     if batch is None:
-        batch = _Batch(caches.pop(0), logits.pop(0), [rows.pop(0)])
-    batch.add(rows, caches, logits)
+        batch = _Batch(caches.pop(0), logits.pop(0), [sequences.pop(0)])
+    batch.add(sequences, caches, logits)
     return batch
 
 
@@ -251,13 +257,13 @@ class _Room:
     """How many rows may be in flight."""
 
     memory: int | None
-    rows: int | None
+    sequences: int | None
 
     def check(self, prompt: Waiting) -> None:
-        if self.memory is not None and prompt.row_bytes > self.memory:
+        if self.memory is not None and prompt.sequence_bytes > self.memory:
             raise KvtoolError(
-                f"prompt {prompt.index} takes {prompt.row_bytes} bytes of cache, and the memory is "
-                f"{self.memory}",
+                f"prompt {prompt.index} takes {prompt.sequence_bytes} bytes of cache, "
+                f"and the memory is {self.memory}",
                 hint="give more --memory, or a smaller --budget",
             )
 
@@ -273,9 +279,9 @@ class _Room:
         count = len(running) + 1
         if not running:
             return True
-        if self.rows is not None and count > self.rows:
+        if self.sequences is not None and count > self.sequences:
             return False
-        largest = max(each.row_bytes for each in (*running, prompt))
+        largest = max(each.sequence_bytes for each in (*running, prompt))
         return self.memory is None or largest * count <= self.memory
 
 
@@ -297,7 +303,7 @@ def _read(
 
 def _begin(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Waiting, drawing: Drawing
-) -> _Row:
+) -> _Sequence:
     """Take a row's settings from transformers' own generate, which runs nothing here."""
     ids = prompt.ids.to(model.device)
     stops = [StopsAt(tokenizer, drawing.stop, ids.shape[1])] if drawing.stop else []
@@ -305,18 +311,20 @@ def _begin(
     made = prepare(model, tokenizer, ids, settings, stops)
     text = longer(prompt.ids.cpu(), ids.shape[1] + prompt.max_new_tokens)
     generator = torch.Generator(model.device).manual_seed(drawing.seed + prompt.index)
-    return _Row(prompt, made, generator, text)
+    return _Sequence(prompt, made, generator, text)
 
 
-def _step(model: PreTrainedModel, rows: Sequence[_Row], logits: Tensor) -> list[bool]:
+def _step(model: PreTrainedModel, sequences: Sequence[_Sequence], logits: Tensor) -> list[bool]:
     """Draw a token for each row; which rows it ends. The host waits for a step once."""
-    broken = broken_rows(logits)
-    if any(row.made.processors or row.made.settings.do_sample for row in rows):
+    broken = broken_entries(logits)
+    if any(sequence.made.processors or sequence.made.settings.do_sample for sequence in sequences):
         whole = logits.masked_fill(broken[:, None], 0.0)
-        drawn = torch.cat([row.draw(own) for row, own in zip(rows, whole.split(1), strict=True)])
+        drawn = torch.cat(
+            [sequence.draw(own) for sequence, own in zip(sequences, whole.split(1), strict=True)]
+        )
     else:
         drawn = logits.argmax(-1)
     tokens, bad = torch.stack([drawn, broken.to(drawn.dtype)]).tolist()
     if any(bad):
-        raise explain(model, rows[bad.index(1)].known.to(model.device))
-    return [row.take(token) for row, token in zip(rows, tokens, strict=True)]
+        raise explain(model, sequences[bad.index(1)].known.to(model.device))
+    return [sequence.take(token) for sequence, token in zip(sequences, tokens, strict=True)]

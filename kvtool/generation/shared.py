@@ -45,7 +45,7 @@ def can_share(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
         and cache.surprisals is None
         and cache.repetition is None
         and not (cache.recurrent or cache.renumbers)
-        and not cache.settings.lending
+        and not cache.settings.kv_sharing
         and all(_is_plain(layer) for layer in cache.layers)
     )
 

@@ -271,10 +271,10 @@ class RandomRotation(NamedTuple):
     signs: Tensor
     hadamard: Tensor
 
-    def turn(self, vectors: Tensor) -> Tensor:
+    def rotate(self, vectors: Tensor) -> Tensor:
         """Rotate vectors, (.., dim): float32."""
         return (vectors.float() * self.signs) @ self.hadamard
 
-    def turn_back(self, vectors: Tensor) -> Tensor:
+    def rotate_back(self, vectors: Tensor) -> Tensor:
         """Rotate vectors, (.., dim), back: float32."""
         return (vectors.float() @ self.hadamard) * self.signs

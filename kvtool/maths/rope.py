@@ -25,18 +25,18 @@ class Rotation:
     def __deepcopy__(self, memo: dict) -> Rotation:
         return self  # what it computes never changes
 
-    def turn(self, states: Tensor, by: Tensor) -> Tensor:
+    def shift(self, states: Tensor, by: Tensor) -> Tensor:
         """Turn keys or queries on.
 
         Args:
             states: (batch, heads, tokens, head_dim), after RoPE.
             by: (batch, heads or 1, tokens) float32, whole positions, signed.
         """
-        turns = cosines_and_sines(by, self.frequencies)
-        return rope_shift(states, turns, interleaved=self.interleaved)
+        rotations = cosines_and_sines(by, self.frequencies)
+        return rope_shift(states, rotations, interleaved=self.interleaved)
 
-    def mean_turn(self, start: int | Tensor, count: int) -> Tensor:
-        """Average the turns to `count` positions in a row, for `turn_by`.
+    def mean_rotation(self, start: int | Tensor, count: int) -> Tensor:
+        """Average the turns to `count` positions in a row, for `rotate`.
 
         Args:
             start: the first position, one or (batch, 1, 1).
@@ -49,11 +49,11 @@ class Rotation:
         first = torch.as_tensor(start, device=self.frequencies.device).view(-1, 1, 1)
         return mean_cosines_and_sines(first, count, self.frequencies)
 
-    def turn_by(self, states: Tensor, turns: Tensor) -> Tensor:
+    def rotate(self, states: Tensor, rotations: Tensor) -> Tensor:
         """Turn vectors by cosines and sines, which may be averages.
 
         Args:
             states: (batch, heads, vectors, head_dim).
-            turns: (batch or 1, 1, 1, 2 * pairs) float32.
+            rotations: (batch or 1, 1, 1, 2 * pairs) float32.
         """
-        return rope_shift(states, turns, interleaved=self.interleaved)
+        return rope_shift(states, rotations, interleaved=self.interleaved)

@@ -75,9 +75,9 @@ def rope_shift(states: Tensor, shifts: Tensor, *, interleaved: bool) -> Tensor:
     else:
         left, right = slice(0, width // 2), slice(width // 2, width)
     x, y = states[..., left].float(), states[..., right].float()
-    turned = torch.empty_like(states)
-    turned[..., left] = torch.addcmul(x * cosine, y, sine, value=-1)
-    turned[..., right] = torch.addcmul(y * cosine, x, sine)
+    shifted = torch.empty_like(states)
+    shifted[..., left] = torch.addcmul(x * cosine, y, sine, value=-1)
+    shifted[..., right] = torch.addcmul(y * cosine, x, sine)
     if width < states.shape[-1]:
-        turned[..., width:] = states[..., width:]
-    return turned
+        shifted[..., width:] = states[..., width:]
+    return shifted

@@ -65,18 +65,18 @@ def check_adapter(adapter: Adapter) -> None:
     Raises:
         UsageError: peft is missing, or the adapter is no change of weights.
     """
-    told = f"model folder `{adapter.name}` is an adapter ({adapter.kind}) of `{adapter.base}`"
+    message = f"model folder `{adapter.name}` is an adapter ({adapter.kind}) of `{adapter.base}`"
     if adapter.kind in _PROMPTS:
         raise UsageError(
-            f"{told}, which adds keys and values of its own in place of changing weights",
+            f"{message}, which adds keys and values of its own in place of changing weights",
             hint="give the base model, or an adapter of weights such as LoRA",
         )
     base = expand(adapter.base)
     if (base / _CONFIG).is_file() and not (base / "config.json").is_file():
-        raise UsageError(f"{told}, which is an adapter itself", hint="merge that one first")
+        raise UsageError(f"{message}, which is an adapter itself", hint="merge that one first")
     if importlib.util.find_spec("peft") is None:
         raise UsageError(
-            f"{told}, and the package peft, which merges both, is not installed",
+            f"{message}, and the package peft, which merges both, is not installed",
             hint="pip install peft, or give a folder that merge_and_unload() and "
             "save_pretrained() have made",
         )

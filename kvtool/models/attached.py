@@ -114,7 +114,7 @@ class ModelSource:
                 note=note,
             )
             return
-        _borrow(loaded.model)
+        _attach_for_a_while(loaded.model)
         done = False
         try:
             yield loaded
@@ -124,11 +124,11 @@ class ModelSource:
 
 
 _LOCK = threading.Lock()
-_BORROWED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_USES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Models that are attached for a while only, and how many uses they are in."""
 
 
-def _borrow(model: Any) -> None:
+def _attach_for_a_while(model: Any) -> None:
     """Attach a model until it is given back as often as it was borrowed."""
     from kvtool.cache.hooks.attach import attach
     from kvtool.cache.hooks.attachment import attachment
@@ -136,22 +136,22 @@ def _borrow(model: Any) -> None:
     with _LOCK:
         if attachment(model) is None:
             attach(model)
-            _BORROWED[model] = 0
-        if model in _BORROWED:
-            _BORROWED[model] += 1
+            _USES[model] = 0
+        if model in _USES:
+            _USES[model] += 1
 
 
 def _give_back(model: Any, *, keep: bool) -> None:
     from kvtool.cache.hooks.attach import detach
 
     with _LOCK:
-        if model not in _BORROWED:
+        if model not in _USES:
             return  # its caller has attached it, or it is kept
-        _BORROWED[model] -= 1
+        _USES[model] -= 1
         if keep:
-            del _BORROWED[model]
-        elif _BORROWED[model] == 0:
-            del _BORROWED[model]
+            del _USES[model]
+        elif _USES[model] == 0:
+            del _USES[model]
             detach(model)
 
 

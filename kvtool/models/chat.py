@@ -274,11 +274,11 @@ def _render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], thinking: bool | None
 ) -> str:
     """Return what the chat template makes of messages, up to where the next answer begins."""
-    told = {} if thinking is None else {"enable_thinking": thinking}
+    options = {} if thinking is None else {"enable_thinking": thinking}
     talk = [{"role": each.role, "content": each.content} for each in messages]
     try:
         text = tokenizer.apply_chat_template(
-            talk, tokenize=False, add_generation_prompt=True, **told
+            talk, tokenize=False, add_generation_prompt=True, **options
         )
         if len(text) > _LONGEST + sum(len(each.content) for each in messages):
             raise ValueError(

@@ -31,13 +31,13 @@ class Text:
     Attributes:
         prompt: tokens of the longest prompt.
         new: tokens generated after it.
-        rows: prompts at a time.
+        sequences: prompts at a time.
         vocabulary: numbers of the model's logits, for policies that keep those.
     """
 
     prompt: int
     new: int = 0
-    rows: int = 1
+    sequences: int = 1
     vocabulary: int | None = None
 
     @property
@@ -140,16 +140,16 @@ def forecast(
             place += 1
         else:
             slots, beside = _slots(layer.window, text) * layer.kv_heads, 0
-            numbers = _turned(policy)
+            numbers = _rotated(policy)
             pairs = min(layer.window + 1, text.last)
             read = pairs * layer.kv_heads * stored_bytes(layer, codec)
             full_traffic += pairs * layer.bytes
         kv += slots * stored_bytes(layer, codec)
         storage += slots * slot_bytes(layer, numbers, codec) + range_bytes(layer, codec) + beside
         traffic += read
-    full, rows = kv_bytes(layers, tokens_held(layers, text.full)), text.rows
+    full, sequences = kv_bytes(layers, tokens_held(layers, text.full)), text.sequences
     found = (storage, traffic, full, full_traffic, kv)
-    return Forecast(*(count * rows for count in found))
+    return Forecast(*(count * sequences for count in found))
 
 
 def _budget_of(policy: Policy | None, budget: LayerBudget, index: int) -> LayerBudget:
@@ -185,8 +185,8 @@ def _free(
         evicts = one_by_one and text.new > 0 and text.full > budget.tokens
         beside += policy.on_evict.held_bytes(layer, evicts)
     if policy.ranking.evidence is Evidence.QUERIES:
-        rows = policy.ranking.window
-        beside += rows * (layer.heads * layer.key_dim * layer.itemsize + _INDEX)
+        sequences = policy.ranking.window
+        beside += sequences * (layer.heads * layer.key_dim * layer.itemsize + _INDEX)
     if budget.reading is None:
         read = sum(min(_read(policy, tokens, text), text.last) for tokens in heads)
         return slots, beside, read * stored_bytes(layer, policy.codec)
@@ -197,7 +197,7 @@ def _free(
     return slots, beside + tables, read
 
 
-def _turned(policy: Policy | None) -> int:
+def _rotated(policy: Policy | None) -> int:
     return 0 if policy is None else int(policy.score.positions == "cache")
 
 

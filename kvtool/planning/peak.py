@@ -110,13 +110,13 @@ def computing_bytes(
     bytes_per_token = numbers * itemsize + _PLACES
     rows = _explicit_rows(policy, block, keys, first)
     heads = max(layer.heads for layer in stored)
-    weights = 2 * rows * keys * heads * _FLOAT * text.rows  # and their softmax
+    weights = 2 * rows * keys * heads * _FLOAT * text.sequences  # and their softmax
     if block == keys >= LONG_PROMPT and _summed_in_tiles(decoder, policy, stored):
         weights = min(weights, _TILES)
     repeated = keys * heads * stored[0].token_bytes if 1 < block < keys else 0  # beside a mask
     judged = block if policy.score.layer_tokens == "same" else 1
     logits = 2 * judged * (text.vocabulary or decoder.vocab_size) * _FLOAT
-    return text.rows * (block * bytes_per_token + repeated + logits) + weights
+    return text.sequences * (block * bytes_per_token + repeated + logits) + weights
 
 
 def _summed_in_tiles(decoder: Any, policy: Policy, stored: Sequence[LayerShape]) -> bool:

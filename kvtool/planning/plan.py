@@ -202,8 +202,8 @@ def _total(drafts: Drafts) -> tuple[int, list[str]]:
                 f"{budget} is too small: `{policy}` stores everything, which takes {needed} bytes",
                 hint=f"--bytes {needed}B, or a policy that evicts",
             )
-        told = f"note: `{policy}` stores everything; a token reads {mean} pairs per KV head"
-        return mean * count, [told]
+        note = f"note: `{policy}` stores everything; a token reads {mean} pairs per KV head"
+        return mean * count, [note]
 
     def fits(total: int) -> bool:
         return drafts.forecast(drafts.of(total).document).storage <= size

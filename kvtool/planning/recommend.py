@@ -56,7 +56,7 @@ class Evidence:
         tasks: its scores; empty for the full cache.
     """
 
-    arm: VariantEntry
+    variant: VariantEntry
     policy: Policy
     share: Fraction
     prompt: float
@@ -144,10 +144,10 @@ def recommend(results: ResultsDocument, place: Place) -> Recommendation:
         try:
             needed = _held(place.plan(evidence, share=True))
         except UsageError as error:
-            left_out.append(f"{evidence.arm.name}: {error}")
+            left_out.append(f"{evidence.variant.name}: {error}")
             continue
         if needed > (place.target.bytes or 0):
-            too_large[evidence.arm.name] = needed
+            too_large[evidence.variant.name] = needed
         else:
             fitting.append(evidence)
     full = _full(results, place)
@@ -170,22 +170,22 @@ def _measured(results: ResultsDocument) -> tuple[list[Evidence], list[str]]:
             "the results hold no verdict, which a recommendation rests on",
             hint="kvtool eval --rescore DIR adds it; nothing is measured again",
         )
-    if all(arm.policy == _FULL for arm in results.arms):
+    if all(variant.policy == _FULL for variant in results.arms):
         raise UsageError("the results hold no measured policy beside the full cache")
     if verdict.why is not None:
         raise UsageError(f"the results do not tell policies apart: {verdict.why}")
     found, left_out = [], []
-    for arm in results.arms:
-        if arm.policy == _FULL:
+    for variant in results.arms:
+        if variant.policy == _FULL:
             continue
         try:
-            found.append(_evidence(arm, results, verdict.tasks))
+            found.append(_evidence(variant, results, verdict.tasks))
         except UsageError as error:
-            left_out.append(f"{arm.name}: {error}")
+            left_out.append(f"{variant.name}: {error}")
     return found, left_out
 
 
-def _evidence(arm: VariantEntry, results: ResultsDocument, tasks: Sequence[str]) -> Evidence:
+def _evidence(variant: VariantEntry, results: ResultsDocument, tasks: Sequence[str]) -> Evidence:
     """Put together what is known of one variant.
 
     Raises:
@@ -193,15 +193,15 @@ def _evidence(arm: VariantEntry, results: ResultsDocument, tasks: Sequence[str])
     """
     from kvtool.policies.grammar import parse_policy
 
-    policy = parse_policy(arm.policy, imports=False)
-    if arm.budget is None and policy.takes_budget:
+    policy = parse_policy(variant.policy, imports=False)
+    if variant.budget is None and policy.takes_budget:
         raise UsageError("it has no budget")
-    if arm.planned:
+    if variant.planned:
         raise UsageError("it was measured by a plan, which results do not hold")
     scores, of_tasks = [], []
-    standing = None if results.verdict is None else results.verdict.of(arm.name)
+    standing = None if results.verdict is None else results.verdict.of(variant.name)
     for task in tasks:
-        result = results.of(arm.name, task)
+        result = results.of(variant.name, task)
         if result is None or result.paired is None or not result.paired.full or result.failed:
             why = None if standing is None else standing.why
             raise UsageError(why or f"{task}: it cannot be held against the full cache")
@@ -212,10 +212,10 @@ def _evidence(arm: VariantEntry, results: ResultsDocument, tasks: Sequence[str])
     if prompt is None or prompt < 1:
         raise UsageError("its prompts were not counted")
     share = Fraction(1)  # of a cache that is quantised only
-    if arm.budget is not None and policy.takes_budget:
+    if variant.budget is not None and policy.takes_budget:
         kept = _mean(of_tasks, "kept_tokens")
-        share = min(share, _share(Budget.parse(arm.budget), policy, prompt, kept))
-    return Evidence(arm, policy, share, prompt, scores)
+        share = min(share, _share(Budget.parse(variant.budget), policy, prompt, kept))
+    return Evidence(variant, policy, share, prompt, scores)
 
 
 def _mean(results: Sequence[TaskResult], name: str) -> float | None:
@@ -252,8 +252,8 @@ def _full(results: ResultsDocument, place: Place) -> Evidence:
     from kvtool.policies.policy import Policy
     from kvtool.policies.scores.full import Full
 
-    arm = next(arm for arm in results.arms if arm.policy == _FULL)
-    return Evidence(arm, Policy(Full()), Fraction(1), place.target.prompt_tokens, [])
+    variant = next(variant for variant in results.arms if variant.policy == _FULL)
+    return Evidence(variant, Policy(Full()), Fraction(1), place.target.prompt_tokens, [])
 
 
 def _nothing_fits(target: Target, needed: dict[str, int], left_out: list[str]) -> UsageError:

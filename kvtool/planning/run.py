@@ -18,7 +18,7 @@ class PlanInUse:
     """A plan for prompts of one length.
 
     Attributes:
-        rows: prompts at a time.
+        sequences: prompts at a time.
         tokens: of every layer.
         stages: RocketKV's, where the policy goes by them.
         held: bytes that will be held at most.
@@ -38,7 +38,7 @@ def use_plan(
     Args:
         prompt: tokens of the longest prompt.
         new: tokens that are generated at most.
-        rows: prompts at a time.
+        sequences: prompts at a time.
         dtype: of the cache, by name; None: the plan's.
     """
     stages = planned_stages(plan, policy, prompt)

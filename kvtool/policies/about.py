@@ -96,9 +96,9 @@ def _text(cls: type) -> str:
 
 
 def _settings(cls: type) -> tuple[Setting, ...]:
-    told, meanings, hints = defaults(cls), _meanings(cls), field_types(cls)
+    shown, meanings, hints = defaults(cls), _meanings(cls), field_types(cls)
     return tuple(
-        Setting(each.name, told[each.name], _values(hints[each.name]), meanings.get(each.name, ""))
+        Setting(each.name, shown[each.name], _values(hints[each.name]), meanings.get(each.name, ""))
         for each in fields(cls)
     )
 

@@ -79,9 +79,11 @@ def check_declared(score: Score) -> None:
     observes = type(score).observe is not Score.observe
     goes_on = any(is_inside(base) for base in type(score).__mro__ if base not in _ROOTS)
     if observes != (score.evidence is Evidence.ALL_ROWS) and (observes or not goes_on):
-        told = "is called for Evidence.ALL_ROWS alone, and the evidence is"
-        told = f"{told} {score.evidence.name}" if observes else "is missing, and ALL_ROWS calls it"
-        raise fault(score, "observe", told)
+        message = "is called for Evidence.ALL_ROWS alone, and the evidence is"
+        message = (
+            f"{message} {score.evidence.name}" if observes else "is missing, and ALL_ROWS calls it"
+        )
+        raise fault(score, "observe", message)
     if getattr(score, "draws", False) and "seed" not in {
         each.name for each in fields(cast(Any, score))
     }:
@@ -100,8 +102,8 @@ def check_declared(score: Score) -> None:
 def _check_statistics(score: Score) -> None:
     names = score.statistics
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        told = f"are {names!r}, not a tuple of names"
-        raise fault(score, "statistics", told, f'statistics: ClassVar = ("{COLUMNS[0]}",)')
+        message = f"are {names!r}, not a tuple of names"
+        raise fault(score, "statistics", message, f'statistics: ClassVar = ("{COLUMNS[0]}",)')
     for name in names:
         if name in (PROMPT, SHIFT) or names.count(name) > 1:
             why = "twice" if names.count(name) > 1 else "which is a name of kvtool's own"
@@ -110,11 +112,11 @@ def _check_statistics(score: Score) -> None:
         return
     for name in names or ("",):
         if name not in COLUMNS:
-            told = (
+            message = (
                 f"name `{name}`, which nobody sums" if name else "are empty, and COLUMNS fills them"
             )
             hint = did_you_mean(name, COLUMNS) or f"columns are {', '.join(COLUMNS)}"
-            raise fault(score, "statistics", told, hint)
+            raise fault(score, "statistics", message, hint)
 
 
 def _check_choice(score: Score, name: str, choices: tuple[Any, ...]) -> None:

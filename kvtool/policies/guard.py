@@ -60,13 +60,13 @@ def run_hook(part: object, hook: str, call: Callable[[], Result]) -> Result:
     except (Exception, SystemExit) as error:
         if type(error).__name__ == "OutOfMemoryError":
             raise
-        told = f"{hook} raised {in_one_line(error)} {_raised_at(part, hook, error)}"
-        raise PolicyError(f"{part_label(part)}: {told}") from error
+        message = f"{hook} raised {in_one_line(error)} {_raised_at(part, hook, error)}"
+        raise PolicyError(f"{part_label(part)}: {message}") from error
 
 
-def fault(part: object, hook: str, told: str, hint: str | None = None) -> PolicyError:
+def fault(part: object, hook: str, message: str, hint: str | None = None) -> PolicyError:
     """Make the error of a hook whose result or effect is wrong."""
-    return PolicyError(f"{part_label(part)}: {hook} {told} ({_place(part, hook)})", hint=hint)
+    return PolicyError(f"{part_label(part)}: {hook} {message} ({_place(part, hook)})", hint=hint)
 
 
 def part_label(part: object) -> str:
@@ -135,12 +135,12 @@ class _Guarded:
 
     def _refuse_rebound(self, hook: str, name: str, state: State) -> None:
         if name in state:
-            told = f'puts another tensor at state["{name}"], which is lost'
+            message = f'puts another tensor at state["{name}"], which is lost'
             hint = f'write into it in place: state["{name}"].add_(..)'
         else:
-            told = f'puts a number of its own at state["{name}"], which is lost'
+            message = f'puts a number of its own at state["{name}"], which is lost'
             hint = _statistics_hint(name, state)
-        raise fault(self._part, hook, told, hint)
+        raise fault(self._part, hook, message, hint)
 
     def _check_numbers(
         self, hook: str, found: Any, view: SlotView, values: bool, **how: Any
@@ -167,8 +167,8 @@ class _Guarded:
             short = [str(each).removeprefix("torch.") for each in (found.dtype, dtype)]
             raise fault(self._part, hook, f"returns {short[0]} numbers, not {short[1]}")
         if found.device != view.positions.device:
-            told = f"returns a tensor on {found.device}, and the slots are on "
-            raise fault(self._part, hook, f"{told}{view.positions.device}")
+            message = f"returns a tensor on {found.device}, and the slots are on "
+            raise fault(self._part, hook, f"{message}{view.positions.device}")
         if values and dtype == torch.float32:
             wrong = ~found.isfinite() & (view.positions >= 0)
             if bool(wrong.any()):
@@ -212,9 +212,9 @@ class GuardedScore(_Guarded):
             over = count - torch.as_tensor(view.budget, device=count.device)
             if int(over.max()) > 0:
                 most = int(count.expand_as(over).flatten()[over.argmax()])
-                told = f"marks {most} tokens of a head, {int(over.max())} more than its budget"
+                message = f"marks {most} tokens of a head, {int(over.max())} more than its budget"
                 hint = "count them in `reserved`, which refuses a budget that they would fill"
-                raise fault(self._part, "protected", told, hint)
+                raise fault(self._part, "protected", message, hint)
         return found.expand_as(view.positions)
 
     def voters(self, first_layer_budget: int) -> int:
@@ -233,8 +233,8 @@ class GuardedScore(_Guarded):
             return found
         shape = tuple(found.shape) if isinstance(found, torch.Tensor) else None
         if shape is None or len(shape) != 2 or shape[1] != rows:
-            told = f"returns {kind_of(found)}, not weights of shape (batch or 1, {rows})"
-            raise fault(self._part, "vote_weights", told)
+            message = f"returns {kind_of(found)}, not weights of shape (batch or 1, {rows})"
+            raise fault(self._part, "vote_weights", message)
         if not bool(found.isfinite().all()):
             raise fault(self._part, "vote_weights", "returns weights that are not finite")
         return found

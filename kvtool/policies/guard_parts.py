@@ -127,8 +127,8 @@ def _start(guard: _Guard, part: Any, hook: str, found: Any, *shown: Any) -> Any:
         raise fault(part, hook, f"returns {kind_of(found)}, not tensors by name")
     for name, table in found.items():
         if not isinstance(table, torch.Tensor) or table.dim() == 0 or table.shape[0] != batch:
-            told = f"returns {kind_of(table)} as `{name}`, not a tensor with a row for each of "
-            raise fault(part, hook, f"{told}{batch} batch entries")
+            message = f"returns {kind_of(table)} as `{name}`, not a tensor with a row for each of "
+            raise fault(part, hook, f"{message}{batch} batch entries")
         if isinstance(first, Stored) and table.device != first.keys.device:
             raise fault(part, hook, _elsewhere(f"`{name}`", table, first.keys))
     if isinstance(first, Stored) and first.keys.device.type != "meta":
@@ -191,8 +191,8 @@ def _check_slots(part: Any, hook: str, slots: Any, view: ReadView | RowsView) ->
     if not isinstance(slots, torch.Tensor) or slots.dtype != torch.int64:
         raise fault(part, hook, f"has slots that are {kind_of(slots)}, not an int64 tensor")
     if tuple(slots.shape[:-1]) not in ((batch, heads), (batch, heads, group)):
-        told = f"not ({batch}, {heads}, ..) or ({batch}, {heads}, {group}, ..)"
-        raise fault(part, hook, f"has slots of shape {tuple(slots.shape)}, {told}")
+        message = f"not ({batch}, {heads}, ..) or ({batch}, {heads}, {group}, ..)"
+        raise fault(part, hook, f"has slots of shape {tuple(slots.shape)}, {message}")
     if slots.device != view.query.device:
         raise fault(part, hook, _elsewhere("slots", slots, view.query))
 
@@ -227,8 +227,8 @@ def _absorb(guard: _Guard, part: Any, hook: str, found: Any, _: Any, eviction: E
     if not isinstance(found, torch.Tensor) or found.dtype != torch.bool:
         raise fault(part, hook, f"returns {kind_of(found)}, not a bool tensor")
     if found.shape != evicted.shape:
-        told = f"returns shape {tuple(found.shape)}, not {tuple(evicted.shape)}"
-        raise fault(part, hook, f"{told}: batch, KV heads, evicted")
+        message = f"returns shape {tuple(found.shape)}, not {tuple(evicted.shape)}"
+        raise fault(part, hook, f"{message}: batch, KV heads, evicted")
     if found.device != evicted.device:
         raise fault(part, hook, _elsewhere("a tensor", found, evicted))
     if guard.is_first(eviction):
@@ -260,8 +260,8 @@ def _tokens(guard: _Guard, part: Any, hook: str, found: Any, heads: Heads) -> An
     if not isinstance(found, torch.Tensor) or found.dtype != torch.int64:
         raise fault(part, hook, f"returns {kind_of(found)}, not an int64 tensor")
     if tuple(found.shape) != shape:
-        told = f"returns shape {tuple(found.shape)}, not {shape}: batch, KV heads"
-        raise fault(part, hook, told)
+        message = f"returns shape {tuple(found.shape)}, not {shape}: batch, KV heads"
+        raise fault(part, hook, message)
     if found.device != heads.importance.device:
         raise fault(part, hook, _elsewhere("a tensor", found, heads.importance))
     return found

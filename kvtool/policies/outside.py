@@ -101,8 +101,8 @@ def _named(module: ModuleType, name: str) -> Any:
     try:
         return getattr(module, name, None)
     except (Exception, SystemExit) as error:
-        told = f"module `{module.__name__}` fails when it is asked for `{name}`"
-        raise UsageError(f"{told}: {in_one_line(error)}") from None
+        message = f"module `{module.__name__}` fails when it is asked for `{name}`"
+        raise UsageError(f"{message}: {in_one_line(error)}") from None
 
 
 def _import(name: str) -> ModuleType:

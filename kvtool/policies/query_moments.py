@@ -61,9 +61,9 @@ class QueryMoments:
         rotation, covariance = self.rotation, self.covariance
         if rotation is None:
             return self
-        turns = rotation.mean_turn(start, count)
-        mean = rotation.turn_by(self.mean[:, :, None], turns)[:, :, 0]
+        turns = rotation.mean_rotation(start, count)
+        mean = rotation.rotate(self.mean[:, :, None], turns)[:, :, 0]
         if covariance is not None:
-            covariance = rotation.turn_by(covariance, turns).transpose(2, 3)
-            covariance = rotation.turn_by(covariance, turns)
+            covariance = rotation.rotate(covariance, turns).transpose(2, 3)
+            covariance = rotation.rotate(covariance, turns)
         return replace(self, mean=mean, covariance=covariance)

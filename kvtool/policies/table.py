@@ -126,10 +126,10 @@ def describe() -> list[Entry]:
         cls, budget = modifier_class(name), "that of its base"
         if name in ALLOCATORS:
             budget = f"the mean over {'heads' if issubclass(cls, HeadSplit) else 'layers'}"
-        told = _summary(cls), defaults(cls), cls.paper, budget
+        about = _summary(cls), defaults(cls), cls.paper, budget
         carriers = (_carrier(base, spellings, cls()) for base, spellings in bases.items())
         taken = tuple(spelled for spelled in carriers if spelled is not None)
-        entries.append(Entry(name, "modifier", *told, taken))
+        entries.append(Entry(name, "modifier", *about, taken))
     return entries
 
 

@@ -13,7 +13,7 @@ from kvtool.cache.build import build_cache
 from kvtool.cache.hooks.attachment import attachment
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.finite import broken_rows, explain
+from kvtool.generation.finite import broken_entries, explain
 from kvtool.policies.policy import Policy
 from kvtool.profiling.column_sums import Density
 from kvtool.profiling.jaccard import Jaccard
@@ -139,11 +139,11 @@ def _read(
     cache.watch_steps(watch)
     cache.expect_length(ids.shape[1] + steps)
     logits = prefill(model, cache, ids)
-    text, broken = [ids], broken_rows(logits)
+    text, broken = [ids], broken_entries(logits)
     for _ in range(steps):
         text.append(logits.argmax(-1)[:, None])
         logits = decode_step(model, cache, text[-1][:, 0])
-        broken |= broken_rows(logits)
+        broken |= broken_entries(logits)
     if bool(broken.any()):  # the one device sync of all steps
         row = int(broken.nonzero()[0])
         raise explain(model, torch.cat(text, 1)[row : row + 1])

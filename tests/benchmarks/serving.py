@@ -29,7 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvtool
 from kvtool.documents.memory import DeviceMemory
-from kvtool.evaluation.bench.needs import needs
+from kvtool.evaluation.bench.needs import estimate_memory
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.generation.feeding import wait
 from kvtool.generation.serving import Served, Waiting, serve
@@ -81,13 +81,13 @@ def make_prompts(model: PreTrainedModel, count: int, longest: int, most_new: int
     return prompts
 
 
-def row_bytes(
+def sequence_bytes(
     model: PreTrainedModel, policy: str, budget: Budget | None, tokens: int, new: int
 ) -> int:
     """What a row takes of a cache, as `kvtool generate --prompts` forecasts it."""
     variant = Variant(kvtool.parse_policy(policy), budget)
     dtype = str(model.dtype).removeprefix("torch.")
-    found = needs(model.config, dtype, variant, Text(tokens, new), UNKNOWN)
+    found = estimate_memory(model.config, dtype, variant, Text(tokens, new), UNKNOWN)
     return found.kv_bytes + found.state_bytes
 
 
@@ -135,13 +135,16 @@ def answer_as_rows_end(
 
     prompts = [
         replace(
-            each, row_bytes=row_bytes(model, policy, budget, each.ids.shape[1], each.max_new_tokens)
+            each,
+            sequence_bytes=sequence_bytes(
+                model, policy, budget, each.ids.shape[1], each.max_new_tokens
+            ),
         )
         for each in prompts
     ]
     served = Served()
     list(serve(model, None, new_cache, prompts, memory=memory, served=served))
-    return Taken(served.most_rows, served.new_tokens, served.seconds, served.reading_seconds)
+    return Taken(served.most_sequences, served.new_tokens, served.seconds, served.reading_seconds)
 
 
 def main() -> None:
@@ -159,7 +162,7 @@ def main() -> None:
         each.generation_config.eos_token_id = None  # every answer is as long as it is asked to be
     prompts = make_prompts(model, args.prompts, args.length, args.new)
     budget = Budget.parse(args.budget)
-    memory = args.rows * row_bytes(model, "full", None, args.length, args.new)
+    memory = args.rows * sequence_bytes(model, "full", None, args.length, args.new)
     ways = {
         ("DynamicCache", "one by one"): lambda: answer_in_batches(plain, prompts[: args.alone], 1),
         ("DynamicCache", "static batches"): lambda: answer_in_batches(plain, prompts, args.rows),

@@ -7,7 +7,7 @@ import torch
 
 import kvtool
 from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.leaving import offload_tokens
+from kvtool.cache.storage.leaving import offload_evicted
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.evicted.calidrop import CaliDrop
@@ -294,7 +294,7 @@ def test_a_query_that_turns_six_degrees_a_step_recomputes_every_eighth():
 def test_a_victim_of_decoding_is_folded_in_exactly():
     layer, keys, values = worked()
     leaving = keys[:, :, 2:3], values[:, :, 2:3]
-    offload_tokens([layer], [leaving], torch.tensor([[[2]]], dtype=torch.int32), whole=True)
+    offload_evicted([layer], [leaving], torch.tensor([[[2]]], dtype=torch.int32), whole=True)
     logits = keys[0, 0, 1:] @ torch.ones(2) * 2**-0.5
     expected = torch.softmax(logits, 0) @ values[0, 0, 1:]
     torch.testing.assert_close(layer.memory["out"][0, 0], expected)

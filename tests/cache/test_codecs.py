@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvtool
 from kvtool.cache.steps import attend_codes
-from kvtool.cache.storage import form
+from kvtool.cache.storage import slot_form
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.attention import attention_weights, group_queries, weighted_values
 from tests.coded import TIE_LOGITS, decoded_slots
@@ -100,7 +100,7 @@ def test_codes_are_what_they_stand_for(model, policy, codec, mode):
 def test_slices_make_no_difference(model, codec, monkeypatch):
     found, _ = run(model, f"h2o+caote+{codec}", 16)
     monkeypatch.setattr(attend_codes, "SLICE", 5)
-    monkeypatch.setattr(form, "SLICE", 3)
+    monkeypatch.setattr(slot_form, "SLICE", 3)
     sliced, _ = run(model, f"h2o+caote+{codec}", 16)
     torch.testing.assert_close(sliced, found, atol=1e-4, rtol=1e-4)
 
@@ -159,7 +159,7 @@ def test_attention_over_codes_is_that_over_decoded_numbers(model, codec):
     assert len(calls) == 2
     for layer, call in calls:
         calm = replace(call, query=0.05 * call.query)
-        keys, values = layer.slots.decoded()
+        keys, values = layer.slots.dequantised()
         weights = attention_weights(group_queries(calm.query, 2), keys, scale=call.scale)
         stored = layer.slots.used_stored()
         token = attend_codes.attend_codes(layer, calm, stored, None, observed=True)
@@ -219,10 +219,10 @@ def test_a_nan_of_a_decoded_token_is_not_hidden(model, codec):
     cache = kvtool.build_cache(model, f"full+{codec}")
     prefill(model, cache, random_ids(9))
     slots = cache.first_layer.slots
-    key, value = (tensor[:, :, :1].clone() for tensor in slots.decoded())
+    key, value = (tensor[:, :, :1].clone() for tensor in slots.dequantised())
     slots.write(key.index_fill_(-1, torch.tensor([3]), float("nan")), value, static=False)
-    assert slots.decoded()[0][:, :, -1].isnan().all()
-    assert not slots.decoded()[0][:, :, :-1].isnan().any()
+    assert slots.dequantised()[0][:, :, -1].isnan().all()
+    assert not slots.dequantised()[0][:, :, :-1].isnan().any()
 
 
 class Largest(TorchDispatchMode):

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 import kvtool
-from kvtool.cache.storage.form import make_form
+from kvtool.cache.storage.slot_form import make_form
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.quantise import channel_ranges, lost_share
 from kvtool.maths.rope import Rotation
@@ -87,7 +87,7 @@ def biased_keys(places: list[int], size: float = 600.0) -> torch.Tensor:
     bias = torch.zeros(32)
     bias[places] = size
     rotation = Rotation(10000.0 ** (-torch.arange(16) / 16), interleaved=False)
-    return rotation.turn(drawn + bias, torch.arange(40.0).expand(2, 1, 40))
+    return rotation.shift(drawn + bias, torch.arange(40.0).expand(2, 1, 40))
 
 
 def ranges_by_hand(keys: torch.Tensor, count: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +141,7 @@ def test_most_channels_are_as_exact_as_without_a_bias(codec, places):
     channels = [c for c in range(32) if c % 16 not in places]
     errors = []
     for each, numbers in ((form, keys), (usual, plain)):
-        decoded, _ = each.decode(each.encode(numbers, torch.zeros_like(numbers)))
+        decoded, _ = each.dequantise(each.quantise(numbers, torch.zeros_like(numbers)))
         errors.append((decoded - numbers)[..., channels].abs().mean())
     assert errors[0] < 4 * errors[1]  # without ranges 50 times and more
 

@@ -51,7 +51,7 @@ def test_tokens_come_back_head_by_head(form):
 def test_neighbouring_heads_come_at_once():
     store = filled()
     fetched = list(store.fetch([(0, 0), (0, 1), (1, 2)], torch.device("cpu")))
-    assert [(chunk.row, chunk.heads) for chunk in fetched[1:3]] == [
+    assert [(chunk.entry, chunk.heads) for chunk in fetched[1:3]] == [
         (0, slice(0, 2)),
         (1, slice(2, 3)),
     ]
@@ -109,8 +109,8 @@ def test_missing_tokens_are_told():
 def test_rows_follow_the_batch_without_moving_shelves():
     store = filled()
     before = store.segments[0].tensors[0].data_ptr()
-    store.map_rows(lambda t: t[torch.tensor([1, 1, 0])], 2)
-    store.map_rows(lambda t: t.repeat_interleave(2, 0), 3)
+    store.map_entries(lambda t: t[torch.tensor([1, 1, 0])], 2)
+    store.map_entries(lambda t: t.repeat_interleave(2, 0), 3)
     store.stage(tokens(170, 1, batch=6), True)
     assert store.segments[0].tensors[0].data_ptr() == before
     for row, own in enumerate([1, 1, 1, 1, 0, 0]):
@@ -136,7 +136,7 @@ def test_copies_share_shelves_and_go_their_own_way():
 @pytest.mark.parametrize("form", ["exact", "int8", "file"])
 def test_files(form):
     store = filled(form)
-    store.map_rows(lambda t: t[torch.tensor([1, 0])], 2)
+    store.map_entries(lambda t: t[torch.tensor([1, 0])], 2)
     again = Store(form)
     again.load(store.tensors(), torch.device("cpu"))
     assert (again.tokens, again.staged) == (store.tokens, store.staged)

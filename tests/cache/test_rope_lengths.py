@@ -9,11 +9,11 @@ import torch
 from safetensors import safe_open
 
 import kvtool
+from kvtool.cache.batching import append_entries, keep_entries
 from kvtool.cache.files.format import digest_of
 from kvtool.cache.files.tensor_file import write_tensors
 from kvtool.cache.hooks.rope import length_rope
 from kvtool.cache.rope_lengths import LengthRope, RopeLengths
-from kvtool.cache.rows import append_rows, keep_rows
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import compress, decode_step, follow, prefill, token_logprobs
 from kvtool.generation.compiled import CompiledDecoding
@@ -392,14 +392,14 @@ def test_rows_that_join_and_leave_a_running_batch_keep_their_factors(name):
         caches.append(kvtool.build_cache(model, "full"))
         prefill(model, caches[-1], each, new_tokens=10)
     cache, token = caches[0], torch.tensor([5, 6, 7])
-    append_rows(cache, caches[1:])
+    append_entries(cache, caches[1:])
     right = [
         plain_logits(name, torch.cat([own, own_token.view(1, 1)], 1), own.shape[1] + 10)[0, -1]
         for own, own_token in zip(texts, token, strict=True)
     ]
     with cache.rollback():
         torch.testing.assert_close(decode_step(model, cache, token), torch.stack(right), **close)
-    keep_rows(cache, torch.tensor([0, 2]))
+    keep_entries(cache, torch.tensor([0, 2]))
     found = decode_step(model, cache, token[[0, 2]])
     torch.testing.assert_close(found, torch.stack([right[0], right[2]]), **close)
 

@@ -8,7 +8,7 @@ import torch
 import kvtool
 from kvtool.cache.steps import attend_block
 from kvtool.cache.steps.sum_block import _token_columns
-from kvtool.cache.storage.deferred import Deferred
+from kvtool.cache.storage.deferred_cut import Deferred
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import family_model, peaky_model, random_ids
 

@@ -26,7 +26,7 @@ def test_a_text_beyond_the_models_positions_is_told_of_once():
     notes = Notes()
     lined, _ = line_up(GenerationSettings(), request, load(), prompts, {}, notes, None)
     assert [each.max_new_tokens for each in lined] == [5, 9000, 9000]
-    sizes = [each.row_bytes for each in lined]
+    sizes = [each.sequence_bytes for each in lined]
     assert 0 < sizes[0] < sizes[1] == sizes[2]  # of 11 tokens, and of the whole budget
     assert len(notes.told) == 1
     assert "8192" in notes.told[0]

@@ -126,7 +126,7 @@ class RunFolders:
         store = Store(self.folder)
         with store.locked():
             read_results(store)
-            store.mend()
+            store.repair()
             run = self._begin(store)
             run.unfinished(self.jobs)
             write_page(run.write_results(), self.folder / "report.html")

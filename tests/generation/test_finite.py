@@ -6,7 +6,7 @@ import torch
 import kvtool
 from kvtool.generation import compress, generate, prefill, token_logprobs
 from kvtool.generation.decoding import decode_loop
-from kvtool.generation.finite import BrokenNumbers, broken_rows
+from kvtool.generation.finite import BrokenNumbers, broken_entries
 from kvtool.models.load import load
 from tests.models_for_tests import peaky_model, random_ids
 
@@ -31,7 +31,7 @@ def test_a_row_is_broken_if_it_has_no_likeliest_token():
     logits = torch.tensor(
         [[1.0, 2, 3], [1, NAN, 2], [INF, 0, 1], [-INF, 0, 1], [-INF, -INF, -INF], [NAN] * 3]
     )
-    assert broken_rows(logits).tolist() == [False, True, True, False, True, True]
+    assert broken_entries(logits).tolist() == [False, True, True, False, True, True]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

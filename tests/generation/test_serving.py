@@ -12,7 +12,7 @@ from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, generate, prefill
 from kvtool.generation.serving import Drawing, Served, Waiting, serve
 from kvtool.models.load import load
-from tests.cache.test_rows import JOINED
+from tests.cache.test_batching import JOINED
 
 SIZES = [(40, 9), (90, 3), (25, 14), (64, 1), (130, 6), (33, 12), (71, 5)]  # prompt, new tokens
 TIE = 1e-4  # between the two likeliest logits, where float32 sums in another order may differ
@@ -52,10 +52,10 @@ def test_answers_are_those_that_prompts_get_alone(policy, loaded):
 
     prompts, served, ties = waiting(loaded), Served(), 0
     answers = list(
-        serve(loaded.model, loaded.tokenizer, new_cache, prompts, most_rows=3, served=served)
+        serve(loaded.model, loaded.tokenizer, new_cache, prompts, most_sequences=3, served=served)
     )
     assert sorted(answer.index for answer in answers) == list(range(len(SIZES)))
-    assert served.most_rows == 3
+    assert served.most_sequences == 3
     assert served.new_tokens == sum(len(answer.token_ids) for answer in answers)
     for answer in answers:
         prompt = prompts[answer.index]
@@ -87,7 +87,9 @@ def test_rows_that_reach_the_end_of_their_text_make_room_early(loaded, monkeypat
     end = alone(prompts[2])[4]
     monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", [end])
     served = Served()
-    answers = serve(loaded.model, loaded.tokenizer, new_cache, prompts, most_rows=2, served=served)
+    answers = serve(
+        loaded.model, loaded.tokenizer, new_cache, prompts, most_sequences=2, served=served
+    )
     found = {answer.index: answer.token_ids for answer in answers}
     assert found == {prompt.index: alone(prompt) for prompt in prompts}
     assert found[2][-1] == end
@@ -105,7 +107,7 @@ def test_samples_are_drawn_from_the_seed_of_each_prompt(loaded):
     found = {
         answer.index: answer.token_ids
         for answer in serve(
-            loaded.model, loaded.tokenizer, new_cache, prompts, most_rows=2, drawing=drawing
+            loaded.model, loaded.tokenizer, new_cache, prompts, most_sequences=2, drawing=drawing
         )
     }
     for prompt in prompts:
@@ -126,7 +128,7 @@ def test_samples_are_drawn_from_the_seed_of_each_prompt(loaded):
 @pytest.mark.parametrize("policy", ["full", "h2o", "snapkv(window=8)", "h2o+int8"])
 def test_rows_in_flight_hold_no_more_than_is_forecast_of_them(policy, loaded):
     from kvtool.documents.memory import DeviceMemory
-    from kvtool.evaluation.bench.needs import needs
+    from kvtool.evaluation.bench.needs import estimate_memory
     from kvtool.evaluation.bench.variants import Variant
     from kvtool.planning.forecast import Text
     from kvtool.sizes import Budget
@@ -142,9 +144,11 @@ def test_rows_in_flight_hold_no_more_than_is_forecast_of_them(policy, loaded):
     rows = []
     for prompt in prompts:
         text = Text(prompt.ids.shape[1], prompt.max_new_tokens, 1)
-        found = needs(config, "float32", variant, text, device)
+        found = estimate_memory(config, "float32", variant, text, device)
         rows.append(found.kv_bytes + found.state_bytes)
-    prompts = [replace(prompt, row_bytes=row) for prompt, row in zip(prompts, rows, strict=True)]
+    prompts = [
+        replace(prompt, sequence_bytes=row) for prompt, row in zip(prompts, rows, strict=True)
+    ]
     memory, most = 3 * max(rows), 0
     for _ in serve(loaded.model, loaded.tokenizer, new_cache, prompts, memory=memory):
         held = made[0].report()  # the cache that the others have joined
@@ -157,9 +161,9 @@ def test_a_memory_holds_as_many_rows_as_go_into_it(loaded):
     def new_cache():
         return kvtool.build_cache(loaded.model, "h2o", 32)
 
-    prompts = [Waiting(each.index, each.ids, 4, row_bytes=100) for each in waiting(loaded)]
+    prompts = [Waiting(each.index, each.ids, 4, sequence_bytes=100) for each in waiting(loaded)]
     served = Served()
     list(serve(loaded.model, loaded.tokenizer, new_cache, prompts, memory=499, served=served))
-    assert served.most_rows == 4
+    assert served.most_sequences == 4
     with pytest.raises(KvtoolError, match="prompt 0 takes 100 bytes of cache, and the memory is"):
         next(serve(loaded.model, loaded.tokenizer, new_cache, prompts, memory=99))

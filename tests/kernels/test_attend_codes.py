@@ -142,10 +142,13 @@ def test_rotated_queries_over_rotated_codes_give_a_rotated_output():
     out, _ = attend_codes(
         *(of_keys.turn(query), *codes, None, {}), form="int4", value_dim=96, scale=1 / 8
     )
-    back = [of_keys.turn_back(from_int4(*codes[:2])), of_values.turn_back(from_int4(*codes[2:]))]
+    back = [
+        of_keys.rotate_back(from_int4(*codes[:2])),
+        of_values.rotate_back(from_int4(*codes[2:])),
+    ]
     weights = attention_weights(group_queries(query, 2), back[0], scale=1 / 8)
     expected = weighted_values(weights, back[1])
-    torch.testing.assert_close(of_values.turn_back(out), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(of_values.rotate_back(out), expected, atol=1e-5, rtol=1e-5)
 
 
 # ---- the formats, bit by bit

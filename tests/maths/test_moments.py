@@ -60,19 +60,19 @@ def test_a_mean_turn_is_the_mean_of_turns(start, count, interleaved):
     frequencies = torch.tensor([1.0, 0.3, 0.0])
     rotation = Rotation(frequencies, interleaved)
     states = torch.randn(1, 2, 1, 8, generator=torch.Generator().manual_seed(start))
-    found = rotation.turn_by(states, rotation.mean_turn(start, count))
+    found = rotation.rotate(states, rotation.mean_rotation(start, count))
     places = torch.arange(start, start + count).float()[None, None]
-    each = rotation.turn(states.expand(-1, -1, count, -1), places)
+    each = rotation.shift(states.expand(-1, -1, count, -1), places)
     torch.testing.assert_close(found, each.mean(2, keepdim=True), atol=2e-3, rtol=1e-3)
 
 
 def test_a_mean_turn_of_each_row_and_of_any_length():
     rotation = Rotation(torch.tensor([1.0, 0.1]), False)
     start = torch.tensor([[[5]], [[900]]])
-    both = rotation.mean_turn(start, 2**31 - 1)
+    both = rotation.mean_rotation(start, 2**31 - 1)
     assert both.shape == (2, 1, 1, 4)
     assert both.abs().max() < 1e-6
-    one = rotation.mean_turn(5, 1)[0, 0, 0].tolist()
+    one = rotation.mean_rotation(5, 1)[0, 0, 0].tolist()
     turned = [math.cos(5), math.cos(0.5), math.sin(5), math.sin(0.5)]
     assert one == pytest.approx(turned, abs=1e-6)
 
@@ -86,7 +86,7 @@ def test_a_covariance_is_turned_from_both_sides():
     start = torch.tensor([[[7]], [[30]]])
     ahead = QueryMoments(mean, covariance, 1.0, rotation).ahead(start, 4)
     units = torch.eye(5).expand(2, 3, 5, 5)
-    turn = rotation.turn_by(units, rotation.mean_turn(start, 4)).transpose(2, 3)
+    turn = rotation.rotate(units, rotation.mean_rotation(start, 4)).transpose(2, 3)
     torch.testing.assert_close(ahead.mean, (turn @ mean[..., None])[..., 0])
     torch.testing.assert_close(ahead.covariance, turn @ covariance @ turn.transpose(2, 3))
     still = QueryMoments(mean, None, 1.0, None)

@@ -68,12 +68,12 @@ def test_worked_int8():
 
 def test_worked_int4():
     rotation = RandomRotation(torch.ones(4), hadamard(4, CPU))
-    rotated = rotation.turn(torch.tensor([1, -2, 3, 0.5]))
+    rotated = rotation.rotate(torch.tensor([1, -2, 3, 0.5]))
     assert rotated.tolist() == [1.25, 2.75, -2.25, 0.25]
     codes, scales = int4_codes(torch.cat([rotated, torch.zeros(28)]))
     assert scales.item() == pytest.approx(0.3928223, abs=1e-7)
     assert [byte - 8 for byte in (codes & 15).tolist()[:4]] == [3, 7, -6, 1]
-    back = rotation.turn_back(from_int4(codes, scales)[:4])
+    back = rotation.rotate_back(from_int4(codes, scales)[:4])
     assert back.tolist() == pytest.approx([0.9820557, -2.1605225, 2.9461670, 0.5892334], abs=1e-6)
 
 
@@ -153,9 +153,9 @@ def test_sylvester(size):
 def test_a_rotation_keeps_dot_products(dim):
     rotation = Int4().rotation(3, dim, CPU)
     one, other = torch.randn(2, 5, dim)
-    assert torch.allclose(rotation.turn(one) @ rotation.turn(other).T, one @ other.T, atol=1e-4)
-    assert torch.allclose(rotation.turn_back(rotation.turn(one)), one, atol=1e-5)
-    spread = rotation.turn(torch.eye(dim))
+    assert torch.allclose(rotation.rotate(one) @ rotation.rotate(other).T, one @ other.T, atol=1e-4)
+    assert torch.allclose(rotation.rotate_back(rotation.rotate(one)), one, atol=1e-5)
+    spread = rotation.rotate(torch.eye(dim))
     assert ((spread != 0).sum(0) == (dim & -dim)).all()  # over a whole block
 
 

@@ -19,11 +19,11 @@ def as_complex(vector, interleaved):
 def test_a_turn_multiplies_each_pair_by_a_complex_number(interleaved):
     states = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0))
     by = torch.tensor([4.0, -7.0, 0.0, 100.0, 1.0]).expand(2, 1, 5)
-    turned = rope_shift(states, cosines_and_sines(by, FREQUENCIES), interleaved=interleaved)
-    assert torch.equal(turned[..., 6:], states[..., 6:])
+    shifted = rope_shift(states, cosines_and_sines(by, FREQUENCIES), interleaved=interleaved)
+    assert torch.equal(shifted[..., 6:], states[..., 6:])
     for row, head, token in [(0, 0, 0), (1, 2, 1), (0, 1, 3), (1, 0, 4)]:
         before = as_complex(states[row, head, token].tolist(), interleaved)
-        after = as_complex(turned[row, head, token].tolist(), interleaved)
+        after = as_complex(shifted[row, head, token].tolist(), interleaved)
         for old, new, frequency in zip(before, after, FREQUENCIES.tolist(), strict=True):
             angle = by[row, 0, token].item() * frequency
             expected = old * complex(math.cos(angle), math.sin(angle))
@@ -41,5 +41,5 @@ def test_turns_by_hand():
     # a quarter turn takes (1, 0) to (0, 1); half a turn of the second pair takes (0, 2) to (0, -2)
     quarter = torch.tensor([math.pi / 2, math.pi])
     states = torch.tensor([[[[1.0, 0.0, 0.0, 2.0]]]])
-    turned = rope_shift(states, cosines_and_sines(torch.ones(1, 1, 1), quarter), interleaved=False)
-    torch.testing.assert_close(turned, torch.tensor([[[[0.0, 0.0, 1.0, -2.0]]]]))
+    shifted = rope_shift(states, cosines_and_sines(torch.ones(1, 1, 1), quarter), interleaved=False)
+    torch.testing.assert_close(shifted, torch.tensor([[[[0.0, 0.0, 1.0, -2.0]]]]))

@@ -38,7 +38,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.families import EAGER_FAMILIES, check_supported
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.model_shape import RECURRENT, SLIDING, layer_kinds, stores_latents
-from kvtool.transformers_versions import lending_layers
+from kvtool.transformers_versions import kv_sharing_layers
 from tests.coded import decoded_slots
 from tests.models.tiny import VOCABULARY, families, takes, tiny_config, tiny_model
 
@@ -279,7 +279,7 @@ def says(model: PreTrainedModel) -> list[str]:
         "layers that attend in chunks keep their chunk": "chunked_attention" in kinds,
         "layers with a window keep it": bool(kinds & set(SLIDING) - {"chunked_attention"}),
         "recurrent layers keep their state": bool(kinds & set(RECURRENT)),
-        "layers that read the keys of another read what it keeps": bool(lending_layers(text)),
+        "layers that read the keys of another read what it keeps": bool(kv_sharing_layers(text)),
         "long texts have other RoPE factors, chosen once for a whole text": _rereads(model),
     }
     return [fact for fact, holds in facts.items() if holds]

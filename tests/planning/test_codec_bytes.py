@@ -12,7 +12,7 @@ from kvtool.documents.plan import Target
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.batch_size import largest_batch
 from kvtool.evaluation.bench.estimate import bytes_held, check_bytes
-from kvtool.evaluation.bench.needs import needs
+from kvtool.evaluation.bench.needs import estimate_memory
 from kvtool.generation import compress, decode_step, prefill
 from kvtool.model_shape import layer_shapes
 from kvtool.planning.forecast import Text
@@ -163,7 +163,7 @@ def config_of(dim: int) -> LlamaConfig:
 )
 def test_how_much_smaller_caches_are(policy, budget, dim, smaller):
     (arm,) = make_variants([policy], [budget] if budget else [], baseline=False)
-    found = needs(config_of(dim), "bfloat16", arm, Text(16384), NOTHING)
+    found = estimate_memory(config_of(dim), "bfloat16", arm, Text(16384), NOTHING)
     assert round(found.full_bytes / found.kv_bytes, 1 if budget else 2) == smaller
     held = bytes_held(config_of(dim), "bfloat16", arm, 16384)
     assert round(found.full_bytes / held, 1 if budget else 2) == smaller
@@ -174,7 +174,9 @@ def test_a_dry_run_tells_what_a_codec_saves_of_the_peak():
     told = []
     for policy in ("h2o", "h2o+int8"):
         (arm,) = make_variants([policy], ["25%"], prefill="block:128", baseline=False)
-        told.append(needs(config_of(128), "bfloat16", arm, Text(8192), NOTHING).peak_bytes)
+        told.append(
+            estimate_memory(config_of(128), "bfloat16", arm, Text(8192), NOTHING).peak_bytes
+        )
     assert told[0] - told[1] == 4 * 2 * 2048 * 2 * (128 * 2 - 130)
 
 
@@ -269,7 +271,7 @@ def test_heads_that_a_codec_cannot_store_are_refused_before_weights():
     (arm,) = make_variants(["h2o+int4"], ["40"], baseline=False)
     refused = pytest.raises(UsageError, match="and a head of this model has 16")
     with refused:
-        needs(config, "float32", arm, Text(90), NOTHING)
+        estimate_memory(config, "float32", arm, Text(90), NOTHING)
     with refused:
         check_bytes(config, "float32", [arm])
     with refused:

@@ -63,11 +63,11 @@ FULL_BYTES = 4 * CONTEXT * SLOT
 def test_a_budget_is_a_share_of_the_prompt():
     """128 of 640 tokens are a fifth of any prompt; a byte less, and only a tenth fits."""
     found = choose(MEASURED, streaming_bytes(FIFTH))
-    assert (found.evidence.arm.name, float(found.evidence.share)) == ("streaming@128", 0.2)
+    assert (found.evidence.variant.name, float(found.evidence.share)) == ("streaming@128", 0.2)
     assert found.planned.document.layers.tokens == [FIFTH] * 4
     assert found.too_large == ["streaming@256"]
     less = choose(MEASURED, streaming_bytes(FIFTH) - 1)
-    assert less.evidence.arm.name == "streaming@64"
+    assert less.evidence.variant.name == "streaming@64"
     assert less.too_large == ["streaming@128", "streaming@256"]
 
 
@@ -82,9 +82,9 @@ def test_the_plan_takes_all_of_the_memory_and_no_more():
 
 def test_the_best_score_wins_and_of_equals_the_smallest_share():
     gains = {arm("h2o", 256): 0.01, arm("tova", 128): 0.02, arm("roco", 64): 0.02}
-    assert choose(gains, FULL_BYTES // 2).evidence.arm.name == "roco@64"
+    assert choose(gains, FULL_BYTES // 2).evidence.variant.name == "roco@64"
     gains[arm("streaming", 256)] = 0.03
-    assert choose(gains, FULL_BYTES // 2).evidence.arm.name == "streaming@256"
+    assert choose(gains, FULL_BYTES // 2).evidence.variant.name == "streaming@256"
 
 
 def test_scores_are_means_over_tasks_in_percent_of_the_full_cache():
@@ -95,19 +95,19 @@ def test_scores_are_means_over_tasks_in_percent_of_the_full_cache():
         *measured({h2o: 0.0, tova: 4.0}, "ppl", 100.0, lower_is_better=True, best=None),
     ]
     found = recommend(run_of(both, [h2o, tova]), place(FULL_BYTES // 2))
-    assert found.evidence.arm == tova
+    assert found.evidence.variant == tova
     assert [round(each.gain, 9) for each in found.evidence.tasks] == [-4, -4]
 
 
 def test_the_full_cache_is_run_where_it_fits_unless_something_is_better_beyond_the_noise():
     found = choose({arm("h2o"): 0.01}, FULL_BYTES)
-    assert found.evidence.arm == FULL
+    assert found.evidence.variant == FULL
     plan = found.planned.document
     assert (plan.policy, plan.layers.tokens) == ("full", [CONTEXT - NEW] * 4)
     assert plan.planned_bytes == FULL_BYTES
     assert PlanDocument.model_validate(plan.to_data()) == plan
-    assert choose({arm("h2o"): 0.01}, FULL_BYTES - 1).evidence.arm.name == "h2o@128"
-    assert choose({arm("h2o"): 0.03}, FULL_BYTES).evidence.arm.name == "h2o@128"
+    assert choose({arm("h2o"): 0.01}, FULL_BYTES - 1).evidence.variant.name == "h2o@128"
+    assert choose({arm("h2o"): 0.03}, FULL_BYTES).evidence.variant.name == "h2o@128"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_bytes_are_no_share_where_the_tokens_that_they_kept_were_not_counted():
     costs = uncounted.cost.model_copy(update={"kept_tokens": 0})
     results = [full, uncounted.model_copy(update={"cost": costs}), counted]
     found = recommend(run_of(results, list(gains)), place(FULL_BYTES // 2))
-    assert found.evidence.arm.name == "tova@1MiB"
+    assert found.evidence.variant.name == "tova@1MiB"
     assert found.left_out == ["h2o@1MiB: the tokens that its bytes kept were not counted"]
 
 
@@ -136,7 +136,8 @@ def test_a_reader_reads_the_share_and_stores_everything():
     assert plan.layers.tokens == [FIFTH] * 4
     assert plan.planned_bytes > FULL_BYTES
     assert (
-        choose({arm("quest"): 0.1, arm("h2o"): 0.0}, FULL_BYTES - 1).evidence.arm.name == "h2o@128"
+        choose({arm("quest"): 0.1, arm("h2o"): 0.0}, FULL_BYTES - 1).evidence.variant.name
+        == "h2o@128"
     )
 
 
@@ -153,7 +154,7 @@ def test_a_policy_that_splits_over_layers_keeps_its_split():
     assert pyramid.layers.tokens[0] > pyramid.layers.tokens[-1]
     gains = {arm("h2o+d2o-alloc"): 0.1, arm("h2o"): 0.0}
     without = choose(gains, FULL_BYTES // 2)
-    assert without.evidence.arm.name == "h2o@128"
+    assert without.evidence.variant.name == "h2o@128"
     assert "h2o+d2o-alloc@128: allocator `d2o` needs a profile" in without.left_out[0]
     planned = choose(gains, FULL_BYTES // 2, profiled=profile(f_variance=F)).planned.document
     assert (planned.policy, planned.layers.allocator) == ("h2o+d2o-alloc", "d2o")
@@ -169,7 +170,7 @@ def test_a_policy_that_splits_over_layers_keeps_its_split():
 )
 def test_what_cannot_be_planned_is_left_out_and_says_why(policy, more, why):
     found = choose({arm(policy, **more): 0.1, arm("streaming"): 0.0}, FULL_BYTES // 2)
-    assert found.evidence.arm.name == "streaming@128"
+    assert found.evidence.variant.name == "streaming@128"
     assert len(found.left_out) == 1
     assert why in found.left_out[0]
 
@@ -180,7 +181,7 @@ def test_what_failed_or_was_not_compared_is_left_out():
     results[1] = results[1].model_copy(update={"failed": 2, "n": 18})
     results[2] = results[2].model_copy(update={"paired": None})
     found = recommend(run_of(results, [h2o, roco, tova]), place(FULL_BYTES // 2))
-    assert found.evidence.arm == tova
+    assert found.evidence.variant == tova
     assert found.left_out == [
         "h2o@128: 2 of 20 samples failed",
         "roco@128: its score is no mean over samples",
@@ -193,15 +194,15 @@ def test_a_full_cache_that_is_quantised_is_a_variant_of_its_own():
     gains = {coded: -0.001, arm("h2o"): -0.01}
     quantised = 4 * (CONTEXT * (2 * 2 * 34 + 2 * 4) + 2 * 3 * 32)
     found = choose(gains, quantised)
-    assert (found.evidence.arm, found.evidence.share) == (coded, 1)
+    assert (found.evidence.variant, found.evidence.share) == (coded, 1)
     plan = found.planned.document
     assert (plan.policy, plan.layers.tokens) == ("full+int8", [CONTEXT - NEW] * 4)
     assert plan.target == Target(bytes=quantised, context=CONTEXT, max_new_tokens=NEW)
     assert plan.planned_bytes == quantised
     assert PlanDocument.model_validate(plan.to_data()) == plan
     less = choose(gains, quantised - 1)
-    assert (less.evidence.arm.name, less.too_large) == ("h2o@128", ["full+int8"])
-    assert choose(gains, FULL_BYTES).evidence.arm == FULL
+    assert (less.evidence.variant.name, less.too_large) == ("h2o@128", ["full+int8"])
+    assert choose(gains, FULL_BYTES).evidence.variant == FULL
 
 
 def test_a_codec_makes_room_for_more_tokens():
@@ -220,7 +221,7 @@ def test_nothing_fits_says_what_would():
         refused.value
     )
     assert refused.value.hint == f"--bytes {tenth}B"
-    assert choose(MEASURED, tenth).evidence.arm.name == "streaming@64"
+    assert choose(MEASURED, tenth).evidence.variant.name == "streaming@64"
 
 
 def test_results_that_tell_nothing_are_refused():

@@ -64,7 +64,7 @@ class Expected(Reference):
         dim, seen = len(queries[0]), len(queries)
         scale = dim**-0.5 if self.scale is None else self.scale
         mean = [sum(column) / len(asked) for column in zip(*asked, strict=True)]
-        turn = self.mean_turn(seen, dim)
+        turn = self.mean_rotation(seen, dim)
         ahead = multiply(turn, [[number] for number in mean])
         spread = [[0.0] * dim for _ in range(dim)]
         if self.covariance:
@@ -84,7 +84,7 @@ class Expected(Reference):
             found[p] = first * scale + second * scale**2 / 2
         return found
 
-    def mean_turn(self, seen, dim):
+    def mean_rotation(self, seen, dim):
         """The mean of the matrices that turn a vector to positions seen .. seen + future - 1."""
         units = [[float(i == j) for j in range(dim)] for i in range(dim)]
         if self.turn is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtool.cache.budgets.in_tokens import ModelFacts, TokenBudget
 from kvtool.cache.budgets.raised import RaisedBudgets
 from kvtool.cache.budgets.traffic import TrafficBudgets
-from kvtool.cache.storage.deferred import Deferred
+from kvtool.cache.storage.deferred_cut import Deferred
 from kvtool.cache.storage.growth import LayerBudget
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.documents.plan import PlanDocument

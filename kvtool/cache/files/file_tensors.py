@@ -60,9 +60,9 @@ class FileTensors:
         dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
         if tensor.dtype not in dtypes or not fits:
             sizes = ["any" if size is None else size for size in shape]
-            found, due = (tensor.dtype, list(tensor.shape)), (dtypes[0], sizes)
-            told = "is {} {}, not {} {}".format(*found, *due)
-            raise self.bad(name, told.replace("torch.", "").replace("'", ""))
+            found, expected = (tensor.dtype, list(tensor.shape)), (dtypes[0], sizes)
+            message = "is {} {}, not {} {}".format(*found, *expected)
+            raise self.bad(name, message.replace("torch.", "").replace("'", ""))
         if tensor.dtype.is_floating_point:
             sound = tensor.isfinite() | (tensor == float("-inf")) if unknown else tensor.isfinite()
             if not sound.all():

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.files.file_tensors import FileTensors
-from kvtool.cache.storage.form import RANGES
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.query_window import QueryWindow
+from kvtool.cache.storage.slot_form import RANGES
 from kvtool.maths.quantise import MOST_EXPONENT
 from kvtool.model_shape import LayerShape
 from kvtool.policies.codec.codec import Codec
@@ -44,12 +44,12 @@ def check_layer(
     )
     _check_positions(file, f"{name}.positions", positions)
     for key in layer.policy.statistics:
-        turns = key == SHIFT
-        low = -MOST_TOKENS if turns else 0
+        shifts = key == SHIFT
+        low = -MOST_TOKENS if shifts else 0
         number = file.take(
             f"{name}.state.{key}", (batch, heads, slots), torch.float32, low, MOST_TOKENS
         )
-        if turns and not torch.equal(number, number.round()):
+        if shifts and not torch.equal(number, number.round()):
             raise file.bad(f"{name}.state.{key}", "holds parts of a position")
     _check_budget(file, cache, layer, name, positions)
     on_evict = layer.policy.on_evict
@@ -182,9 +182,9 @@ def _check_filled(
         raise file.bad(name, "holds more tokens than its budget")
     if not uneven and (positions < 0).any():
         raise file.bad(name, "has empty slots where no row or head is shorter")
-    due = torch.tensor([file.seen]) if file.lengths is None else file.lengths
+    expected = torch.tensor([file.seen]) if file.lengths is None else file.lengths
     keeps_all = when == "never" or (layer.policy.select_only and layer.window is None)
-    if keeps_all and (filled != due[:, None]).any():
+    if keeps_all and (filled != expected[:, None]).any():
         raise file.bad(name, "lacks tokens, and its policy keeps all")
 
 

@@ -25,11 +25,11 @@ from kvtool.cache.files.format import (
 from kvtool.cache.files.rope_checks import read_rope
 from kvtool.cache.files.tensor_checks import check_ranks, check_tensors
 from kvtool.cache.hooks.attachment import uncompiled
-from kvtool.cache.storage.form import RANGES, CodedForm
 from kvtool.cache.storage.growth import LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.ragged import to_ragged
+from kvtool.cache.storage.slot_form import RANGES, CodedForm
 from kvtool.cache.storage.slots import Slots
 from kvtool.documents.messages import Said, read_said
 from kvtool.documents.plan import PlanDocument

@@ -25,12 +25,12 @@ def read_rope(path: Path, metadata: Mapping[str, str], cache: KVCache) -> RopeLe
     Raises:
         KvtoolError: lengths that no cache of this model has, or an old file of a long text.
     """
-    rope, told, seen = cache.link.rope, metadata.get("rope_lengths"), cache.tokens_seen()
+    rope, stored_lengths, seen = cache.link.rope, metadata.get("rope_lengths"), cache.tokens_seen()
     if rope is None:
-        if told is not None:
+        if stored_lengths is not None:
             raise bad_file(path, "the RoPE of this model does not depend on the length of the text")
         return None
-    if told is None:
+    if stored_lengths is None:
         if max(seen) > rope.thresholds[0]:
             raise KvtoolError(
                 f"`{path}` does not say which RoPE factors its keys have, and beyond "
@@ -38,7 +38,7 @@ def read_rope(path: Path, metadata: Mapping[str, str], cache: KVCache) -> RopeLe
                 hint="compress the text anew",
             )
         return RopeLengths.of([rope.factors_for(length) for length in seen])
-    numbers = told.split(",")
+    numbers = stored_lengths.split(",")
     if not all(each.isascii() and each.isdecimal() and len(each) <= _DIGITS for each in numbers):
         raise bad_file(path, "`rope_lengths` are no numbers of tokens")
     lengths = RopeLengths(tuple(int(each) for each in numbers))

@@ -13,10 +13,10 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from kvtool.cache.hooks.masks import is_callers, note_own
 from kvtool.cache.hooks.spans import later_columns
 from kvtool.cache.hooks.training import dropout_refused
-from kvtool.cache.steps.borrow import attend_borrowed
+from kvtool.cache.steps.borrow import attend_shared_kv
 from kvtool.cache.steps.call import Call, StepContext
-from kvtool.cache.steps.lent import any_lent, find_lent
 from kvtool.cache.steps.pending import take_mask_target, take_pending
+from kvtool.cache.steps.shared_kv import any_shared_kv, find_shared_kv
 from kvtool.cache.steps.step import run_step
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.sparse_index import SparseIndex
@@ -118,29 +118,31 @@ def kvtool_attention(
     def make_call(context: StepContext, raw_key: Tensor, raw_value: Tensor) -> Call:
         mask = attention_mask
         theirs = mask is not None and is_callers(mask)
-        told = 0 if mask is None or theirs else mask.shape[-1]  # see `kvtool_mask`
+        mask_columns = 0 if mask is None or theirs else mask.shape[-1]  # see `kvtool_mask`
         return Call(
             query=query,
             key=key,
             value=value,
             raw_key=raw_key,
             raw_value=raw_value,
-            positions=None if mask is None or told in (0, 2) else mask[:, 0, :, 0].to(query.device),
+            positions=None
+            if mask is None or mask_columns in (0, 2)
+            else mask[:, 0, :, 0].to(query.device),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap=softcap,
             sinks=s_aux,
-            spans=None if mask is None or told < 2 else mask[:, 0, :, -2:].to(query.device),
+            spans=None if mask is None or mask_columns < 2 else mask[:, 0, :, -2:].to(query.device),
             context=context,
             mask=mask if theirs else None,
         )
 
     step = take_pending(key.shape[2])
     if step is None:
-        lent = find_lent(key)
-        if lent is not None:
-            call = make_call(replace(lent.context, lent=False), key, value)
-            return attend_borrowed(lent, call).transpose(1, 2).contiguous(), None
-        if getattr(module, "is_kv_shared_layer", False) and any_lent():
+        shared = find_shared_kv(key)
+        if shared is not None:
+            call = make_call(replace(shared.context, shares_kv=False), key, value)
+            return attend_shared_kv(shared, call).transpose(1, 2).contiguous(), None
+        if getattr(module, "is_kv_shared_layer", False) and any_shared_kv():
             raise KvtoolError(
                 "a layer that reads the keys of another has to be on its device",
                 hint="load the model with another device_map",
@@ -161,7 +163,7 @@ def kvtool_attention(
     if not step.decoding:
         step.owner.begin_block(step.layer, query.shape[1], call.positions, query.shape[2])
     out = run_step(step.layer, call, step.decoding)
-    if step.context.told:
+    if step.context.notify:
         step.owner.end_step(step, call, out)
     return out.transpose(1, 2).contiguous(), None
 

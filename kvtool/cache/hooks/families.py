@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from kvtool.cache.layers import check_layers
 from kvtool.errors import KvtoolError
 from kvtool.model_shape import FREE, RECURRENT, SLIDING, window_width
-from kvtool.transformers_versions import layer_types, lending_layers
+from kvtool.transformers_versions import kv_sharing_layers, layer_types
 
 EAGER_FAMILIES = ("falcon", "gptj")  # whose attention cannot be exchanged, only watched
 _INDEXED = ("index_topk", "index_n_heads", "index_head_dim", "indexer_budget")
@@ -73,7 +73,7 @@ def notes(config: PreTrainedConfig) -> list[str]:
     kinds = [kind for kind, _ in layer_types(text)]
     sliding = [kind for kind in kinds if kind in SLIDING]
     recurrent = [kind for kind in kinds if kind in RECURRENT]
-    borrowing = kinds.count("dummy") if lending_layers(text) else 0
+    sharing = kinds.count("dummy") if kv_sharing_layers(text) else 0
     if sliding:
         rest = sum(kind in FREE for kind in kinds)
         effect = f"the budget is that of the other {rest}" if rest else "there is nothing to evict"
@@ -86,8 +86,8 @@ def notes(config: PreTrainedConfig) -> list[str]:
         lines.append(
             f"{len(recurrent)} of {len(kinds)} layers have a recurrence, whose state stays as it is"
         )
-    if borrowing:
+    if sharing:
         lines.append(
-            f"{borrowing} of {len(kinds)} layers read the keys of an earlier one, as they are kept"
+            f"{sharing} of {len(kinds)} layers read the keys of an earlier one, as they are kept"
         )
     return lines

@@ -22,8 +22,8 @@ from kvtool.cache.hooks.masks import PACKED, check_packed, read_mask
 from kvtool.cache.hooks.position_ids import check_running, place
 from kvtool.cache.hooks.same_cache import check_returned, set_aside
 from kvtool.cache.hooks.training import check_training
-from kvtool.cache.steps.lent import forget_lent
 from kvtool.cache.steps.pending import IMPLEMENTATION, forget_pending
+from kvtool.cache.steps.shared_kv import forget_shared_kv
 from kvtool.errors import KvtoolError, UsageError
 
 _LOCAL = threading.local()  # of the running forward: what its cache had seen before
@@ -107,8 +107,8 @@ def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any]
         return given, None
     if given.get("use_cache") is False:
         raise _unused()
-    if cache.settings.lending:
-        forget_lent()
+    if cache.settings.kv_sharing:
+        forget_shared_kv()
     return given, cache
 
 
@@ -117,8 +117,8 @@ def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object)
     cache = given.get("past_key_values")
     if not isinstance(cache, KVCache):
         return
-    if cache.settings.lending:
-        forget_lent()
+    if cache.settings.kv_sharing:
+        forget_shared_kv()
     returned: object = getattr(output, "past_key_values", None)
     if returned is not cache:
         check_returned(module, cache, output)

@@ -96,7 +96,7 @@ class GenerateCalls:
         ):
             out = self._own(**kwargs)
         texts = out if isinstance(out, Tensor) else out.sequences
-        cache.remember(texts.cpu() if self._rows_are_texts(kwargs, cache, texts) else None)
+        cache.remember(texts.cpu() if self._entries_are_texts(kwargs, cache, texts) else None)
         cache.end_with(None)
         return out
 
@@ -194,7 +194,7 @@ class GenerateCalls:
         ends = ends if isinstance(ends, list) else [ends]
         return None if padding is None or padding in ends else ids != padding
 
-    def _rows_are_texts(self, kwargs: dict[str, Any], cache: KVCache, texts: Tensor) -> bool:
+    def _entries_are_texts(self, kwargs: dict[str, Any], cache: KVCache, texts: Tensor) -> bool:
         """Tell whether the rows that are returned are what the cache's batch entries have read."""
         beams = (self._setting(kwargs, "num_beams") or 1) > 1
         whole = texts.shape[1] >= cache.get_seq_length()  # embeddings are no part of them

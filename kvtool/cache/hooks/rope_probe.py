@@ -107,14 +107,14 @@ def _check(model: PreTrainedModel) -> None:
         for kind in length_kinds(module).values():
             reason = f"turns its keys by the length of the text (RoPE of type {kind})"
     dims = [shape.key_dim for shape in layer_shapes(text) if shape is not None]
-    turned = [2 * len(buffer) for name, buffer in model.named_buffers() if _turns(name)]
-    if reason is None and turned and min(turned) > max(dims, default=0):
-        reason = f"turns {min(turned)} numbers, and its heads of {max(dims)} do not split so"
+    rotated = [2 * len(buffer) for name, buffer in model.named_buffers() if _rotates(name)]
+    if reason is None and rotated and min(rotated) > max(dims, default=0):
+        reason = f"turns {min(rotated)} numbers, and its heads of {max(dims)} do not split so"
     if reason is not None:
         raise _Unknown(reason)
 
 
-def _turns(buffer: str) -> bool:
+def _rotates(buffer: str) -> bool:
     """Whether a buffer of a model holds the frequencies that it turns by."""
     return buffer.endswith("inv_freq") and "original" not in buffer
 
@@ -146,14 +146,14 @@ def _find(
         return None
     by = torch.full((1, 1, 1), float(step), dtype=torch.float32, device=keys.device)
     for name, frequencies in model.named_buffers():
-        if not _turns(name) or 2 * len(frequencies) > keys.shape[-1]:
+        if not _rotates(name) or 2 * len(frequencies) > keys.shape[-1]:
             continue
         for interleaved in (False, True):
             case = (name, interleaved, keys.device)
             if case not in found:
                 found[case] = Rotation(frequencies.float().to(keys.device), interleaved)
-            turned = found[case].turn(first, by)
-            if (turned.float() - second.float()).abs().max() <= tolerance:
+            rotated = found[case].shift(first, by)
+            if (rotated.float() - second.float()).abs().max() <= tolerance:
                 return found[case]
     lengths = first.float().norm(dim=-1) - second.float().norm(dim=-1)
     if added and lengths.abs().max() > tolerance:

@@ -8,12 +8,12 @@ from torch.nn import functional
 from kvtool.cache.steps.attend_codes import attend_codes
 from kvtool.cache.steps.attend_triton import can_count, can_count_codes, count_slots
 from kvtool.cache.steps.call import AttendedToken, Call
-from kvtool.cache.steps.lent import Lent, lend
 from kvtool.cache.steps.rope_shift import shift_decoded, shift_query
+from kvtool.cache.steps.shared_kv import SharedKV, share_kv
 from kvtool.cache.steps.view import decode_needs_rows, decode_rows
-from kvtool.cache.storage.due import Due
-from kvtool.cache.storage.form import Stored
+from kvtool.cache.storage.due import CutSchedule
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.slot_form import Stored
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import (
     attention_weights,
@@ -36,7 +36,7 @@ def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken
         call = shift_query(layer, call) if codes else shift_decoded(layer, call)
     visible = visible_slots(layer)
     stored = layer.slots.used_stored() if codes else None
-    if call.context.lent:
+    if call.context.shares_kv:
         _lend_slots(layer, call, visible, stored)
     observed = layer.policy.needs_all_rows or decode_needs_rows(layer)
     counts = call.query.device.type in TRITON_DEVICES and not needs_lse
@@ -59,9 +59,9 @@ def _lend_slots(
     layer: SlotLayer, call: Call, visible: Tensor | None, stored: Stored | None
 ) -> None:
     """Keep what a decoded token attends to for the layers that read it as well."""
-    if Due.of(layer) is not None:
+    if CutSchedule.of(layer) is not None:
         layer.slots.share()  # a cut comes before the others have read, and must not write here
-    lend(Lent(layer, call.key, call.context, visible=visible, stored=stored))
+    share_kv(SharedKV(layer, call.key, call.context, visible=visible, stored=stored))
 
 
 def _attend_fused(call: Call) -> AttendedToken:

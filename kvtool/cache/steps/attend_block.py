@@ -16,9 +16,9 @@ from kvtool.cache.steps.attend_triton import can_count, can_run, count_block
 from kvtool.cache.steps.block import Block, RowWatcher, store_block
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.last_rows import last_of_prompt, last_rows
-from kvtool.cache.steps.lent import Lent, lend
 from kvtool.cache.steps.moments import add_queries
 from kvtool.cache.steps.rope_shift import shift_block
+from kvtool.cache.steps.shared_kv import SharedKV, share_kv
 from kvtool.cache.steps.sum_block import can_sum, sum_block
 from kvtool.cache.steps.view import make_rows
 from kvtool.cache.storage.calibration import Calibration
@@ -61,8 +61,8 @@ class OwnBlock:
     def attend(self, layer: SlotLayer, block: Block, observed: bool) -> Tensor:
         """Attend, and show all rows to whoever observes: (batch, heads, q_len, value_dim)."""
         call, calibration = self.call, Calibration.of(layer)
-        if call.context.lent:
-            lend(Lent(layer, call.key, call.context, block))
+        if call.context.shares_kv:
+            share_kv(SharedKV(layer, call.key, call.context, block))
         if calibration is not None:
             calibration.set_scale(call.scale, call.softcap)
             calibration.begin_block(call.query, call.value.shape[-1], block.new)
@@ -81,8 +81,8 @@ class OwnBlock:
         odd = corrected or _odd(layer, call)
         if observed and not odd and can_count(layer, call, Family.ROWS):
             return count_block(layer, call, block, observed)
-        told = observed or call.context.norms is not None
-        if told and not corrected and can_sum(layer, call, block):
+        needs_norms = observed or call.context.norms is not None
+        if needs_norms and not corrected and can_sum(layer, call, block):
             return sum_block(layer, call, block)
         if not (observed or corrected):
             return attend_plain(layer, call, block) if call.attended is None else call.attended

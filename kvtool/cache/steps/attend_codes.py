@@ -15,9 +15,9 @@ from torch import Tensor
 from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.rope_shift import shift_keys
 from kvtool.cache.steps.view import decode_rows
-from kvtool.cache.storage.form import SLICE, CodedForm, Stored
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.rope_shift import RopeShift
+from kvtool.cache.storage.slot_form import SLICE, CodedForm, Stored
 from kvtool.maths.attention import (
     dot_products,
     group_queries,
@@ -67,10 +67,10 @@ def _products(layer: SlotLayer, form: CodedForm, call: Call, stored: Stored) -> 
     grouped, constant = group_queries(call.query.float(), layer.slots.kv_heads), None
     parts = []
     if not moved:
-        grouped, constant = form.turned_query(grouped)
+        grouped, constant = form.rotated_query(grouped)
     for own, part in _slices(stored):
         if moved:
-            keys = shift_keys(layer, form.decode_keys(part), own).float()
+            keys = shift_keys(layer, form.dequantise_keys(part), own).float()
         else:
             keys = form.rounded_keys(part)
         parts.append(dot_products(grouped, keys))
@@ -87,7 +87,7 @@ def _outputs(form: CodedForm, stored: Stored, weights: Tensor) -> Tensor:
     if total is None:
         raise RuntimeError("a decoded token has nothing to attend to, not even itself")
     rotation = form.rotations[1]
-    return (total if rotation is None else rotation.turn_back(total)).flatten(1, 2)[:, :, None]
+    return (total if rotation is None else rotation.rotate_back(total)).flatten(1, 2)[:, :, None]
 
 
 def _slices(stored: Stored) -> Iterator[tuple[slice, Stored]]:

@@ -15,8 +15,8 @@ from kvtool.cache.steps.block import Block, deferred
 from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.view import decode_needs_rows, used_state
 from kvtool.cache.storage.buffers import SlotBuffers
-from kvtool.cache.storage.form import CodedForm
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.slot_form import CodedForm
 from kvtool.kernels import trust
 from kvtool.kernels.kind import CODES, Family
 from kvtool.maths.attention import group_queries
@@ -188,8 +188,8 @@ def _over_codes(
         raise RuntimeError("these slots hold no codes that a kernel reads")
     of_values, query = form.rotations[1], call.query
     if form.shifted or form.rotations[0] is not None:
-        turned, _ = form.turned_query(group_queries(query.float(), slots.kv_heads))
-        query = turned.flatten(1, 2).to(query.dtype)
+        rotated, _ = form.rotated_query(group_queries(query.float(), slots.kv_heads))
+        query = rotated.flatten(1, 2).to(query.dtype)
     out, found = attend_codes(
         query,
         stored["keys"],
@@ -206,7 +206,7 @@ def _over_codes(
         valid=valid,
         weights=weights,
     )
-    return out if of_values is None else of_values.turn_back(out).to(query.dtype), found
+    return out if of_values is None else of_values.rotate_back(out).to(query.dtype), found
 
 
 def attend_chosen(

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from kvtool.cache.steps.cut_block import cut, trace_scores
 from kvtool.cache.steps.view import make_view, observe, score, values_by_kv_head
-from kvtool.cache.storage.deferred import Deferred
+from kvtool.cache.storage.deferred_cut import Deferred
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.moments import Moments

@@ -15,10 +15,10 @@ from kvtool.cache.steps.attend import attend_unseen
 from kvtool.cache.steps.attend_block import OwnBlock
 from kvtool.cache.steps.attend_codes import attend_codes
 from kvtool.cache.steps.call import Call
-from kvtool.cache.steps.lent import Lent
+from kvtool.cache.steps.shared_kv import SharedKV
 
 
-def attend_borrowed(lent: Lent, call: Call) -> Tensor:
+def attend_shared_kv(shared: SharedKV, call: Call) -> Tensor:
     """Attend to the keys that another layer has lent.
 
     Args:
@@ -27,10 +27,10 @@ def attend_borrowed(lent: Lent, call: Call) -> Tensor:
     Returns:
         (batch, heads, q_len, value_dim).
     """
-    if lent.stored is not None:
-        return attend_codes(lent.layer, call, lent.stored, lent.visible).out
-    if lent.block is None:
-        return attend_unseen(call, lent.visible, explicit=call.needs_weights)
-    earlier = lent.block.new.shape[1] - call.q_len
-    new, kept = lent.block.new[:, earlier:], lent.block.kept + earlier
-    return OwnBlock(call).attend(lent.layer, replace(lent.block, new=new, kept=kept), False)
+    if shared.stored is not None:
+        return attend_codes(shared.layer, call, shared.stored, shared.visible).out
+    if shared.block is None:
+        return attend_unseen(call, shared.visible, explicit=call.needs_weights)
+    earlier = shared.block.new.shape[1] - call.q_len
+    new, kept = shared.block.new[:, earlier:], shared.block.kept + earlier
+    return OwnBlock(call).attend(shared.layer, replace(shared.block, new=new, kept=kept), False)

@@ -55,8 +55,8 @@ class StepContext:
         last: whether the prompt ends with this block, for policies that cut it once.
         placement: where the model has placed the new tokens, where a layer places them anew.
         group: the layers that this one decides with; None: it decides alone.
-        told: whether the cache wants to know when the step has run.
-        lent: whether later layers read the keys and values of this one.
+        notify: whether the cache wants to know when the step has run.
+        shares_kv: whether later layers read the keys and values of this one.
         norms: takes the log-sum-exp of a whole prompt's rows, where they can be told; None: nobody
             asks.
         repeats: notes the weights of tokens that repeat the prompt and are not stored; None: they
@@ -68,8 +68,8 @@ class StepContext:
     last: bool = True
     placement: Placement | None = None
     group: LayerGroup | None = None
-    told: bool = True
-    lent: bool = False
+    notify: bool = True
+    shares_kv: bool = False
     norms: RowNorms | None = None
     repeats: RepeatedWeights | None = None
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvtool.cache.steps.evicted import part_block
 from kvtool.cache.steps.view import used_view
-from kvtool.cache.storage.deferred import Deferred
+from kvtool.cache.storage.deferred_cut import Deferred
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.last_queries import LastQueries
 from kvtool.cache.storage.layer import SlotLayer

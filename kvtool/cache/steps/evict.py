@@ -17,7 +17,7 @@ from kvtool.cache.steps.view import (
     used_view,
     with_empty_slots,
 )
-from kvtool.cache.storage.due import Due
+from kvtool.cache.storage.due import CutSchedule
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.maths.selection import lowest
 from kvtool.policies.attention_rows import AttentionRows
@@ -36,11 +36,11 @@ def evict_after_token(
     """
     policy, slots, budget = layer.policy, layer.slots, layer.budget
     observed = policy.needs_all_rows and not counted
-    due = Due.of(layer) if layer.parts else None
-    if due is None:
+    schedule = CutSchedule.of(layer) if layer.parts else None
+    if schedule is None:
         full = layer.evicts_tokens and slots.used > budget.min_budget
     else:
-        full = layer.seen_device is None and _is_due(layer, due)
+        full = layer.seen_device is None and _may_be_cut(layer, schedule)
     if not (observed or full):
         return
     view, state = used_view(layer, value), used_state(layer)
@@ -48,8 +48,8 @@ def evict_after_token(
         observe(policy, state, view, rows)
     if not full:
         return
-    if due is not None:
-        cut_to_budget(layer, due, view, rows)
+    if schedule is not None:
+        cut_to_budget(layer, schedule, view, rows)
         return
     if layer.padded and slots.used <= budget.max_budget:
         more = budget.max_budget + 1 - slots.used
@@ -70,9 +70,9 @@ def evict_after_token(
         evict_decoded(layer, view.tokens_seen)
 
 
-def _is_due(layer: SlotLayer, due: Due) -> bool:
+def _may_be_cut(layer: SlotLayer, schedule: CutSchedule) -> bool:
     """Whether a cut may be due after the running token."""
-    if due.until is None:
+    if schedule.until is None:
         slots, budget = layer.slots, layer.budget.tokens
-        due.count(held_slots(layer, slots.positions[:, :, : slots.used]), budget, layer.seen)
-    return due.left(layer.seen) == 0
+        schedule.count(held_slots(layer, slots.positions[:, :, : slots.used]), budget, layer.seen)
+    return schedule.left(layer.seen) == 0

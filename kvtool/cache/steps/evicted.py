@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.form import take_stored
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.leaving import offload_tokens
+from kvtool.cache.storage.leaving import offload_evicted
 from kvtool.cache.storage.merge_memory import MergeMemory
+from kvtool.cache.storage.slot_form import take_stored
 from kvtool.cache.storage.slots import Slots
 from kvtool.cache.storage.trace import Trace
 from kvtool.policies.evicted.eviction import Eviction
@@ -43,12 +43,12 @@ def part_block(
     stored = layer.slots.chosen(chosen, slots)
     kept = Slots(stored, positions, {k: t.gather(2, chosen) for k, t in state.items()})
     if layer.policy.on_evict is not None:
-        keys, values = layer.slots.decoded() if slots is None else slots
-        kept_keys, kept_values = layer.slots.form.decode(stored)
+        keys, values = layer.slots.dequantised() if slots is None else slots
+        kept_keys, kept_values = layer.slots.form.dequantise(stored)
         heads = HeadBudgets.of(layer)
         split = None if heads is None else heads.tokens
         fewest = layer.budget.min_budget if split is None else int(split.min())
-        evicted, evicted_positions = _leaving(view.positions, chosen, positions, fewest)
+        evicted, evicted_positions = _evicted_slots(view.positions, chosen, positions, fewest)
         _hand_over(
             layer,
             Eviction(
@@ -72,7 +72,9 @@ def part_block(
     return kept
 
 
-def _leaving(positions: Tensor, chosen: Tensor, kept: Tensor, fewest: int) -> tuple[Tensor, Tensor]:
+def _evicted_slots(
+    positions: Tensor, chosen: Tensor, kept: Tensor, fewest: int
+) -> tuple[Tensor, Tensor]:
     """Slots that are stored and not chosen, in ascending position.
 
     Args:
@@ -112,7 +114,7 @@ def evict_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
     if slots.form.codec is not None:  # nobody changes what is kept, so only what leaves is decoded
         stored, left = take_stored(stored, evicted), torch.zeros_like(evicted)
         state, kept = {name: number.gather(2, evicted) for name, number in state.items()}, positions
-    keys, values = slots.form.decode(stored)
+    keys, values = slots.form.dequantise(stored)
     _hand_over(
         layer,
         Eviction(
@@ -140,14 +142,14 @@ def offload_decoded(layers: Sequence[SlotLayer], positions: Tensor) -> None:
     Args:
         positions: (layers * batch, kv_heads, 1) of what leaves.
     """
-    leaving = []
+    pairs = []
     for layer in layers:
         slots = layer.slots
         assert slots.reuse_slot is not None, "nothing leaves"
         stored = take_stored(slots.used_stored(), slots.reuse_slot[..., None])
-        leaving.append(slots.form.decode(stored))
+        pairs.append(slots.form.dequantise(stored))
     active = [part for part in map(Calibration.of, layers) if part is not None]
-    offload_tokens(active, leaving, positions, not layers[0].masked)
+    offload_evicted(active, pairs, positions, not layers[0].masked)
 
 
 def _hand_over(layer: SlotLayer, eviction: Eviction) -> None:

@@ -119,10 +119,10 @@ class LayerGroup:
             return first.seen
         return first.lengths.repeat(len(self.layers))[:, None, None]
 
-    def _hand_over(self, leaving: Tensor) -> None:
+    def _hand_over(self, positions: Tensor) -> None:
         """Let the policy make something of the tokens that leave: (layers * batch, kv_heads, 1)."""
         if Calibration.of(self.layers[0]) is not None:
-            offload_decoded(self.layers, leaving)
+            offload_decoded(self.layers, positions)
             return
         for layer in self.layers:
             evict_decoded(layer, layer.tokens_seen)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from kvtool.cache.forward_state import ForwardState
 from kvtool.cache.steps.grouped import LayerGroup
 from kvtool.cache.steps.paced import PacedGroup, may_pace
-from kvtool.cache.storage.due import Due
+from kvtool.cache.storage.due import CutSchedule
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.parents import Parents
@@ -41,13 +41,13 @@ class LayerGroups:
             return
         alike = defaultdict(list)
         for layer in steady:
-            slots, due = layer.slots, Due.of(layer)
-            until = None if due is None else due.until
+            slots, schedule = layer.slots, CutSchedule.of(layer)
+            until = None if schedule is None else schedule.until
             budget, shape = layer.budget.max_budget, slots.positions.shape
             alike[layer.policy, budget, shape, slots.device, slots.used, until].append(layer)
         for members in alike.values():
             if len(members) > 1:
-                paced = Due.of(members[0]) is not None
+                paced = CutSchedule.of(members[0]) is not None
                 group = PacedGroup(members) if paced else LayerGroup(members)
                 self.by_layer |= {layer.index: group for layer in members}
         self.formed = True
@@ -63,6 +63,6 @@ def _is_steady(layer: SlotLayer) -> bool:
     """Whether nothing but contents of slots changes with a token, or their count until a cut."""
     if layer.ragged is not None:
         return False
-    if layer.padded and any(part.of(layer) for part in (Due, HeadBudgets, Parents)):
+    if layer.padded and any(part.of(layer) for part in (CutSchedule, HeadBudgets, Parents)):
         return False
     return layer.slots.reuse_slot is not None or may_pace(layer)

@@ -25,7 +25,7 @@ def check_mask(layer: SlotLayer, call: Call, mask: Tensor, decoding: bool) -> No
         KvtoolError: another shape, tokens that may be gone, or a layer that does not keep what is
             read in its order.
     """
-    if call.context.lent:
+    if call.context.shares_kv:
         raise KvtoolError("a 4D attention mask cannot follow a layer whose keys other layers read")
     if layer.window is None and not layer.policy.attends_all:
         raise KvtoolError(f"policy `{layer.policy}` cannot honour a mask of the model's own")

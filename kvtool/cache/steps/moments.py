@@ -29,5 +29,5 @@ def add_queries(layer: SlotLayer, call: Call, block: Block) -> None:
         query, positions = call.query[:, :, rows].float(), new[:, rows]
         if part.rotation is not None:
             back = -positions.clamp(min=0)[:, None].float()
-            query = part.rotation.turn(query, back)
+            query = part.rotation.shift(query, back)
         part.add(query, positions >= sinks)

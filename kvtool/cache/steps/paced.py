@@ -15,7 +15,7 @@ from kvtool.cache.steps.decoded import used_keys
 from kvtool.cache.steps.evicted import part_block
 from kvtool.cache.steps.grouped import LayerGroup
 from kvtool.cache.steps.view import make_view, observe, score, stacked
-from kvtool.cache.storage.due import Due
+from kvtool.cache.storage.due import CutSchedule
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.maths.selection import keep_top
@@ -28,7 +28,7 @@ def may_pace(layer: SlotLayer) -> bool:
 
     Where nobody has counted the tokens until its next cut, they are.
     """
-    due, slots, budget = Due.of(layer), layer.slots, layer.budget.tokens
+    due, slots, budget = CutSchedule.of(layer), layer.slots, layer.budget.tokens
     if due is None or isinstance(budget, Tensor) or slots.reserved is not None:
         return False
     if due.until is None:
@@ -47,7 +47,7 @@ class PacedGroup(LayerGroup):
     def _begin(self) -> None:
         """Write down the positions of the tokens until the next cut."""
         first = self.layers[0]
-        used, seen, due = first.slots.used, first.seen, Due.of(first)
+        used, seen, due = first.slots.used, first.seen, CutSchedule.of(first)
         self._until = seen if due is None else seen + due.left(seen)
         coming = torch.arange(seen, self._until, device=self._positions.device)
         self._positions[:, :, used : used + len(coming)] = coming
@@ -81,7 +81,7 @@ class PacedGroup(LayerGroup):
         of_all = (importance, view.positions, *kept)
         parts = zip(*(tensor.split(self._batch) for tensor in of_all), strict=True)
         for layer, (own, before, chosen, positions) in zip(self.layers, parts, strict=True):
-            used, due = layer.slots.used_slots(), Due.of(layer)
+            used, due = layer.slots.used_slots(), CutSchedule.of(layer)
             seen = replace(view, positions=before)
             slots = part_block(layer, None, seen, used.state, own, chosen, positions)
             layer.slots.replace(slots)

@@ -34,10 +34,10 @@ def shift_block(layer: SlotLayer, call: Call, block: Block) -> Call:
     old, new, query = call.key[:, :, :kept], call.key[:, :, kept:], call.query
     if new_shift is not None:
         shifts[:, :, kept:] = new_shift
-        new = rotation.turn(new, shifts[:, :, kept:])
-        query = rotation.turn(query, _by_query(new_shift, query))
+        new = rotation.shift(new, shifts[:, :, kept:])
+        query = rotation.shift(query, _by_query(new_shift, query))
     if kept:
-        old = rotation.turn(old, shifts[:, :, :kept])
+        old = rotation.shift(old, shifts[:, :, :kept])
         new = torch.cat([old, new], 2)
     return replace(call, key=new, query=query)
 
@@ -55,7 +55,7 @@ def shift_keys(layer: SlotLayer, keys: Tensor, slots: slice) -> Tensor:
     if part is None or part.rotation is None:
         return keys
     shifts = layer.slots.state[SHIFT][:, :, slots]
-    return part.rotation.turn(keys, shifts)
+    return part.rotation.shift(keys, shifts)
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def shift_query(layer: SlotLayer, call: Call) -> Call:
             shifts[:, :, -1:] = new_shift
         else:
             shifts.scatter_(2, slots.written, new_shift.expand_as(slots.written))
-        query = part.rotation.turn(query, _by_query(new_shift, query))
+        query = part.rotation.shift(query, _by_query(new_shift, query))
     return replace(call, query=query)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.due import Due
+from kvtool.cache.storage.due import CutSchedule
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.merge_memory import MergeMemory
 from kvtool.cache.storage.query_window import QueryWindow
@@ -31,16 +31,19 @@ def may_grow(layer: SlotLayer) -> bool:
         return True  # what is evicted is noted on the host, or fetched when it decides
     if layer.policy.reader is not None:
         return True  # what is read grows, and the tables with it
-    return any(store.grows if Due.of(store) is None else _is_due(store) for store in layer.stores)
+    return any(
+        store.grows if CutSchedule.of(store) is None else _may_be_cut(store)
+        for store in layer.stores
+    )
 
 
-def _is_due(store: SlotLayer) -> bool:
+def _may_be_cut(store: SlotLayer) -> bool:
     """Whether the next token may have heads cut that are cut every so many, or has no slot yet."""
-    due, slots = Due.of(store), store.slots
-    if due is None or RopeShift.of(store) is not None:  # which counts the slots in use
+    schedule, slots = CutSchedule.of(store), store.slots
+    if schedule is None or RopeShift.of(store) is not None:  # which counts the slots in use
         return True
-    left, full = due.left(store.seen), slots.kept >= store.budget.max_budget
-    return left <= 1 or not full or slots.kept + left > store.budget.max_budget + due.spare
+    left, full = schedule.left(store.seen), slots.kept >= store.budget.max_budget
+    return left <= 1 or not full or slots.kept + left > store.budget.max_budget + schedule.spare
 
 
 def reserve_slots(layer: SlotLayer, tokens: int) -> None:
@@ -51,11 +54,11 @@ def reserve_slots(layer: SlotLayer, tokens: int) -> None:
     """
     wanted = layer.expected or tokens
     for store in layer.stores:
-        slots, due = store.slots, Due.of(store)
+        slots, schedule = store.slots, CutSchedule.of(store)
         if slots.reserved is not None:
             continue
-        if due is not None:
-            slots.reserve(store.budget.max_budget + due.spare - slots.used)
+        if schedule is not None:
+            slots.reserve(store.budget.max_budget + schedule.spare - slots.used)
         elif layer.appends:
             slots.reserve(wanted)
 

@@ -30,7 +30,7 @@ from kvtool.cache.steps.repeat import attend_repetition
 from kvtool.cache.steps.sparse import sparse_decode
 from kvtool.cache.steps.view import values_by_kv_head
 from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.due import Due
+from kvtool.cache.storage.due import CutSchedule
 from kvtool.cache.storage.last_queries import LastQueries
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.query_window import QueryWindow
@@ -135,7 +135,7 @@ def run_block(layer: SlotLayer, attention: BlockAttention, q_len: int) -> Attend
         return AttendedBlock(out, None)
     rows = attention.last_rows(layer, ended) if block_needs_last_rows(layer, ended) else None
     chosen = leave_block(layer, ended, *attention.raw, rows)
-    for part in (LastQueries.of(layer), Due.of(layer)):
+    for part in (LastQueries.of(layer), CutSchedule.of(layer)):
         if part is not None:
             part.clear()
     return AttendedBlock(out, chosen)
@@ -152,7 +152,7 @@ def _run_masked(layer: SlotLayer, call: Call, mask: Tensor, decoding: bool) -> T
         return out
     layer.enter_token(None)
     if layer.attends_codes:
-        key, value = layer.slots.decoded()
+        key, value = layer.slots.dequantised()
     out = masked_attention(call, key, value, mask_by_slot(layer, mask))
     end_token(layer, AttendedToken(out), value, call.context.group)
     return out
@@ -175,7 +175,7 @@ def _check_latent(layer: SlotLayer) -> None:
 def _check_split(call: Call) -> None:
     """Refuse to split a block inside a layer, where somebody needs it whole."""
     why = None
-    if call.context.lent:
+    if call.context.shares_kv:
         why = "a layer whose keys other layers read"
     elif call.spans is not None:
         why = "a layer that sees images from both sides"

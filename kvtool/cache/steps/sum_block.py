@@ -16,7 +16,7 @@ from kvtool.maths.fused import can_fuse, fused_attention
 from kvtool.sizes import LONG_PROMPT
 
 
-def can_tell_norms(layer: SlotLayer, call: Call, block: Block) -> bool:
+def returns_norms(layer: SlotLayer, call: Call, block: Block) -> bool:
     """Whether the fused kernel can attend the block, and tell the log-sum-exp of its rows.
 
     It has to be the beginning of a prompt that sees all before it, with padding at the ends only,
@@ -40,7 +40,7 @@ def can_tell_norms(layer: SlotLayer, call: Call, block: Block) -> bool:
 
 def can_sum(layer: SlotLayer, call: Call, block: Block) -> bool:
     """Whether that is all the policy needs."""
-    return not layer.policy.observes_rows and can_tell_norms(layer, call, block)
+    return not layer.policy.observes_rows and returns_norms(layer, call, block)
 
 
 def sum_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvtool.cache.steps.arriving import Arriving, read_surprisals
 from kvtool.cache.steps.view import make_view, with_empty_slots
-from kvtool.cache.storage.form import take_stored
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.part import tensor_bytes
+from kvtool.cache.storage.slot_form import take_stored
 from kvtool.cache.storage.slots import Slots, ascending
 from kvtool.cache.storage.trace import Trace
 from kvtool.errors import KvtoolError

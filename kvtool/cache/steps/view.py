@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.steps.decoded import used_keys, used_values
-from kvtool.cache.storage.due import Due
+from kvtool.cache.storage.due import CutSchedule
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.parents import Parents
@@ -122,10 +122,10 @@ def decode_needs_rows(layer: SlotLayer) -> bool:
     evidence = policy.ranking.evidence
     if not layer.evicts_tokens or evidence is Evidence.NOTHING or evidence.shows_keys:
         return False
-    due = Due.of(layer)
-    if due is None:
+    schedule = CutSchedule.of(layer)
+    if schedule is None:
         return layer.slots.used > layer.budget.min_budget
-    return layer.seen_device is None and due.left(layer.seen) == 0
+    return layer.seen_device is None and schedule.left(layer.seen) == 0
 
 
 def decode_rows(layer: SlotLayer, weights: Tensor, positions: Tensor | None) -> AttentionRows:

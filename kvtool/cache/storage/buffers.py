@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvtool.cache.storage.form import Form, Stored, take_stored
 from kvtool.cache.storage.growth import Sizing
 from kvtool.cache.storage.memory import SlotMemory, State
+from kvtool.cache.storage.slot_form import Form, Stored, take_stored
 from kvtool.cache.storage.slots import Slots, ascending
 from kvtool.cache.storage.tokens import Addresses
 from kvtool.maths.selection import take
@@ -108,9 +108,9 @@ class SlotBuffers(SlotMemory):
             return keys, values
         return self.form.join(self.used_stored(), keys, values)
 
-    def decoded(self) -> tuple[Tensor, Tensor]:
+    def dequantised(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the used slots in the dtype of the model; copies of codes."""
-        return self.form.decode(self.used_stored())
+        return self.form.dequantise(self.used_stored())
 
     def attended(self, *, as_codes: bool) -> tuple[Tensor, Tensor]:
         """Keys and values of the used slots, or the codes that stand for them, not copied."""
@@ -119,7 +119,7 @@ class SlotBuffers(SlotMemory):
             if used == self.positions.shape[2]:
                 return stored["keys"], stored["values"]
             return stored["keys"].narrow(2, 0, used), stored["values"].narrow(2, 0, used)
-        return self.decoded()
+        return self.dequantised()
 
     def chosen(self, slots: Tensor, joined: tuple[Tensor, Tensor] | None) -> Stored:
         """Copy what is stored of some of the used slots, and of tokens behind them.
@@ -134,8 +134,8 @@ class SlotBuffers(SlotMemory):
         if joined is None:
             return take_stored(self.used_stored(), slots)
         if self.used == 0 or self.form.codec is None:
-            return self.form.encode(*(take(tensor, slots) for tensor in joined))
-        block = self.form.encode(*(tensor[:, :, self.used :] for tensor in joined))
+            return self.form.quantise(*(take(tensor, slots) for tensor in joined))
+        block = self.form.quantise(*(tensor[:, :, self.used :] for tensor in joined))
         used = self.used_stored()
         return take_stored({name: torch.cat([used[name], block[name]], 2) for name in used}, slots)
 
@@ -165,7 +165,7 @@ class SlotBuffers(SlotMemory):
             static: whether nothing but contents of tensors may change.
 
         """
-        used, new = self.used, self.form.encode(key, value)
+        used, new = self.used, self.form.quantise(key, value)
         if self.reserved is not None:
             self.written = self.reserved.next[..., None].clone()
             self.reserved.next.add_(1)
@@ -260,7 +260,7 @@ class SlotBuffers(SlotMemory):
         total = positions.shape[2]
         new = slice(self.used, total)
         self.grow(total)
-        for name, part in self.form.encode(keys, values).items():
+        for name, part in self.form.quantise(keys, values).items():
             self.stored[name][:, :, new] = part
         self.positions[:, :, new] = positions[:, :, new]
         for name, number in state.items():

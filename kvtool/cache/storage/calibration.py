@@ -265,7 +265,7 @@ class Calibration(Part):
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         memory = self.memory
         if memory:
-            self.store.map_rows(change, len(memory["lse"]))
+            self.store.map_entries(change, len(memory["lse"]))
             self._memory = {name: change(number) for name, number in memory.items()}
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvtool.cache.storage.part import Part
 
 
-class Due(Part):
+class CutSchedule(Part):
     """How many tokens a layer will have seen when it is cut next.
 
     Nothing is counted while tokens are decoded: the layer counts what it has seen.
@@ -27,9 +27,9 @@ class Due(Part):
         self.spare = spare
         self.until: int | None = None
 
-    def copy(self) -> Due:
+    def copy(self) -> CutSchedule:
         """The same for a part of the layer's heads, whose cuts come at other times."""
-        return Due(self.spare)
+        return CutSchedule(self.spare)
 
     def clear(self) -> None:
         self.until = None

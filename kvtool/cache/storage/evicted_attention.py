@@ -74,7 +74,7 @@ def attend_chunks(
     begun: set[tuple[int, int]] = set()
     for chunk in fetched:
         keys, values, stored = chunk.wait(query.dtype)
-        own = chunk.row, chunk.heads
+        own = chunk.entry, chunk.heads
         found = attend_tokens(
             grouped[own][None],
             keys[None],
@@ -84,7 +84,7 @@ def attend_chunks(
             softcap,
         )
         part = found[0][0], found[1][0]
-        heads = {(chunk.row, head) for head in range(chunk.heads.start, chunk.heads.stop)}
+        heads = {(chunk.entry, head) for head in range(chunk.heads.start, chunk.heads.stop)}
         if heads & begun:
             part = join_attention(out[own], lse[own], *part)
         out[own], lse[own] = part

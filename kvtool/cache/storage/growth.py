@@ -28,12 +28,12 @@ class LayerBudget:
     whole: bool = False
 
     @classmethod
-    def of(cls, rows: list[int], device: torch.device | None = None) -> LayerBudget:
+    def of(cls, entries: list[int], device: torch.device | None = None) -> LayerBudget:
         """Make the budget of batch entries that may keep so many tokens each."""
-        low, high = min(rows), max(rows)
+        low, high = min(entries), max(entries)
         if low == high:
             return cls(high, low, high)
-        return cls(torch.tensor(rows, device=device)[:, None, None], low, high)
+        return cls(torch.tensor(entries, device=device)[:, None, None], low, high)
 
     def raised(self, new: list[int], device: torch.device) -> LayerBudget:
         """Return the budget with so many tokens more for each batch entry."""

@@ -37,12 +37,12 @@ class Segment:
     Attributes:
         tensors: keys, values and positions, (rows, kv_heads, slots, dim) and without dim, positions
             -1 where nothing is; for int8 keys and values are followed by their scales.
-        rows: which row of these each row of the batch has; None: its own.
+        entries: which row of these each row of the batch has; None: its own.
         whole: whether no position is -1.
     """
 
     tensors: tuple[Tensor, ...]
-    rows: tuple[int, ...] | None
+    entries: tuple[int, ...] | None
     whole: bool
 
     def __deepcopy__(self, memo: dict) -> Segment:
@@ -53,10 +53,10 @@ class Segment:
         """Tokens of a head."""
         return self.tensors[-1].shape[2]
 
-    def by_row(self) -> tuple[Tensor, ...]:
+    def by_entry(self) -> tuple[Tensor, ...]:
         """The tensors with a row for each row of the batch."""
-        rows = self.rows
-        return self.tensors if rows is None else tuple(t[list(rows)] for t in self.tensors)
+        entries = self.entries
+        return self.tensors if entries is None else tuple(t[list(entries)] for t in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Chunk:
     """Tokens of neighbouring heads of a row on their way to the device.
 
     Attributes:
-        row, heads: whose they are.
+        entry, heads: whose they are.
         tensors: as of a segment, without the first axis: (heads, tokens, ..).
         whole: whether no position is -1.
         arrival: what to wait for before they are used, on a GPU.
     """
 
-    row: int
+    entry: int
     heads: slice
     tensors: tuple[Tensor, ...]
     whole: bool
@@ -177,7 +177,7 @@ class Store:
         of times, and as often as it takes to fill a short segment.
         """
         before: list[Segment] = []
-        while self.segments and self.segments[-1].rows is None:
+        while self.segments and self.segments[-1].entries is None:
             if self.segments[-1].slots > max(slots, _JOINED):
                 break
             before.insert(0, self.segments.pop())
@@ -222,37 +222,39 @@ class Store:
         return iter(()) if first is None else chain([first], ahead)
 
     def _chunks(self, pairs: list[tuple[int, int]]) -> Iterator[Chunk]:
-        for row, heads in head_runs(pairs):
+        for entry, heads in head_runs(pairs):
             for segment in self.segments:
-                own = row if segment.rows is None else segment.rows[row]
+                own = entry if segment.entries is None else segment.entries[entry]
                 # a part of several heads would lie in pieces, which takes another copy to a GPU
                 each = [heads] if segment.slots <= _CHUNK else _one_by_one(heads)
                 for some in each:
                     for start in range(0, segment.slots, _CHUNK):
                         part = slice(start, start + _CHUNK)
                         tensors = tuple(t[own, some, part] for t in segment.tensors)
-                        yield Chunk(row, some, tensors, segment.whole)
+                        yield Chunk(entry, some, tensors, segment.whole)
             if self.staged:
-                tensors = tuple(t[row, heads] for t in self.staged_tokens())
-                yield Chunk(row, heads, tensors, self._staged_whole)
+                tensors = tuple(t[entry, heads] for t in self.staged_tokens())
+                yield Chunk(entry, heads, tensors, self._staged_whole)
 
-    def positions(self, row: int) -> Tensor:
+    def positions(self, entry: int) -> Tensor:
         """Positions of what is stored of a row of the batch, (kv_heads, tokens), -1 = nothing."""
         parts = [
-            segment.tensors[-1][row if segment.rows is None else segment.rows[row]]
+            segment.tensors[-1][entry if segment.entries is None else segment.entries[entry]]
             for segment in self.segments
         ]
         if self.staged:
-            parts.append(self.staged_tokens()[-1][row].cpu())
+            parts.append(self.staged_tokens()[-1][entry].cpu())
         return torch.cat(parts, -1)
 
     # ---- rows of the batch, and files
 
-    def map_rows(self, change: Callable[[Tensor], Tensor], batch: int) -> None:
+    def map_entries(self, change: Callable[[Tensor], Tensor], batch: int) -> None:
         """Let rows follow the batch: those on segments by their number, the others moved."""
         chosen = change(torch.arange(batch)).tolist()
         self.segments = [
-            replace(segment, rows=tuple((segment.rows or range(batch))[row] for row in chosen))
+            replace(
+                segment, entries=tuple((segment.entries or range(batch))[entry] for entry in chosen)
+            )
             for segment in self.segments
         ]
         if self.staging:
@@ -260,7 +262,7 @@ class Store:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a file holds of it, on the host."""
-        segments = [segment.by_row() for segment in self.segments]
+        segments = [segment.by_entry() for segment in self.segments]
         whole = [torch.cat(parts, 2) for parts in zip(*segments, strict=True)]
         named = {f"shelf.{i}": tensor for i, tensor in enumerate(whole)}
         return named | {f"gathered.{i}": t.cpu() for i, t in enumerate(self.staged_tokens())}

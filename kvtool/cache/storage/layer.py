@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvtool.cache.storage.batch_layer import BatchLayer
 from kvtool.cache.storage.buffers import SlotBuffers
-from kvtool.cache.storage.form import Form, make_form
 from kvtool.cache.storage.growth import Growth, LayerBudget, Sizing
 from kvtool.cache.storage.meter import ByteMeter
 from kvtool.cache.storage.part import Part
+from kvtool.cache.storage.slot_form import Form, make_form
 from kvtool.cache.storage.slots import Ragged, Slots
 from kvtool.cache.storage.tokens import TokenCounts
 from kvtool.policies.policy import Policy

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvtool.cache.storage.form import Form, Stored
 from kvtool.cache.storage.growth import Growth, Sizing
+from kvtool.cache.storage.slot_form import Form, Stored
 from kvtool.policies.heads import ALL_HERE, KVHeads
 
 State = dict[str, Tensor]
@@ -44,7 +44,7 @@ class SlotMemory:
         """Make empty slots."""
         self.form, self.kv_heads = form, kv_heads
         self.heads: KVHeads = ALL_HERE
-        sizes, sample = (batch, kv_heads, 0), form.encode(*form.sample)
+        sizes, sample = (batch, kv_heads, 0), form.quantise(*form.sample)
         self.stored: Stored = {
             name: _zeros(tensor, (*sizes, tensor.shape[-1])) for name, tensor in sample.items()
         }

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kvtool.cache.storage.due import Due
-from kvtool.cache.storage.form import CodedForm, Form
+from kvtool.cache.storage.due import CutSchedule
 from kvtool.cache.storage.growth import LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.rope_shift import RopeShift
+from kvtool.cache.storage.slot_form import CodedForm, Form
 from kvtool.cache.storage.slots import Slots
 from kvtool.maths.quantise import ChannelRanges
 from kvtool.policies.allocate.problem import UNLIMITED
@@ -156,7 +156,7 @@ def _bucket(
         form: of the lanes.
         uneven: whether their counts or budgets differ.
     """
-    own = (RopeShift.of(layer), Due.of(layer))
+    own = (RopeShift.of(layer), CutSchedule.of(layer))
     parts = [part.copy() for part in own if part is not None]
     bucket = SlotLayer(layer.index, layer.policy, parts=parts, meter=layer.sizing.meter)
     bucket.begin_as(layer, len(entries))

@@ -139,10 +139,10 @@ class Repetition:
 
     def longest_pass(self, tokens: int) -> int:
         """Return how many tokens a forward feeds at most that repeats a part of so many tokens."""
-        told = self.instructions
-        if told is None:
+        instructions = self.instructions
+        if instructions is None:
             return 0
-        around = max(len(told.first), len(told.later) + self.asked.lead)
+        around = max(len(instructions.first), len(instructions.later) + self.asked.lead)
         return around + min(tokens, self.asked.chunk)
 
     def repeat(self, weights: RepeatedWeights | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvtool.cache.storage.form import Form, Stored
+from kvtool.cache.storage.slot_form import Form, Stored
 
 
 class Slots(NamedTuple):

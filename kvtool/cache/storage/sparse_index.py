@@ -166,7 +166,7 @@ class IndexedEntries:
         if made:
             self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
 
-    def of_row(self, row: int, rows: slice) -> IndexedEntries:
+    def of_entry(self, row: int, rows: slice) -> IndexedEntries:
         """A copy for one of the rows, which goes its own way as `rows` of another batch."""
         return self.mapped(lambda t: t[row : row + 1].clone(), rows)
 
@@ -183,7 +183,7 @@ def _reordered(entries: Sequence[Entries], change: Callable[[Tensor], Tensor]) -
         return [entries[0].mapped(change, slice(0, len(rows)))]
     new = rows.tolist()
     alone = [each for each in entries if isinstance(each, IndexedEntries)]
-    return [alone[old].of_row(0, slice(i, i + 1)) for i, old in enumerate(new)]
+    return [alone[old].of_entry(0, slice(i, i + 1)) for i, old in enumerate(new)]
 
 
 def take_slots(buffer: Tensor, slots: Tensor) -> Tensor:

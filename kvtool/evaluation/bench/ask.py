@@ -92,7 +92,7 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
         read_so_far = True
         if goes_on and options.golden:
             space = " " if turn.answer_prefix else ""
-            talk.tell(space + ", ".join(turn.references))
+            talk.give_reference(space + ", ".join(turn.references))
         elif goes_on and cache.input_ids is not None:
             said = cache.input_ids[0, -answers[-1]["new_tokens"] :].tolist()
             ends = bench.model.generation_config.eos_token_id
@@ -107,7 +107,7 @@ class _Talk:
         self._frame, self._prompt = frame, prompt
         self._messages: list[Message] = []
         self._prefix = ""
-        self._told, self._heard = "", Answer("")
+        self._reference, self._heard = "", Answer("")
 
     def ask(self, turn: Turn, *, alone: bool) -> Piece:
         """Return what a turn feeds, up to where its answer begins.
@@ -123,20 +123,20 @@ class _Talk:
             whole = self._frame.prompt(self._messages)
             rest = rest_behind(whole, self._prompt.context)
             return Piece(self._prompt.context, rest + turn.answer_prefix)
-        said = Answer(prefix + self._told + self._heard.text, self._heard.end)
+        said = Answer(prefix + self._reference + self._heard.text, self._heard.end)
         self._messages = [*before, Message("assistant", said.text), Message("user", turn.question)]
         piece = self._frame.follow(self._messages, said)
-        if self._told and piece.before:  # the cache has not read the answer yet
+        if self._reference and piece.before:  # the cache has not read the answer yet
             piece = Piece(self._frame.prompt(before) + prefix, piece.text)
-        return Piece(piece.before, self._told + piece.text + turn.answer_prefix)
+        return Piece(piece.before, self._reference + piece.text + turn.answer_prefix)
 
-    def tell(self, answer: str) -> None:
+    def give_reference(self, answer: str) -> None:
         """Let the reference answer be fed with the next turn."""
-        self._told, self._heard = answer, Answer("")
+        self._reference, self._heard = answer, Answer("")
 
     def hear(self, answer: Answer) -> None:
         """Note what the model has said, which the cache holds."""
-        self._told, self._heard = "", answer
+        self._reference, self._heard = "", answer
 
 
 def _first_prompt(bench: Bench, sample: Sample, frame: Frame, *, conversation: bool) -> Prompt:
@@ -159,8 +159,8 @@ def _whole_length(
         text = frame.next + turn.question + frame.closing + turn.answer_prefix
         answer = _answer_tokens(bench, turn)
         if options.golden:
-            told = " " + ", ".join(turn.references)
-            answer = max(answer, bench.encode(told, special=False).shape[1])
+            reference = " " + ", ".join(turn.references)
+            answer = max(answer, bench.encode(reference, special=False).shape[1])
         turns.append(bench.encode(text, special=False).shape[1] + answer)
     context = bench.encode(prompt.context, special=prompt.special).shape[1]
     return context + (max(turns) if options.same_context else sum(turns))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.needs import needs
+from kvtool.evaluation.bench.needs import estimate_memory
 from kvtool.evaluation.samples.sample import Json, Sample
 from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.task import Task
@@ -158,7 +158,7 @@ class Estimate:
             for variant in variants
         }
         found = {
-            variant.name: needs(self.config, self.dtype, variant, text, memory)
+            variant.name: estimate_memory(self.config, self.dtype, variant, text, memory)
             for variant in variants
         }
         if self.protocol.shared_prefill and isinstance(task, Asking):

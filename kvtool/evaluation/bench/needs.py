@@ -50,7 +50,7 @@ def device_memory(
     return DeviceMemory(device=name, free_bytes=free, weights_bytes=weights)
 
 
-def needs(
+def estimate_memory(
     config: Any, dtype: str, variant: Variant, text: Text, memory: DeviceMemory
 ) -> CacheMemory:
     """Forecast what a variant holds of a prompt and its answer, and estimate what it needs.
@@ -95,7 +95,7 @@ def needs(
         kv_bytes=kv,
         state_bytes=held - kv,
         host_bytes=host,
-        full_bytes=kv_bytes(layers, tokens_held(layers, text.full)) * text.rows,
+        full_bytes=kv_bytes(layers, tokens_held(layers, text.full)) * text.sequences,
         peak_bytes=peak,
         fits=memory.holds(peak),
     )
@@ -156,7 +156,7 @@ def _on_host(
         return 0
     free = [layer for layer in layers if layer is not None and layer.window is None]
     grows = text.new if policy.score.when == "always" else 0
-    return text.rows * sum(
+    return text.sequences * sum(
         policy.on_evict.host_bytes(layer, max(0, text.prompt + grows - budget.tokens))
         for layer, budget in zip(free, budgets, strict=True)
     )
@@ -192,4 +192,4 @@ def _peak(
     )
     seen = max(stored) + text.new
     answering = computing_bytes(config, layers, policy, text, block=1, keys=seen, first=stored[0])
-    return max(reading * text.rows + computing, held + answering)
+    return max(reading * text.sequences + computing, held + answering)

@@ -73,10 +73,10 @@ def first_prompt(
     before: list[Message] = []
     if conversation:
         before, context = as_messages(json.loads(context)), ""
-        told = frame.prompt([*before, Message("user", "")])
-        told = told.removeprefix(frame.opening).removesuffix(frame.closing)
+        framed = frame.prompt([*before, Message("user", "")])
+        framed = framed.removeprefix(frame.opening).removesuffix(frame.closing)
         if max_length is not None:
-            _shorten(tokenizer, told, question, max_length, "error")
+            _shorten(tokenizer, framed, question, max_length, "error")
     elif max_length is not None:
         context = _shorten(tokenizer, context, question, max_length, truncate)
     whole = frame.prompt([*before, Message("user", context + turn.question)])

@@ -50,10 +50,10 @@ def look_at_records(
                     found = record.get("fingerprint")
                     if found is None:
                         unknown += record["key"] == key
-                    elif (told := difference(found, now)) is not None:
+                    elif (message := difference(found, now)) is not None:
                         message = (
                             f"`{store.folder}` holds an answer of `{variant.name}` to sample "
-                            f"`{sample.id}` of {job.task.name} that {told}"
+                            f"`{sample.id}` of {job.task.name} that {message}"
                         )
                         return Resumed(stale=UsageError(message, hint=WAYS_OUT))
     return Resumed(unknown)

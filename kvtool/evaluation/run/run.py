@@ -269,8 +269,8 @@ class Run:
         )
         if (claim := self.head.claim) is None:
             return document
-        told = {"claim": claim, "claim_verdict": judge_claim(claim, document)}
-        return document.model_copy(update=told)
+        judged = {"claim": claim, "claim_verdict": judge_claim(claim, document)}
+        return document.model_copy(update=judged)
 
     def _measured(self, variant: Variant, task: Task, entry: TaskSamples) -> Measured:
         if task.version != entry.version:

@@ -100,7 +100,7 @@ class Store:
         if not same:
             raise KvtoolError(f"folder `{self.own}` was deleted while the run was writing to it")
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Put the lines of all processes into one place, and cut off those not finished.
 
         Raises:
@@ -172,7 +172,7 @@ class Store:
 
     def clear(self) -> None:
         """Delete what earlier runs left here, and nothing that is not a run's."""
-        self.mend()
+        self.repair()
         for path in sorted((self.folder / "samples").rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         for name in _DOCUMENTS:

@@ -59,13 +59,13 @@ def wrong_answers(
     found = {}
     for entry in index.tasks:
         task = read_task(entry, store)
-        by_arm = []
+        by_variant = []
         for name in _chosen(results, task, most):
             configuration = place.configuration(variants[name], task)
             records = store.records(variants[name].folder, entry.task)
             wrong = _wrong_among(_of_this_run(records, configuration, entry), name, task)
-            by_arm.append(list(islice(wrong, most)))
-        found[entry.task] = _in_turn(by_arm, most)
+            by_variant.append(list(islice(wrong, most)))
+        found[entry.task] = _in_turn(by_variant, most)
     return found
 
 
@@ -75,10 +75,10 @@ def _chosen(results: ResultsDocument, task: Task, most: int) -> list[str]:
     if best is None or task.lower_is_better:
         return []
     scored = [(r.value, r.arm) for r in results.results if r.task == task.name]
-    erring = [(value, arm) for value, arm in scored if value is not None and value < best]
-    arms = [arm for _, arm in sorted(erring, key=lambda pair: -pair[0])]
-    step = (len(arms) - 1) / max(1, most - 1)
-    return [arms[i] for i in dict.fromkeys(round(i * step) for i in range(most)) if arms]
+    erring = [(value, variant) for value, variant in scored if value is not None and value < best]
+    variants = [variant for _, variant in sorted(erring, key=lambda pair: -pair[0])]
+    step = (len(variants) - 1) / max(1, most - 1)
+    return [variants[i] for i in dict.fromkeys(round(i * step) for i in range(most)) if variants]
 
 
 def _of_this_run(
@@ -91,7 +91,9 @@ def _of_this_run(
     return [(name, found) for name, found in keyed if found is not None and "error" not in found]
 
 
-def _wrong_among(records: list[tuple[str, Json]], arm: str, task: Task) -> Iterator[WrongAnswer]:
+def _wrong_among(
+    records: list[tuple[str, Json]], variant: str, task: Task
+) -> Iterator[WrongAnswer]:
     for sample, record in records:
         turns = record.get("turns") or [record]
         score = task.score(record).get(task.metric) if "prediction" in turns[0] else None
@@ -99,7 +101,7 @@ def _wrong_among(records: list[tuple[str, Json]], arm: str, task: Task) -> Itera
             continue
         place, turn = _first_miss(turns)
         yield WrongAnswer(
-            arm=arm,
+            arm=variant,
             sample=sample,
             question=place + 1 if len(turns) > 1 else None,
             answer=turn["prediction"],
@@ -117,13 +119,15 @@ def _first_miss(turns: list[Json]) -> tuple[int, Json]:
     return 0, turns[0]
 
 
-def _in_turn(by_arm: list[list[WrongAnswer]], most: int) -> list[WrongAnswer]:
+def _in_turn(by_variant: list[list[WrongAnswer]], most: int) -> list[WrongAnswer]:
     """Take one of each arm, then another of each, up to so many; return them arm by arm."""
-    taken = [0] * len(by_arm)
+    taken = [0] * len(by_variant)
     for place in range(most):
-        for rank, answers in enumerate(by_arm):
+        for rank, answers in enumerate(by_variant):
             if place < len(answers) and sum(taken) < most:
                 taken[rank] += 1
     return [
-        answer for count, answers in zip(taken, by_arm, strict=True) for answer in answers[:count]
+        answer
+        for count, answers in zip(taken, by_variant, strict=True)
+        for answer in answers[:count]
     ]

@@ -71,9 +71,12 @@ def ask(keys: Sequence[str], values: Sequence[str], max_new_tokens: int) -> Turn
     """
     asked = ", ".join(keys)
     if len(values) == 1:
-        what, told = f"What is the secret code for {asked}", f" The secret code for {asked}:"
+        what, opening = f"What is the secret code for {asked}", f" The secret code for {asked}:"
     elif len(keys) == 1:
-        what, told = f"What are the secret codes for {asked}", f" The secret codes for {asked}:"
+        what, opening = f"What are the secret codes for {asked}", f" The secret codes for {asked}:"
     else:
-        what, told = f"What are the secret codes for {asked}", f" The secret codes for {asked} are"
-    return Turn(f"\n Question: {what}? Answer:", tuple(values), max_new_tokens, told)
+        what, opening = (
+            f"What are the secret codes for {asked}",
+            f" The secret codes for {asked} are",
+        )
+    return Turn(f"\n Question: {what}? Answer:", tuple(values), max_new_tokens, opening)

@@ -118,8 +118,10 @@ def _sessions(row: Mapping[str, Any], where: str) -> str:
     parts: list[str] = []
     try:
         for date, session in sorted(zip(dates, sessions, strict=True), key=lambda pair: pair[0]):
-            told = "\n\n".join(f"{each['role']}: {each['content'].strip()}" for each in session)
-            parts.append(f"\n### Chat {len(parts) + 1}, {date}\n\n{told}\n")
+            session_text = "\n\n".join(
+                f"{each['role']}: {each['content'].strip()}" for each in session
+            )
+            parts.append(f"\n### Chat {len(parts) + 1}, {date}\n\n{session_text}\n")
     except (AttributeError, KeyError, TypeError):
         raise KvtoolError(
             f"{where}: `haystack_sessions` are no lists of messages with `role` and `content`"

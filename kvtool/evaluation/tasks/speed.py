@@ -129,7 +129,7 @@ class Speed(Task):
         from kvtool.generation import decode_step
         from kvtool.generation.compiled import CompiledDecoding
         from kvtool.generation.feeding import wait
-        from kvtool.generation.finite import broken_rows, explain
+        from kvtool.generation.finite import broken_entries, explain
 
         draws = torch.Generator().manual_seed(self.seed)
         vocabulary = bench.model.get_input_embeddings().weight.shape[0]
@@ -146,7 +146,7 @@ class Speed(Task):
         start = time.perf_counter()
         for _ in range(new):
             logits = step(bench.model, cache, logits.argmax(-1))
-        broken = bool(broken_rows(logits).any())  # waits for a GPU
+        broken = bool(broken_entries(logits).any())  # waits for a GPU
         bench.meter.count_decoding(cache, steps=new * batch, seconds=time.perf_counter() - start)
         if broken:
             raise explain(bench.model, ids[:1])

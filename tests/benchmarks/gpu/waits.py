@@ -21,7 +21,7 @@ from tests.benchmarks.gpu import speed
 from tests.benchmarks.gpu.results import Case, Record
 from tests.benchmarks.gpu.settings import Settings
 from tests.benchmarks.gpu.speed import budget_of, models, policy_for
-from tests.benchmarks.serving import answer_as_rows_end, make_prompts, row_bytes
+from tests.benchmarks.serving import answer_as_rows_end, make_prompts, sequence_bytes
 from tests.benchmarks.speed import dynamic_prompt, kvtool_prompt, median_ratio, time_steps
 
 TITLE = "whole prompts, profiles, CaliDrop, eager steps, many prompts, beside their baselines"
@@ -142,7 +142,7 @@ def serving(settings: Settings, policy: str) -> Record:
     count, longest, new = (4, 96, 8) if settings.tiny else (24, 8192, 128)
     prompts = make_prompts(ours, count, longest, new)
     prompts = [replace(each, ids=each.ids.to(settings.device)) for each in prompts]
-    memory = (1 if settings.tiny else 4) * row_bytes(ours, "full", None, longest, new)
+    memory = (1 if settings.tiny else 4) * sequence_bytes(ours, "full", None, longest, new)
     arms = (("full", None), (policy_for(policy, settings), Budget.parse("25%")))
     ends, ours.generation_config.eos_token_id = ours.generation_config.eos_token_id, None
     try:

@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import kvtool
 from kvtool.documents.memory import DeviceMemory
-from kvtool.evaluation.bench.needs import needs
+from kvtool.evaluation.bench.needs import estimate_memory
 from kvtool.generation import decode_step, prefill
 from kvtool.models.weights import weight_bytes
 from kvtool.planning.forecast import Text
@@ -58,7 +58,7 @@ def run(model, arm, rows=1):
 def test_the_peak_is_near_what_lives_at_a_time(model, name, mode):
     arm = arm_of(name, mode)
     run(model, arm)  # what is made once is there
-    told = needs(model.config, "float32", arm, Text(PROMPT, NEW), NOTHING).peak_bytes
+    told = estimate_memory(model.config, "float32", arm, Text(PROMPT, NEW), NOTHING).peak_bytes
     measured = most_alive(lambda: run(model, arm))
     assert LEAST * measured < told < MOST * measured
 
@@ -66,7 +66,8 @@ def test_the_peak_is_near_what_lives_at_a_time(model, name, mode):
 def test_rows_take_their_share(model):
     arm = arm_of("h2o@64", "full")
     one, four = (
-        needs(model.config, "float32", arm, Text(PROMPT, NEW, rows), NOTHING) for rows in (1, 4)
+        estimate_memory(model.config, "float32", arm, Text(PROMPT, NEW, rows), NOTHING)
+        for rows in (1, 4)
     )
     assert four.kv_bytes == 4 * one.kv_bytes
     assert 3.9 * one.peak_bytes < four.peak_bytes <= 4 * one.peak_bytes
@@ -80,7 +81,9 @@ def test_weights_of_long_prompts_take_a_tile(model, rows, monkeypatch):
     """However many rows there are."""
     monkeypatch.setattr("tests.evaluation.bench.test_needs.PROMPT", LONG_PROMPT)
     arm = arm_of("h2o@64", "full")
-    told = needs(model.config, "float32", arm, Text(LONG_PROMPT, NEW, rows), NOTHING).peak_bytes
+    told = estimate_memory(
+        model.config, "float32", arm, Text(LONG_PROMPT, NEW, rows), NOTHING
+    ).peak_bytes
     measured = most_alive(lambda: run(model, arm, rows))
     assert LEAST * measured < told < MOST * measured
 
@@ -90,7 +93,9 @@ def test_weights_and_host_memory_are_in_the_peak(model):
     found = {}
     for device, weights in (("cpu", 0), ("cpu", 1000), ("cuda:0", 0), ("cpu", None)):
         memory = DeviceMemory(device=device, free_bytes=2**20, weights_bytes=weights)
-        found[device, weights] = needs(model.config, "float32", arm, Text(PROMPT, NEW), memory)
+        found[device, weights] = estimate_memory(
+            model.config, "float32", arm, Text(PROMPT, NEW), memory
+        )
     plain = found["cpu", 0]
     assert found["cpu", 1000].peak_bytes == plain.peak_bytes + 1000
     assert plain.peak_bytes - found["cuda:0", 0].peak_bytes == plain.host_bytes > 0
@@ -106,7 +111,7 @@ def test_weights_of_families(name):
     held = sum(each.numel() * each.element_size() for each in tensors)
     assert weight_bytes(model.config, "float32") == held
     (arm,) = make_variants(["streaming"], ["40"], baseline=False)
-    assert needs(model.config, "float32", arm, Text(90, 4), NOTHING).peak_bytes > 0
+    assert estimate_memory(model.config, "float32", arm, Text(90, 4), NOTHING).peak_bytes > 0
 
 
 def test_half_as_wide_weights_take_half_the_bytes(model):

@@ -52,7 +52,7 @@ def test_lines_of_processes_are_read_where_they_are_and_then_put_together(tmp_pa
     assert not (tmp_path / "results.json").exists()
     assert first.records("h2o", "suite/task") == {"a": record("a", n=2)}
     assert set(first.records("h2o", "other")) == {"b"}
-    first.mend()
+    first.repair()
     assert not (tmp_path / "parts").exists()
     lines = (tmp_path / "samples/h2o/suite/task.jsonl").read_text().splitlines()
     assert [json.loads(line)["n"] for line in lines] == [1, 2]
@@ -64,11 +64,11 @@ def test_a_process_that_still_runs_is_left_alone(tmp_path):
     first, second = Store(tmp_path), Store(tmp_path, 1)
     with second.locked():
         second.append("h2o", "niah", record("a"))
-        for act in (first.mend, first.clear):
+        for act in (first.repair, first.clear):
             with pytest.raises(UsageError, match="another run is writing to"):
                 act()
         second.append("h2o", "niah", record("b"))
-    first.mend()
+    first.repair()
     assert set(first.records("h2o", "niah")) == {"a", "b"}
 
 

@@ -125,7 +125,7 @@ def test_an_unfinished_last_line_is_measured_again(loaded, counter, store):
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     assert missing(jobs, PLACE, store) == 1
-    store.mend()
+    store.repair()
     assert run(jobs, loaded, store) == ["echo"]
     before, after = whole.splitlines(), path.read_bytes().splitlines()
     assert before[:2] == after[:2]

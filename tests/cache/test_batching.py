@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.rows import append_rows
+from kvtool.cache.batching import append_entries
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.table import describe
@@ -133,7 +133,7 @@ def test_a_row_that_joins_is_what_it_is_alone(policy, budget):
     alone = [run_alone(model, policy, budget, *text) for text in texts]
     cache, logits = read(model, policy, budget, *texts[0][:2])
     other, more = read(model, policy, budget, *texts[1][:2])
-    append_rows(cache, [other])
+    append_entries(cache, [other])
     assert (cache.get_seq_length(), cache.tokens_seen()) == (60, [37, 60])
     assert not any(layer.is_initialized for layer in other.slot_layers)
     logits, place, rows, together = torch.cat([logits, more]), [0, 0], [0, 1], False
@@ -147,7 +147,7 @@ def test_a_row_that_joins_is_what_it_is_alone(policy, budget):
             caches, more = zip(
                 *(read(model, policy, budget, *text[:2]) for text in texts[2:]), strict=True
             )
-            append_rows(cache, caches)
+            append_entries(cache, caches)
             logits, place, rows = torch.cat([logits[:1], *more]), [5, 0, 0], [0, 2, 3]
         if step < 14:
             logits = decode_step(model, cache, logits.argmax(-1))
@@ -176,7 +176,7 @@ def test_rows_that_cannot_join_are_refused_with_the_reason(policy):
     model = kvtool.attach(peaky_model("llama"))
     cache = kvtool.build_cache(model, policy, 20)
     with pytest.raises(KvtoolError, match="cannot join a running batch: "):
-        append_rows(cache, [kvtool.build_cache(model, policy, 20)])
+        append_entries(cache, [kvtool.build_cache(model, policy, 20)])
 
 
 @pytest.mark.few(2)
@@ -186,7 +186,7 @@ def test_layers_decide_alone_while_a_mask_may_leave_a_row_out(policy):
     texts, tokens = [(37, 1), (60, 2)], random_ids(9, seed=5, batch=2)
     alone = [read(model, policy, BUDGETS[0], *text)[0] for text in texts]
     cache, _ = read(model, policy, BUDGETS[0], *texts[0])
-    append_rows(cache, [read(model, policy, BUDGETS[0], *texts[1])[0]])
+    append_entries(cache, [read(model, policy, BUDGETS[0], *texts[1])[0]])
     for step in range(9):
         new = tokens[:, step]
         if step in (4, 5):  # the second row has padding in place of a token
@@ -220,9 +220,9 @@ def test_rows_of_every_family_join_or_are_refused(family):
         )
         if family in RECURRENT:
             with pytest.raises(KvtoolError, match="the model has recurrent layers"):
-                append_rows(cache, others)
+                append_entries(cache, others)
             continue
-        append_rows(cache, others)
+        append_entries(cache, others)
         logits = torch.cat([logits, *more])
         for step in range(13):
             expected = torch.stack([own[step] for own in alone])
@@ -237,7 +237,7 @@ def test_rows_in_bfloat16_hold_what_they_hold_alone(policy):
     texts = [(37, 1), (60, 2)]
     alone = [read(model, policy, (20, "full"), *text)[0] for text in texts]
     cache, _ = read(model, policy, (20, "full"), *texts[0])
-    append_rows(cache, [read(model, policy, (20, "full"), *texts[1])[0]])
+    append_entries(cache, [read(model, policy, (20, "full"), *texts[1])[0]])
     assert cache.slot_layers[0].slots.stored["keys"].dtype in (torch.bfloat16, torch.int8)
     for row, own in enumerate(alone):
         same_row(cache, own, row)

@@ -82,11 +82,11 @@ class Form:
         """Return the form of other batch entries."""
         return self
 
-    def encode(self, keys: Tensor, values: Tensor) -> Stored:
+    def quantise(self, keys: Tensor, values: Tensor) -> Stored:
         """Return what is stored of keys and values."""
         return {"keys": keys, "values": values}
 
-    def decode(self, stored: Stored) -> tuple[Tensor, Tensor]:
+    def dequantise(self, stored: Stored) -> tuple[Tensor, Tensor]:
         """Return keys and values in the dtype of the model."""
         return stored["keys"], stored["values"]
 
@@ -94,11 +94,11 @@ class Form:
         """Return what is stored and a block behind it, in the dtype of the model."""
         return torch.cat([stored["keys"], keys], 2), torch.cat([stored["values"], values], 2)
 
-    def decode_keys(self, stored: Stored) -> Tensor:
+    def dequantise_keys(self, stored: Stored) -> Tensor:
         """Return the keys alone."""
         return stored["keys"]
 
-    def decode_values(self, stored: Stored) -> Tensor:
+    def dequantise_values(self, stored: Stored) -> Tensor:
         """Return the values alone."""
         return stored["values"]
 
@@ -165,7 +165,7 @@ class CodedForm(Form):
         Raises:
             KvtoolError: such keys or values.
         """
-        decoded = self.decode(self.encode(keys, values))
+        decoded = self.dequantise(self.quantise(keys, values))
         for kind, numbers, rounded in zip(("keys", "values"), (keys, values), decoded, strict=True):
             lost = lost_share(numbers, rounded)
             if lost > _LOST:
@@ -175,17 +175,17 @@ class CodedForm(Form):
                     hint="do without a codec, or try fp8, which rounds each number by its own size",
                 )
 
-    def encode(self, keys: Tensor, values: Tensor) -> Stored:
+    def quantise(self, keys: Tensor, values: Tensor) -> Stored:
         if self.shifted:
             keys, values = self.ranges.narrow(keys), values.float()
         if keys.shape == values.shape:  # both at once, which are turned alike
             codes, scales = self.codec.encode(
-                _turned(torch.stack([keys, values]), self.rotations[0])
+                _rotated(torch.stack([keys, values]), self.rotations[0])
             )
             (key_codes, value_codes), (key_scales, value_scales) = codes.unbind(), scales.unbind()
         else:
-            key_codes, key_scales = self.codec.encode(_turned(keys, self.rotations[0]))
-            value_codes, value_scales = self.codec.encode(_turned(values, self.rotations[1]))
+            key_codes, key_scales = self.codec.encode(_rotated(keys, self.rotations[0]))
+            value_codes, value_scales = self.codec.encode(_rotated(values, self.rotations[1]))
         return {
             "keys": key_codes,
             "values": value_codes,
@@ -193,19 +193,19 @@ class CodedForm(Form):
             "value_scales": value_scales,
         }
 
-    def decode(self, stored: Stored) -> tuple[Tensor, Tensor]:
-        return self.decode_keys(stored), self.decode_values(stored)
+    def dequantise(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        return self.dequantise_keys(stored), self.dequantise_values(stored)
 
     def join(self, stored: Stored, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return (
-            _behind(stored, keys, self.decode_keys),
-            _behind(stored, values, self.decode_values),
+            _behind(stored, keys, self.dequantise_keys),
+            _behind(stored, values, self.dequantise_values),
         )
 
-    def decode_keys(self, stored: Stored) -> Tensor:
-        return self._turned_back(self.rounded_keys(stored), 0)
+    def dequantise_keys(self, stored: Stored) -> Tensor:
+        return self._rotated_back(self.rounded_keys(stored), 0)
 
-    def turned_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+    def rotated_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what is multiplied with the rounded keys in place of a query, and what is missing.
 
         Args:
@@ -217,10 +217,10 @@ class CodedForm(Form):
         constant, rotation = None, self.rotations[0]
         if self.shifted:
             query, constant = self.ranges.of_query(query)
-        return (query if rotation is None else rotation.turn(query)), constant
+        return (query if rotation is None else rotation.rotate(query)), constant
 
-    def decode_values(self, stored: Stored) -> Tensor:
-        return self._turned_back(self.rounded_values(stored), 1)
+    def dequantise_values(self, stored: Stored) -> Tensor:
+        return self._rotated_back(self.rounded_values(stored), 1)
 
     def rounded_keys(self, stored: Stored) -> Tensor:
         """Return the keys as they have been rounded, narrowed and rotated: float32."""
@@ -230,9 +230,9 @@ class CodedForm(Form):
         """Return the values as they have been rounded, rotated: float32."""
         return self.codec.decode(stored["values"], stored["value_scales"])
 
-    def _turned_back(self, vectors: Tensor, which: int) -> Tensor:
+    def _rotated_back(self, vectors: Tensor, which: int) -> Tensor:
         rotation = self.rotations[which]
-        back = vectors if rotation is None else rotation.turn_back(vectors)
+        back = vectors if rotation is None else rotation.rotate_back(vectors)
         if which == 0 and self.shifted:
             back = self.ranges.widen(back)
         return back.to(self.sample[which].dtype)
@@ -257,19 +257,19 @@ def take_stored(stored: Stored, slots: Tensor) -> Stored:
     return {name: take(tensor, slots) for name, tensor in stored.items()}
 
 
-def _behind(stored: Stored, block: Tensor, decode: Callable[[Stored], Tensor]) -> Tensor:
+def _behind(stored: Stored, block: Tensor, dequantise: Callable[[Stored], Tensor]) -> Tensor:
     """Decode slice by slice to where a block follows."""
     kept, new = stored["keys"].shape[2], block.shape[2]
     joined = block.new_empty((*block.shape[:2], kept + new, block.shape[3]))
     for start in range(0, kept, SLICE):
         own = slice(start, min(start + SLICE, kept))
-        joined[:, :, own] = decode({name: tensor[:, :, own] for name, tensor in stored.items()})
+        joined[:, :, own] = dequantise({name: tensor[:, :, own] for name, tensor in stored.items()})
     joined[:, :, kept:] = block
     return joined
 
 
-def _turned(vectors: Tensor, rotation: RandomRotation | None) -> Tensor:
-    return vectors if rotation is None else rotation.turn(vectors)
+def _rotated(vectors: Tensor, rotation: RandomRotation | None) -> Tensor:
+    return vectors if rotation is None else rotation.rotate(vectors)
 
 
 def _empty(like: Tensor) -> Tensor:

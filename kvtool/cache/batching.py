@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.storage.form import CodedForm
 from kvtool.cache.storage.growth import Growth, LayerBudget
 from kvtool.cache.storage.head_budgets import HeadBudgets
 from kvtool.cache.storage.layer import SlotLayer
 from kvtool.cache.storage.ragged import to_ragged
+from kvtool.cache.storage.slot_form import CodedForm
 from kvtool.cache.storage.slots import Slots
 from kvtool.errors import KvtoolError
 from kvtool.policies.evicted.calidrop import CaliDrop
@@ -38,11 +38,11 @@ def why_apart(policy: Policy) -> str | None:
 
 
 @torch.no_grad()
-def append_rows(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -> None:
+def append_entries(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -> None:
     """Put the rows of other caches behind those of one, between two forwards.
 
     Each row goes on as it would alone: its slots, statistics, budgets and counts come along. Then
-    `keep_rows` lets rows go that have ended. The others are empty afterwards.
+    `keep_entries` lets rows go that have ended. The others are empty afterwards.
     One device sync a layer.
 
     Args:
@@ -66,7 +66,7 @@ def append_rows(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -> N
         each.static.forget()
     spreads = [each.budgets.spreads for each in (cache, *others)]
     cache.budgets.reindex(_same)
-    known = [row for own in spreads if own is not None for row in own]
+    known = [entry for own in spreads if own is not None for entry in own]
     cache.budgets.load(known if spreads[0] is not None else None)
     cache.remember(None)
     cache.join_rope(others)
@@ -75,14 +75,14 @@ def append_rows(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -> N
 
 
 @torch.no_grad()
-def keep_rows(cache: KVCache, rows: Tensor, coming: int = 0) -> None:
+def keep_entries(cache: KVCache, entries: Tensor, coming: int = 0) -> None:
     """Let all other rows go, with the slots that only they had filled; one device sync a layer.
 
     Args:
-        rows: (count,) int64.
-        coming: as for `append_rows`.
+        entries: (count,) int64.
+        coming: as for `append_entries`.
     """
-    cache.batch_select_indices(rows)
+    cache.batch_select_indices(entries)
     for layer in cache.slot_layers:
         if layer.appends and layer.ragged is None:  # those that evict are as wide as their budget
             layer.slots.replace(_packed(layer))
@@ -131,8 +131,8 @@ def _spread_over_heads(layer: SlotLayer) -> None:
     """Say of heads that have not been told apart yet that each may keep the layer's budget."""
     part, tokens = HeadBudgets.of(layer), torch.as_tensor(layer.budget.tokens)
     if part is not None:
-        rows = tokens.flatten()[:, None].to(layer.slots.device)
-        part.assign(rows.expand(layer.batch_size, layer.slots.kv_heads).clone())
+        entries = tokens.flatten()[:, None].to(layer.slots.device)
+        part.assign(entries.expand(layer.batch_size, layer.slots.kv_heads).clone())
 
 
 def _packed(layer: SlotLayer) -> Slots:
@@ -175,8 +175,8 @@ def _joined(budgets: Sequence[tuple[LayerBudget, int]], device: torch.device) ->
     high = max(budget.max_budget for budget, _ in budgets)
     if low == high:
         return budgets[0][0]
-    rows = [
+    entries = [
         torch.as_tensor(budget.tokens, device=device).reshape(-1, 1, 1).expand(batch, 1, 1)
         for budget, batch in budgets
     ]
-    return LayerBudget(torch.cat(rows), low, high)
+    return LayerBudget(torch.cat(entries), low, high)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import StepContext
-from kvtool.cache.storage.form import Stored
 from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.storage.slot_form import Stored
 
 _LOCAL = threading.local()
 
 
 @dataclass(frozen=True)
-class Lent:
+class SharedKV:
     """Keys and values of a layer that others read.
 
     Attributes:
@@ -40,28 +40,28 @@ class Lent:
     stored: Stored | None = None
 
 
-def lend(lent: Lent) -> None:
+def share_kv(shared: SharedKV) -> None:
     """Keep what a layer attends to, until the forward of this thread has ended."""
-    _all()[lent.layer.index] = lent
+    _all()[shared.layer.index] = shared
 
 
-def find_lent(key: Tensor) -> Lent | None:
+def find_shared_kv(key: Tensor) -> SharedKV | None:
     """Return what was lent together with these keys, None where they are not lent."""
-    return next((lent for lent in _all().values() if lent.key is key), None)
+    return next((shared for shared in _all().values() if shared.key is key), None)
 
 
-def any_lent() -> bool:
+def any_shared_kv() -> bool:
     """Say whether the running forward of this thread has lent anything."""
     return bool(_all())
 
 
-def forget_lent() -> None:
+def forget_shared_kv() -> None:
     """Drop what the forward of this thread has lent."""
-    _LOCAL.lent = {}
+    _LOCAL.shared = {}
 
 
-def _all() -> dict[int, Lent]:
-    found: dict[int, Lent] | None = getattr(_LOCAL, "lent", None)
+def _all() -> dict[int, SharedKV]:
+    found: dict[int, SharedKV] | None = getattr(_LOCAL, "lent", None)
     if found is None:
-        found = _LOCAL.lent = {}
+        found = _LOCAL.shared = {}
     return found
