@@ -7,8 +7,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kvtool.cache.storage import layer
-from kvtool.cache.storage.slot_form import CodedForm, Form
+from kvtool.cache.slots import layer
+from kvtool.cache.slots.slot_form import CodedForm, Form
 from kvtool.policies.grammar import parse_policy
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import kvtool
-from kvtool.cache.storage.repetition import Instructions
+from kvtool.cache.features.repetition import Instructions
 
 SINK = 1  # the token that attracts queries
 SIZES = {

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.storage.growth import Growth, LayerBudget
-from kvtool.cache.storage.head_budgets import HeadBudgets
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.ragged import to_ragged
-from kvtool.cache.storage.slot_form import CodedForm
-from kvtool.cache.storage.slots import Slots
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.slots.buffers import Slots
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.memory import Growth, LayerBudget
+from kvtool.cache.slots.ragged import to_ragged
+from kvtool.cache.slots.slot_form import CodedForm
 from kvtool.errors import KvtoolError
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.policy import Policy

@@ -12,24 +12,21 @@ from transformers import PreTrainedModel
 from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.attach import attach
 from kvtool.cache.hooks.attachment import attachment, uncompiled
-from kvtool.cache.hooks.head_ranks import rank_model
+from kvtool.cache.hooks.probes import find_query_rotations, find_rotations, rank_model
 from kvtool.cache.hooks.rope import length_rope
-from kvtool.cache.hooks.rope_probe import find_query_rotations, find_rotations
 from kvtool.cache.layers import attention_layers, check_layers, check_shared
-from kvtool.cache.storage.tensor_parallel import shards_of
-from kvtool.cache.text import ModelLink
+from kvtool.cache.settings import ModelLink
+from kvtool.cache.slots.tensor_parallel import shards_of
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
 from kvtool.errors import UsageError
 from kvtool.model_shape import layer_shapes
+from kvtool.planning.bytes import check_dims
 from kvtool.planning.derived import check_derived, check_plan
-from kvtool.planning.held import planned_heads
-from kvtool.planning.run import check_run
-from kvtool.planning.slots import check_dims
+from kvtool.planning.held import check_run, planned_heads
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy
-from kvtool.policies.policy import Policy
-from kvtool.policies.whole_prompt import check_blocks
+from kvtool.policies.policy import Policy, check_blocks
 from kvtool.sizes import Budget, parse_prefill
 
 

@@ -1,34 +1,137 @@
-"""The cache that transformers holds: what it does with forwards, prompts and steps."""
+"""The cache that transformers holds: what it does with forwards, prompts and steps.
+
+What a cache says of itself when it is printed.
+
+A cache whose prompt is repeated: forwards that are not stored, and the cut that follows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from html import escape
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvtool.cache.in_words import InWords
-from kvtool.cache.repeats import beside_slots
+from kvtool.cache.features.repetition import RepeatedWeights
+from kvtool.cache.features.sparse_index import SparseIndex
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.tensor_parallel import heads_of_layer
 from kvtool.cache.state import CacheState
-from kvtool.cache.steps.call import Call, StepContext
-from kvtool.cache.steps.cut_block import cut_deferred
-from kvtool.cache.steps.pending import (
+from kvtool.cache.steps.block import cut_deferred
+from kvtool.cache.steps.call import (
     IMPLEMENTATION,
+    Call,
     MaskTarget,
     PendingStep,
+    RowNorms,
+    StepContext,
     check_attended,
     set_mask_target,
     set_pending,
 )
-from kvtool.cache.steps.row_norms import RowNorms
+from kvtool.cache.steps.repeat import cut_repeated
 from kvtool.cache.steps.sparse import build_index
 from kvtool.cache.steps.static import may_grow, reserve_slots
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.sparse_index import SparseIndex
-from kvtool.cache.storage.tensor_parallel import heads_of_layer
+from kvtool.documents.document import view
+from kvtool.documents.generation import CacheSection
 from kvtool.sizes import DEFAULT_BLOCK
+
+
+class InWords:
+    """A cache that says what it holds, as the commands do."""
+
+    def __str__(self: Any) -> str:
+        return CacheSection.of(self.report()).in_words()
+
+    def __repr__(self: Any) -> str:
+        budget = "" if self.budget is None else f", budget {self.budget}"
+        return f"<{type(self).__name__} {self.policy}{budget}: {self}>"
+
+    def _repr_html_(self: Any) -> str:
+        return f"<p><code>{escape(str(self.policy))}</code>: {escape(str(self))}</p>"
+
+    def show(self, tokenizer: Any = None, *, input_ids: Tensor | None = None, row: int = 0) -> Any:
+        """Show the text token by token, each with the share of layers and heads that hold it.
+
+        Scores, merged tokens and those that a reader has read are told of where `record` was called
+        before the text was read.
+
+        Args:
+            tokenizer: None takes that of the folder or hub ID that the model came from.
+            input_ids: (batch, n) the text, padding on its left; None takes what the cache knows,
+                unless plain forwards fed it: only their caller knows where padding was.
+            row: the batch entry.
+
+        Returns:
+            A `kvtool.report.kept.text.KeptText`: `print` it, `save("kept.html")` it, or let a
+            notebook show it.
+
+        Raises:
+            UsageError: nothing has been read, or nobody knows the text.
+            KvtoolError: the tokenizer cannot be loaded.
+        """
+        return view().kept_text(self, tokenizer, input_ids=input_ids, row=row)
+
+
+@contextmanager
+def repeating(cache: CacheState, weights: RepeatedWeights) -> Iterator[None]:
+    """Take the forwards inside as repetitions: their weights are noted, and nothing is stored."""
+    with cache.rollback() if cache.recurrent else nullcontext():
+        if cache.repetition is None:
+            raise RuntimeError(f"policy `{cache.policy}` has nothing repeated")
+        cache.repetition.repeat(weights)
+        try:
+            yield
+        finally:
+            cache.repetition.repeat(None)
+
+
+def beside_slots(layer: SlotLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values to attend to, of the slots and of tokens that are not stored."""
+    layer.compact()
+    joined = layer.slots.joined(keys, values)
+    layer.sizing.meter.run(sum(each.nbytes for each in joined))
+    return joined
+
+
+def entry_budgets(cache: CacheState) -> list[int]:
+    """Return the least that a layer may keep of each batch entry; without budgets, all of it."""
+    entries: list[list[int]] = []
+    for layer in _free(cache):
+        tokens = layer.budget.tokens
+        if isinstance(tokens, Tensor):
+            entries.append(tokens.flatten().tolist())
+        else:
+            entries.append([tokens] * layer.batch_size)
+    if not entries:
+        return cache.tokens_seen()
+    return [min(entry) for entry in zip(*entries, strict=True)]
+
+
+def end_repetition(
+    cache: CacheState, weights: RepeatedWeights | None, spans: Sequence[tuple[int, int]]
+) -> None:
+    """Cut a prompt by the weights of its repetition; what comes from here on is appended.
+
+    Args:
+        weights: None where all of it fits.
+        spans: first and last position, excluded, of what was repeated of each batch entry.
+    """
+    layers = _free(cache)
+    if weights is not None:
+        cut_repeated(layers, weights, spans)
+    for layer in layers:
+        layer.grow_exactly(False)
+    if cache.repetition is not None:
+        cache.repetition.end()
+
+
+def _free(cache: CacheState) -> list[SlotLayer]:
+    return [layer for layer in cache.slot_layers if layer.window is None]
+
 
 _PARTS = 512  # ids of so many forwards are held apart
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.sparse_index import SparseIndex
-from kvtool.cache.storage.trace import TOP, Trace
+from kvtool.cache.features.calidrop import Calibration
+from kvtool.cache.features.sparse_index import SparseIndex
+from kvtool.cache.features.trace import TOP, Trace
+from kvtool.cache.slots.layer import SlotLayer
 
 if TYPE_CHECKING:
     from kvtool.cache.state import CacheState

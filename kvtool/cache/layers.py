@@ -6,28 +6,24 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
 
-from kvtool.cache.steps.pending import IMPLEMENTATION
-from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.chunked import ChunkedSlotLayer
-from kvtool.cache.storage.deferred_cut import Deferred
-from kvtool.cache.storage.due import CutSchedule
-from kvtool.cache.storage.head_budgets import HeadBudgets
-from kvtool.cache.storage.hybrid import HybridSlotLayer
-from kvtool.cache.storage.last_queries import LastQueries
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.merge_memory import MergeMemory
-from kvtool.cache.storage.meter import ByteMeter
-from kvtool.cache.storage.moments import Moments
-from kvtool.cache.storage.parents import Parents
-from kvtool.cache.storage.part import Part
-from kvtool.cache.storage.query_window import QueryWindow
-from kvtool.cache.storage.rope_shift import RopeShift
-from kvtool.cache.storage.sparse_index import SparseIndex
+from kvtool.cache.features.calidrop import Calibration
+from kvtool.cache.features.cut_schedule import CutSchedule
+from kvtool.cache.features.deferred_cut import Deferred
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.merge_memory import MergeMemory
+from kvtool.cache.features.parents import Parents
+from kvtool.cache.features.queries import LastQueries, Moments, QueryWindow
+from kvtool.cache.features.rope_shift import RopeShift
+from kvtool.cache.features.sparse_index import SparseIndex
+from kvtool.cache.slots.layer import ChunkedSlotLayer, HybridSlotLayer, SlotLayer
+from kvtool.cache.slots.memory import ByteMeter
+from kvtool.cache.slots.part import Part
+from kvtool.cache.steps.call import IMPLEMENTATION
 from kvtool.errors import KvtoolError
-from kvtool.maths.rope import Rotation
+from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import FREE, SLIDING, stores_latents
 from kvtool.policies.evicted.calidrop import CaliDrop
-from kvtool.policies.evicted.merging import Merging
+from kvtool.policies.evicted.eviction import Merging
 from kvtool.policies.parts import Evidence
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency

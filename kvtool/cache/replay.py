@@ -7,9 +7,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.steps.call import Call, Placement
-from kvtool.cache.steps.known_columns import KnownColumns
-from kvtool.cache.steps.pending import PendingStep
+from kvtool.cache.steps.block import KnownColumns
+from kvtool.cache.steps.call import Call, PendingStep, Placement
 from kvtool.cache.steps.step import run_step
 from kvtool.errors import KvtoolError
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.policies.heads import KVHeads
+from kvtool.cache.features.calidrop import Calibration
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.policies.numbers import KVHeads
 
 
 @dataclass(frozen=True)

@@ -13,27 +13,24 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from kvtool.cache.budgets.in_tokens import ModelFacts
-from kvtool.cache.budgets.stored import StoredBudgets
-from kvtool.cache.forward_state import ForwardState
+from kvtool.cache.budgets import ModelFacts, StoredBudgets
+from kvtool.cache.features.head_budgets import rank_heads
+from kvtool.cache.features.repetition import Repetition
+from kvtool.cache.features.trace import Trace
 from kvtool.cache.layers import make_layers
 from kvtool.cache.report import CacheReport, make_report
 from kvtool.cache.rope_lengths import RopeChoice, RopeLengths
+from kvtool.cache.settings import CacheSettings, ForwardState, ModelLink, Text
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.memory import ByteMeter
 from kvtool.cache.steps.groups import LayerGroups
 from kvtool.cache.steps.static import StaticSteps
 from kvtool.cache.steps.surprisal import Surprisals
-from kvtool.cache.storage.head_budgets import rank_heads
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.meter import ByteMeter
-from kvtool.cache.storage.repetition import Repetition
-from kvtool.cache.storage.trace import Trace
-from kvtool.cache.text import CacheSettings, ModelLink, Text
 from kvtool.documents.messages import Said
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.maths.rope import Rotation
-from kvtool.policies.policy import Policy
-from kvtool.policies.whole_prompt import reads_whole
+from kvtool.maths.rotation import Rotation
+from kvtool.policies.policy import Policy, reads_whole
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:

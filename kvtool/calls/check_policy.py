@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvtool.errors import KvtoolError, PolicyError, in_one_line
-from kvtool.policies.compose import compose
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.parts import Read, Score
-from kvtool.policies.policy import Policy
+from kvtool.policies.policy import Policy, compose
 
 if TYPE_CHECKING:
     from kvtool.calls.policy_checks import Subject

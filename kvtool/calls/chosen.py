@@ -77,7 +77,7 @@ def _check_heads(settings: PromptSettings, policy: Policy) -> None:
     if policy.codec is None:
         return
     from kvtool.model_shape import layer_shapes
-    from kvtool.planning.slots import check_dims
+    from kvtool.planning.bytes import check_dims
 
     check_dims(policy, layer_shapes(settings.source().config()))
 
@@ -87,7 +87,7 @@ def _take_plan(
 ) -> None:
     """Say what is taken from a plan, and refuse one that does not fit the run."""
     from kvtool.planning.derived import check_derived
-    from kvtool.planning.run import check_run
+    from kvtool.planning.held import check_run
 
     check_derived(plan, settings.source().config())
     budget = plan.target.budget

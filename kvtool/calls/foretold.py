@@ -32,9 +32,9 @@ def foretell(
         KvtoolError: a folder's configuration that cannot be read.
     """
     from kvtool.documents.memory import RunMemory
-    from kvtool.evaluation.bench.needs import device_memory, estimate_memory
+    from kvtool.evaluation.bench.estimate import device_memory, estimate_memory
     from kvtool.evaluation.bench.variants import Variant
-    from kvtool.planning.forecast import Text
+    from kvtool.planning.bytes import Text
 
     device = resolve_device(settings.device or "auto", settings.device_map)
     dtype = resolve_dtype(settings.dtype or "auto", device)

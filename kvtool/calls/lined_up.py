@@ -29,7 +29,7 @@ _MOST_ROWS = 64  # where nobody has said how much memory: answers should not all
 
 def room_for_rows(settings: GenerationSettings, model: Any) -> tuple[int | None, int | None]:
     """Return how many bytes rows in flight may take, and how many they may be; None: no bound."""
-    from kvtool.models.free_memory import free_memory
+    from kvtool.models.placement import free_memory
 
     if settings.memory is not None:
         return settings.memory_bytes, None
@@ -156,9 +156,9 @@ def _check_answer(
 def _row_bytes(request: Request, loaded: Loaded, tokens: int, new: int) -> int:
     """Forecast what the cache holds of a prompt and its answer, policy state included."""
     from kvtool.documents.memory import DeviceMemory
-    from kvtool.evaluation.bench.needs import estimate_memory
+    from kvtool.evaluation.bench.estimate import estimate_memory
     from kvtool.evaluation.bench.variants import Variant
-    from kvtool.planning.forecast import Text
+    from kvtool.planning.bytes import Text
 
     config = loaded.model.config
     dtype = str(loaded.model.dtype).removeprefix("torch.")

@@ -224,7 +224,7 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
         results = read_run(settings.recommend)
         settings = for_results(settings, results, watcher)
     profile = _read_profile(settings.profile)
-    from kvtool.planning.slots import check_dims
+    from kvtool.planning.bytes import check_dims
     from kvtool.policies.allocate.table import parse_allocator
 
     allocator = parse_allocator(settings.allocator or ("uniform" if profile is None else "d2o"))

@@ -17,13 +17,13 @@ import torch
 
 from kvtool.cache.build import build_cache
 from kvtool.cache.compressed import attach
+from kvtool.cache.features.repetition import Instructions
 from kvtool.cache.files.load import load_cache
 from kvtool.cache.files.save import save_cache
 from kvtool.cache.hooks.attach import detach
-from kvtool.cache.storage.repetition import Instructions
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
-from kvtool.planning.traffic import tokens_left
+from kvtool.planning.rocketkv import tokens_left
 from kvtool.policies.grammar import read_spelling
 from kvtool.policies.guard import GuardedScore, reserved_tokens
 

@@ -39,7 +39,7 @@ class Request:
     plan: PlanDocument | None = None
 
     def __post_init__(self) -> None:
-        from kvtool.policies.whole_prompt import check_blocks
+        from kvtool.policies.policy import check_blocks
 
         check_blocks(self.policy, parse_prefill(self.prefill))
 
@@ -69,7 +69,7 @@ class Request:
         if self.plan is None or not self.policy.takes_budget:
             return None
         from kvtool.documents.generation import PlanSection
-        from kvtool.planning.run import beyond_plan, use_plan
+        from kvtool.planning.held import beyond_plan, use_plan
 
         dtype = str(loaded.model.dtype).removeprefix("torch.")
         used = use_plan(self.plan, self.policy, prompt=tokens, new=new, dtype=dtype)

@@ -10,7 +10,7 @@ from kvtool.calls.settings import PromptSettings
 from kvtool.documents.flags import flags_of
 from kvtool.documents.settings import settings_of
 from kvtool.errors import UsageError
-from kvtool.policies.imported import check_imported
+from kvtool.policies.outside import check_imported
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument

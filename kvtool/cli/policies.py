@@ -15,7 +15,7 @@ from kvtool.errors import PolicyError, UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from kvtool.policies.about import About
+    from kvtool.policies.table import About
 
 _OWN = "a score of your own goes wherever a base does: my_package.my_module:MyScore(..)"
 
@@ -41,7 +41,7 @@ def policies(options: PoliciesSettings, terminal: Terminal) -> None:
         _check(options, terminal)
     elif options.name is not None:
         from kvtool.cli.policy_tables import one_policy
-        from kvtool.policies.about import about
+        from kvtool.policies.table import about
 
         one = about(options.name)
         _write(_data(one), one_policy(one), options, terminal)

@@ -15,8 +15,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from kvtool.calls.check_policy import PolicyReport
-    from kvtool.policies.about import About
-    from kvtool.policies.table import Entry
+    from kvtool.policies.table import About, Entry
 
 _KEEPS_ALL = "full"
 _NARROWEST, _WIDEST = 100, 120  # letters of a line between which columns are easy to read

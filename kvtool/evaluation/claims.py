@@ -16,9 +16,8 @@ from typing import Literal
 
 from kvtool.documents.claim import Claim, ClaimedPair, ClaimRow, ClaimVerdict
 from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
-from kvtool.evaluation.differences import parts_of
 from kvtool.evaluation.metrics.summary import LINKS, Part
-from kvtool.evaluation.paired import Estimate, difference, excess, mean_of
+from kvtool.evaluation.verdict import Estimate, difference, excess, mean_of, parts_of
 
 Verdict = Literal["holds", "fails", "undecided"]
 

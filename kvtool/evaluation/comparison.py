@@ -20,7 +20,7 @@ from kvtool.evaluation.bench.variants import BASELINE, Variant, make_variants
 from kvtool.evaluation.run.gates import Gate, check_gates
 from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
 from kvtool.evaluation.tasks.task import Task
-from kvtool.policies.imported import check_imported
+from kvtool.policies.outside import check_imported
 from kvtool.sizes import DEFAULT_BUDGET, Budget
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.prepare import Prepared
 from kvtool.evaluation.run.environment import without_home
 from kvtool.evaluation.run.gates import Gate
-from kvtool.evaluation.run.index import RECIPE, read_results
-from kvtool.evaluation.run.partition import partition_of
+from kvtool.evaluation.run.index import RECIPE, partition_of, read_results
 from kvtool.evaluation.run.run import Run
 from kvtool.evaluation.run.runner import Step
 from kvtool.evaluation.run.store import Store

@@ -10,8 +10,7 @@ from kvtool.errors import KvtoolError
 from kvtool.evaluation.comparison import Comparison
 from kvtool.evaluation.folder import run_folder
 from kvtool.evaluation.tasks.selection import hub_data
-from kvtool.models.folder import check_folder
-from kvtool.models.hub import Unreachable, check_hub, check_hub_data
+from kvtool.models.folder import Unreachable, check_folder, check_hub, check_hub_data
 
 
 @dataclass(frozen=True)

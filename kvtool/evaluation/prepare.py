@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.documents.recipe import ModelChoice
-from kvtool.evaluation.bench.estimate import Estimate, check_bytes, largest_batch_of
-from kvtool.evaluation.bench.needs import device_memory
+from kvtool.evaluation.bench.estimate import Estimate, check_bytes, device_memory, largest_batch_of
 from kvtool.evaluation.comparison import Comparison
 from kvtool.evaluation.folder import is_named, run_folder
 from kvtool.evaluation.run.runner import Job, draw_jobs
@@ -20,7 +19,7 @@ from kvtool.models.chat import make_frame
 from kvtool.models.notes import handful_note, length_note
 from kvtool.models.placement import check_attention, resolve_device, resolve_dtype
 from kvtool.planning.derived import check_derived
-from kvtool.planning.run import beyond_plan, check_run, use_plan
+from kvtool.planning.held import beyond_plan, check_run, use_plan
 from kvtool.sizes import DEFAULT_TOKENS
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher

@@ -4,18 +4,182 @@ A variant is within X % if on every task the lower end of the paired 95 % interv
 against the full cache's is above -X % of the full cache's score (the upper end below +X %, where
 smaller is better). Where only the difference itself is, more samples have to decide. Costs are
 means over the samples of all tasks.
+
+Arms held against each other sample by sample, from a document of results alone.
+
+Each arm is held against its base, the same policy with fewer modifiers, where the run has that at
+the same budget; else against the arm of that budget with the best score. Intervals are not widened
+for the number of arms: of twenty arms of equal truth, one is expected to fall outside the noise.
+
+Two variants held against each other on the same samples: paired bootstrap intervals.
+
+Samples are drawn with replacement, the same ones for both, so that what makes a sample hard for
+both cancels. Intervals are percentile intervals (Efron, Tibshirani, An Introduction to the
+Bootstrap, 1993, chapter 13). Nothing is random: the draws follow from the number of samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from kvtool.documents.results import TaskResult, VariantEntry
-from kvtool.documents.verdict import Choice, Interval, Standing, Verdict
+from kvtool.documents.verdict import Choice, Difference, Interval, SampleScores, Standing, Verdict
 from kvtool.errors import UsageError
-from kvtool.evaluation.paired import LEAST_PAIRS
+from kvtool.evaluation.metrics.summary import LINKS, Part
 from kvtool.evaluation.run.collect import is_baseline
+from kvtool.policies.spelling import split_outside
+
+RESAMPLES = 4000
+LEVEL = 0.95
+LEAST_PAIRS = 6
+"""Fewer pairs have no interval: of 5 differences, all of one sign, a sign test says p = 0.06."""
+
+_AT_A_TIME = 2**20  # draws
+_KEPT = 1024  # samples whose draws are kept for the next pair
+_POWER = 2.8  # standard errors of a difference that four of five runs show: 1.96 + 0.84
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number over pairs of samples, and the ends of its interval; None: there is none.
+
+    `spread` is its standard error, the standard deviation over resamples.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    spread: float | None = None
+
+    def deciding(self, n: int) -> int | None:
+        """Return about how many samples show such a difference in four of five runs.
+
+        None where the interval over these `n` leaves out 0, where the value is 0 and where there is
+        no interval.
+        """
+        if self.low is None or self.high is None or self.spread is None or self.value == 0:
+            return None
+        if not self.low <= 0 <= self.high:
+            return None
+        return max(n + 1, math.ceil(n * (_POWER * self.spread / self.value) ** 2))
+
+
+def difference(
+    ours: Sequence[Part], theirs: Sequence[Part], link: Callable[[float], float] = float
+) -> Estimate:
+    """Subtract one variant's score, such as the full cache's, from another's.
+
+    A score is `link` of the sum of the samples' sums over the sum of their weights.
+
+    Args:
+        ours, theirs: of the same samples in the same order, one or more.
+
+    Returns:
+        With the interval, unless there are fewer than `LEAST_PAIRS` pairs or a resampled score is
+        not finite.
+    """
+
+    def of(a: Sequence[float], b: Sequence[float]) -> list[float]:
+        return [link(x) - link(y) for x, y in zip(a, b, strict=True)]
+
+    return _estimate(of, ours, theirs)
+
+
+def excess(
+    here: tuple[Sequence[Part], Sequence[Part]],
+    there: tuple[Sequence[Part], Sequence[Part]],
+    link: Callable[[float], float] = float,
+) -> Estimate:
+    """Subtract one difference between two variants, such as at another budget, from another.
+
+    Args:
+        here, there: what `difference` takes, all four of the same samples in the same order.
+    """
+
+    def of(*means: Sequence[float]) -> list[float]:
+        columns = zip(*(map(link, mean) for mean in means), strict=True)
+        return [(a - b) - (c - d) for a, b, c, d in columns]
+
+    return _estimate(of, *here, *there)
+
+
+def ratio(ours: Sequence[Part], theirs: Sequence[Part]) -> Estimate:
+    """Divide one variant's mean by another's; arguments and result as of `difference`."""
+
+    def of(a: Sequence[float], b: Sequence[float]) -> list[float]:
+        return [x / y if y else math.inf for x, y in zip(a, b, strict=True)]
+
+    return _estimate(of, ours, theirs)
+
+
+def mean_of(parts: Sequence[Part]) -> float:
+    """Divide the sum of sums by the sum of weights.
+
+    >>> mean_of([(3.0, 1.0), (1.0, 3.0)])
+    1.0
+    """
+    return math.fsum(part[0] for part in parts) / math.fsum(part[1] for part in parts)
+
+
+def unseen(n: int) -> float:
+    """Return the share of samples that may differ although none of `n` does, at 95 %.
+
+    The exact form of the rule of three: (1 - share)^n = 0.05.
+
+    >>> round(unseen(10), 3), round(unseen(60), 3)
+    (0.259, 0.049)
+    """
+    return 1 - (1 - LEVEL) ** (1 / n)
+
+
+def _estimate(of: Callable[..., list[float]], *samples: Sequence[Part]) -> Estimate:
+    """Apply `of` to the means of each list, and to those of each resample."""
+    sizes = [len(each) for each in samples]
+    if len(set(sizes)) > 1 or not sizes[0]:
+        raise ValueError(f"{' and '.join(map(str, sizes))} samples cannot be paired")
+    (value,) = of(*([mean_of(each)] for each in samples))
+    if sizes[0] < LEAST_PAIRS:
+        return Estimate(value, None, None)
+    found = of(*_resampled_means(*samples))
+    if not all(map(math.isfinite, found)):
+        return Estimate(value, None, None)
+    tail, over = (1 - LEVEL) / 2, torch.tensor(found, dtype=torch.float64)
+    low, high = over.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return Estimate(value, low, high, over.std().item())
+
+
+def _resampled_means(*samples: Sequence[Part]) -> list[list[float]]:
+    """Return `RESAMPLES` weighted means of each list, over the same draws in all of them."""
+    columns = torch.tensor(samples, dtype=torch.float64)  # (lists, n, 2)
+    lists, n, _ = columns.shape
+    flat = columns.transpose(0, 1).reshape(n, 2 * lists)
+    drawn = _drawn_once(n) if n <= _KEPT else _times_drawn(n)
+    sums = torch.cat([counts @ flat for counts in drawn]).view(-1, lists, 2)
+    return (sums[..., 0] / sums[..., 1]).T.tolist()
+
+
+@lru_cache(maxsize=1)
+def _drawn_once(n: int) -> list[Tensor]:
+    """Return what `_times_drawn` yields; a run compares many pairs of one number of samples."""
+    return list(_times_drawn(n))
+
+
+def _times_drawn(n: int) -> Iterator[Tensor]:
+    """Yield (resamples, n) float64: how often each sample is drawn; `RESAMPLES` rows in all."""
+    generator = torch.Generator().manual_seed(n)
+    rows = max(1, _AT_A_TIME // n)
+    for start in range(0, RESAMPLES, rows):
+        drawn = torch.randint(n, (min(rows, RESAMPLES - start), n), generator=generator)
+        counts = torch.zeros(drawn.shape, dtype=torch.float64)
+        yield counts.scatter_add_(1, drawn, torch.ones_like(counts))
+
 
 By = Literal["bytes", "traffic", "time"]
 _ORDER = ("outside", "undecided", "within")  # the first of those on any task is the variant's
@@ -193,3 +357,116 @@ def _speed(results: dict[str, TaskResult]) -> Interval | None:
     speeds = [result.paired.speed for result in results.values() if result.paired is not None]
     known = [speed for speed in speeds if speed is not None]
     return min(known, key=lambda speed: speed.low, default=None)
+
+
+Because = Literal["base", "best", "asked"]
+
+
+def differences(
+    results: Sequence[TaskResult], variants: Sequence[VariantEntry]
+) -> list[Difference]:
+    """Hold each arm under a budget against its base, or else against the best of its budget.
+
+    No two arms are compared twice: a base that is second to its own variant has that row only.
+    """
+    found = {(result.arm, result.task): result for result in results}
+    named = {variant.name: variant for variant in variants}
+    compared = []
+    for task in dict.fromkeys(result.task for result in results):
+        of_task = {
+            variant.name: found[variant.name, task]
+            for variant in variants
+            if (variant.name, task) in found
+        }
+        partners = {name: _partner(variant, variants, of_task) for name, variant in named.items()}
+        for variant, partner in partners.items():
+            if partner is None or variant not in of_task:
+                continue
+            other, because = partner
+            back = partners.get(other)
+            if because == "best" and back is not None and back == (variant, "base"):
+                continue
+            compared.append(between(of_task[variant], of_task[other], because))
+    return [each for each in compared if each is not None]
+
+
+def between(ours: TaskResult, theirs: TaskResult, because: Because = "asked") -> Difference | None:
+    """Subtract one result of a task from another's, over the samples that both have.
+
+    Returns:
+        None where the two may not be compared: no scores of samples, no shared sample, texts that
+        were fed in other blocks, a score that is not finite.
+    """
+    if ours.scores is None or theirs.scores is None or not ours.fed_like(theirs):
+        return None
+    pairs = list(shared(ours.scores, theirs.scores))
+    if not pairs:
+        return None
+    mine, others = zip(*pairs, strict=True)
+    found = difference(mine, others, LINKS[theirs.scores.link])
+    if not math.isfinite(found.value):
+        return None
+    return Difference(
+        task=ours.task,
+        arm=ours.arm,
+        against=theirs.arm,
+        because=because,
+        n=len(pairs),
+        difference=found.value,
+        low=found.low,
+        high=found.high,
+        lower_is_better=ours.lower_is_better,
+        deciding=found.deciding(len(pairs)),
+    )
+
+
+def shared(ours: SampleScores, theirs: SampleScores) -> Iterator[tuple[Part, Part]]:
+    """Yield what each sample that both have gives to either score."""
+    for mine, other in zip(parts_of(ours), parts_of(theirs), strict=True):
+        if mine is not None and other is not None:
+            yield mine, other
+
+
+def parts_of(scores: SampleScores) -> list[Part | None]:
+    """Return what each sample gives to a score, None where it has no result."""
+    weights = [1.0] * len(scores.sums) if scores.weights is None else scores.weights
+    return [
+        None if total is None or weight is None else (total, weight)
+        for total, weight in zip(scores.sums, weights, strict=True)
+    ]
+
+
+def _partner(
+    variant: VariantEntry, variants: Sequence[VariantEntry], of_task: Mapping[str, TaskResult]
+) -> tuple[str, Because] | None:
+    """Name what an arm is held against; None for one without a budget and for the best one."""
+    if variant.budget is None:
+        return None
+    beside = [
+        each
+        for each in variants
+        if (each.budget, each.prefill, each.planned)
+        == (variant.budget, variant.prefill, variant.planned)
+        and each.name in of_task
+    ]
+    bases = [each for each in beside if _is_base(each.policy, variant.policy)]
+    if bases:
+        return max(bases, key=lambda each: len(split_outside(each.policy, "+"))).name, "base"
+    scored = [each.name for each in beside if of_task[each.name].value is not None]
+    best = max(scored, key=lambda name: _goodness(of_task[name]), default=variant.name)
+    return None if best == variant.name else (best, "best")
+
+
+def _is_base(base: str, policy: str) -> bool:
+    """Tell whether a policy is another with fewer modifiers.
+
+    >>> _is_base("h2o", "h2o+caote"), _is_base("h2o+ada", "h2o+caote"), _is_base("tova", "h2o")
+    (True, False, False)
+    """
+    fewer, more = split_outside(base, "+"), split_outside(policy, "+")
+    return fewer[0] == more[0] and set(fewer) < set(more)
+
+
+def _goodness(result: TaskResult) -> float:
+    assert result.value is not None, "asked of results with a score only"
+    return -result.value if result.lower_is_better else result.value

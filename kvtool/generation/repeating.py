@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.repeats import end_repetition, entry_budgets, repeating
-from kvtool.cache.storage.repetition import Instructions, RepeatedWeights
+from kvtool.cache.cache import KVCache, end_repetition, entry_budgets, repeating
+from kvtool.cache.features.repetition import Instructions, RepeatedWeights
 from kvtool.errors import UsageError
 from kvtool.models.chat import Frame, continued_ids
-from kvtool.policies.repetition import RepetitionAsked
+from kvtool.policies.evidence import RepetitionAsked
 
 Forward = Callable[[Tensor, Tensor | None], object]
 Span = tuple[int, int]

@@ -17,10 +17,9 @@ from kvtool.cache.build import build_cache
 from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.attachment import attachment
 from kvtool.cache.replay import replay
-from kvtool.cache.steps.call import Call
-from kvtool.cache.steps.known_columns import KnownColumns
-from kvtool.cache.steps.pending import PendingStep
-from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.steps.block import KnownColumns
+from kvtool.cache.steps.call import Call, PendingStep
 from kvtool.generation.feeding import prefill
 from kvtool.model_shape import stores_latents
 

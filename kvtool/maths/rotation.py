@@ -5,6 +5,8 @@ and pair i of a token at position p is turned by the angle p * frequency i. Turn
 key turned at p and turned on by d is the key turned at p + d. Models lay pairs out in two ways,
 number i beside number i + pairs (half-split) or numbers 2i and 2i + 1 (interleaved); what lies
 behind the pairs has no position.
+
+The rotation by which a model places its keys.
 """
 
 from __future__ import annotations
@@ -81,3 +83,52 @@ def rope_shift(states: Tensor, shifts: Tensor, *, interleaved: bool) -> Tensor:
     if width < states.shape[-1]:
         shifted[..., width:] = states[..., width:]
     return shifted
+
+
+class Rotation:
+    """The rotation of a layer's keys and queries."""
+
+    def __init__(self, frequencies: Tensor, interleaved: bool) -> None:
+        """Take what defines it.
+
+        Args:
+            frequencies: (pairs,) float32, radians a position.
+            interleaved: whether the numbers of a pair are neighbours.
+        """
+        self.frequencies, self.interleaved = frequencies, interleaved
+
+    def __deepcopy__(self, memo: dict) -> Rotation:
+        return self  # what it computes never changes
+
+    def shift(self, states: Tensor, by: Tensor) -> Tensor:
+        """Turn keys or queries on.
+
+        Args:
+            states: (batch, heads, tokens, head_dim), after RoPE.
+            by: (batch, heads or 1, tokens) float32, whole positions, signed.
+        """
+        rotations = cosines_and_sines(by, self.frequencies)
+        return rope_shift(states, rotations, interleaved=self.interleaved)
+
+    def mean_rotation(self, start: int | Tensor, count: int) -> Tensor:
+        """Average the turns to `count` positions in a row, for `rotate`.
+
+        Args:
+            start: the first position, one or (batch, 1, 1).
+
+        Returns:
+            (batch or 1, 1, 1, 2 * pairs) float32.
+        """
+        import torch
+
+        first = torch.as_tensor(start, device=self.frequencies.device).view(-1, 1, 1)
+        return mean_cosines_and_sines(first, count, self.frequencies)
+
+    def rotate(self, states: Tensor, rotations: Tensor) -> Tensor:
+        """Turn vectors by cosines and sines, which may be averages.
+
+        Args:
+            states: (batch, heads, vectors, head_dim).
+            rotations: (batch or 1, 1, 1, 2 * pairs) float32.
+        """
+        return rope_shift(states, rotations, interleaved=self.interleaved)

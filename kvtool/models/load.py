@@ -9,14 +9,17 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.models.adapter import find_adapter, merge_adapter
 from kvtool.models.config_sizes import check_sizes
-from kvtool.models.failures import (
+from kvtool.models.folder import (
     UNQUANTISED,
+    base_of,
+    check_folder,
+    check_hub,
+    find_source,
     in_one_line,
     library_output_on_stderr,
     named_if_quantised,
+    tokenizer_folder,
 )
-from kvtool.models.folder import base_of, check_folder, find_source, tokenizer_folder
-from kvtool.models.hub import check_hub
 from kvtool.models.placement import (
     check_attention,
     check_processes,

@@ -1,16 +1,27 @@
-"""Choose where and how a model runs: device, dtype, attention kernel, processes."""
+"""Choose where and how a model runs: device, dtype, attention kernel, processes.
+
+How much memory is free where a model would run.
+
+How many bytes a model's weights take, before they are loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.model_shape import layer_shapes
+from kvtool.model_shape import layer_shapes, stored_dtype
+from kvtool.models.folder import in_one_line, library_output_on_stderr
 from kvtool.processes import started
 
 if TYPE_CHECKING:
     import torch
+
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -116,3 +127,96 @@ def split_over_processes(config: Any) -> dict[str, Any]:
     if not getattr(config.get_text_config(decoder=True), "base_model_tp_plan", None):
         raise KvtoolError(f"transformers has no tensor-parallel plan for `{config.model_type}`")
     return {"distributed_config": DistributedConfig(tp_size=count, tp_plan="auto")}
+
+
+_MEMORY = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup")  # limits of a container
+_GROUP_OLD = Path("/sys/fs/cgroup/memory")
+
+
+def free_memory(device: str, *, spread: bool = False) -> tuple[str, int | None]:
+    """Name a device and count its free bytes.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:1`.
+        spread: whether a model is spread over all GPUs, if there are any.
+
+    Returns:
+        The device or devices, and None where the system does not tell.
+    """
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return "cpu", _free_ram()
+    places = [torch.device(device)]
+    if spread:
+        places = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    free = sum(torch.cuda.mem_get_info(place)[0] for place in places)
+    return " + ".join(map(str, places)), free
+
+
+def _free_ram() -> int | None:
+    """Return the memory that a process may still take: the machine's, or its container's if less.
+
+    What only caches files counts as free.
+    """
+    found = [_of_machine(), _of_group(_GROUP, "memory.max", "memory.current", "inactive_file")]
+    names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    found.append(_of_group(_GROUP_OLD, *names))
+    return min((each for each in found if each is not None), default=None)
+
+
+def _of_machine() -> int | None:
+    with suppress(OSError, ValueError, IndexError):
+        for line in _MEMORY.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _of_group(folder: Path, limit: str, used: str, cached: str) -> int | None:
+    """Return what the limit of a control group leaves; None: no such group, or no limit."""
+    try:
+        most, now = (int((folder / name).read_text()) for name in (limit, used))
+        lines = (folder / "memory.stat").read_text().splitlines()
+        files = next((int(line.split()[1]) for line in lines if line.startswith(f"{cached} ")), 0)
+    except (OSError, ValueError):  # `max` where there is no limit
+        return None
+    return max(0, most - now + files)
+
+
+def weight_bytes(
+    config: Any, dtype: str, where: Mapping[str, Any] = MappingProxyType({})
+) -> int | None:
+    """Count the bytes of a model's weights and buffers from its configuration.
+
+    The model is built without memory for its tensors; weights that are tied count once.
+
+    Args:
+        config: a transformers configuration.
+        dtype: in which it runs, by name; `auto`: the checkpoint's own.
+        where: how the checkpoint is asked for, in transformers' words.
+
+    Returns:
+        None where the weights are quantised, which the configuration does not count.
+
+    Raises:
+        KvtoolError: no model can be built from the configuration.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    wanted = getattr(torch, stored_dtype(config, dtype))
+    with (
+        library_output_on_stderr(progress=False),
+        in_one_line("configuration", config.name_or_path, where),
+        torch.device("meta"),
+    ):
+        more = {name: value for name, value in where.items() if name != "revision"}
+        model = AutoModelForCausalLM.from_config(config, dtype=wanted, **more)
+    tensors = {id(each): each for each in [*model.parameters(), *model.buffers()]}
+    return sum(each.numel() * each.element_size() for each in tensors.values())

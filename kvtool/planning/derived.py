@@ -20,10 +20,8 @@ from kvtool.documents.plan import Cost, PlanDocument, RocketKVSection
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.model_shape import DTYPE_BYTES, LayerShape, layer_shapes
-from kvtool.planning.plan import Drafts, totals_of
-from kvtool.planning.plannable import PlannableLayers
+from kvtool.planning.plan import Drafts, PlannableLayers, costs, totals_of
 from kvtool.planning.rocketkv import RocketKVPlan
-from kvtool.planning.section import costs
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy

@@ -1,36 +1,213 @@
-"""Make a plan: tokens of every layer, RocketKV's sizes and totals, for one target."""
+"""Make a plan: tokens of every layer, RocketKV's sizes and totals, for one target.
+
+What a profile says about the layers whose budget is free, in the form that allocators read.
+
+The layers of a model before a budget is split over them.
+
+RocketKV's section of a plan: what the two stages need, for a policy and a target.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import (
     Amount,
+    Cost,
+    LayerPlan,
     PlanDocument,
+    RocketKVSection,
     Target,
     Totals,
 )
 from kvtool.documents.profile import ProfileDocument
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
-from kvtool.model_shape import LayerShape
-from kvtool.planning.evidence import evidence, length_scale
-from kvtool.planning.forecast import Forecast, Text, tokens_held
+from kvtool.model_shape import DTYPE_BYTES, FREE, LayerShape
+from kvtool.planning.bytes import Forecast, Text, check_dims, kv_bytes, tokens_held
 from kvtool.planning.held import forecast_plan, largest, least_allowed
-from kvtool.planning.plannable import PlannableLayers
-from kvtool.planning.section import make_section, plan_for
-from kvtool.planning.slots import check_dims, kv_bytes
-from kvtool.policies.allocate.problem import AllocationProblem
+from kvtool.planning.rocketkv import (
+    RocketKVPlan,
+    goes_by_stages,
+    nominal_storage,
+    plan_rocketkv,
+    split_of,
+)
+from kvtool.policies.allocate.problem import AllocationProblem, ErrorCurves
 from kvtool.policies.allocate.table import spell_allocator
 from kvtool.policies.parts import Allocator
 from kvtool.sizes import DEFAULT_TOKENS
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
+
+
+def evidence(
+    allocator: Allocator, profile: ProfileDocument | None, free: Sequence[int], scale: Fraction
+) -> dict[str, Any]:
+    """Return the fields of an `AllocationProblem` that an allocator needs from a profile.
+
+    Args:
+        free: the layers to split over.
+        scale: length of the prompts to plan for over that of the prompts profiled; measured budgets
+            grow with it.
+
+    Raises:
+        UsageError: no profile, or one that lacks the measurement for some layer.
+    """
+    metric = allocator.metric
+    if metric is None:
+        return {}
+    make = f"kvtool profile --metrics {metric}"
+    if profile is None:
+        raise UsageError(
+            f"allocator `{allocator.name}` needs a profile with `{metric}`",
+            hint=f"{make} | kvtool plan-budget - ..",
+        )
+    measured = getattr(profile.metrics, metric)
+    if measured is None or profile.data is None:
+        raise UsageError(
+            f"allocator `{allocator.name}` needs `{metric}`, which the profile lacks",
+            hint=f"{make}, or --allocator uniform",
+        )
+    if metric == "output_error":
+        return {"curves": _curves(measured.budgets, _of(measured.errors, free, metric), scale)}
+    variance = _of(measured, free, metric)
+    return {"variance": variance, "largest": [profile.data.tokens - 1] * len(variance)}
+
+
+def _of(values: Sequence[Any], free: Sequence[int], metric: str) -> list[Any]:
+    missing = [layer for layer in free if values[layer] is None]
+    if missing:
+        raise UsageError(f"the profile has no `{metric}` for layer {missing[0]}")
+    return [values[layer] for layer in free]
+
+
+def _curves(
+    budgets: Sequence[int], errors: Sequence[Sequence[float]], scale: Fraction
+) -> ErrorCurves:
+    """Order the points by budget; of two that scale to the same, the first stays."""
+    places = {max(1, int(budget * scale)): i for i, budget in reversed(list(enumerate(budgets)))}
+    order = sorted(places)
+    return ErrorCurves(order, [[curve[places[budget]] for budget in order] for curve in errors])
+
+
+def length_scale(profile: ProfileDocument | None, prompt_tokens: int) -> Fraction:
+    """Return how much longer the prompts to plan for are than those of the profile."""
+    if profile is None or profile.data is None:
+        return Fraction(1)
+    return Fraction(prompt_tokens, profile.data.tokens)
+
+
+@dataclass(frozen=True)
+class PlannableLayers:
+    """The layers of a model before the budget is split.
+
+    Attributes:
+        free: indices of the layers to split over.
+        prompt_tokens: length of the longest prompt.
+        shapes: what each layer stores of a token.
+    """
+
+    free: list[int]
+    prompt_tokens: int
+    shapes: list[LayerShape | None]
+
+    @classmethod
+    def of(cls, model: ModelShape, prompt: int, shapes: list[LayerShape | None]) -> PlannableLayers:
+        free = [i for i, kind in enumerate(model.layer_types) if kind in FREE]
+        if not free:
+            raise UsageError(
+                f"model `{model.id}` has no layer whose budget is free",
+                hint="layers with a sliding window keep just that, whatever the budget",
+            )
+        return cls(free, prompt, shapes)
+
+    @property
+    def free_shapes(self) -> list[LayerShape]:
+        """What the layers to split over store."""
+        return [layer for layer in self.shapes if layer is not None and layer.window is None]
+
+    @property
+    def fixed(self) -> dict[int, int]:
+        """Tokens that each layer holds at most whose budget is not free."""
+        windows = {i: layer.window or 0 for i, layer in enumerate(self.shapes) if layer is not None}
+        return {i: windows.get(i, 0) for i in range(len(self.shapes)) if i not in self.free}
+
+    def tokens(self, split: Sequence[int]) -> list[int]:
+        """Return the tokens of every layer."""
+        held = self.fixed | dict(zip(self.free, split, strict=True))
+        return [held[i] for i in range(len(held))]
+
+    def plan(self, allocator: str, least: int, split: Allocation) -> LayerPlan:
+        n = self.prompt_tokens
+        free = dict(zip(self.free, split.tokens, strict=True))
+        return LayerPlan(
+            allocator=allocator,
+            min_tokens=least,
+            tokens=self.tokens(split.tokens),
+            fractions=[free[i] / n if i in free else None for i in range(len(self.shapes))],
+        )
+
+
+def make_section(
+    model: ModelShape,
+    layers: Sequence[LayerShape],
+    target: Target,
+    policy: Policy | None,
+    budget: int,
+) -> tuple[RocketKVSection | None, list[str]]:
+    """Return RocketKV's section, or why there is none; a plan for RocketKV itself needs one.
+
+    Args:
+        layers: those whose budget is free.
+        policy: what will run; None for no policy in particular.
+        budget: pairs that a step reads of a layer and KV head.
+
+    Raises:
+        UsageError: there can be none, and the policy goes by it.
+    """
+    try:
+        per_head = 2 * model.head_dim * DTYPE_BYTES.get(model.dtype or "", 0)
+        if per_head and max(layer.token_bytes for layer in layers) != per_head:
+            raise UsageError(f"`{model.id}` does not store keys and values per head")
+        plan = plan_for(model, target, policy, budget)
+    except UsageError as error:
+        if policy is not None and goes_by_stages(policy):
+            raise
+        return None, [f"note: no plan for rocketkv: {error}"]
+    return _section(plan, model.head_dim), []
+
+
+def plan_for(model: ModelShape, target: Target, policy: Policy | None, budget: int) -> RocketKVPlan:
+    """Plan for the policy, where it is RocketKV or has no stage 1, or for RocketKV as it is."""
+    given = target.context, budget, model.head_dim
+    if policy is None or not goes_by_stages(policy):
+        return plan_rocketkv(*given, max_new_tokens=target.max_new_tokens)
+    return plan_rocketkv(
+        *given,
+        max_new_tokens=target.max_new_tokens,
+        window=policy.score.window if policy.two_stages else 0,
+        split=split_of(policy),
+    )
+
+
+def costs(plan: RocketKVPlan, head_dim: int) -> tuple[Cost, Cost]:
+    """Return what the stages store and read, as shares of a full cache."""
+    ratio, split = plan.compression_ratio, plan.split_factor
+    paper = 1.0 if plan.dense else nominal_storage(ratio, split, doubled=True)
+    storage = Cost(exact=plan.storage(), paper=paper)
+    return storage, Cost(exact=plan.traffic(head_dim), paper=1 / ratio)
+
+
+def _section(plan: RocketKVPlan, head_dim: int) -> RocketKVSection:
+    storage, traffic = costs(plan, head_dim)
+    return RocketKVSection(**asdict(plan), storage=storage, traffic=traffic)
+
 
 LEAST = 8
 """Tokens of a layer that gets least, where nothing else is asked for: 4 sinks, 3 heavy, 1 recent

@@ -8,15 +8,25 @@ channels read, C / P * k1 = t * D, hence k1 = D * P / c2 with c2 = C / t.
 As the authors' accuracy code, where it goes beyond the paper: generated tokens are reserved, and a
 page size above c2, for which k1 would exceed D, becomes 1. Unlike theirs, a context that fits into
 the budget is attended in full (`strict` follows them).
+
+RocketKV's stages as a plan has them: as they stand, or scaled to a prompt.
+
+A budget of what a decoded token reads: what is stored by it, and the sizes of the reader.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtool.documents.plan import PlanDocument
 from kvtool.documents.stages import compression_ratio, stage1_tokens
 from kvtool.errors import UsageError
+from kvtool.maths.allocation import allocate_by_counts
+from kvtool.policies.parts import Read
+from kvtool.policies.policy import Policy
+from kvtool.policies.read.view import StepBudget
 
 _LEAST_BUDGET = 16
 _SPLIT_AT_1, _SPLIT_PER_DOUBLING, _SPLIT_MOST = 0.2, 0.06, 0.8
@@ -183,3 +193,171 @@ def nominal_storage(
     kept = 1.0 if keeps_all else compression_ratio**-split
     pages = compression_ratio ** (-(1 + split) / 2)
     return kept + (2 if doubled else 1) * pages
+
+
+@dataclass(frozen=True)
+class LayerStages:
+    """The sizes of stage 2 in one layer."""
+
+    page_size: int
+    head_dims: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class PlannedStages:
+    """What a plan says of both stages for one prompt.
+
+    Attributes:
+        token_budget: pairs of key and value below which everything is read, in the mean of layers.
+        kept: tokens of the prompt that stage 1 leaves in each layer whose budget is free.
+        page_size, head_dims, top_k: of stage 2, the last in the mean of layers.
+        pairs, chosen: `token_budget` and `top_k` of each layer whose budget is free.
+    """
+
+    token_budget: int
+    kept: list[int]
+    page_size: int
+    head_dims: int
+    top_k: int
+    pairs: list[int]
+    chosen: list[int]
+
+    def of_layer(self, place: int) -> LayerStages:
+        """Return the sizes of the layer at a place among those whose budget is free."""
+        return LayerStages(self.page_size, self.head_dims, self.chosen[place])
+
+
+def goes_by_stages(policy: Policy) -> bool:
+    """Say whether a policy's sizes come from RocketKV's stages."""
+    return policy.budget_is_traffic and policy.reader is not None and policy.reader.planned
+
+
+def split_of(policy: Policy) -> float | None:
+    """Return the share of the compression that stage 1 takes: 0 without one, None: computed."""
+    return getattr(policy.score, "split", None) if policy.two_stages else 0.0
+
+
+def planned_stages(plan: PlanDocument, policy: Policy, n: int) -> PlannedStages | None:
+    """Return RocketKV's stages for a prompt of `n` tokens.
+
+    Of L layers, layer l has C * L * f_l / sum f of stage 1's tokens C, room for the planned new
+    ones included, by the fractions f of the layers; none keeps less than the window, and none more
+    than all. Without a stage 1 the pairs that a step reads are shared out so. The token counts of a
+    plan made from a share are scaled to the prompt.
+
+    Returns:
+        None if the policy goes by no stages, or the plan has no such section.
+    """
+    section, new = plan.rocketkv, plan.target.max_new_tokens
+    if section is None or not goes_by_stages(policy):
+        return None
+    planned = plan.target.prompt_tokens
+
+    def scaled(tokens: int) -> int:
+        return tokens if plan.target.ratio is None else max(1, tokens * n // planned)
+
+    context = section.context if plan.target.ratio is None else n + new
+    tokens = [plan.layers.tokens[i] for i in plan.free_layers]
+    budget, top_k, window = scaled(section.token_budget), scaled(section.top_k), 1
+    pairs, chosen = [budget] * len(tokens), [top_k] * len(tokens)
+    if policy.two_stages:
+        window = policy.score.window
+    else:
+        pairs, chosen = (shared_out(tokens, mean, 1, context) for mean in (budget, top_k))
+    least = min(window + new, context)
+    stage1 = max(least, scaled(section.stage1(new) - new) + new)
+    return PlannedStages(
+        token_budget=budget,
+        kept=[count - new for count in shared_out(tokens, stage1, least, context)],
+        page_size=section.page_size,
+        head_dims=section.head_dims,
+        top_k=top_k,
+        pairs=pairs,
+        chosen=chosen,
+    )
+
+
+def shared_out(tokens: Sequence[int], mean: int, least: int, most: int) -> list[int]:
+    """Split a mean over layers in proportion to their tokens."""
+    layers = len(tokens)
+    limits = [least] * layers, [max(most, least)] * layers
+    return allocate_by_counts(tokens, mean * layers, *limits).tokens
+
+
+def tokens_left(policy: Policy, pairs: int, n: int, new: int) -> int:
+    """Return what a policy whose budget is traffic leaves of a prompt; all, without a stage 1.
+
+    A prompt of no more tokens than the pairs that a step reads is kept whole.
+
+    Args:
+        pairs: of key and value that a decoded token reads per layer and KV head.
+        n: tokens of the prompt.
+        new: tokens that will be generated, as far as is known.
+
+    Raises:
+        UsageError: a budget too small for RocketKV's plan.
+    """
+    if not policy.two_stages:
+        return n
+    window = 0 if n <= pairs else policy.score.window
+    plan = _stages(policy, pairs, n + new, head_dim=1, new=new, window=window)
+    return n if n <= pairs else min(n, plan.prompt_tokens)
+
+
+def sized_reader(
+    policy: Policy,
+    pairs: int,
+    length: int,
+    stored: int,
+    head_dim: int,
+    new: int,
+    planned: LayerStages | None = None,
+) -> Read:
+    """Return the reader of a policy with all its sizes.
+
+    Args:
+        pairs: as above, or what the reader's own `k` amounts to.
+        length: tokens of the prompt, or what is stored of it if the budget is what is stored.
+        stored: tokens that are stored when the prompt ends; 0 of padding alone, sized as one.
+        head_dim: channels of a key.
+        planned: the layer's stages, as a plan has them.
+    """
+    reader = policy.reader
+    if reader is None:
+        raise ValueError(f"`{policy}` has no reader")
+    stages: LayerStages | RocketKVPlan | None = planned
+    if reader.planned and planned is None:
+        strict = pairs >= reader.min_budget  # what is generated may exceed the budget
+        whole = length <= pairs  # the prompt is stored whole, and so is what is generated
+        stages = _stages(
+            policy, pairs, length + new, head_dim, new, window=0, strict=strict, whole=whole
+        )
+    return reader.sized(StepBudget(pairs, max(1, stored), head_dim, stages))
+
+
+def pairs_of(reader: Read) -> int:
+    """Count the pairs that a step of a reader with a `k` of its own amounts to."""
+    return (reader.k or 0) * reader.divisor
+
+
+def _stages(
+    policy: Policy,
+    pairs: int,
+    context: int,
+    head_dim: int,
+    new: int,
+    window: int,
+    strict: bool = False,
+    whole: bool = False,
+) -> RocketKVPlan:
+    """Plan both stages of RocketKV; what keeps everything has no stage 1."""
+    return plan_rocketkv(
+        context,
+        pairs,
+        head_dim,
+        max_new_tokens=new,
+        window=window,
+        split=0.0 if whole else split_of(policy),
+        strict=strict,
+    )

@@ -6,8 +6,7 @@ from kvtool.errors import UsageError
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.evicted.calidrop import CaliDrop
-from kvtool.policies.evicted.merging import Merging
-from kvtool.policies.evicted.select_only import SelectOnly
+from kvtool.policies.evicted.eviction import Merging, SelectOnly
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Score, Select
 from kvtool.policies.spelling import part_name
 
@@ -138,7 +137,7 @@ def check_evicted(evicted: Evicted, score: Score) -> None:
     if not isinstance(evicted, (Merging, CaliDrop)):
         raise UsageError(
             f"`{name}` is no Merging, so no evicted token reaches it",
-            hint="kvtool.policies.evicted.merging.Merging is the part that is handed them",
+            hint="kvtool.policies.evicted.eviction.Merging is the part that is handed them",
         )
     if score.when == "never":
         raise UsageError(

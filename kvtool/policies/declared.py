@@ -12,8 +12,7 @@ from kvtool.errors import did_you_mean
 from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.evicted.calidrop import CaliDrop
-from kvtool.policies.evicted.merging import Merging
-from kvtool.policies.evicted.select_only import SelectOnly
+from kvtool.policies.evicted.eviction import Merging, SelectOnly
 from kvtool.policies.guard import fault, is_count, run_hook
 from kvtool.policies.numbers import PROMPT, SHIFT
 from kvtool.policies.parts import Allocator, Evidence, Pace, Positions, Read, Score

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvtool.errors import UsageError, did_you_mean, quote
-from kvtool.policies.compose import compose
 from kvtool.policies.outside import build_outside, is_outside
 from kvtool.policies.parts import Read
-from kvtool.policies.policy import Policy
+from kvtool.policies.policy import Policy, compose
 from kvtool.policies.spelling import read_part, read_settings, split_outside
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
 

@@ -21,9 +21,9 @@ from kvtool.policies.spelling import is_inside, part_name
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtool.policies.attention_rows import AttentionRows
+    from kvtool.policies.evidence import AttentionRows
     from kvtool.policies.numbers import Count, State
-    from kvtool.policies.slot_view import SlotView
+    from kvtool.policies.parts import SlotView
 
 _PACKAGE = Path(__file__).parents[1]
 Part = TypeVar("Part")

@@ -3,11 +3,15 @@
 A name on the command line or in Python is imported. A name in a file that somebody may have been
 sent (a recipe, a plan, a run, a saved cache) never is: it is looked up among the modules that are
 imported already.
+
+Scores from outside the package that a file names, which are never imported for it.
 """
+
+from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -129,3 +133,26 @@ def _current_folder() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(folder)
+
+
+def check_imported(choices: Sequence[Any], where: str, what: str = "a run or a plan") -> None:
+    """Refuse scores from outside the package that nobody has imported.
+
+    Args:
+        choices: policies as they stand in a document, strings or mappings.
+        where: they stand, for the error.
+        what: document names them, for the error.
+
+    Raises:
+        UsageError: the first such score.
+    """
+
+    for choice in choices:
+        name = choice.get("name") if isinstance(choice, dict) else choice
+        for module, score in named_parts(name) if isinstance(name, str) else []:
+            # a module that is there may import others when it is asked for a name of its own
+            if score not in vars(sys.modules.get(module) or object):
+                raise UsageError(
+                    f"`{where}` names policy `{name}`, and what {what} names is not imported",
+                    hint=f"--policy '{name}' imports it",
+                )

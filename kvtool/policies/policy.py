@@ -1,8 +1,23 @@
-"""A policy: the parts that decide together what stays in the cache and what of it is read."""
+"""A policy: the parts that decide together what stays in the cache and what of it is read.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+A base and its modifiers, put together to a policy.
+
+Policies that draw, each text with draws of its own.
+
+A draw follows from seed, layer, position and tokens seen, so that texts of one length lose the same
+positions: over many texts that is one draw, and what is measured of it is not what drawing does.
+A part that draws says so, `draws: ClassVar = True`, and has a setting `seed`.
+
+Policies that read a prompt at once, whatever is asked for: they cut it at its end only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS
@@ -19,7 +34,8 @@ from kvtool.policies.combination import (
     check_split,
 )
 from kvtool.policies.declared import check_count, check_declared, class_fault, form_fault
-from kvtool.policies.evicted.select_only import SelectOnly
+from kvtool.policies.evicted.eviction import SelectOnly
+from kvtool.policies.evidence import MomentsAsked, RepetitionAsked
 from kvtool.policies.guard import (
     fault,
     guarded_rescore,
@@ -31,8 +47,6 @@ from kvtool.policies.guard import (
 from kvtool.policies.guard_parts import guarded_part
 from kvtool.policies.numbers import PROMPT, SHIFT
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Rescore, Score, Select
-from kvtool.policies.query_moments import MomentsAsked
-from kvtool.policies.repetition import RepetitionAsked
 from kvtool.policies.scores.full import Full
 from kvtool.policies.spelling import check_numbers, is_inside, part_name, spell_settings
 
@@ -348,3 +362,105 @@ class Policy:
         if self.read is not None and self.score == Full():
             parts = [self.read]
         return "+".join(part_name(part) + spell_settings(part) for part in parts)
+
+
+Kind = TypeVar("Kind", bound=Part)
+
+
+def compose(base: Score | Read, modifiers: Sequence[Part]) -> Policy:
+    """Put modifiers on a base.
+
+    Args:
+        base: a reader keeps everything.
+
+    Raises:
+        UsageError: a combination that makes no sense.
+    """
+    heads = [part for part in modifiers if isinstance(part, HeadSplit)]
+    layers = [part for part in modifiers if isinstance(part, Allocator) and part not in heads]
+    return Policy(
+        Full() if isinstance(base, Read) else base,
+        _only([part for part in modifiers if isinstance(part, Rescore)]),
+        _only(layers),
+        _only(heads),
+        _only([part for part in modifiers if isinstance(part, Evicted)]),
+        _only([part for part in (base, *modifiers) if isinstance(part, Read)]),
+        _only([part for part in modifiers if isinstance(part, Select)]),
+        _only([part for part in modifiers if isinstance(part, Pace)]),
+        _only([part for part in modifiers if isinstance(part, Codec)]),
+    )
+
+
+def _only(parts: Sequence[Kind]) -> Kind | None:
+    """Return the only modifier of its kind, None if there is none."""
+    if len(parts) > 1:
+        names = [part_name(part) for part in parts]
+        twice = len(set(names)) < len(names)
+        raise UsageError(
+            f"modifier `{names[0]}` is given twice"
+            if twice
+            else f"modifiers `{names[0]}` and `{names[1]}` exclude each other; keep one"
+        )
+    return parts[0] if parts else None
+
+
+_BITS = 48  # of a seed
+
+
+def draws(part: object) -> bool:
+    """Tell whether a part says that it draws at random by its setting `seed`."""
+    return bool(getattr(part, "draws", False))
+
+
+def drawn_for(policy: Policy, text: str) -> Policy:
+    """Return the policy with the draws of one text; the same object where it draws nothing.
+
+    Args:
+        text: anything that tells the text from others.
+    """
+    score, evicted = policy.score, policy.evicted
+    if draws(score):
+        policy = replace(policy, score=_with_own_draws(score, text))
+    if evicted is not None and draws(evicted):
+        policy = replace(policy, evicted=_with_own_draws(evicted, text))
+    return policy
+
+
+def _with_own_draws(part: Any, text: str) -> Any:
+    """Return a part that draws with a seed of its own."""
+    return replace(part, seed=_mixed(part.seed, text))
+
+
+def _mixed(seed: int, text: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{text}".encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest, "big") >> (8 * len(digest) - _BITS)
+
+
+def reads_whole(policy: Policy, *, planned: bool) -> bool:
+    """Tell whether a prompt is read at once even where blocks are asked for.
+
+    Args:
+        planned: whether a plan says how the budget is split.
+    """
+    if policy.repetition is not None or policy.score.layer_tokens == "nested":
+        return True
+    allocator, split = policy.allocator, policy.head_split
+    measures = allocator is not None and allocator.metric is not None
+    return not planned and (measures or (split is not None and split.whole_prompt))
+
+
+def check_blocks(policy: Policy, block: int | None) -> None:
+    """Refuse blocks where the whole prompt has to be in the cache before any of it goes.
+
+    Args:
+        block: tokens that are asked for; None: all at once.
+
+    Raises:
+        UsageError: blocks for a policy whose prompt is repeated.
+    """
+    if block is not None and policy.repetition is not None:
+        raise UsageError(
+            f"`{policy.score.name}` cuts a prompt once it is whole in the cache and has been "
+            "repeated, so it cannot be read in blocks",
+            hint="--prefill full",
+        )

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvtool.maths.causal_columns import add_causal_columns
+from kvtool.maths.statistics import add_causal_columns
 from kvtool.profiling.seen import Seen
 
 _ROWS = 128  # rows of weights, over the query heads of a group, that are held at a time

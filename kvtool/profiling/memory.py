@@ -8,8 +8,7 @@ from typing import Any
 
 from kvtool.documents.profile import MemoryTable
 from kvtool.model_shape import layer_shapes, stored_dtype, trained_length
-from kvtool.planning.forecast import tokens_held
-from kvtool.planning.slots import kv_bytes
+from kvtool.planning.bytes import kv_bytes, tokens_held
 
 BATCHES = (1, 4, 16, 64)
 MEMORY = tuple(size * 2**30 for size in (1, 4, 8, 16, 24, 48, 80))

@@ -9,8 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvtool.cache.steps.call import Call
-from kvtool.cache.steps.pending import PendingStep
+from kvtool.cache.steps.call import Call, PendingStep
 
 _ROWS = 128  # queries whose weights are held at a time
 

@@ -10,7 +10,7 @@ from collections import Counter
 from kvtool.documents.claim import ClaimRow, ClaimVerdict
 from kvtool.documents.results import ResultsDocument
 from kvtool.documents.verdict import Choice, Difference, Standing, Verdict
-from kvtool.evaluation.paired import LEAST_PAIRS, unseen
+from kvtool.evaluation.verdict import LEAST_PAIRS, unseen
 from kvtool.report import formats
 from kvtool.report.costs import spent_by_variant
 from kvtool.report.metrics import meaning, title

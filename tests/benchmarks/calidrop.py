@@ -21,7 +21,7 @@ from rich.table import Table
 
 import kvtool
 from kvtool.cache.cache import KVCache
-from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.features.calidrop import Calibration
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.feeding import wait
 from kvtool.policies.evicted.calidrop import CaliDrop

@@ -23,9 +23,9 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import kvtool
-from kvtool.cache.storage.growth import LayerBudget
-from kvtool.cache.storage.slots import Slots
-from kvtool.cache.storage.sparse_index import SparseIndex
+from kvtool.cache.features.sparse_index import SparseIndex
+from kvtool.cache.slots.buffers import Slots
+from kvtool.cache.slots.memory import LayerBudget
 from kvtool.generation import decode_step
 from tests.benchmarks.models import build_models
 from tests.benchmarks.speed import median_ratio, time_steps

@@ -29,7 +29,7 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import kvtool
-from kvtool.evaluation.bench.memory import Peak, watched_devices
+from kvtool.evaluation.bench.meter import Peak, watched_devices
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.feeding import wait
 from tests.benchmarks.models import build_models

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import kvtool
-from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.hooks.rope_probe import find_rotations
-from kvtool.cache.steps.evicted import shift_behind
+from kvtool.cache.hooks.probes import find_rotations
+from kvtool.cache.steps.evict import shift_behind
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.numbers import SHIFT
 from tests import models_for_tests

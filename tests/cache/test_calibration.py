@@ -6,13 +6,12 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.leaving import offload_evicted
+from kvtool.cache.features.calidrop import Calibration, offload_evicted
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.eviction import Eviction
-from kvtool.policies.heads import ALL_HERE
+from kvtool.policies.numbers import ALL_HERE
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference import policies
 from tests.reference.calidrop import CalibratingOracle

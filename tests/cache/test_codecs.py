@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvtool
-from kvtool.cache.steps import attend_codes
-from kvtool.cache.storage import slot_form
+from kvtool.cache.slots import slot_form
+from kvtool.cache.steps import attend
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.attention import attention_weights, group_queries, weighted_values
 from tests.coded import TIE_LOGITS, decoded_slots
@@ -99,7 +99,7 @@ def test_codes_are_what_they_stand_for(model, policy, codec, mode):
 @pytest.mark.parametrize("codec", CODECS)
 def test_slices_make_no_difference(model, codec, monkeypatch):
     found, _ = run(model, f"h2o+caote+{codec}", 16)
-    monkeypatch.setattr(attend_codes, "SLICE", 5)
+    monkeypatch.setattr(attend, "SLICE", 5)
     monkeypatch.setattr(slot_form, "SLICE", 3)
     sliced, _ = run(model, f"h2o+caote+{codec}", 16)
     torch.testing.assert_close(sliced, found, atol=1e-4, rtol=1e-4)
@@ -162,7 +162,7 @@ def test_attention_over_codes_is_that_over_decoded_numbers(model, codec):
         keys, values = layer.slots.dequantised()
         weights = attention_weights(group_queries(calm.query, 2), keys, scale=call.scale)
         stored = layer.slots.used_stored()
-        token = attend_codes.attend_codes(layer, calm, stored, None, observed=True)
+        token = attend.attend_codes(layer, calm, stored, None, observed=True)
         assert token.lse is None
         assert (token.rows.weights - weights).abs().max() <= 1e-6
         assert (
@@ -246,7 +246,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("policy", ["full", "h2o", "snapkv(window=4)"])
 def test_no_layer_is_ever_in_float_beside_its_codes(model, policy, codec, monkeypatch):
-    monkeypatch.setattr(attend_codes, "SLICE", 64)
+    monkeypatch.setattr(attend, "SLICE", 64)
     budget = None if policy == "full" else 1400
     cache = kvtool.build_cache(model, f"{policy}+{codec}", budget)
     prefill(model, cache, random_ids(1500))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.features.trace import Trace, _put, rank_bytes
 from kvtool.cache.kept import kept_tokens
-from kvtool.cache.storage.trace import Trace, _put, rank_bytes
 from kvtool.models.load import load
 from kvtool.models.reference.prompt import needle_prompt
 from kvtool.policies.read.exact_topk import ExactTopK

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 import kvtool
-from kvtool.cache.storage.slot_form import make_form
+from kvtool.cache.slots.slot_form import make_form
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.quantise import channel_ranges, lost_share
-from kvtool.maths.rope import Rotation
+from kvtool.maths.rotation import Rotation
 from kvtool.models import reference
 from kvtool.policies.codec.fp8 import FP8
 from kvtool.policies.codec.int4 import Int4

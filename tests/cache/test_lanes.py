@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.storage.head_budgets import HeadBudgets
-from kvtool.cache.storage.ragged import _bins
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.slots.ragged import _bins
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
 from tests.cache.test_oracle import Run, follow

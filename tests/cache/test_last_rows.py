@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 import kvtool
-from kvtool.cache.steps.last_rows import _last_spans
+from kvtool.cache.steps.attend_block import _last_spans
 from tests.models_for_tests import peaky_model
 
 

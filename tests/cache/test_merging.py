@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.storage.merge_memory import MergeMemory
+from kvtool.cache.features.merge_memory import MergeMemory
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids

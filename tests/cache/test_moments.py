@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.features.queries import Moments
 from kvtool.cache.steps import attend_block, moments
-from kvtool.cache.storage.moments import Moments
 from kvtool.generation import decode_step, prefill
 from tests import models_for_tests
 from tests.cache.test_cache_positions import MORE

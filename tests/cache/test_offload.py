@@ -8,8 +8,7 @@ import tempfile
 import pytest
 import torch
 
-from kvtool.cache.storage.host import Store
-from kvtool.cache.storage.packed import pack, unpack
+from kvtool.cache.slots.host import Store, pack, unpack
 from kvtool.errors import KvtoolError
 
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 import kvtool
 from kvtool.cache import layers
-from kvtool.cache.storage.part import Part, tensor_bytes
+from kvtool.cache.slots.part import Part, tensor_bytes
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
 

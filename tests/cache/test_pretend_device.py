@@ -17,7 +17,7 @@ from kvtool.kernels import trust
 from kvtool.kernels.kind import CODES, Family
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.codec.int8 import Int8
-from kvtool.policies.compose import compose
+from kvtool.policies.policy import compose
 from kvtool.policies.scores.h2o import H2O
 from tests.benchmarks.gpu.right import COMPILED, Run, build, check_same, padded_turns, saved
 from tests.cache.split_model import policies

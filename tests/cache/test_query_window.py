@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvtool.cache.storage.query_window import QueryWindow
+from kvtool.cache.features.queries import QueryWindow
 
 ROWS, HEADS, DIM = 3, 2, 4
 

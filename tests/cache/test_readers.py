@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.storage.padded_index import PaddedEntries
-from kvtool.cache.storage.sparse_index import IndexedEntries, SparseIndex
+from kvtool.cache.features.sparse_index import IndexedEntries, PaddedEntries, SparseIndex
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.basis import moments, principal_components
 from kvtool.policies.parts import Read

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.report import bytes_read
-from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import PlanDocument, Target
 from kvtool.generation import decode_step, generate, prefill
 from kvtool.model_shape import layer_shapes
 from kvtool.models.load import load
-from kvtool.planning.forecast import Text
+from kvtool.planning.bytes import Text
 from kvtool.planning.held import even_budgets, forecast_plan
 from kvtool.planning.plan import make_plan
 from kvtool.planning.rocketkv import plan_rocketkv
@@ -120,7 +120,7 @@ def test_a_token_comes_back_where_nothing_was_dropped():
     assert keep(range(9), [9, 10]) == [1, 6, 9, 10]
     assert keep([*first, 6, 7, 8], [9, 10]) == [6, 8, 9, 10]
     from kvtool.maths.selection import keep_top
-    from kvtool.policies.attention_rows import AttentionRows
+    from kvtool.policies.evidence import AttentionRows
     from kvtool.policies.parts import SlotView
     from kvtool.policies.scores.rocketkv import RocketKV
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.steps import attend_block
-from kvtool.cache.steps.sum_block import _token_columns
-from kvtool.cache.storage.deferred_cut import Deferred
+from kvtool.cache.steps.attend_block import _token_columns
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
@@ -28,9 +28,9 @@ POLICIES = [
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """More than one tile of a short prompt, which is summed as a long one is."""
-    monkeypatch.setattr("kvtool.cache.steps.sum_block.LONG_PROMPT", 1)
-    monkeypatch.setattr("kvtool.maths.causal_columns._TILE_ROWS", 32)
-    monkeypatch.setattr("kvtool.maths.causal_columns._TILE_KEYS", 16)
+    monkeypatch.setattr("kvtool.cache.steps.attend_block.LONG_PROMPT", 1)
+    monkeypatch.setattr("kvtool.maths.statistics._TILE_ROWS", 32)
+    monkeypatch.setattr("kvtool.maths.statistics._TILE_KEYS", 16)
 
 
 def run(model, policy, ids, mask=None, budget=BUDGET, mode="full", steps=2):
@@ -77,7 +77,7 @@ def test_a_whole_prompt_counts_the_same(monkeypatch, policy, budget):
 @pytest.mark.parametrize("short", [0, 1])
 def test_rows_of_few_tokens_are_weighed_in_full(monkeypatch, short):
     """Tokens of theirs that tie must tie: the sums of large logits are rounded otherwise."""
-    monkeypatch.setattr("kvtool.cache.steps.sum_block.LONG_PROMPT", LENGTH - 5 + 10 * short)
+    monkeypatch.setattr("kvtool.cache.steps.attend_block.LONG_PROMPT", LENGTH - 5 + 10 * short)
     model, ids = kvtool.attach(peaky_model("llama")), random_ids(LENGTH, batch=2)
     mask = torch.ones_like(ids)
     mask[0, : 5 + short] = 0

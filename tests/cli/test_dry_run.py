@@ -180,7 +180,7 @@ def llama(kvtool, tmp_path):
 def test_a_model_that_does_not_fit_is_said_so_in_words(kvtool, llama, monkeypatch):
     given = ("-m", "llama", "--prompt", PROMPT, "-p", "h2o", "-b", "64", "--dtype", "bfloat16")
     for free, fits in ((10 * 2**30, False), (40 * 2**30, True), (None, None)):
-        monkeypatch.setattr("kvtool.models.free_memory._free_ram", lambda free=free: free)
+        monkeypatch.setattr("kvtool.models.placement._free_ram", lambda free=free: free)
         done = kvtool("generate", *given, "--dry-run")
         assert done.code == 0
         told = yaml.safe_load(done.out)["memory"]
@@ -221,7 +221,7 @@ def test_a_model_that_cannot_be_read_is_not_foretold(kvtool, llama):
 def test_the_same_is_told_whenever_it_is_asked(kvtool, monkeypatch):
     given = ("generate", "--prompt", PROMPT, "-p", "h2o", "--dry-run")
     before = kvtool(*given).out
-    monkeypatch.setattr("kvtool.models.free_memory._free_ram", lambda: 2**40)
+    monkeypatch.setattr("kvtool.models.placement._free_ram", lambda: 2**40)
     assert kvtool(*given).out == before
     assert "]  # per layer and KV head\n" in before
 

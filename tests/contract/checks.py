@@ -25,7 +25,7 @@ from kvtool.cli.main import main
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding
 from kvtool.maths.quantise import RandomRotation
-from kvtool.policies.whole_prompt import reads_whole
+from kvtool.policies.policy import reads_whole
 from tests.contract.cases import Case
 from tests.models_for_tests import any_cache, instructed, peaky_model, random_ids
 

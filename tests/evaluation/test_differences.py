@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.documents.verdict import SampleScores
-from kvtool.evaluation.differences import between, differences
+from kvtool.evaluation.verdict import between, differences
 from tests.report.examples import arms, result
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_random.json").read_text())

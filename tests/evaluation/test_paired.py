@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from kvtool.evaluation.paired import (
+from kvtool.evaluation.verdict import (
     LEAST_PAIRS,
     RESAMPLES,
     difference,

@@ -15,8 +15,8 @@ import torch
 from torch._inductor.exc import InvalidCxxCompiler
 
 import kvtool
+from kvtool.cache.slots.buffers import SlotBuffers
 from kvtool.cache.steps.static import stationary
-from kvtool.cache.storage.buffers import SlotBuffers
 from kvtool.cli.main import main
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvtool.maths import causal_columns
-from kvtool.maths.causal_columns import add_causal_columns
+from kvtool.maths import statistics
 from kvtool.maths.columns import COLUMNS
+from kvtool.maths.statistics import add_causal_columns
 
 
 def drawn(kv_heads, group, n, dim, *, size=1.0, seed=0):
@@ -67,8 +67,8 @@ def check(query, key, scale, names=COLUMNS, apart=True):
 @pytest.mark.parametrize(("rows", "keys"), [(8, 8), (12, 5), (5, 16), (1, 1), (512, 512)])
 def test_tiles_of_any_size_add_up_to_the_explicit_sums(monkeypatch, n, group, rows, keys):
     """Tiles that the diagonal cuts once, twice, or not at the edge of a group's rows."""
-    monkeypatch.setattr(causal_columns, "_TILE_ROWS", rows)
-    monkeypatch.setattr(causal_columns, "_TILE_KEYS", keys)
+    monkeypatch.setattr(statistics, "_TILE_ROWS", rows)
+    monkeypatch.setattr(statistics, "_TILE_KEYS", keys)
     check(*drawn(2, group, n, 7, seed=n), 0.3)
 
 

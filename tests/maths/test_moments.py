@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.maths.moments import add_moments
-from kvtool.maths.rope import Rotation
-from kvtool.policies.query_moments import QueryMoments
+from kvtool.maths.rotation import Rotation
+from kvtool.maths.statistics import add_moments
+from kvtool.policies.evidence import QueryMoments
 
 
 def in_parts(vectors, valid, sizes):

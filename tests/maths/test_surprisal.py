@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvtool.maths.surprisal import surprisals
+from kvtool.maths.statistics import surprisals
 
 
 def test_known_probabilities():

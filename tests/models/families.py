@@ -36,7 +36,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 import kvtool
 from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.families import EAGER_FAMILIES, check_supported
-from kvtool.cache.storage.layer import SlotLayer
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.model_shape import RECURRENT, SLIDING, layer_kinds, stores_latents
 from kvtool.transformers_versions import kv_sharing_layers
 from tests.coded import decoded_slots

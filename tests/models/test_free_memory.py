@@ -2,8 +2,8 @@
 
 import torch
 
-from kvtool.models import free_memory as room
-from kvtool.models.free_memory import free_memory
+from kvtool.models import placement as room
+from kvtool.models.placement import free_memory
 
 
 def test_a_machine_tells_what_is_free():

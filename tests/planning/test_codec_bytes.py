@@ -11,14 +11,13 @@ from kvtool.documents.memory import DeviceMemory, ModelShape
 from kvtool.documents.plan import Target
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.batch_size import largest_batch
-from kvtool.evaluation.bench.estimate import bytes_held, check_bytes
-from kvtool.evaluation.bench.needs import estimate_memory
+from kvtool.evaluation.bench.estimate import bytes_held, check_bytes, estimate_memory
 from kvtool.generation import compress, decode_step, prefill
 from kvtool.model_shape import layer_shapes
-from kvtool.planning.forecast import Text
+from kvtool.planning.bytes import Text
+from kvtool.planning.held import check_run
 from kvtool.planning.peak import reading_bytes
 from kvtool.planning.plan import make_plan
-from kvtool.planning.run import check_run
 from kvtool.policies.allocate.uniform import Uniform
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import family_model, peaky_model, random_ids

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.storage.head_budgets import HeadBudgets
+from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.documents.memory import ModelShape
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
-from kvtool.planning.forecast import Text, forecast
+from kvtool.planning.bytes import Text, forecast
 from kvtool.planning.growth import grown
 from kvtool.planning.held import even_budgets
 from kvtool.policies.table import ALLOCATORS, BASES, MODIFIERS

@@ -5,7 +5,7 @@ from transformers import AutoConfig
 
 from kvtool import parse_policy
 from kvtool.model_shape import LayerShape
-from kvtool.planning.forecast import Text
+from kvtool.planning.bytes import Text
 from kvtool.planning.peak import computing_bytes, reading_bytes
 
 CONFIG = AutoConfig.for_model(

@@ -11,12 +11,11 @@ import kvtool
 from kvtool import parse_policy
 from kvtool.errors import UsageError
 from kvtool.generation import prefill
-from kvtool.maths.moments import add_moments
-from kvtool.maths.rope import Rotation
-from kvtool.policies.parts import Evidence, Score
+from kvtool.maths.rotation import Rotation
+from kvtool.maths.statistics import add_moments
+from kvtool.policies.evidence import MomentsAsked, QueryMoments
+from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.policy import Policy
-from kvtool.policies.query_moments import MomentsAsked, QueryMoments
-from kvtool.policies.slot_view import SlotView
 from tests.models_for_tests import peaky_model, random_ids
 from tests.reference.expected import Expected, halves
 

@@ -15,10 +15,10 @@ from kvtool.generation import decode_step, prefill
 from kvtool.maths.allocation import Allocation
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.codec.int8 import Int8
-from kvtool.policies.compose import compose
-from kvtool.policies.evicted.merging import Merging
+from kvtool.policies.evicted.eviction import Merging
 from kvtool.policies.pace.every import Every
 from kvtool.policies.parts import Allocator, Read
+from kvtool.policies.policy import compose
 from kvtool.policies.read.rows import reads_together
 from kvtool.policies.read.view import Choice
 from tests.cache.test_readers import Newest, Oldest

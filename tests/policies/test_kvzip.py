@@ -8,8 +8,8 @@ import torch
 
 import kvtool
 from kvtool import KvtoolError, UsageError, parse_policy
-from kvtool.cache import repeats
-from kvtool.cache.storage.repetition import Instructions
+from kvtool.cache import cache as cache_module
+from kvtool.cache.features.repetition import Instructions
 from kvtool.generation import compress, generate, prefill
 from kvtool.models.load import load
 from kvtool.policies.parts import Evidence, Score
@@ -29,13 +29,13 @@ def cut(model, policy, ids, budget=BUDGET, mask=None, around=(0, 0)):
     """A cache that has read a prompt, and the weights that it was cut by, by layer."""
     cache, noted = kvtool.build_cache(model, policy, budget), []
     cache.repetition.instruct(Instructions(FIRST, LATER, *around))
-    whole = repeats.cut_repeated
+    whole = cache.cut_repeated
 
     def note(layers, weights, spans):
         noted.append(weights.by_layer)
         whole(layers, weights, spans)
 
-    with patch.object(repeats, "cut_repeated", note):
+    with patch.object(cache, "cut_repeated", note):
         prefill(model, cache, ids, mask)
     return cache, (noted[0] if noted else {})
 
@@ -100,7 +100,7 @@ def test_heads_of_each_layer_compete_where_that_is_asked_for():
 
 def test_what_fits_is_fed_once():
     model, ids = attached(), random_ids(PROMPT)
-    with patch.object(repeats, "repeating", side_effect=AssertionError("fed twice")):
+    with patch.object(cache_module, "repeating", side_effect=AssertionError("fed twice")):
         cache, noted = cut(model, "kvzip", ids, budget=PROMPT)
     assert noted == {}
     assert cache.report().kept_per_layer == [PROMPT, PROMPT]

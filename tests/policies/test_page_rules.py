@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import kvtool
-from kvtool.cache.storage.sparse_index import SparseIndex
+from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.generation import compress, decode_step, prefill
 from kvtool.policies.allocate.ada import split_heads
 from tests.coded import decoded_slots

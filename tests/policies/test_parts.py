@@ -8,7 +8,7 @@ import pytest
 
 from kvtool.errors import UsageError
 from kvtool.policies import parts
-from kvtool.policies.evicted.select_only import SelectOnly
+from kvtool.policies.evicted.eviction import SelectOnly
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.parts import Score
 from kvtool.policies.policy import Policy
@@ -29,7 +29,6 @@ def test_one_file_has_the_roles_and_explains_their_words():
     roles = (parts.Score, parts.Rescore, parts.Select, parts.Allocator, parts.Evicted, parts.Read)
     assert {role.__module__ for role in (*roles, parts.SlotView, parts.Evidence)} == {
         "kvtool.policies.parts",
-        "kvtool.policies.slot_view",
     }
     for word in WORDS.split():
         assert re.search(rf"^{word} {{2,}}\S", parts.__doc__, re.MULTILINE), word

@@ -7,7 +7,7 @@ import kvtool
 from kvtool import parse_policy
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
-from kvtool.policies.heads import KVHeads
+from kvtool.policies.numbers import KVHeads
 from tests.models_for_tests import peaky_model, random_ids
 from tests.policies.trial import Trial
 

@@ -5,7 +5,7 @@ import torch
 from kvtool import parse_policy
 from kvtool.cache.steps.view import observe
 from kvtool.maths.selection import keep_top, lowest
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.parts import Evidence, SlotView
 from tests.reference import policies as reference
 

@@ -125,7 +125,7 @@ def told(monkeypatch, model, ids):
 
 def test_sums_from_the_kernels_log_sum_exp_are_those_of_weights(monkeypatch):
     """Two texts, more than one tile each; the same with nobody telling."""
-    monkeypatch.setattr("kvtool.cache.steps.sum_block.LONG_PROMPT", 600)
+    monkeypatch.setattr("kvtool.cache.steps.attend_block.LONG_PROMPT", 600)
     model, ids = kvtool.attach(peaky_model("llama")), random_ids(600, batch=2)
     ours, told_by = told(monkeypatch, model, ids)
     assert told_by == [True] * 4

@@ -1,35 +1,413 @@
-"""Check what a cache file says of itself, before anything is built from it."""
+"""Check what a cache file holds of one layer.
+
+The tensors of a cache file, taken one by one and held against what they must be.
+
+Check what a cache file holds, name by name, before a cache is filled with it.
+
+A checksum tells that a file is as it was written, not that kvtool wrote it. So every tensor is held
+against the policy (which names there are), the model (shapes, dtypes, size of the vocabulary) and
+the others: what batch entries and heads hold, and the numbers of tokens that they have seen.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvtool.cache.cache import KVCache
+from kvtool.cache.features.queries import QueryWindow
+from kvtool.cache.files.format import bad_file
+from kvtool.cache.hooks.probes import ask_recurrent
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.slot_form import RANGES
 from kvtool.errors import KvtoolError
+from kvtool.maths.quantise import MOST_EXPONENT
+from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.policies.codec.codec import Codec
+from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop
+from kvtool.policies.evicted.eviction import Merging
+from kvtool.policies.evidence import MomentsAsked
+from kvtool.policies.numbers import SHIFT
 from kvtool.sizes import MOST_TOKENS
 
-_TEXTS = ("policy", "budget", "prefill", "model", "config_hash", "weights", "kvtool")
+
+class FileTensors:
+    """The tensors of a file: one after the other is taken off, what is left is too many.
+
+    Attributes:
+        path: of the file.
+        left: what has not been taken yet.
+        seen: tokens that the cache has seen, padding included.
+        batch: its batch entries.
+        lengths: (batch,) tokens of each; None: all alike.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor], seen: int, batch: int) -> None:
+        self.path, self.left = path, dict(tensors)
+        self.seen, self.batch = seen, batch
+        self.lengths: Tensor | None = None
+        if "lengths" in self.left:
+            self.lengths = self.take("lengths", (batch,), torch.int64, 1, seen)
+
+    def bad(self, name: str, what: str) -> KvtoolError:
+        return bad_file(self.path, f"`{name}` {what}")
+
+    def take(
+        self,
+        name: str,
+        shape: tuple[int | None, ...],
+        dtype: torch.dtype | tuple[torch.dtype, ...],
+        low: float | None = None,
+        high: float | None = None,
+        *,
+        unknown: bool = False,
+    ) -> Tensor:
+        """Take a tensor off the list.
+
+        Args:
+            shape: None for a size that is free.
+            dtype: one or several that it may be of.
+            low, high: what its numbers may be, both included.
+            unknown: whether numbers may be minus infinity.
+        """
+        tensor = self.left.pop(name, None)
+        if tensor is None:
+            raise self.bad(name, "is missing")
+        fits = len(shape) == tensor.dim() and all(
+            want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
+        )
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+        if tensor.dtype not in dtypes or not fits:
+            sizes = ["any" if size is None else size for size in shape]
+            found, expected = (tensor.dtype, list(tensor.shape)), (dtypes[0], sizes)
+            message = "is {} {}, not {} {}".format(*found, *expected)
+            raise self.bad(name, message.replace("torch.", "").replace("'", ""))
+        if tensor.dtype.is_floating_point:
+            sound = tensor.isfinite() | (tensor == float("-inf")) if unknown else tensor.isfinite()
+            if not sound.all():
+                raise self.bad(name, "holds numbers that are not finite")
+        if tensor.numel() and (
+            (low is not None and tensor.min() < low) or (high is not None and tensor.max() > high)
+        ):
+            raise self.bad(name, "holds numbers out of their range")
+        return tensor
+
+    def kept(self, layer: int) -> int | None:
+        """Slots of a layer."""
+        positions = self.left.get(f"layer.{layer}.positions")
+        return positions.shape[-1] if positions is not None and positions.dim() == 3 else None
 
 
-def check_metadata(path: Path, metadata: Mapping[str, str]) -> None:
-    """Refuse a file that lacks a text, or whose counts of tokens are none.
+_WEIGHED = {"query": True, "out": True, "lse": False}  # of calibration: whether it has channels
+_PLACES = (torch.int64, torch.int32)
+_COUNTED = ("steps", "recomputed", "calibrated")
+
+
+def check_layer(
+    file: FileTensors,
+    cache: KVCache,
+    layer: SlotLayer,
+    shape: LayerShape,
+    dtype: torch.dtype,
+) -> None:
+    """Refuse tensors of a layer that do not fit its policy, the model or each other.
 
     Raises:
-        KvtoolError: the first such entry.
+        KvtoolError: the first such tensor.
     """
-    for name in _TEXTS:
-        if name not in metadata:
-            raise bad_file(path, f"`{name}` is missing")
-    counts = []
-    for name in ("tokens_seen", "seen"):
-        text = metadata.get(name, "")
-        if not (text.isascii() and text.isdecimal() and len(text) <= 10):
-            raise bad_file(path, f"`{name}` is no number of tokens")
-        counts.append(int(text))
-    if not 1 <= counts[0] <= counts[1] <= MOST_TOKENS:
-        raise bad_file(path, f"{counts[0]} tokens of {counts[1]} seen")
+    name, batch, heads = f"layer.{layer.index}", file.batch, shape.kv_heads
+    slots = file.kept(layer.index)
+    _check_stored(file, layer.policy.codec, name, (batch, heads, slots), shape, dtype)
+    positions = file.take(
+        f"{name}.positions", (batch, heads, slots), torch.int64, -1, file.seen - 1
+    )
+    _check_positions(file, f"{name}.positions", positions)
+    for key in layer.policy.statistics:
+        shifts = key == SHIFT
+        low = -MOST_TOKENS if shifts else 0
+        number = file.take(
+            f"{name}.state.{key}", (batch, heads, slots), torch.float32, low, MOST_TOKENS
+        )
+        if shifts and not torch.equal(number, number.round()):
+            raise file.bad(f"{name}.state.{key}", "holds parts of a position")
+    _check_budget(file, cache, layer, name, positions)
+    on_evict = layer.policy.on_evict
+    if isinstance(on_evict, Merging):
+        _check_memory(file, f"{name}.memory", on_evict.start(batch, heads, torch.device("cpu")))
+    if isinstance(on_evict, CaliDrop):
+        _check_calibration(file, f"{name}.calibration", on_evict, shape, dtype)
+    if layer.policy.moments is not None and layer.window is None:
+        _check_moments(file, f"{name}.moments", layer.policy.moments, shape)
+    for part in layer.parts.values():
+        for key, (sizes, own) in part.shapes(batch, heads).items():
+            file.take(f"{name}.{key}", sizes, own)
+    window = QueryWindow.of(layer)
+    if window is not None:
+        sizes = (batch, shape.heads, window.rows, shape.key_dim)
+        file.take(f"{name}.window.query", sizes, dtype)
+        sizes = (batch, window.rows)
+        file.take(f"{name}.window.positions", sizes, torch.int64, -1, file.seen - 1)
+    if layer.policy.select_only and layer.window is None and f"{name}.marked" in file.left:
+        _check_marked(file, f"{name}.marked", (batch, heads, None))
 
 
-def bad_file(path: Path, what: str) -> KvtoolError:
-    """Return the error of a file that is whole and cannot be a cache."""
-    return KvtoolError(f"`{path}` is not a sound cache file: {what}")
+def _check_stored(
+    file: FileTensors,
+    codec: Codec | None,
+    name: str,
+    sizes: tuple[int, int, int | None],
+    shape: LayerShape,
+    dtype: torch.dtype,
+) -> None:
+    """Check keys and values, as they are or as codes."""
+    for kind, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
+        if codec is None:
+            file.take(f"{name}.{kind}s", (*sizes, dim), dtype)
+        else:
+            _check_codes(file, codec, f"{name}.{kind}", sizes, dim)
+    if codec is not None and any(f"{name}.{own}" in file.left for own in RANGES):
+        channels = (*sizes[:2], 1, shape.key_dim)
+        file.take(f"{name}.{RANGES[0]}", channels, torch.float16)
+        file.take(f"{name}.{RANGES[1]}", channels, torch.int8, 0, MOST_EXPONENT)
+
+
+def _check_memory(file: FileTensors, name: str, start: dict[str, Tensor]) -> None:
+    """Check what merging keeps beside the slots, by what it starts with."""
+    for key, first in start.items():
+        kind = f"{name}.{key}"
+        found = file.left.get(kind)
+        if found is not None and first.isnan().all():  # which stands for: none yet
+            file.left[kind] = found.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
+        file.take(kind, tuple(first.shape), first.dtype)
+
+
+def _check_marked(file: FileTensors, name: str, sizes: tuple[int, int, None]) -> None:
+    """Check the positions that each head reads, as many in all heads."""
+    marked = file.take(name, sizes, _PLACES, -1, file.seen - 1)
+    _check_positions(file, name, marked)
+    counts = (marked >= 0).sum(-1)
+    if (counts != counts[:, :1]).any() or (counts < 1).any():
+        raise file.bad(name, "chooses unequal counts in the heads of a layer")
+
+
+def _check_positions(file: FileTensors, name: str, positions: Tensor) -> None:
+    _check_ascending(file, name, positions)
+    if file.lengths is not None:
+        over = positions >= file.lengths[:, None, None]
+        if over.any():
+            raise file.bad(name, "holds tokens that its row has not seen")
+
+
+def _check_ascending(file: FileTensors, name: str, positions: Tensor) -> None:
+    ordered = positions.masked_fill(positions < 0, file.seen)
+    before, after = ordered[..., :-1], ordered[..., 1:]
+    if not ((before < after) | (before == file.seen)).all():
+        raise file.bad(name, "are not in ascending order, empty slots last")
+
+
+def _check_codes(
+    file: FileTensors, codec: Codec, name: str, sizes: tuple[int, int, int | None], dim: int
+) -> None:
+    """Check the codes and scales of keys or values."""
+    codes, scales = codec.encode(torch.zeros(dim, dtype=torch.float32))
+    low = -127 if codes.dtype == torch.int8 else None
+    file.take(f"{name}s", (*sizes, len(codes)), codes.dtype, low)
+    file.take(f"{name}_scales", (*sizes, len(scales)), scales.dtype, 0)
+
+
+def _check_budget(
+    file: FileTensors, cache: KVCache, layer: SlotLayer, name: str, positions: Tensor
+) -> None:
+    """Check what rows and heads may keep, and that they keep no more."""
+    budget = _take_budget(file, layer, f"{name}.budget")
+    most, uneven = budget[:, None], file.lengths is not None
+    split = layer.window is None and cache.policy.head_split is not None
+    if split and f"{name}.head_budgets" in file.left:
+        sizes = file.batch, positions.shape[1]
+        most = file.take(f"{name}.head_budgets", sizes, torch.int64, 0, MOST_TOKENS)
+        uneven = True
+    _check_filled(file, layer, f"{name}.positions", positions, most, uneven)
+    asked = None if cache.budget is None else cache.budget.tokens
+    own = cache.plan is not None or cache.policy.allocator is not None
+    if asked is None or own or layer.window is not None or cache.policy.budget_is_traffic:
+        return
+    if bool(budget.ne(asked).any()):
+        raise file.bad(f"{name}.budget", f"is not the cache's budget {cache.budget}")
+
+
+def _take_budget(file: FileTensors, layer: SlotLayer, name: str) -> Tensor:
+    """Take the budget of each row, or of all of them: (batch or 1,)."""
+    found = file.left.get(name)
+    rows = file.batch if found is not None and found.numel() > 1 else 1
+    budget = file.take(name, (rows,), torch.int64, 0, MOST_TOKENS)
+    if layer.window is not None and (budget != layer.window - 1).any():
+        raise file.bad(name, "is not the width of the layer's window")
+    if layer.policy.score.when != "never" and layer.window is None and (budget < 1).any():
+        raise file.bad(name, "keeps no token")
+    return budget
+
+
+def _check_filled(
+    file: FileTensors, layer: SlotLayer, name: str, positions: Tensor, most: Tensor, uneven: bool
+) -> None:
+    """Check how many slots are filled.
+
+    Args:
+        most: tokens that each head may keep, (batch or 1, heads or 1).
+        uneven: whether rows or heads may hold different counts.
+    """
+    when, filled = layer.policy.score.when, (positions >= 0).sum(-1)
+    if when == "always" and (filled >= most + layer.policy.spare).any():
+        raise file.bad(name, "holds more tokens than its budget")
+    if not uneven and (positions < 0).any():
+        raise file.bad(name, "has empty slots where no row or head is shorter")
+    expected = torch.tensor([file.seen]) if file.lengths is None else file.lengths
+    keeps_all = when == "never" or (layer.policy.select_only and layer.window is None)
+    if keeps_all and (filled != expected[:, None]).any():
+        raise file.bad(name, "lacks tokens, and its policy keeps all")
+
+
+def _check_moments(file: FileTensors, name: str, asked: MomentsAsked, shape: LayerShape) -> None:
+    """Check the moments of a layer's queries."""
+    heads, dim = (file.batch, shape.heads), shape.key_dim
+    count = file.take(f"{name}.count", heads, torch.float32, 0, file.seen)
+    if not torch.equal(count, count.round()):
+        raise file.bad(f"{name}.count", "holds parts of a query")
+    file.take(f"{name}.mean", (*heads, dim), torch.float32)
+    if asked.covariance:
+        scatter = file.take(f"{name}.scatter", (*heads, dim, dim), torch.float32)
+        if (scatter.diagonal(dim1=2, dim2=3) < 0).any():
+            raise file.bad(f"{name}.scatter", "holds a variance below 0")
+
+
+def _check_calibration(
+    file: FileTensors, name: str, part: CaliDrop, shape: LayerShape, dtype: torch.dtype
+) -> None:
+    """Check what a layer has set aside; nothing, or all of it."""
+    batch, heads, kv_heads = file.batch, shape.heads, shape.kv_heads
+    width = {"query": shape.key_dim, "out": shape.value_dim}
+    for key, channels in _WEIGHED.items():
+        sizes = (batch, heads, width[key]) if channels else (batch, heads)
+        file.take(f"{name}.memory.{key}", sizes, torch.float32, unknown=key == "lse")
+    for key in _COUNTED:
+        file.take(f"{name}.memory.{key}", (batch, heads), torch.float32, 0)
+    packed_as = {"bf16": torch.bfloat16, "int8": torch.int8}.get(part.store, dtype)
+    for place in ("shelf", "gathered"):
+        if not any(each.startswith(f"{name}.store.{place}.") for each in file.left):
+            continue
+        packed = place == "shelf"
+        forms = []
+        for dim in (shape.key_dim, shape.value_dim):
+            forms.append((dim, packed_as if packed else dtype))
+            if packed and part.store == "int8":
+                forms.append((1, torch.float32))
+        first = file.left.get(f"{name}.store.{place}.0")
+        slots = first.shape[2] if first is not None and first.dim() == 4 else None
+        for i, (dim, form) in enumerate(forms):
+            file.take(f"{name}.store.{place}.{i}", (batch, kv_heads, slots, dim), form)
+        last = f"{name}.store.{place}.{len(forms)}"
+        file.take(last, (batch, kv_heads, slots), _PLACES, -1, file.seen - 1)
+        if slots == 0 or (not packed and slots is not None and slots > GATHERED):
+            raise file.bad(last, f"sets {slots} tokens aside at a time")
+
+
+_FLOATS = (torch.float32, torch.float64)
+
+
+def check_tensors(
+    path: Path,
+    metadata: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    cache: KVCache,
+    model: PreTrainedModel,
+) -> None:
+    """Refuse tensors that no cache of this kind has written.
+
+    Args:
+        metadata: of the file, checked.
+        tensors: of the file, on the CPU.
+        cache: an empty one, made as the metadata say.
+
+    Raises:
+        KvtoolError: the first tensor that is missing or too many, or does not fit.
+    """
+    seen, tokens = int(metadata["seen"]), int(metadata["tokens_seen"])
+    first = f"layer.{cache.first_layer.index}.keys"
+    keys = tensors.get(first)
+    if keys is None or keys.dim() != 4 or keys.shape[0] < 1:
+        raise bad_file(path, f"`{first}` are missing or have another shape")
+    file = FileTensors(path, tensors, seen, keys.shape[0])
+    _check_text(file, cache, model, tokens)
+    shapes = layer_shapes(model.config)
+    for layer in cache.slot_layers:
+        shape = shapes[layer.index]
+        if shape is not None:
+            check_layer(file, cache, layer, shape, model.dtype)
+    for i, states in enumerate(ask_recurrent(model)):
+        for name, state in states.items():
+            whole = f"layer.{i}.{name}"
+            if whole in file.left or not isinstance(cache.layers[i], SlotLayer):
+                file.take(whole, (file.batch, *state.shape[1:]), state.dtype)
+    for name in file.left:
+        raise file.bad(name, "belongs to no cache of this policy and model")
+
+
+def _check_text(file: FileTensors, cache: KVCache, model: PreTrainedModel, tokens: int) -> None:
+    """Check lengths, tokens, logits and what is known of whole rows."""
+    batch = file.batch
+    longest = file.seen if file.lengths is None else int(file.lengths.max())
+    if longest != tokens:
+        what = f"rows have seen {longest} tokens, and `tokens_seen` is {tokens}"
+        raise bad_file(file.path, what)
+    config = model.config.get_text_config(decoder=True)
+    if "input_ids" in file.left:
+        ids = file.take("input_ids", (batch, None), torch.int64, 0, config.vocab_size - 1)
+        if not 1 <= ids.shape[1] <= MOST_TOKENS:
+            raise file.bad("input_ids", "hold no token")
+    logits = (batch, _logits_of(model))
+    if "next_logits" in file.left:
+        file.take("next_logits", logits, torch.float32, unknown=True)
+    if cache.surprisals is not None:
+        file.take("state.surprisal", (batch, file.kept(cache.first_layer.index)), torch.float32)
+        file.take("state.next_logits", logits, (*_FLOATS, model.dtype), unknown=True)
+    free = [layer for layer in cache.slot_layers if layer.window is None]
+    if cache.budgets.deferred:
+        file.take("spread.variance", (batch, len(free)), torch.float64, 0)
+        file.take("spread.queries", (batch,), torch.int64, 1, file.seen)
+        file.take("spread.held", (batch, len(free)), torch.int64, 0, file.seen)
+    if cache.budgets.traffic is not None:
+        ends = file.left.get("read.ends")
+        rows = batch if ends is not None and ends.numel() > 1 else 1
+        file.take("read.ends", (rows,), torch.int64, 1, file.seen)
+        file.take("read.reserve", (), torch.int64, 0, MOST_TOKENS)
+    split = cache.policy.head_split
+    if split is not None and split.scores is not None:
+        file.left.pop("head_ranks", None)  # checked before the cache was made
+
+
+def _logits_of(model: PreTrainedModel) -> int:
+    """Count the logits of a token. Quantised layers of torch hold no weight that is a tensor."""
+    head = model.get_output_embeddings()
+    size = getattr(head, "out_features", None)
+    return int(head.weight.shape[0] if size is None else size)
+
+
+def check_ranks(path: Path, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
+    """Refuse ranks of heads that are not those of every head of the model, before they are used.
+
+    Raises:
+        KvtoolError: they are missing, of another shape, or no ranks.
+    """
+    ranks = tensors.get("head_ranks")
+    shapes = [shape for shape in layer_shapes(model.config) if shape is not None]
+    if ranks is None or ranks.dtype != torch.int64:
+        raise bad_file(path, "`head_ranks` are missing or no whole numbers")
+    wanted = (len(shapes), shapes[0].kv_heads)
+    if tuple(ranks.shape) != wanted:
+        raise bad_file(path, f"`head_ranks` are {list(ranks.shape)}, not {list(wanted)}")
+    if not torch.equal(ranks.flatten().sort().values, torch.arange(ranks.numel())):
+        raise bad_file(path, "`head_ranks` are not the places of all heads")

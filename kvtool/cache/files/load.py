@@ -15,22 +15,23 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvtool.cache.build import make_cache
 from kvtool.cache.cache import KVCache
-from kvtool.cache.files.checks import bad_file, check_metadata
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.files.checks import check_ranks, check_tensors
 from kvtool.cache.files.format import (
+    bad_file,
+    check_metadata,
     check_one_process,
     digest_of,
     has_weights,
     read_file,
 )
 from kvtool.cache.files.rope_checks import read_rope
-from kvtool.cache.files.tensor_checks import check_ranks, check_tensors
 from kvtool.cache.hooks.attachment import uncompiled
-from kvtool.cache.storage.growth import LayerBudget
-from kvtool.cache.storage.head_budgets import HeadBudgets
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.ragged import to_ragged
-from kvtool.cache.storage.slot_form import RANGES, CodedForm
-from kvtool.cache.storage.slots import Slots
+from kvtool.cache.slots.buffers import Slots
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.memory import LayerBudget
+from kvtool.cache.slots.ragged import to_ragged
+from kvtool.cache.slots.slot_form import RANGES, CodedForm
 from kvtool.documents.messages import Said, read_said
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.files.checks import bad_file
+from kvtool.cache.files.format import bad_file
 from kvtool.cache.rope_lengths import RopeLengths
 from kvtool.errors import KvtoolError
 

@@ -20,9 +20,9 @@ from kvtool.cache.files.format import (
 )
 from kvtool.cache.files.tensor_file import write_tensors
 from kvtool.cache.hooks.attachment import uncompiled
-from kvtool.cache.hooks.shape_probe import recurrent_states
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.slot_form import RANGES, CodedForm
+from kvtool.cache.hooks.probes import recurrent_states
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.slot_form import RANGES, CodedForm
 from kvtool.errors import KvtoolError, printable
 from kvtool.identity import config_hash
 from kvtool.version import VERSION

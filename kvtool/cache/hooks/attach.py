@@ -11,7 +11,7 @@ from kvtool.cache.hooks.attachment import Attachment, attachment, note_attachmen
 from kvtool.cache.hooks.attention import kvtool_attention, kvtool_mask
 from kvtool.cache.hooks.families import EAGER_FAMILIES, check_supported
 from kvtool.cache.hooks.generate_calls import give_back_generate, stand_in_for_generate
-from kvtool.cache.steps.pending import IMPLEMENTATION
+from kvtool.cache.steps.call import IMPLEMENTATION
 from kvtool.errors import KvtoolError
 
 

@@ -1,26 +1,74 @@
-"""The attention and mask functions named `kvtool`, in the form that transformers calls them."""
+"""The attention and mask functions named `kvtool`, in the form that transformers calls them.
+
+Tokens that see later ones, such as those of an image, which is read from both sides.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.hooks.masks import is_callers, note_own
-from kvtool.cache.hooks.spans import later_columns
 from kvtool.cache.hooks.training import dropout_refused
-from kvtool.cache.steps.borrow import attend_shared_kv
-from kvtool.cache.steps.call import Call, StepContext
-from kvtool.cache.steps.pending import take_mask_target, take_pending
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.steps.attend_block import attend_shared_kv
+from kvtool.cache.steps.call import Call, StepContext, take_mask_target, take_pending
 from kvtool.cache.steps.shared_kv import any_shared_kv, find_shared_kv
 from kvtool.cache.steps.step import run_step
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.errors import KvtoolError
+
+_ROWS = 1024  # queries whose boolean mask is held at a time
+
+
+def later_columns(
+    mask_function: Callable,
+    attention_mask: Tensor | None,
+    q_length: int,
+    q_offset: int,
+    batch: int,
+    options: Mapping[str, Any],
+) -> Tensor | None:
+    """Find out which of the new tokens each one sees, by its model's own mask.
+
+    Args:
+        mask_function, attention_mask, q_length, q_offset: as transformers makes a mask from them.
+        options: what else it makes a mask from.
+
+    Returns:
+        (batch, q_len, 2) int64, the columns of the first and the last new token seen; None where
+        nobody sees a later one.
+    """
+    options = {**options, "allow_is_causal_skip": False, "local_size": None}
+    spans = []
+    for start in range(0, q_length, _ROWS):
+        visible = sdpa_mask(
+            batch_size=batch,
+            q_length=min(_ROWS, q_length - start),
+            kv_length=q_length,
+            q_offset=q_offset + start,
+            kv_offset=q_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **options,
+        )[:, 0]
+        columns = torch.arange(q_length, device=visible.device)
+        first = torch.where(visible, columns, q_length - 1).amin(-1)
+        last = torch.where(visible, columns, 0).amax(-1)
+        spans.append(torch.stack([first, last], -1))
+    found = torch.cat(spans, 1).expand(batch, -1, -1)
+    own = torch.arange(q_length, device=found.device)
+    later = found[..., 1] > own
+    if not bool(later.any()):  # the one device sync of a prompt block
+        return None
+    return torch.where(later[..., None], found, own[:, None])
 
 
 def kvtool_mask(

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
+from kvtool.cache.features.calidrop import Calibration
+from kvtool.cache.features.queries import QueryWindow
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
-from kvtool.cache.steps.call import AttendedToken
+from kvtool.cache.steps.call import AttendedToken, PendingStep, take_pending
 from kvtool.cache.steps.masked import as_bias, check_order, check_shape
-from kvtool.cache.steps.pending import PendingStep, take_pending
 from kvtool.cache.steps.step import end_token, run_block
 from kvtool.cache.steps.view import (
     decode_needs_rows,
@@ -27,12 +29,9 @@ from kvtool.cache.steps.view import (
     last_query_columns,
     make_rows,
 )
-from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.query_window import QueryWindow
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import visible_keys
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 
 _LOCAL = threading.local()
 

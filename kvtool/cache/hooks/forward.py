@@ -3,6 +3,17 @@
 A forward that is told not to use its cache is refused, and so is one over a cache that another
 forward has left changed in some layers only, and one that sets its cache aside. Policies that go by
 logits, or by places in the cache, have their say here.
+
+A model's own logits, for policies that go by them.
+
+Before the model's forward the cache makes room for the new tokens, and all logits are asked for;
+after it these are shown to the cache, and those that the caller had asked for are handed on.
+
+Position ids by place in the cache: what a model is fed where `positions=cache`.
+
+Keys are cached after RoPE, whose angles lose their precision at large positions (0.06 rad at a
+million in float32). So new tokens are numbered on from the tokens that the cache holds, whatever
+the caller says, and never beyond what a model was trained for. True positions are the cache's own.
 """
 
 from __future__ import annotations
@@ -12,19 +23,132 @@ import threading
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.hooks.logits import answer_logits, ask_logits
 from kvtool.cache.hooks.masks import PACKED, check_packed, read_mask
-from kvtool.cache.hooks.position_ids import check_running, place
 from kvtool.cache.hooks.same_cache import check_returned, set_aside
 from kvtool.cache.hooks.training import check_training
-from kvtool.cache.steps.pending import IMPLEMENTATION, forget_pending
+from kvtool.cache.steps.call import IMPLEMENTATION, Placement, forget_pending
 from kvtool.cache.steps.shared_kv import forget_shared_kv
+from kvtool.cache.steps.surprisal import Surprisals
 from kvtool.errors import KvtoolError, UsageError
+
+_KEEP = "logits_to_keep"
+
+
+def ask_logits(cache: KVCache, given: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """Prepare a cache for a forward, and ask the forward for the logits of all tokens.
+
+    Returns:
+        The forward's arguments; None: as they are given.
+    """
+    if given.get("input_ids") is None:
+        raise KvtoolError(
+            f"policy `{cache.policy.score.name}` goes by token ids, "
+            "and this forward has embeddings only"
+        )
+    cache.expect_logits(given["input_ids"], given.get("attention_mask"))
+    if _KEEP not in given:
+        return None
+    cache.running.ask_logits(given[_KEEP])
+    return (), {**given, _KEEP: 0}
+
+
+def answer_logits(cache: KVCache, surprisals: Surprisals, output: Any) -> None:
+    """Show the logits to a cache, and leave those that the caller has asked for."""
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        raise KvtoolError(
+            f"policy `{cache.policy.score.name}` goes by logits, and this forward returns none",
+            hint="call the attached model itself, with return_dict=True",
+        )
+    surprisals.learn(logits)
+    output.logits = _asked_for(logits, cache.running.answer_logits())
+
+
+def _asked_for(logits: Tensor, asked: int | Tensor) -> Tensor:
+    """The columns that transformers' `logits_to_keep` selects."""
+    if isinstance(asked, int):
+        return logits if asked == 0 else logits[:, -asked:]
+    return logits[:, asked]
+
+
+def check_running(cache: KVCache, given: dict[str, Any], position_ids: Tensor) -> None:
+    """Refuse position ids that do not count a block's tokens on, for a policy that goes by them.
+
+    Raises:
+        KvtoolError: positions of packed texts, of a tree, or with gaps.
+    """
+    layer, policy = cache.first_layer, cache.policy
+    by_place = policy.score.positions == "cache"
+    if not (by_place or policy.moments is not None) or position_ids.dim() != 2:
+        return
+    if cache.running.in_prompt or layer.seen_device is not None:
+        return  # kvtool has counted them
+    device, mask, q_len = position_ids.device, given.get("attention_mask"), position_ids.shape[1]
+    start: Tensor | int = layer.seen
+    if layer.lengths is not None:
+        start = layer.lengths.to(device)[:, None]
+    valid = torch.ones_like(position_ids, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        valid = mask[:, -q_len:].to(device).bool()
+    wanted = start + valid.long().cumsum(1) - 1
+    if not by_place:  # a shift of a whole text turns all alike
+        wanted = wanted + (position_ids - wanted)[:, -1:]
+    if bool(((position_ids != wanted) & valid).any()):
+        raise KvtoolError(
+            f"policy `{policy}` goes by the places of tokens in the text, "
+            "and the position ids of this forward do not count them one by one",
+            hint="leave out position_ids, or take a policy that needs no positions (h2o, snapkv)",
+        )
+
+
+def place(cache: KVCache, given: dict[str, Any]) -> Tensor:
+    """Number the tokens of a forward on from those that the cache holds.
+
+    Returns:
+        Position ids, (batch, q_len) int64.
+    """
+    tokens = given.get("input_ids")
+    if tokens is None:
+        tokens = given["inputs_embeds"]
+    q_len = tokens.shape[1]
+    placement = _behind_kept(cache, q_len)
+    cache.running.place(placement)
+    mask = given.get("attention_mask")
+    return _position_ids(placement, tokens.shape[0], q_len, mask, tokens.device)
+
+
+def _behind_kept(cache: KVCache, q_len: int) -> Placement:
+    """Place the new tokens of each entry behind the longest of its heads, in the first layer."""
+    first = cache.first_layer
+    seen = first.seen if first.seen_device is None else None
+    if seen == 0:
+        return Placement(seen, 0, q_len)
+    if not first.padded and first.ragged is None:
+        kept = first.slots.kept
+        return Placement(seen, kept, kept + q_len)
+    stored = first.stored_positions()
+    return Placement(seen, (stored >= 0).sum(-1).amax(1), stored.shape[2] + q_len)
+
+
+def _position_ids(
+    placement: Placement, batch: int, q_len: int, mask: object, device: torch.device
+) -> Tensor:
+    """Position ids of the new tokens, counted without padding: (batch, q_len) int64."""
+    start = placement.start
+    if isinstance(start, Tensor):
+        start = start.to(device)[:, None]
+    if mask is None:
+        return (start + torch.arange(q_len, device=device)).expand(batch, -1)
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise KvtoolError("positions=cache needs an attention mask of two dimensions, or none")
+    valid = mask[:, -q_len:].to(device).bool()
+    return (start + valid.long().cumsum(1) - 1).clamp(min=0)
+
 
 _LOCAL = threading.local()  # of the running forward: what its cache had seen before
 

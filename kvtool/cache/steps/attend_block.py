@@ -1,33 +1,196 @@
 """Attention of a block by the kernel that fits: fused, flash, Triton, or weights in full.
 
 Queries go in chunks, so that nothing of size prompt x prompt is ever held.
+
+Attention of a layer that reads the keys and values of an earlier one.
+
+It sees what the lending layer has seen in the same forward: of a prompt the kept slots and the
+whole block, of a decoded token the kept slots and the token. It takes nothing in, and what it
+attends to is no evidence: a prompt is cut, and a slot chosen, when the lending layer has run.
+
+The attention of a prompt's last queries, by which policies vote that look back from its end.
+
+Attention of a whole prompt by the fused kernel of a CPU, and the columns from its log-sum-exp.
+
+What it computes is what `explicit_block` and the policy's `observe` compute.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.steps.attend import call_weights, call_weights_lse
+from kvtool.cache.features.calidrop import Calibration
+from kvtool.cache.features.queries import LastQueries, QueryWindow
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.steps.attend import attend_codes, attend_unseen, call_weights, call_weights_lse
 from kvtool.cache.steps.attend_triton import can_count, can_run, count_block
-from kvtool.cache.steps.block import Block, RowWatcher, store_block
+from kvtool.cache.steps.block import Block, RowWatcher, deferred, store_block, vote_weights
 from kvtool.cache.steps.call import Call
-from kvtool.cache.steps.last_rows import last_of_prompt, last_rows
 from kvtool.cache.steps.moments import add_queries
 from kvtool.cache.steps.rope_shift import shift_block
 from kvtool.cache.steps.shared_kv import SharedKV, share_kv
-from kvtool.cache.steps.sum_block import can_sum, sum_block
-from kvtool.cache.steps.view import make_rows
-from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.last_queries import LastQueries
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.query_window import QueryWindow
+from kvtool.cache.steps.view import last_query_columns, make_rows
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import visible_keys, weighted_values
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.maths.fused import can_fuse, fused_attention
+from kvtool.maths.selection import take
+from kvtool.maths.statistics import add_causal_columns
+from kvtool.policies.evidence import AttentionRows
+from kvtool.sizes import LONG_PROMPT
+
+_ROWS_AT_ONCE = 128  # queries whose weights are held at a time
+
+
+def last_of_prompt(layer: SlotLayer, call: Call, block: Block) -> tuple[Tensor, Tensor]:
+    """The last queries that a policy sees, those of earlier blocks of a prompt cut once included.
+
+    Returns:
+        (batch, heads, rows, head_dim), and their positions, (batch or 1, rows), -1 = padding.
+    """
+    query, new = call.query, block.new
+    before = LastQueries.of(layer)
+    if before is not None and before.query is not None and before.positions is not None:
+        query = torch.cat([before.query, query], 2)
+        rows = max(new.shape[0], before.positions.shape[0])
+        new = torch.cat([before.positions.expand(rows, -1), new.expand(rows, -1)], 1)
+    last = last_query_columns(layer, new)
+    return take(query, last[:, None].expand(query.shape[0], -1, -1)), new.gather(1, last)
+
+
+def last_rows(layer: SlotLayer, call: Call, block: Block) -> AttentionRows:
+    """Weights of the last queries of a prompt, or the sum of their votes."""
+    query, new = last_of_prompt(layer, call, block)
+    visible = partial(visible_keys, key_positions=block.view.positions)
+    spans = None if call.spans is None else _last_spans(layer, call.spans, block, new)
+    weights = vote_weights(layer, block, new.shape[1])
+    if weights is None:
+        return _rows_of(layer, call, query, new, visible(new, spans=spans))
+    votes = []
+    for start in range(0, new.shape[1], _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        own = None if spans is None else spans[:, part]
+        seen = visible(new[:, part], spans=own)
+        rows = _rows_of(layer, call, query[:, :, part], new[:, part], seen)
+        votes.append(rows.summed(weights[:, part]).weights)
+    return AttentionRows(reduce(Tensor.add_, votes))
+
+
+def _last_spans(layer: SlotLayer, spans: Tensor, block: Block, new: Tensor) -> Tensor:
+    """Spans of the last queries; those of an earlier block see nothing later."""
+    columns = last_query_columns(layer, block.new)[..., None]
+    own = spans.gather(1, columns.expand(len(spans), -1, 2))
+    earlier = new[:, : new.shape[1] - own.shape[1], None].expand(len(own), -1, 2)
+    return torch.cat([earlier, own], 1)
+
+
+def _rows_of(
+    layer: SlotLayer, call: Call, query: Tensor, new: Tensor, visible: Tensor
+) -> AttentionRows:
+    weights = call_weights(call, query, call.key, visible)
+    return make_rows(layer, weights, visible[:, :, 0], new >= 0 if layer.padded else None)
+
+
+def returns_norms(layer: SlotLayer, call: Call, block: Block) -> bool:
+    """Whether the fused kernel can attend the block, and tell the log-sum-exp of its rows.
+
+    It has to be the beginning of a prompt that sees all before it, with padding at the ends only,
+    and long: weights from a log-sum-exp are off by the rounding of large logits (1e-5 of a weight),
+    which tells tokens apart that tie exactly where weights are computed in full. In short prompts
+    ties are likely, and no time is to be gained.
+    """
+    query, key, value = call.query, call.key, call.value
+    if call.q_len < LONG_PROMPT:
+        return False
+    plain = not (call.needs_weights or layer.chunked or call.spans is not None)
+    if not plain or layer.window is not None or block.kept:
+        return False
+    if not can_fuse(query, key, value) or key.shape[1] != layer.slots.kv_heads:
+        return False
+    return not layer.padded or all(
+        own.stop - own.start >= LONG_PROMPT and bool((block.new[row, own] >= 0).all())
+        for row, own in enumerate(_token_columns(block.new))
+    )
+
+
+def can_sum(layer: SlotLayer, call: Call, block: Block) -> bool:
+    """Whether that is all the policy needs."""
+    return not layer.policy.observes_rows and returns_norms(layer, call, block)
+
+
+def sum_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:
+    """Attend a block, and add its columns to the block's state, if the policy has any.
+
+    Returns:
+        (batch, heads, q_len, value_dim).
+    """
+    out, lse = attend_with_norms(layer, call, block)
+    if call.context.norms is not None:
+        call.context.norms.note(lse)
+    batch, kv_heads, slots = call.key.shape[:3]
+    sums = {name: block.state[name] for name in layer.policy.columns}
+    waiting, by_head = deferred(layer), None
+    if not sums and waiting is None:
+        return out
+    if waiting is not None:
+        by_head = lse.new_zeros(batch, kv_heads, call.query.shape[1] // kv_heads, slots)
+    for row, own in enumerate(_columns_of_rows(layer, call, block)):
+        add_causal_columns(
+            {name: total[row, :, own] for name, total in sums.items()},
+            None if by_head is None else by_head[row, ..., own],
+            call.query[row, :, own].unflatten(0, (kv_heads, -1)),
+            call.key[row, :, own],
+            lse[row, :, own].unflatten(0, (kv_heads, -1)),
+            scale=call.scale,
+        )
+    if waiting is not None and by_head is not None:
+        waiting.add(by_head, block.view.block)
+    return out
+
+
+def attend_with_norms(layer: SlotLayer, call: Call, block: Block) -> tuple[Tensor, Tensor]:
+    """Attend a block by the fused kernel.
+
+    Returns:
+        (batch, heads, q_len, value_dim), and the log-sum-exp of the rows, (batch, heads, q_len)
+        float32; 0 where there is padding.
+    """
+    batch, heads, q_len, _ = call.query.shape
+    new = torch.zeros if layer.padded else torch.empty
+    out = new(batch, q_len, heads, call.value.shape[-1], dtype=call.query.dtype).transpose(1, 2)
+    lse = new(batch, heads, q_len, dtype=torch.float32)
+    for row, own in enumerate(_columns_of_rows(layer, call, block)):
+        if own.start == own.stop:
+            continue
+        # a KV head is an entry of the batch whose one head all queries of the group read: no copies
+        query = call.query[row, :, own].unflatten(0, (call.key.shape[1], -1))
+        key, value = (
+            each[row, :, None, own].expand(-1, query.shape[1], -1, -1)
+            for each in (call.key, call.value)
+        )
+        found, norms = fused_attention(query, key, value, call.scale, causal=True)
+        out[row, :, own] = found.flatten(0, 1)
+        lse[row, :, own] = norms.flatten(0, 1)
+    return out, lse
+
+
+def _columns_of_rows(layer: SlotLayer, call: Call, block: Block) -> list[slice]:
+    """The columns of each batch entry that hold its tokens."""
+    if not layer.padded:
+        return [slice(0, call.q_len)] * len(call.query)
+    return _token_columns(block.new.expand(len(call.query), -1))
+
+
+def _token_columns(new: Tensor) -> list[slice]:
+    """As many columns of each row as it has tokens, from its first token on."""
+    valid = new >= 0
+    first, count = valid.int().argmax(1).tolist(), valid.sum(1).tolist()
+    return [slice(start, start + held) for start, held in zip(first, count, strict=True)]
+
 
 _EXPLICIT_ROWS = 128  # queries whose weights are held at a time
 _MASKED_ROWS = 1024  # queries whose boolean mask is held at a time
@@ -259,3 +422,21 @@ def _visible(
     if layer.window is not None:
         visible &= key > query - layer.window
     return visible[None, None, None]
+
+
+def attend_shared_kv(shared: SharedKV, call: Call) -> Tensor:
+    """Attend to the keys that another layer has lent.
+
+    Args:
+        call: of all new tokens of a prompt's block, or of its last ones.
+
+    Returns:
+        (batch, heads, q_len, value_dim).
+    """
+    if shared.stored is not None:
+        return attend_codes(shared.layer, call, shared.stored, shared.visible).out
+    if shared.block is None:
+        return attend_unseen(call, shared.visible, explicit=call.needs_weights)
+    earlier = shared.block.new.shape[1] - call.q_len
+    new, kept = shared.block.new[:, earlier:], shared.block.kept + earlier
+    return OwnBlock(call).attend(shared.layer, replace(shared.block, new=new, kept=kept), False)

@@ -11,16 +11,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvtool.cache.slots.buffers import SlotBuffers
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.slot_form import CodedForm
 from kvtool.cache.steps.block import Block, deferred
 from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.view import decode_needs_rows, used_state
-from kvtool.cache.storage.buffers import SlotBuffers
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.slot_form import CodedForm
 from kvtool.kernels import trust
 from kvtool.kernels.kind import CODES, Family
 from kvtool.maths.attention import group_queries
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evidence
 

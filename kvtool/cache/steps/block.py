@@ -1,4 +1,9 @@
-"""A block of a prompt behind the kept slots: laid out for the policy, stored, cut to the budget."""
+"""A block of a prompt behind the kept slots: laid out for the policy, stored, cut to the budget.
+
+Cut the slots of a prompt to the budget: what stays of all heads, or of each its own count.
+
+Column sums of a prompt's attention that several caches want: those of a kind are made once.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +13,124 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.steps.cut_block import cut, trace_scores
-from kvtool.cache.steps.view import make_view, observe, score, values_by_kv_head
-from kvtool.cache.storage.deferred_cut import Deferred
-from kvtool.cache.storage.head_budgets import HeadBudgets
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.moments import Moments
-from kvtool.cache.storage.ragged import to_ragged
-from kvtool.cache.storage.sparse_index import SparseIndex
+from kvtool.cache.features.deferred_cut import Deferred
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.queries import LastQueries, Moments
+from kvtool.cache.features.sparse_index import SparseIndex
+from kvtool.cache.features.trace import Trace
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.ragged import to_ragged
+from kvtool.cache.steps.evict import part_block
+from kvtool.cache.steps.view import make_view, observe, score, used_view, values_by_kv_head
 from kvtool.errors import UsageError
 from kvtool.maths.selection import keep_top
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.allocate.problem import Heads
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import PROMPT, Count, State, at_least_zero
 from kvtool.policies.parts import Evidence, SlotView
+
+
+def cut_deferred(layer: SlotLayer) -> None:
+    """Cut what was deferred to the budget that the layer has got meanwhile."""
+    part, heads = Deferred.of(layer), HeadBudgets.of(layer)
+    scores = None if part is None else part.end()
+    layer.grow_exactly(False)
+    split = heads is not None and heads.tokens is not None
+    if scores is None or (layer.slots.used <= layer.budget.min_budget and not split):
+        return
+    used = layer.slots.used_slots()
+    view = replace(used_view(layer), block=scores.block)
+    evicted = at_least_zero(view.held - layer.budget.tokens)
+    protected = layer.policy.ranking.protected(used.state, view, evicted)
+    trace_scores(layer, view, scores.importance, protected)
+    cut(layer, view, used.state, None, scores.importance, protected)
+    if layer.ragged is None:
+        layer.slots.shrink(layer.slots.used + layer.policy.spare)
+
+
+def trace_scores(
+    layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
+) -> None:
+    """Note the scores by which a layer is cut, where they are shown."""
+    trace = Trace.of(layer)
+    if trace is not None:
+        trace.judge(importance, view.positions, protected)
+
+
+def cut(
+    layer: SlotLayer,
+    view: SlotView,
+    state: State,
+    joined: tuple[Tensor, Tensor] | None,
+    importance: Tensor,
+    protected: Tensor | None,
+    split: Tensor | None = None,
+) -> Tensor:
+    """Store what stays of (batch, kv_heads, slots), and return its indices.
+
+    Args:
+        joined: keys and values of all; None: all are in slots.
+        split: (batch, kv_heads) tokens of each head, where that is settled; None: as the policy
+            splits what the layer has.
+    """
+    part = HeadBudgets.of(layer)
+    if split is None:
+        split = _split_heads(layer, view, importance, protected)
+    if part is not None:
+        part.assign(split)
+    if split is None:
+        budget, most = layer.budget.tokens, layer.budget.max_budget
+    else:
+        budget, most = split[..., None], int(split.max())
+    slots, order = min(most, view.positions.shape[2]), importance
+    select = layer.policy.selecting
+    if select is not None:
+        order = select.order(importance, view, protected).expand_as(importance)
+    chosen, positions = keep_top(order, view.positions, budget, protected, slots)
+    kept = part_block(layer, joined, view, state, importance, chosen, positions)
+    if split is not None:
+        to_ragged(layer, kept)
+    else:
+        layer.slots.replace(kept)
+        if LastQueries.of(layer) is not None:  # the whole prompt was stored
+            layer.slots.shrink(layer.slots.used)
+    return chosen
+
+
+def _split_heads(
+    layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
+) -> Tensor | None:
+    """What each KV head may keep, (batch, kv_heads); None: all the same."""
+    part = HeadBudgets.of(layer)
+    if part is None:
+        return None
+    part.assign(None)
+    if view.positions.shape[1] * layer.slots.heads.processes == 1:
+        return None
+    return layer.slots.heads.own(
+        part.split.tokens(heads_of(layer, part, view, importance, protected))
+    )
+
+
+def heads_of(
+    layer: SlotLayer,
+    part: HeadBudgets,
+    view: SlotView,
+    importance: Tensor,
+    protected: Tensor | None,
+) -> Heads:
+    """What a split of a layer's budget goes by, of all heads in all processes."""
+    heads = layer.slots.heads
+    return Heads(
+        budget=layer.budget.tokens,
+        importance=heads.all(importance, 0),
+        positions=heads.all(view.positions, -1),
+        protected=None if protected is None else heads.all(protected, False),
+        min_free=not layer.appends,
+        tokens_seen=view.tokens_seen,
+        rank=None if part.rank is None else part.rank.to(view.positions.device),
+        of=part.ranked,
+    )
 
 
 @dataclass(frozen=True)
@@ -209,3 +319,37 @@ def _over_budget(layer: SlotLayer, block: Block) -> bool:
     if heads is not None and heads.tokens is not None:
         return True  # heads that were cut are full, whatever the mean over all heads
     return block.view.positions.shape[2] > layer.budget.min_budget
+
+
+class KnownColumns:
+    """What caches that take in one step of a model have summed of its attention.
+
+    Policies whose numbers are of the same names have the same numbers, whatever their budgets and
+    whatever weighs or replaces their scores later.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[str, ...], bool], tuple[list[Tensor], Tensor | None]] = {}
+
+    def give(self, layer: SlotLayer, block: Block) -> bool:
+        """Add to a block's numbers what is known of them; False: nobody has summed those yet."""
+        kind, waiting = _kind(layer), deferred(layer)
+        if kind not in self._known:
+            return False
+        sums, by_head = self._known[kind]
+        for name, total in zip(layer.policy.columns, sums, strict=True):
+            block.state[name] += total
+        if waiting is not None and by_head is not None:
+            waiting.add(by_head.clone(), block.view.block)
+        return True
+
+    def note(self, layer: SlotLayer, block: Block) -> None:
+        """Keep what a block of a whole prompt has just been given, for the caches to come."""
+        waiting = deferred(layer)
+        sums = [block.state[name].clone() for name in layer.policy.columns]
+        self._known[_kind(layer)] = sums, None if waiting is None else waiting.sums
+
+
+def _kind(layer: SlotLayer) -> tuple[tuple[str, ...], bool]:
+    """Return the names that are summed, and whether sums per query head are wanted beside them."""
+    return layer.policy.columns, deferred(layer) is not None

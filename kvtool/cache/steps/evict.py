@@ -1,14 +1,27 @@
-"""Evict for a decoded token: add its attention to the statistics, choose the slot to reuse."""
+"""Evict for a decoded token: add its attention to the statistics, choose the slot to reuse.
+
+Cut a layer back to its budget between decoded tokens, for a policy with a pace of its own.
+
+Part what leaves a layer from what stays, and let the policy make something of it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.steps.cut import cut_to_budget
-from kvtool.cache.steps.evicted import evict_decoded, shift_behind
+from kvtool.cache.features.calidrop import Calibration, offload_evicted
+from kvtool.cache.features.cut_schedule import CutSchedule
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.merge_memory import MergeMemory
+from kvtool.cache.features.trace import Trace
+from kvtool.cache.slots.buffers import Slots
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.slot_form import take_stored
 from kvtool.cache.steps.view import (
     held_slots,
     observe,
@@ -17,11 +30,204 @@ from kvtool.cache.steps.view import (
     used_view,
     with_empty_slots,
 )
-from kvtool.cache.storage.due import CutSchedule
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.maths.selection import lowest
-from kvtool.policies.attention_rows import AttentionRows
-from kvtool.policies.numbers import SHIFT
+from kvtool.maths.selection import keep_top, lowest
+from kvtool.policies.evicted.eviction import Eviction, Merging
+from kvtool.policies.evidence import AttentionRows
+from kvtool.policies.numbers import SHIFT, Count, State
+from kvtool.policies.parts import SlotView
+
+
+@torch.no_grad()
+def part_block(
+    layer: SlotLayer,
+    slots: tuple[Tensor, Tensor] | None,
+    view: SlotView,
+    state: State,
+    importance: Tensor,
+    chosen: Tensor,
+    positions: Tensor,
+) -> Slots:
+    """Copy what stays of a block and of the slots before it, changed by what leaves.
+
+    Args:
+        slots: keys and values of all, (batch, kv_heads, slots, dim); None: all are in use.
+        view, state: the same slots as the policy sees them.
+        importance: (batch, kv_heads, slots) float32 by which they were chosen.
+        chosen: (batch, kv_heads, kept) indices of those that stay, in ascending position.
+        positions: (batch, kv_heads, kept) their positions, -1 = empty.
+    """
+    stored = layer.slots.chosen(chosen, slots)
+    kept = Slots(stored, positions, {k: t.gather(2, chosen) for k, t in state.items()})
+    if layer.policy.on_evict is not None:
+        keys, values = layer.slots.dequantised() if slots is None else slots
+        kept_keys, kept_values = layer.slots.form.dequantise(stored)
+        heads = HeadBudgets.of(layer)
+        split = None if heads is None else heads.tokens
+        fewest = layer.budget.min_budget if split is None else int(split.min())
+        evicted, evicted_positions = _evicted_slots(view.positions, chosen, positions, fewest)
+        _hand_over(
+            layer,
+            Eviction(
+                keys=keys,
+                values=values,
+                state=state,
+                evicted=evicted,
+                evicted_positions=evicted_positions,
+                kept_keys=kept_keys,
+                kept_values=kept_values,
+                kept_state=kept.state,
+                kept_positions=positions,
+                tokens_seen=view.tokens_seen,
+                layer=layer.index,
+                heads=layer.slots.heads,
+                whole=not layer.masked and split is None,
+                importance=importance,
+            ),
+        )
+    _close_gaps(kept.state, view.positions, chosen)
+    return kept
+
+
+def _evicted_slots(
+    positions: Tensor, chosen: Tensor, kept: Tensor, fewest: int
+) -> tuple[Tensor, Tensor]:
+    """Slots that are stored and not chosen, in ascending position.
+
+    Args:
+        fewest: slots that a batch entry or head keeps at least.
+
+    Returns:
+        (batch, kv_heads, evicted) indices and positions, -1 where a head loses fewer.
+    """
+    stays = torch.zeros_like(positions, dtype=torch.bool).scatter_(2, chosen, kept >= 0)
+    last = torch.iinfo(positions.dtype).max
+    key = positions.masked_fill(stays | (positions < 0), last)
+    evicted_positions, evicted = key.sort(-1)
+    count = positions.shape[2] - min(fewest, chosen.shape[2])
+    evicted_positions = evicted_positions[..., :count]
+    return evicted[..., :count], evicted_positions.masked_fill(evicted_positions == last, -1)
+
+
+@torch.no_grad()
+def evict_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
+    """Let the policy make something of the slot to reuse while its key and value are there.
+
+    Args:
+        tokens_seen: tokens of each batch entry so far.
+    """
+    slots = layer.slots
+    if slots.reuse_slot is None or layer.policy.on_evict is None:
+        return
+    evicted = slots.reuse_slot[..., None]
+    positions = slots.positions.gather(2, evicted)
+    if Calibration.of(layer) is not None:
+        offload_decoded([layer], positions)
+        return
+    if isinstance(layer.policy.on_evict, Merging):
+        slots.copy_on_write()
+    used, left = slots.used_slots(), evicted
+    stored, state, kept = used.stored, used.state, slots.stored_positions()
+    if slots.form.codec is not None:  # nobody changes what is kept, so only what leaves is decoded
+        stored, left = take_stored(stored, evicted), torch.zeros_like(evicted)
+        state, kept = {name: number.gather(2, evicted) for name, number in state.items()}, positions
+    keys, values = slots.form.dequantise(stored)
+    _hand_over(
+        layer,
+        Eviction(
+            keys=keys,
+            values=values,
+            state=state,
+            evicted=left,
+            evicted_positions=positions,
+            kept_keys=keys,
+            kept_values=values,
+            kept_state=state,
+            kept_positions=kept,
+            tokens_seen=tokens_seen,
+            layer=layer.index,
+            heads=layer.slots.heads,
+            whole=not layer.masked,
+        ),
+    )
+
+
+@torch.no_grad()
+def offload_decoded(layers: Sequence[SlotLayer], positions: Tensor) -> None:
+    """Let layers that set tokens aside do so with the slot to reuse, together.
+
+    Args:
+        positions: (layers * batch, kv_heads, 1) of what leaves.
+    """
+    pairs = []
+    for layer in layers:
+        slots = layer.slots
+        assert slots.reuse_slot is not None, "nothing leaves"
+        stored = take_stored(slots.used_stored(), slots.reuse_slot[..., None])
+        pairs.append(slots.form.dequantise(stored))
+    active = [part for part in map(Calibration.of, layers) if part is not None]
+    offload_evicted(active, pairs, positions, not layers[0].masked)
+
+
+def _hand_over(layer: SlotLayer, eviction: Eviction) -> None:
+    calibration, memory = Calibration.of(layer), MergeMemory.of(layer)
+    if calibration is not None:
+        calibration.offload(eviction)
+    elif memory is not None:
+        merged = memory.merging.absorb(memory.state, eviction)
+        trace = Trace.of(layer)
+        if trace is not None:
+            trace.merge(eviction.evicted_positions, merged)
+
+
+def _close_gaps(state: State, positions: Tensor, chosen: Tensor) -> None:
+    """Let those that stay of a block move up to the places of those that leave, in place.
+
+    Args:
+        state: the numbers beside those that stay.
+        positions: (batch, kv_heads, slots) of all, in ascending position, -1 = empty.
+        chosen: (batch, kv_heads, kept) indices of those that stay, in ascending position.
+    """
+    if SHIFT in state:
+        before = ((positions >= 0).cumsum(-1) - 1).gather(2, chosen)
+        state[SHIFT].add_(torch.arange(chosen.shape[2], device=chosen.device) - before)
+
+
+def shift_behind(state: State, positions: Tensor, evicted: Tensor) -> None:
+    """Let the tokens behind an evicted one move up by one place, in place.
+
+    Args:
+        state: the numbers beside the slots, their shifts among them.
+        positions: (batch, kv_heads, slots), in any order, -1 = empty.
+        evicted: (batch, kv_heads) index of a slot; nothing moves where it is empty.
+    """
+    left = positions.gather(2, evicted[..., None])
+    state[SHIFT].sub_(((positions > left) & (left >= 0)).float())
+
+
+@torch.no_grad()
+def cut_to_budget(
+    layer: SlotLayer, schedule: CutSchedule, view: SlotView, rows: AttentionRows | None
+) -> None:
+    """Cut the batch entries, or heads, that have reached their budget and the spare tokens.
+
+    The others keep what they have. Where they differ, this costs two device syncs.
+
+    Args:
+        view: the slots in use.
+        rows: the weights of the newest token, if the policy ranks by them.
+    """
+    budget = layer.budget.tokens
+    target: int | Tensor = budget
+    if isinstance(view.held, Tensor) or isinstance(budget, Tensor):
+        held = torch.as_tensor(view.held)
+        target = torch.where(held >= budget + schedule.spare, budget, held)
+    used = layer.slots.used_slots()
+    evicted = view.held - target
+    importance, protected = score(layer.policy, view, used.state, rows, evicted)
+    most = int(target.max()) if isinstance(target, Tensor) else target
+    chosen, positions = keep_top(importance, view.positions, target, protected, most)
+    layer.slots.replace(part_block(layer, None, view, used.state, importance, chosen, positions))
+    schedule.count(target, budget, layer.seen)
 
 
 def evict_after_token(

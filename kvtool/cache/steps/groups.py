@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from kvtool.cache.forward_state import ForwardState
-from kvtool.cache.steps.grouped import LayerGroup
-from kvtool.cache.steps.paced import PacedGroup, may_pace
-from kvtool.cache.storage.due import CutSchedule
-from kvtool.cache.storage.head_budgets import HeadBudgets
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.parents import Parents
+from kvtool.cache.features.cut_schedule import CutSchedule
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.parents import Parents
+from kvtool.cache.settings import ForwardState
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.steps.grouped import LayerGroup, PacedGroup, may_pace
 
 
 class LayerGroups:

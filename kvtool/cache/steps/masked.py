@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.call import Call
-from kvtool.cache.storage.layer import SlotLayer
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import biased_weights, group_queries, weighted_values
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from kvtool.cache.features.queries import Moments
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import Call
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.moments import Moments
 
 _ROWS = 1024  # queries that are turned at a time
 

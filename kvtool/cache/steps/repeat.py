@@ -12,18 +12,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.repetition import RepeatedWeights
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.attend import call_weights
 from kvtool.cache.steps.attend_block import attend_plain
-from kvtool.cache.steps.block import Block
+from kvtool.cache.steps.block import Block, cut, heads_of, trace_scores
 from kvtool.cache.steps.call import Call
-from kvtool.cache.steps.cut_block import cut, heads_of, trace_scores
 from kvtool.cache.steps.view import make_view, score, used_view
-from kvtool.cache.storage.head_budgets import HeadBudgets
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.repetition import RepeatedWeights
 from kvtool.maths.selection import take
+from kvtool.policies.evidence import Repeated
 from kvtool.policies.numbers import at_least_zero
-from kvtool.policies.repetition import Repeated
 
 _ROWS = 128  # queries whose weights are held at a time
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvtool.cache.features.rope_shift import RopeShift
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import Call
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.rope_shift import RopeShift
 from kvtool.policies.numbers import SHIFT, Count
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.slot_form import Stored
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import StepContext
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.slot_form import Stored
 
 _LOCAL = threading.local()
 

@@ -13,14 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtool.cache.budgets.traffic import TrafficBudgets
+from kvtool.cache.features.sparse_index import (
+    Entries,
+    IndexedEntries,
+    PaddedEntries,
+    SparseIndex,
+    take_slots,
+    widened,
+)
+from kvtool.cache.features.trace import Trace
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.attend import call_weights, packed_attention
 from kvtool.cache.steps.attend_triton import attend_chosen, can_run
 from kvtool.cache.steps.call import Call
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.padded_index import PaddedEntries, widened
-from kvtool.cache.storage.sparse_index import Entries, IndexedEntries, SparseIndex, take_slots
-from kvtool.cache.storage.trace import Trace
+from kvtool.cache.traffic import TrafficBudgets
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.read.rows import RowsView, drop_beyond, reads_together

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.due import CutSchedule
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.merge_memory import MergeMemory
-from kvtool.cache.storage.query_window import QueryWindow
-from kvtool.cache.storage.rope_shift import RopeShift
-from kvtool.cache.storage.tokens import Addresses
-from kvtool.cache.storage.trace import Trace
+from kvtool.cache.features.calidrop import Calibration
+from kvtool.cache.features.cut_schedule import CutSchedule
+from kvtool.cache.features.merge_memory import MergeMemory
+from kvtool.cache.features.queries import QueryWindow
+from kvtool.cache.features.rope_shift import RopeShift
+from kvtool.cache.features.trace import Trace
+from kvtool.cache.slots.counts import Addresses
+from kvtool.cache.slots.layer import SlotLayer
 
 
 def may_grow(layer: SlotLayer) -> bool:

@@ -13,6 +13,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvtool.cache.features.calidrop import Calibration
+from kvtool.cache.features.cut_schedule import CutSchedule
+from kvtool.cache.features.queries import LastQueries, QueryWindow
+from kvtool.cache.features.rope_shift import RopeShift
+from kvtool.cache.features.sparse_index import SparseIndex
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.ragged import RaggedBuffers
 from kvtool.cache.steps.attend import attend_token
 from kvtool.cache.steps.attend_block import OwnBlock
 from kvtool.cache.steps.block import (
@@ -29,18 +36,10 @@ from kvtool.cache.steps.masked import check_mask, mask_by_slot, masked_attention
 from kvtool.cache.steps.repeat import attend_repetition
 from kvtool.cache.steps.sparse import sparse_decode
 from kvtool.cache.steps.view import values_by_kv_head
-from kvtool.cache.storage.calibration import Calibration
-from kvtool.cache.storage.due import CutSchedule
-from kvtool.cache.storage.last_queries import LastQueries
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.query_window import QueryWindow
-from kvtool.cache.storage.ragged import RaggedBuffers
-from kvtool.cache.storage.rope_shift import RopeShift
-from kvtool.cache.storage.sparse_index import SparseIndex
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import group_queries
 from kvtool.maths.selection import take
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 
 
 class BlockAttention(Protocol):

@@ -1,24 +1,78 @@
-"""The slots of a layer as a policy sees them, and what it says of them: made in one place."""
+"""The slots of a layer as a policy sees them, and what it says of them: made in one place.
+
+Keys and values of the slots in use, as policies see them: codes are decoded when looked at.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from kvtool.cache.steps.decoded import used_keys, used_values
-from kvtool.cache.storage.due import CutSchedule
-from kvtool.cache.storage.head_budgets import HeadBudgets
-from kvtool.cache.storage.layer import SlotLayer
-from kvtool.cache.storage.parents import Parents
-from kvtool.cache.storage.query_window import QueryWindow
+from kvtool.cache.features.cut_schedule import CutSchedule
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.parents import Parents
+from kvtool.cache.features.queries import QueryWindow
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.slot_form import Form, Stored
 from kvtool.maths.columns import add_columns
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import PROMPT, Count, State
 from kvtool.policies.parts import Evidence, SlotView
 from kvtool.policies.policy import Policy
+
+Dequantise = Callable[[Form, Stored], Tensor]
+
+
+class Dequantised(Sequence[Tensor]):
+    """Keys or values of layers in float, a layer at a time, so that no more is held."""
+
+    def __init__(self, layers: Sequence[SlotLayer], dequantise: Dequantise) -> None:
+        self._layers, self._dequantise = layers, dequantise
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(index, slice):
+            return Dequantised(self._layers[index], self._dequantise)
+        slots = self._layers[index].slots
+        return self._dequantise(slots.form, slots.used_stored())
+
+
+def used_keys(*layers: SlotLayer) -> Sequence[Tensor]:
+    """The keys in the slots in use of each layer; none where the policy does not look at them."""
+    if not layers[0].policy.ranking.evidence.shows_keys:
+        return ()
+    return _of_layers(layers, _dequantise_keys)
+
+
+def used_values(*layers: SlotLayer) -> Sequence[Tensor]:
+    """The values in the slots in use of each layer."""
+    return _of_layers(layers, _dequantise_values)
+
+
+def _of_layers(layers: Sequence[SlotLayer], dequantise: Dequantise) -> Sequence[Tensor]:
+    found = Dequantised(layers, dequantise)
+    lazy = layers[0].policy.codec is not None and not torch.compiler.is_compiling()
+    return found if lazy else tuple(found[i] for i in range(len(layers)))
+
+
+def _dequantise_keys(form: Form, stored: Stored) -> Tensor:
+    return form.dequantise_keys(stored)
+
+
+def _dequantise_values(form: Form, stored: Stored) -> Tensor:
+    return form.dequantise_values(stored)
 
 
 def make_view(

@@ -12,7 +12,7 @@ from typing import Any
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.model_shape import LayerShape, layer_shapes
-from kvtool.planning.forecast import Text, forecast, tokens_held
+from kvtool.planning.bytes import Text, forecast, tokens_held
 from kvtool.planning.held import even_budgets, forecast_plan
 from kvtool.planning.peak import SPARE, reading_bytes
 from kvtool.policies.allocate.planned import PlannedSplit

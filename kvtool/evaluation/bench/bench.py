@@ -14,8 +14,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.rope import length_rope
 from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.memory import Peak, watched_devices
-from kvtool.evaluation.bench.meter import Meter
+from kvtool.evaluation.bench.meter import Meter, Peak, watched_devices
 from kvtool.evaluation.bench.prompts import text_before
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.bench.variants import Variant
@@ -23,7 +22,7 @@ from kvtool.evaluation.samples.sample import Json
 from kvtool.generation import Generation, compress, generate, token_logprobs
 from kvtool.model_shape import trained_length
 from kvtool.models.chat import Piece, piece_ids
-from kvtool.policies.draws import drawn_for
+from kvtool.policies.policy import drawn_for
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
 
 if TYPE_CHECKING:

@@ -1,24 +1,199 @@
-"""How many bytes of keys and values each variant will hold, from the configuration alone."""
+"""How many bytes of keys and values each variant will hold, from the configuration alone.
+
+What a variant will hold and need of a prompt, from the configuration alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from kvtool.documents.memory import CacheMemory, DeviceMemory
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.needs import estimate_memory
+from kvtool.evaluation.bench.batch_size import cuts_at_the_end
+from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Json, Sample
 from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.task import Task
-from kvtool.planning.forecast import Text
-from kvtool.sizes import Budget
+from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.planning.bytes import LayerBudget, Text, check_dims, forecast, kv_bytes, tokens_held
+from kvtool.planning.held import even_budgets, planned_budgets, planned_heads, tokens_for_bytes
+from kvtool.planning.peak import SPARE, computing_bytes, reading_bytes
+from kvtool.policies.allocate.split import AllocatedSplit
+from kvtool.policies.policy import reads_whole
+from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_prefill
 
 if TYPE_CHECKING:
-    from kvtool.documents.memory import DeviceMemory
     from kvtool.documents.settings import Protocol
-    from kvtool.evaluation.bench.variants import Variant
-    from kvtool.model_shape import LayerShape
+    from kvtool.policies.policy import Policy
+
+
+def device_memory(
+    config: Any,
+    dtype: str,
+    device: str,
+    where: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    spread: bool = False,
+) -> DeviceMemory:
+    """Tell what a model's weights will take of a device, and what is free there.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:1`.
+        spread: whether the model is spread over all GPUs.
+    """
+    from kvtool.models.placement import free_memory, weight_bytes
+
+    name, free = free_memory(device, spread=spread)
+    weights = weight_bytes(config, dtype, where)
+    return DeviceMemory(device=name, free_bytes=free, weights_bytes=weights)
+
+
+def estimate_memory(
+    config: Any, dtype: str, variant: Variant, text: Text, memory: DeviceMemory
+) -> CacheMemory:
+    """Forecast what a variant holds of a prompt and its answer, and estimate what it needs.
+
+    Args:
+        config: a transformers configuration.
+        dtype: of the cache, by name; `auto` is the checkpoint's own.
+        text: the prompt, the answer and the rows.
+        memory: what is free, and what the weights take of it.
+
+    Raises:
+        UsageError: a budget that is too small for the policy; heads that its codec cannot store.
+    """
+    layers, policy = layer_shapes(config, dtype), variant.policy
+    check_dims(policy, layers)
+    if variant.plan is not None:
+        policy = planned_heads(policy, variant.plan)
+    budgets = layer_budgets(variant, policy, layers, text)
+    in_blocks = (parse_prefill(variant.prefill) or text.prompt) < text.prompt
+    # the last token is never fed; only where a prompt of known length came at once has it a slot
+    fed = text.new - 1 if in_blocks and text.new and policy.score.when == "never" else text.new
+    found = forecast(policy, layers, budgets, replace(text, new=fed))
+    stored = _of_all(layers, [_stored(policy, each, text) for each in budgets], text.prompt)
+    reads = None
+    if policy.budget_is_traffic:
+        pairs = [each.reading.pairs if each.reading else each.tokens for each in budgets]
+        reads = _of_all(layers, pairs, text.prompt)
+    spare = SPARE if policy.head_split is not None else 1
+    kv = int(found.keys_values * spare)
+    held = int(found.storage * spare)
+    host = _on_host(policy, layers, budgets, text)
+    peak = memory.weights_bytes
+    if peak is not None:
+        peak += _peak(config, layers, variant, policy, stored, held, text)
+        peak += host // max(1, len(budgets))  # of a layer, fetched to be attended to
+        peak += host if memory.device == "cpu" else 0
+    return CacheMemory(
+        prompt_tokens=text.prompt,
+        new_tokens=text.new,
+        tokens=stored,
+        reads=reads,
+        kv_bytes=kv,
+        state_bytes=held - kv,
+        host_bytes=host,
+        full_bytes=kv_bytes(layers, tokens_held(layers, text.full)) * text.sequences,
+        peak_bytes=peak,
+        fits=memory.holds(peak),
+    )
+
+
+def layer_budgets(
+    variant: Variant, policy: Policy, layers: Sequence[LayerShape | None], text: Text
+) -> list[LayerBudget]:
+    """Return what the layers of free budget have to go by, as the cache fixes it for a prompt.
+
+    Where a split follows from the prompt, it is the mean in every layer.
+
+    Raises:
+        UsageError: a budget that is too small for the policy.
+    """
+    if variant.plan is not None:
+        return planned_budgets(variant.plan, policy, text.prompt)
+    if variant.budget is None:
+        return even_budgets(policy, text.prompt, layers, text)
+    if variant.budget.bytes is not None:
+        mean = tokens_for_bytes(policy, layers, text, variant.budget.bytes)
+    else:
+        mean = variant.budget.for_prompt(text.prompt)
+        if mean < text.prompt:
+            policy.check_budget(mean)
+    free = sum(layer is not None and layer.window is None for layer in layers)
+    allocator = policy.allocator
+    if allocator is None or free == 0:
+        return even_budgets(policy, mean, layers, text)
+    split = AllocatedSplit(policy, free)
+    if allocator.metric is not None:
+        return even_budgets(policy, mean, layers, text)
+    return [LayerBudget(tokens) for tokens in split.for_prompt(mean, text.prompt)]
+
+
+def _stored(policy: Policy, budget: LayerBudget, text: Text) -> int:
+    """Return the tokens of a prompt that a layer stores, per KV head in the mean."""
+    keeps_all = policy.score.when == "never" or policy.select_only
+    return text.prompt if keeps_all else min(budget.tokens, text.prompt)
+
+
+def _of_all(layers: Sequence[LayerShape | None], of_free: Sequence[int], n: int) -> list[int]:
+    """Put what windows keep of `n` tokens among the numbers of the free layers."""
+    rest = iter(of_free)
+    return [
+        next(rest) if layer is not None and layer.window is None else held
+        for layer, held in zip(layers, tokens_held(layers, n), strict=True)
+    ]
+
+
+def _on_host(
+    policy: Policy,
+    layers: Sequence[LayerShape | None],
+    budgets: Sequence[LayerBudget],
+    text: Text,
+) -> int:
+    if policy.on_evict is None:
+        return 0
+    free = [layer for layer in layers if layer is not None and layer.window is None]
+    grows = text.new if policy.score.when == "always" else 0
+    return text.sequences * sum(
+        policy.on_evict.host_bytes(layer, max(0, text.prompt + grows - budget.tokens))
+        for layer, budget in zip(free, budgets, strict=True)
+    )
+
+
+def _block(variant: Variant, policy: Policy, stored: Sequence[int], n: int) -> int:
+    """Return the tokens of a prompt that run through the model at a time."""
+    block = parse_prefill(variant.prefill)
+    if reads_whole(policy, planned=variant.plan is not None):
+        block = None
+    if policy.score.layer_tokens == "same":  # whose logits are judged block by block
+        block = min(block or DEFAULT_BLOCK, max(1, min(stored) // 2))
+    return min(block or n, n)
+
+
+def _peak(
+    config: Any,
+    layers: Sequence[LayerShape | None],
+    variant: Variant,
+    policy: Policy,
+    stored: Sequence[int],
+    held: int,
+    text: Text,
+) -> int:
+    """Return the most that lives at a time: while the prompt is read, or while it is answered."""
+    n, block = text.prompt, _block(variant, policy, stored, text.prompt)
+    ends = policy.two_stages and block < n and not policy.select_only  # is cut at the prompt's end
+    waits = cuts_at_the_end(variant) or ends
+    reading = reading_bytes(policy, layers, stored, n, block, waits=waits)
+    seen = n if waits else max(stored) + block
+    computing = computing_bytes(
+        config, layers, policy, text, block=block, keys=min(seen, n), first=stored[0]
+    )
+    seen = max(stored) + text.new
+    answering = computing_bytes(config, layers, policy, text, block=1, keys=seen, first=stored[0])
+    return max(reading * text.sequences + computing, held + answering)
 
 
 def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
@@ -36,8 +211,7 @@ def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
             are too few.
     """
     from kvtool.model_shape import layer_shapes
-    from kvtool.planning.forecast import tokens_held
-    from kvtool.planning.slots import kv_bytes
+    from kvtool.planning.bytes import kv_bytes, tokens_held
 
     layers, kept = layer_shapes(config, dtype), None
     if variant.budget is not None:
@@ -58,7 +232,7 @@ def check_bytes(config: Any, dtype: str, variants: Sequence[Variant]) -> None:
         UsageError: the first such codec or budget.
     """
     from kvtool.model_shape import layer_shapes
-    from kvtool.planning.slots import check_dims
+    from kvtool.planning.bytes import check_dims
 
     layers = layer_shapes(config, dtype)
     for variant in variants:
@@ -87,7 +261,7 @@ def _tokens(
 
 def _stored_of_read(variant: Variant, pairs: int, prompt: int) -> int:
     """Return what is stored of a prompt where the budget is what a decoded token reads."""
-    from kvtool.planning.traffic import tokens_left
+    from kvtool.planning.rocketkv import tokens_left
 
     if variant.policy.select_only:
         return prompt

@@ -1,26 +1,48 @@
-"""What the documents in a run's folder tell: its variants, tasks, samples and results."""
+"""What the documents in a run's folder tell: its variants, tasks, samples and results.
+
+What the results say about a run as a whole.
+
+Every result of a run with the scores of its samples, held against the full cache's.
+
+What of a run is still to be measured, and which process measures which part of it.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
+from kvtool.documents.claim import Claim
 from kvtool.documents.document import Document
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.readers import load_json
-from kvtool.documents.results import ResultsDocument, SamplesDocument, TaskSamples, VariantEntry
+from kvtool.documents.results import (
+    Environment,
+    ModelUsed,
+    ResultsDocument,
+    SamplesDocument,
+    TaskResult,
+    TaskSamples,
+    VariantEntry,
+)
 from kvtool.documents.source import SCHEMA_VERSION, reason
-from kvtool.documents.verdict import WITHIN
+from kvtool.documents.verdict import WITHIN, Interval, Paired, SampleScores
 from kvtool.errors import KvtoolError, UsageError, quote
 from kvtool.evaluation.bench.variants import Variant, make_variants
+from kvtool.evaluation.metrics.summary import LINKS, Part, Summary
+from kvtool.evaluation.run.collect import Measured, is_baseline, summarise, task_result, with_deltas
 from kvtool.evaluation.run.gates import Gate
-from kvtool.evaluation.run.runner import Job
+from kvtool.evaluation.run.runner import Job, Measurement, Place, sample_key
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.table import task_class
 from kvtool.evaluation.tasks.task import Task
+from kvtool.evaluation.verdict import Estimate, between, mean_of, ratio, shared
 from kvtool.extras import require
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.spelling import part_name, spell_settings
@@ -183,3 +205,171 @@ def check_record(path: Path, task: Task, record: Json) -> None:
             f"{reason(error)}",
             hint="delete that line, or start anew with --overwrite",
         ) from None
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the results say about the run as a whole.
+
+    Attributes:
+        started: when the run first began, in UTC.
+        claim: what the recipe says that the run shows.
+    """
+
+    name: str
+    argv: list[str]
+    started: str
+    environment: Environment
+    model: ModelUsed
+    seed: int
+    git_commit: str | None
+    claim: Claim | None = None
+
+    @classmethod
+    def of(cls, results: ResultsDocument) -> Head:
+        """Read it back from results."""
+        return cls(
+            name=results.name,
+            argv=results.argv,
+            started=results.started,
+            environment=results.environment,
+            model=results.model,
+            seed=results.seed,
+            git_commit=results.git_commit,
+            claim=results.claim,
+        )
+
+
+def compared_results(measured: Sequence[Measured]) -> list[TaskResult]:
+    """Score the records of all variants and tasks, each held against the full cache's.
+
+    Raises:
+        KvtoolError: records that cannot be scored.
+    """
+    summaries = [summarise(each) for each in measured]
+    results = with_deltas(list(map(task_result, measured, summaries)))
+    names = sample_names(measured)
+    scored = [
+        result.model_copy(update={"scores": _scores(each, summary, names[each.task.name])})
+        for each, summary, result in zip(measured, summaries, results, strict=True)
+    ]
+    full = {
+        each.task.name: (each, result)
+        for each, result in zip(measured, scored, strict=True)
+        if is_baseline(result.arm)
+    }
+    return [
+        result.model_copy(update={"paired": _paired(each, result, full.get(each.task.name))})
+        for each, result in zip(measured, scored, strict=True)
+    ]
+
+
+def sample_names(measured: Sequence[Measured]) -> dict[str, list[str]]:
+    """Return the names of the samples of each task that any variant has a result of."""
+    names: dict[str, dict[str, None]] = {}
+    for each in measured:
+        of_task = names.setdefault(each.task.name, {})
+        of_task |= dict.fromkeys(record["id"] for record in each.records)
+    return {task: list(found) for task, found in names.items()}
+
+
+def _scores(
+    measured: Measured, summary: Summary | None, names: Sequence[str]
+) -> SampleScores | None:
+    """Return what each sample gives to the headline; None where that is no mean."""
+    if summary is None or len(summary.parts) != len(measured.records):
+        return None
+    if not all(math.isfinite(value) for part in summary.parts for value in part):
+        return None
+    ids = [record["id"] for record in measured.records]
+    parts: Mapping[str, Part] = dict(zip(ids, summary.parts, strict=True))
+    sums, weights = (
+        [parts[name][i] if name in parts else None for name in names] for i in range(2)
+    )
+    plain = all(weight in (1.0, None) for weight in weights)
+    return SampleScores(sums=sums, weights=None if plain else weights, link=summary.link)
+
+
+def _paired(
+    measured: Measured, result: TaskResult, full: tuple[Measured, TaskResult] | None
+) -> Paired | None:
+    """Return the difference over the samples that both have; None where it means nothing."""
+    if full is None or full[1] is result:
+        return None
+    found, theirs = between(result, full[1]), full[1].scores
+    if found is None or result.scores is None or theirs is None:
+        return None
+    score = LINKS[theirs.link](mean_of([part for _, part in shared(result.scores, theirs)]))
+    if not math.isfinite(score):
+        return None
+    return Paired(
+        n=found.n,
+        full=score,
+        difference=found.difference,
+        low=found.low,
+        high=found.high,
+        speed=_speed(measured, full[0]),
+    )
+
+
+def _speed(ours: Measured, full: Measured) -> Interval | None:
+    """Divide the decoded tokens per second: all tokens over all seconds of the shared samples."""
+    mine, theirs = _decoded(ours), _decoded(full)
+    names = [name for name in theirs if name in mine]
+    if not names:
+        return None
+    found: Estimate = ratio([mine[name] for name in names], [theirs[name] for name in names])
+    if found.low is None or found.high is None or not math.isfinite(found.value):
+        return None
+    return Interval(value=found.value, low=found.low, high=found.high)
+
+
+def _decoded(measured: Measured) -> dict[str, Part]:
+    costs = {record["id"]: record.get("cost", {}) for record in measured.records}
+    return {
+        name: (float(cost["decoded_tokens"]), float(cost["decode_s"]))
+        for name, cost in costs.items()
+        if cost.get("decoded_tokens", 0) > 0 and cost.get("decode_s", 0) > 0
+    }
+
+
+def unfinished(
+    jobs: Sequence[Job], variants: Sequence[Variant], place: Place, store: Store
+) -> list[Measurement]:
+    """Return what is not done, sample by sample and variant by variant; what failed is not done.
+
+    A sample runs under every variant before the next one begins, so that a run that is broken off
+    has compared all variants on the same samples.
+    """
+    left = []
+    for j, job in enumerate(jobs):
+        configurations = [place.configuration(variant, job.task) for variant in variants]
+        records = [store.records(variant.folder, job.task.name) for variant in variants]
+        for s, (sample, content) in enumerate(zip(job.samples, job.hashes, strict=True)):
+            work = job.task.work(sample)
+            for a, configuration in enumerate(configurations):
+                record = records[a].get(sample_key(configuration, content))
+                if record is None or "error" in record:
+                    left.append(Measurement(j, s, a, work))
+    return left
+
+
+def partition_of(
+    measurements: Sequence[Measurement], process: int, processes: int
+) -> list[Measurement]:
+    """Return the part of one of several processes.
+
+    The list is cut into stretches of equal work. So the variants of a sample stay together, but for
+    the samples at the cuts, and what the variants share about a sample is made once.
+
+    >>> partition_of([Measurement(0, i, 0, work) for i, work in enumerate((1, 1, 1, 3))], 1, 2)
+    [Measurement(job=0, sample=3, variant=0, work=3)]
+    """
+    total = sum(measurement.work for measurement in measurements)
+    partition, before = [], 0
+    for measurement in measurements:
+        middle = 2 * before + measurement.work  # in halves
+        if middle * processes // (2 * total) == process:
+            partition.append(measurement)
+        before += measurement.work
+    return partition

@@ -21,32 +21,32 @@ from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.claims import judge_claim
-from kvtool.evaluation.differences import differences
 from kvtool.evaluation.run.collect import Measured, averages
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
 from kvtool.evaluation.run.fingerprint import model_digest
 from kvtool.evaluation.run.gates import Gate, judge
-from kvtool.evaluation.run.head import Head
 from kvtool.evaluation.run.index import (
     RESULTS,
     SAMPLES,
+    Head,
     check_record,
+    compared_results,
     gates_of,
     read_results,
     read_samples,
     read_task,
     read_variant,
+    sample_names,
     task_entry,
+    unfinished,
     variant_entry,
     within_of,
 )
-from kvtool.evaluation.run.pairing import compared_results, sample_names
-from kvtool.evaluation.run.partition import unfinished
 from kvtool.evaluation.run.resuming import Resumed, look_at_records
 from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_measurements, sample_key
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.tasks.task import Task
-from kvtool.evaluation.verdict import make_verdict
+from kvtool.evaluation.verdict import differences, make_verdict
 from kvtool.version import VERSION
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvtool.documents.results import ResultsDocument, TaskSamples
 from kvtool.documents.settings import Protocol
-from kvtool.evaluation.metrics.contains import contains
+from kvtool.evaluation.metrics.text import contains
 from kvtool.evaluation.run.index import read_samples, read_task, read_variant
 from kvtool.evaluation.run.runner import Place, sample_key
 from kvtool.evaluation.run.store import Store

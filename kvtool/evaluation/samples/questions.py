@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.metrics.choices import LETTERS, right_letter
+from kvtool.evaluation.metrics.code import LETTERS, right_letter
 
 
 def texts_of(answer: Any) -> tuple[str, ...]:

@@ -1,15 +1,25 @@
-"""Tasks that ask questions and compare answers with references."""
+"""Tasks that ask questions and compare answers with references.
+
+Tasks whose samples are drawn at given lengths, so that they need no data.
+
+Tasks whose samples are the rows of a file or of a dataset on the hub.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+import numpy as np
 from pydantic import BaseModel, Field
 
-from kvtool.evaluation.samples.sample import Json, Sample
-from kvtool.evaluation.tasks.task import Task
+from kvtool.errors import UsageError
+from kvtool.evaluation.metrics.text import string_match_all
+from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
+from kvtool.evaluation.samples.fit import generator
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
+from kvtool.evaluation.tasks.task import Lengths, Samples, Task
 
 if TYPE_CHECKING:
     from kvtool.documents.settings import Protocol
@@ -115,3 +125,131 @@ class Asking(Task):
             for turn in record["turns"]
         ]
         return {self.metric: sum(turns) / len(turns)}
+
+
+Cell = dict[str, int | float | str]
+
+
+def length_of(cell: Cell) -> int:
+    """Return the tokens of a prompt and its longest answer."""
+    return int(cell["length"])
+
+
+class Drawn(Asking):
+    """A task that draws its samples; each is the same whatever other samples are drawn.
+
+    Attributes:
+        lengths: tokens of a prompt and the longest answer together.
+        samples: how many of each cell.
+    """
+
+    lengths: Lengths = (1024,)
+    samples: Samples = 20
+
+    def cells(self) -> Iterator[Cell]:
+        """Return what the samples differ in; the `length` is among it."""
+        for length in self.lengths:
+            yield {"length": length}
+
+    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
+        """Draw `samples` of each cell.
+
+        Raises:
+            UsageError: a length that is too short for the task.
+        """
+        for cell in self.cells():
+            for index in range(self.samples):
+                rng = generator(self.seed, self.name, *cell.values(), index)
+                place = "/".join(f"{name}={value}" for name, value in cell.items())
+                yield self.draw_one(rng, f"{place}/{index}", cell, tokens)
+
+    @abstractmethod
+    def draw_one(
+        self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
+    ) -> Sample:
+        """Draw the sample that is called `name`."""
+
+
+class Ruler(Drawn):
+    """A task of RULER that is scored by the fraction of references in the answer.
+
+    Hsieh et al., 2024, https://arxiv.org/abs/2404.06654. Lengths, numbers of needles and hops,
+    haystacks, answer lengths and scores are RULER's. The wording is that of the bundled reference
+    model without an instruction before the context, words and names are from its vocabulary, and
+    the random numbers are our own: scores mean the same as RULER's, digit by digit they differ.
+    """
+
+    metric: ClassVar[str] = "string_match_all"
+
+    def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
+        """Return the percentage of references that are part of the answer."""
+        return 100 * string_match_all(prediction, references)
+
+
+class Read(Asking):
+    """A task that reads its samples.
+
+    Nothing is downloaded unless asked for: a suite leaves the task out as long as it has no data.
+
+    Attributes:
+        data: a file, a folder with the benchmark's file in it, or a dataset on the hub.
+        samples: how many rows, from the first; all by default.
+    """
+
+    data: Data | None = None
+    samples: Samples | None = None
+
+    @property
+    def preset(self) -> str:
+        """The name of the usual data: that of the suite."""
+        return self.name.partition("/")[0]
+
+    @property
+    def part(self) -> str:
+        """The name of the task without its suite."""
+        return self.name.rpartition("/")[2]
+
+    @property
+    def missing(self) -> str | None:
+        """Which data are needed."""
+        if self.data is not None:
+            return None
+        hub = PRESETS[self.preset]["hub"]
+        return f"data: a file, or `{self.preset}` for {hub} on the hub"
+
+    def on_hub(self, data: Data) -> Data:
+        """Return the part of the benchmark's dataset on the hub that this task reads."""
+        return data
+
+    def read(self, columns: Sequence[str], stem: str) -> Rows:
+        """Read the rows.
+
+        Args:
+            columns: what every row must have.
+            stem: name of the task's file in a folder.
+
+        Raises:
+            UsageError: no data are given, or there is no such file.
+            KvtoolError: data that cannot be read or lack a column.
+        """
+        if self.data is None:
+            raise UsageError(f"task `{self.name}` needs {self.missing}")
+        own = PRESETS.get(self.preset, {}).get("hub")
+        data = self.on_hub(self.data) if own and self.data.hub == own else self.data
+        return read_rows(data, columns, task=self.name, stem=stem)
+
+
+class ShortAnswer(Read):
+    """A task that reads its samples and wants short answers, before which no model need think.
+
+    Attributes:
+        thinking: whether the model thinks before it answers, for chat templates that know
+            `enable_thinking`; None leaves it to them. A thought needs more `max_new_tokens` than
+            these tasks allow by themselves.
+    """
+
+    thinking: bool | None = False
+
+    @property
+    def enable_thinking(self) -> bool | None:
+        return self.thinking

@@ -22,8 +22,7 @@ from kvtool.evaluation.metrics.summary import Statistic, Summary
 from kvtool.evaluation.samples.data import Data, documents
 from kvtool.evaluation.samples.passages import question_samples
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
-from kvtool.evaluation.tasks.task import Task
+from kvtool.evaluation.tasks.task import Lengths, Samples, Task, Tokens
 from kvtool.extras import installed
 from kvtool.models.chat import Piece
 from kvtool.sizes import MOST_TOKENS
@@ -125,7 +124,7 @@ def overlap(prediction: str, reference: str) -> dict[str, float]:
     """Return BLEU and ROUGE of one answer, 0 to 100, where their packages are installed."""
     if not installed("eval"):
         return {}
-    from kvtool.evaluation.metrics.overlap import rouge, sentence_bleu
+    from kvtool.evaluation.metrics.text import rouge, sentence_bleu
 
     scores = rouge(prediction, reference)
     return {"bleu": sentence_bleu(prediction, reference)} | {
@@ -137,7 +136,7 @@ def corpus_overlap(pairs: Sequence[tuple[str, str]]) -> dict[str, Statistic]:
     """Return the BLEU of all answers together, in place of the mean over answers."""
     if not installed("eval"):
         return {}
-    from kvtool.evaluation.metrics.overlap import corpus_bleu
+    from kvtool.evaluation.metrics.text import corpus_bleu
 
     predictions, references = zip(*pairs, strict=True)
     return {"bleu": Statistic(corpus_bleu(predictions, references), len(pairs))}
@@ -147,7 +146,7 @@ def overlap_protocol() -> str:
     """Say how BLEU and ROUGE are computed, if they are."""
     if not installed("eval"):
         return "kvtool; no BLEU or ROUGE (pip install 'kvtool[eval]')"
-    from kvtool.evaluation.metrics.overlap import bleu_signature
+    from kvtool.evaluation.metrics.text import bleu_signature
 
     return f"kvtool; corpus BLEU {bleu_signature(sentence=False)}; ROUGE with stemmer"
 

@@ -16,11 +16,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.metrics.contains import string_match_all
-from kvtool.evaluation.metrics.thinking import said
+from kvtool.evaluation.metrics.text import said, string_match_all
 from kvtool.evaluation.samples.questions import require, texts_of
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.read import ShortAnswer
+from kvtool.evaluation.tasks.asking import ShortAnswer
 
 _PAIR = "Key: {}\nCorresponding value:"
 _HIDDEN = "{several} special magic {kind} {are} hidden in the text below. A question follows.\n\n"

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvtool.evaluation.metrics.numbers import (
+from kvtool.evaluation.metrics.maths import (
     first_digits,
     first_number,
     last_integer,
@@ -39,8 +39,8 @@ from kvtool.evaluation.samples.random_data import (
     units_for,
 )
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.tasks.asking import Cell, Drawn, length_of
 from kvtool.evaluation.tasks.calls import Function, call_chain, unrelated_functions
-from kvtool.evaluation.tasks.drawn import Cell, Drawn, length_of
 
 _SPARE = 8  # tokens that a calculation may take beyond the right answer
 _DEEPEST = 10  # functions that one call goes through

@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvtool.evaluation.metrics.characters import character_f1
-from kvtool.evaluation.metrics.choices import list_options, names_function, names_option
-from kvtool.evaluation.metrics.numbers import words_of
-from kvtool.evaluation.metrics.overlap import rouge
-from kvtool.evaluation.metrics.words import best, qa_f1
+from kvtool.evaluation.metrics.code import list_options, names_function, names_option
+from kvtool.evaluation.metrics.maths import words_of
+from kvtool.evaluation.metrics.text import best, character_f1, qa_f1, rouge
 from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.samples.questions import option_answer, require, split_option, texts_of
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.read import Read
+from kvtool.evaluation.tasks.asking import Read
 
 _CHOICE = "\n\nQuestion: {input}\n{options}\n\nThe letter of the right answer:"
 

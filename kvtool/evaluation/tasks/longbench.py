@@ -21,14 +21,20 @@ from pydantic import PrivateAttr
 from kvtool.documents.files import expand
 from kvtool.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.evaluation.metrics.code import code_sim
-from kvtool.evaluation.metrics.labels import classification, count, retrieval
-from kvtool.evaluation.metrics.lcs import rouge_l
-from kvtool.evaluation.metrics.words import best, first_line, qa_f1
+from kvtool.evaluation.metrics.text import (
+    best,
+    classification,
+    count,
+    first_line,
+    qa_f1,
+    retrieval,
+    rouge_l,
+)
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
 from kvtool.evaluation.samples.data_files import check_file, digest, load_json
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Asking
-from kvtool.evaluation.tasks.settings import Samples
+from kvtool.evaluation.tasks.task import Samples
 from kvtool.package_data import data_file
 
 _METRICS = {

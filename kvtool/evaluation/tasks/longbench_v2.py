@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 
 from kvtool.documents.files import expand
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.metrics.choices import LETTERS, stated_letter
-from kvtool.evaluation.metrics.thinking import said
+from kvtool.evaluation.metrics.code import LETTERS, stated_letter
+from kvtool.evaluation.metrics.text import said
 from kvtool.evaluation.samples.data_files import check_file, digest
 from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.read import ShortAnswer
+from kvtool.evaluation.tasks.asking import ShortAnswer
 from kvtool.evaluation.tasks.task import Place
 
 _CHOICES = tuple(f"choice_{letter}" for letter in LETTERS)

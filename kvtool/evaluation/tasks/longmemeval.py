@@ -20,13 +20,10 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.metrics.abstention import abstains
-from kvtool.evaluation.metrics.contains import contains
-from kvtool.evaluation.metrics.thinking import said
-from kvtool.evaluation.metrics.words import best, qa_f1
+from kvtool.evaluation.metrics.text import abstains, best, contains, qa_f1, said
 from kvtool.evaluation.samples.questions import require, texts_of
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.read import ShortAnswer
+from kvtool.evaluation.tasks.asking import ShortAnswer
 
 _COLUMNS = (
     "question_id",

@@ -17,13 +17,12 @@ from typing import Any, ClassVar, Literal
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.prompts import SPOKEN, transcript
-from kvtool.evaluation.metrics.recitation import recited
-from kvtool.evaluation.metrics.thinking import said
+from kvtool.evaluation.metrics.text import recited, said
 from kvtool.evaluation.samples.data import Rows
 from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.read import ShortAnswer
-from kvtool.evaluation.tasks.settings import Tokens
+from kvtool.evaluation.tasks.asking import ShortAnswer
+from kvtool.evaluation.tasks.task import Tokens
 
 _COLUMNS = ("prompt", "answer", "random_string_to_prepend", "n_needles")
 _NEW_TOKENS = 2048

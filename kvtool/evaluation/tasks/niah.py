@@ -15,13 +15,13 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from kvtool.errors import UsageError, quote
-from kvtool.evaluation.metrics.contains import contains, word_share
+from kvtool.evaluation.metrics.text import contains, word_share
 from kvtool.evaluation.samples import needles
 from kvtool.evaluation.samples.fit import fit
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.drawn import Cell, Drawn, length_of
-from kvtool.evaluation.tasks.settings import Lengths, Samples
+from kvtool.evaluation.tasks.asking import Cell, Drawn, length_of
+from kvtool.evaluation.tasks.task import Lengths, Samples
 
 _NEW_TOKENS = 32  # seven digits and a full stop take up to 9 tokens
 _MOST_DEPTHS = 1001  # every tenth of a percent

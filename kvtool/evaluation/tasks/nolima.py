@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.metrics.thinking import said
+from kvtool.evaluation.metrics.text import said
 from kvtool.evaluation.samples.fit import fit, generator
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
+from kvtool.evaluation.tasks.asking import ShortAnswer
 from kvtool.evaluation.tasks.niah import Depths
-from kvtool.evaluation.tasks.read import ShortAnswer
-from kvtool.evaluation.tasks.settings import Lengths
+from kvtool.evaluation.tasks.task import Lengths
 
 _COLUMNS = ("id", "needle", "questions", "tests")
 _NEW_TOKENS = 192

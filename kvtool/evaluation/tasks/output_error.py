@@ -15,8 +15,7 @@ from kvtool.documents.results import Number
 from kvtool.evaluation.metrics.summary import Curve, Summary
 from kvtool.evaluation.samples.passages import question_samples
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
-from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
-from kvtool.evaluation.tasks.task import Task
+from kvtool.evaluation.tasks.task import Lengths, Samples, Task, Tokens
 
 if TYPE_CHECKING:
     from kvtool.evaluation.bench.bench import Bench

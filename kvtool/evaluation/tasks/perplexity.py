@@ -23,8 +23,7 @@ from kvtool.evaluation.metrics.summary import LINKS, Curve, Statistic, Summary, 
 from kvtool.evaluation.samples.data import Data, documents
 from kvtool.evaluation.samples.passages import recap_passage
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
-from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
-from kvtool.evaluation.tasks.task import Task
+from kvtool.evaluation.tasks.task import Lengths, Samples, Task, Tokens
 
 if TYPE_CHECKING:
     from kvtool.evaluation.bench.bench import Bench

@@ -19,13 +19,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, model_validator
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.metrics.final_answers import boxed_answer, marked_number, number_answer
-from kvtool.evaluation.metrics.latex import as_number, plain_latex, same_answer
-from kvtool.evaluation.metrics.thinking import OPEN
+from kvtool.evaluation.metrics.maths import (
+    as_number,
+    boxed_answer,
+    marked_number,
+    number_answer,
+    plain_latex,
+    same_answer,
+)
+from kvtool.evaluation.metrics.text import OPEN
 from kvtool.evaluation.samples.fit import generator
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.read import Read
-from kvtool.evaluation.tasks.settings import Samples, Tokens
+from kvtool.evaluation.tasks.asking import Read
+from kvtool.evaluation.tasks.task import Samples, Tokens
 from kvtool.models.chat import make_frame
 
 if TYPE_CHECKING:

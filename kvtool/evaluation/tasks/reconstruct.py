@@ -25,8 +25,7 @@ from kvtool.evaluation.tasks.fidelity import (
     overlap,
     overlap_protocol,
 )
-from kvtool.evaluation.tasks.settings import Lengths, Samples
-from kvtool.evaluation.tasks.task import Task
+from kvtool.evaluation.tasks.task import Lengths, Samples, Task
 
 if TYPE_CHECKING:
     from kvtool.evaluation.bench.bench import Bench

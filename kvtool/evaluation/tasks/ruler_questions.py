@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.metrics.contains import string_match_part
+from kvtool.evaluation.metrics.text import string_match_part
 from kvtool.evaluation.samples.data import Data, read_json
 from kvtool.evaluation.samples.fit import fit, generator
 from kvtool.evaluation.samples.haystack import costs
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Asking
-from kvtool.evaluation.tasks.settings import Lengths, Samples
+from kvtool.evaluation.tasks.task import Lengths, Samples
 
 _NEW_TOKENS = 32
 

@@ -18,7 +18,7 @@ import numpy as np
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.samples.fit import fit, needed_tokens
 from kvtool.evaluation.samples.sample import Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.drawn import Cell, Ruler, length_of
+from kvtool.evaluation.tasks.asking import Cell, Ruler, length_of
 from kvtool.models.reference.vocabulary import ADJECTIVES, NOUNS, VERBS
 
 _COMMON = 10

@@ -22,8 +22,8 @@ import numpy as np
 from pydantic import Field
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.metrics.contains import words_match_all
-from kvtool.evaluation.metrics.numbers import first_number
+from kvtool.evaluation.metrics.maths import first_number
+from kvtool.evaluation.metrics.text import words_match_all
 from kvtool.evaluation.samples.fit import longest
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.random_data import (
@@ -35,9 +35,8 @@ from kvtool.evaluation.samples.random_data import (
     units_for,
 )
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.asking import Asking
-from kvtool.evaluation.tasks.drawn import Cell, Drawn, length_of
-from kvtool.evaluation.tasks.settings import Samples
+from kvtool.evaluation.tasks.asking import Asking, Cell, Drawn, length_of
+from kvtool.evaluation.tasks.task import Samples
 
 _ENDS = 3  # characters of a prefix and of a suffix
 _HOLDERS = 5  # variables that a value passes through

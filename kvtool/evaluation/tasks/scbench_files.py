@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.metrics.characters import character_f1
-from kvtool.evaluation.metrics.choices import list_options, names_option
-from kvtool.evaluation.metrics.functions import repeats_function
-from kvtool.evaluation.metrics.numbers import first_digits
-from kvtool.evaluation.metrics.overlap import rouge
+from kvtool.evaluation.metrics.code import list_options, names_option, repeats_function
+from kvtool.evaluation.metrics.maths import first_digits
+from kvtool.evaluation.metrics.text import character_f1, rouge
 from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.samples.questions import option_answer, require, split_option, texts_of
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.read import Read
+from kvtool.evaluation.tasks.asking import Read
 from kvtool.evaluation.tasks.scbench import SharedContext
 
 _ASIS = "\n\n{input}"

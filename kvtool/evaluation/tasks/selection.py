@@ -11,9 +11,8 @@ from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source
 from kvtool.documents.tree import DocumentError, Problem
 from kvtool.errors import UsageError
-from kvtool.evaluation.tasks.patterns import covers
 from kvtool.evaluation.tasks.table import expand, task_class
-from kvtool.evaluation.tasks.task import Task
+from kvtool.evaluation.tasks.task import Task, covers
 from kvtool.extras import require
 
 

@@ -14,8 +14,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from kvtool.documents.results import Amount, Number
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
-from kvtool.evaluation.tasks.settings import Lengths, Samples, Tokens
-from kvtool.evaluation.tasks.task import Task
+from kvtool.evaluation.tasks.task import Lengths, Samples, Task, Tokens
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:

@@ -57,8 +57,8 @@ _HELMET_RECALL = ["json_kv", "ruler_niah_mk_2", "ruler_niah_mk_3", "ruler_niah_m
 TASKS: dict[str, str] = {
     "niah": "niah:Needle",
     "niah/passkey": "niah:PassKey",
-    **{f"ruler/{name}": "ruler_needles:RulerNeedles" for name in _NEEDLES},
-    "ruler/vt": "ruler_variables:VariableTracking",
+    **{f"ruler/{name}": "ruler:RulerNeedles" for name in _NEEDLES},
+    "ruler/vt": "ruler:VariableTracking",
     "ruler/cwe": "ruler_words:CommonWords",
     "ruler/fwe": "ruler_words:FrequentWords",
     "ruler/qa_1": "ruler_questions:RulerQuestions",

@@ -3,20 +3,26 @@
 A task is a frozen pydantic model whose fields are its settings, so that a recipe, the command line
 and Python configure it alike. `run` needs a model and gives a record of JSON values; `score` and
 `summarise` need only records, so that scores can be made anew from a run's files.
+
+Names of tasks, suites and globs, and the tasks that they stand for.
+
+Types of settings that tasks share, read as people type them.
 """
 
 from __future__ import annotations
 
+import fnmatch
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
 
+from kvtool.documents.document import TokenCount
 from kvtool.evaluation.metrics.summary import Summary, mean
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
-from kvtool.sizes import LARGEST_SEED
+from kvtool.sizes import LARGEST_SEED, parse_count
 
 if TYPE_CHECKING:
     from kvtool.documents.settings import Protocol
@@ -134,3 +140,41 @@ class Task(BaseModel, ABC):
 def _order(cell: tuple[tuple[str, Any], ...]) -> list[tuple]:
     """Sort cells by their values, numbers before texts."""
     return [(name, isinstance(value, str), value) for name, value in cell]
+
+
+def covers(pattern: str, task: str) -> bool:
+    """Match a task with a task, a suite or a glob.
+
+    >>> covers("ruler", "ruler/vt"), covers("ruler/niah_*", "ruler/vt")
+    (True, False)
+    """
+    return fnmatch.fnmatch(task, pattern) or task.startswith(f"{pattern}/")
+
+
+def _count(value: Any) -> Any:
+    return parse_count(value) if isinstance(value, str) else value
+
+
+def _counts(value: Any) -> Any:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)):
+        parts = [parts]
+    counts = [_count(part) for part in parts]
+    try:
+        return list(dict.fromkeys(counts))
+    except TypeError:  # a list or mapping among them, which the type refuses
+        return counts
+
+
+Samples = Annotated[PositiveInt, Field(le=1_000_000)]
+"""How many samples of a kind a task has."""
+
+Tokens = Annotated[TokenCount, BeforeValidator(_count)]
+"""A number of tokens: `4096` or `4K`."""
+
+Lengths = Annotated[
+    tuple[TokenCount, ...],
+    Field(max_length=1000),
+    BeforeValidator(_counts),
+]
+"""Numbers of tokens: `[1K, 4K]`, `1K,4K` or one of them; each counts once."""

@@ -18,7 +18,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.samples.fit import generator
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Asking
-from kvtool.evaluation.tasks.settings import Lengths, Samples
+from kvtool.evaluation.tasks.task import Lengths, Samples
 from kvtool.models.reference.trace import EXAMPLE, LONGEST, draw_trace
 
 _SPARE = 1.25  # of the answer's tokens: a model that stumbles may still come to an end

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.errors import UsageError
-from kvtool.policies.heads import ALL_HERE, HeadSizes, KVHeads
-from kvtool.policies.numbers import State
+from kvtool.policies.numbers import ALL_HERE, HeadSizes, KVHeads, State
 from kvtool.policies.parts import Evicted
 from kvtool.policies.spelling import computed
 

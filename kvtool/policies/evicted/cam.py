@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import take
-from kvtool.policies.evicted.eviction import Eviction
-from kvtool.policies.evicted.merging import Merging
+from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.numbers import State
 from kvtool.policies.scores.random import seed_offset, uniform_draws
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import take
-from kvtool.policies.evicted.eviction import Eviction
-from kvtool.policies.evicted.merging import Merging
+from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.numbers import State
 
 if TYPE_CHECKING:

@@ -1,14 +1,23 @@
-"""Tokens that leave a layer: what is shown to a part that makes something of them."""
+"""Tokens that leave a layer: what is shown to a part that makes something of them.
+
+The role of evicted tokens that go into those that stay.
+
+Evicted tokens that stay stored: the reader looks at the others until the next prompt.
+
+RocketKV-MT (Behnam et al., 2025, https://arxiv.org/abs/2502.14051, section 3.5) drops nothing
+between turns: each turn chooses anew, among all tokens so far.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from kvtool.policies.heads import KVHeads, all_here
-from kvtool.policies.numbers import Count, State
+from kvtool.policies.numbers import Count, HeadSizes, KVHeads, State, all_here
+from kvtool.policies.parts import Evicted
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -52,3 +61,36 @@ class Eviction:
     def decoded(self) -> bool:
         """Tell whether one token leaves for one that was decoded: kept slots are in no order."""
         return self.importance is None
+
+
+class Merging(Evicted):
+    """Goes into the tokens that stay."""
+
+    def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
+        import torch
+
+        memory = self.start(1, layer.kv_heads, torch.device("meta"))
+        return sum(tensor.numel() * tensor.element_size() for tensor in memory.values())
+
+    def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
+        """Make what a layer remembers beside its slots: tensors whose first axis is the batch."""
+        return {}
+
+    def absorb(self, memory: State, eviction: Eviction) -> Tensor:
+        """Change those that stay by those that leave, and the memory, in place.
+
+        Returns:
+            bool (batch, kv_heads, evicted), which of those that leave went into others.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SelectOnly(Evicted):
+    """Keep evicted tokens stored, out of the reader's sight, until the next prompt."""
+
+    name: ClassVar = "select-only"
+    paper: ClassVar = "https://arxiv.org/abs/2502.14051"
+
+    def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
+        return 0  # they lie in slots

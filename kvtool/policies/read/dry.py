@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtool.policies.heads import HeadSizes
+from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.parts import Read
 from kvtool.policies.read.view import ReadView, Stored
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, overload
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate import d2o as allocate
-from kvtool.policies.attention_rows import AttentionRows
 from kvtool.policies.evicted.d2o_merge import D2OMerge
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evicted, Evidence, Score, SlotView
 

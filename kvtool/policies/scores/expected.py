@@ -21,10 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows, MomentsAsked, QueryMoments
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
-from kvtool.policies.query_moments import MomentsAsked, QueryMoments
 from kvtool.policies.spelling import check_least
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State, half
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
-from kvtool.policies.scores.ends import check_ends, ends
+from kvtool.policies.scores.shared import check_ends, ends
 
 if TYPE_CHECKING:
     from torch import Tensor

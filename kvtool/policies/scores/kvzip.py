@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.policies.allocate.joint import Joint
+from kvtool.policies.evidence import Repeated, RepetitionAsked
 from kvtool.policies.parts import Evidence, Score
-from kvtool.policies.repetition import Repeated, RepetitionAsked
 from kvtool.policies.spelling import check_least, computed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtool.policies.attention_rows import AttentionRows
+    from kvtool.policies.evidence import AttentionRows
     from kvtool.policies.numbers import Count, State
-    from kvtool.policies.slot_view import SlotView
+    from kvtool.policies.parts import SlotView
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.pyramidinfer import Cosine
-from kvtool.policies.attention_rows import AttentionRows, asked
+from kvtool.policies.evidence import AttentionRows, asked
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 

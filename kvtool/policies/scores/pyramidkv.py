@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.pyramid import Pyramid
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
-from kvtool.policies.scores.votes import check_voting, pooled_votes, voting_window
+from kvtool.policies.scores.shared import check_voting, pooled_votes, voting_window
 
 if TYPE_CHECKING:
     from torch import Tensor

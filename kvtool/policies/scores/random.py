@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Score, SlotView
-from kvtool.policies.scores.ends import check_ends, ends
+from kvtool.policies.scores.shared import check_ends, ends
 
 if TYPE_CHECKING:
     from torch import Tensor

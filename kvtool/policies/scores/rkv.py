@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.votes import pool_votes
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.pace.every import Every
 from kvtool.policies.parts import Evidence, Score, SlotView

@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from kvtool.policies.attention_rows import AttentionRows
-from kvtool.policies.evicted.select_only import SelectOnly
+from kvtool.policies.evicted.eviction import SelectOnly
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.read.hsa import HSA
 from kvtool.policies.scores.rocketkv import check_split
-from kvtool.policies.scores.votes import check_voting, pooled_votes, voting_window
+from kvtool.policies.scores.shared import check_voting, pooled_votes, voting_window
 from kvtool.policies.spelling import computed
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, overload
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import top_mask
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State, at_least_zero, half, minimum
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed

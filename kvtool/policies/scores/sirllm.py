@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.selection import top_mask
-from kvtool.policies.attention_rows import AttentionRows
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State, at_least_zero, minimum
 from kvtool.policies.parts import Evidence, Score, SlotView
-from kvtool.policies.scores.ends import check_ends
+from kvtool.policies.scores.shared import check_ends
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from kvtool.policies.attention_rows import AttentionRows, asked
+from kvtool.policies.evidence import AttentionRows, asked
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 

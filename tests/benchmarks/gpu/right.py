@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvtool
 from kvtool.cache.cache import KVCache
-from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.features.calidrop import Calibration
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding

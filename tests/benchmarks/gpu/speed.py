@@ -16,9 +16,9 @@ from rich.table import Table
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from kvtool.cache.storage.calibration import Calibration
+from kvtool.cache.features.calidrop import Calibration
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.memory import Peak, watched_devices
+from kvtool.evaluation.bench.meter import Peak, watched_devices
 from kvtool.generation import decode_step
 from tests.benchmarks.decoding import (
     WARM,

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from rich.table import Table
 
-from kvtool.evaluation.bench.memory import Peak, watched_devices
+from kvtool.evaluation.bench.meter import Peak, watched_devices
 from kvtool.generation import decode_step
 from kvtool.profiling.measure import Plan, measure
 from kvtool.profiling.names import DEFAULT

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvtool.evaluation.bench.memory import Peak, watched_devices
+from kvtool.evaluation.bench.meter import Peak, watched_devices
 
 
 class Spread(torch.nn.Module):

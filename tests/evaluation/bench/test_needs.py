@@ -6,10 +6,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import kvtool
 from kvtool.documents.memory import DeviceMemory
-from kvtool.evaluation.bench.needs import estimate_memory
+from kvtool.evaluation.bench.estimate import estimate_memory
 from kvtool.generation import decode_step, prefill
-from kvtool.models.weights import weight_bytes
-from kvtool.planning.forecast import Text
+from kvtool.models.placement import weight_bytes
+from kvtool.planning.bytes import Text
 from kvtool.sizes import LONG_PROMPT
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import FAMILIES, family_model, peaky_model, random_ids

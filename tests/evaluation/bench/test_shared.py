@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtool.documents.settings import Protocol
-from kvtool.evaluation.run.partition import unfinished
+from kvtool.evaluation.run.index import unfinished
 from kvtool.evaluation.run.runner import Place, draw_jobs, run_measurements
 from kvtool.evaluation.run.store import Store
 from tests.evaluation.tasks.drawing import make

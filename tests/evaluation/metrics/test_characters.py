@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtool.evaluation.metrics.characters import character_f1
+from kvtool.evaluation.metrics.text import character_f1
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtool.evaluation.metrics.choices import names_function, names_option
+from kvtool.evaluation.metrics.code import names_function, names_option
 
 
 @pytest.mark.parametrize(

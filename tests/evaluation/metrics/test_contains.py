@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtool.evaluation.metrics.contains import (
+from kvtool.evaluation.metrics.text import (
     contains,
     normalise,
     readable,

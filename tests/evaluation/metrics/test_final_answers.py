@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from kvtool.evaluation.metrics.final_answers import boxed_answer, last_boxed, number_answer
-from kvtool.evaluation.metrics.thinking import said, split_thought
+from kvtool.evaluation.metrics.maths import boxed_answer, last_boxed, number_answer
+from kvtool.evaluation.metrics.text import said, split_thought
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtool.evaluation.metrics.functions import (
+from kvtool.evaluation.metrics.code import (
     first_code_block,
     repeats_function,
     similarity,

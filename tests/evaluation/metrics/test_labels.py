@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.metrics.labels import classification, count, retrieval
+from kvtool.evaluation.metrics.text import classification, count, retrieval
 
 CLASSES = ["human", "human group", "group", "date", "Date of birth"]
 

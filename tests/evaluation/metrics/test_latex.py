@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from kvtool.evaluation.metrics.latex import as_number, plain_latex, same_answer
+from kvtool.evaluation.metrics.maths import as_number, plain_latex, same_answer
 
 
 @pytest.mark.parametrize(

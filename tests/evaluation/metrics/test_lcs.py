@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from kvtool.evaluation.metrics.lcs import common_words, rouge_l
+from kvtool.evaluation.metrics.text import common_words, rouge_l
 
 
 def slow_lcs(reference, prediction):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtool.evaluation.metrics.numbers import (
+from kvtool.evaluation.metrics.maths import (
     first_digits,
     first_number,
     last_integer,

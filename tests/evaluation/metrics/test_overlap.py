@@ -7,45 +7,45 @@ import pytest
 
 from kvtool import extras
 from kvtool.errors import UsageError
-from kvtool.evaluation.metrics import overlap
+from kvtool.evaluation.metrics import text
 
 SAME = "the quick brown fox jumps"
 
 
 @pytest.mark.exhaustive
 def test_the_same_text_scores_100_and_another_0():
-    assert overlap.corpus_bleu([SAME], [SAME]) == pytest.approx(100)
-    assert overlap.sentence_bleu(SAME, SAME) == pytest.approx(100)
-    assert overlap.rouge(SAME, SAME) == pytest.approx(
+    assert text.corpus_bleu([SAME], [SAME]) == pytest.approx(100)
+    assert text.sentence_bleu(SAME, SAME) == pytest.approx(100)
+    assert text.rouge(SAME, SAME) == pytest.approx(
         dict.fromkeys(("rouge1", "rouge2", "rougeL", "rougeLsum"), 100)
     )
-    assert set(overlap.rouge(SAME, "nothing alike").values()) == {0}
-    assert overlap.rouge("", SAME)["rouge1"] == overlap.sentence_bleu("", SAME) == 0
+    assert set(text.rouge(SAME, "nothing alike").values()) == {0}
+    assert text.rouge("", SAME)["rouge1"] == text.sentence_bleu("", SAME) == 0
 
 
 def test_worked_bleu():
     # 4 of 5 words, 3 of 4 pairs, 2 of 3 triples, 1 of 2 quadruples; equal lengths
     expected = 100 * math.prod([4 / 5, 3 / 4, 2 / 3, 1 / 2]) ** 0.25
-    assert overlap.sentence_bleu("the quick brown fox sleeps", SAME) == pytest.approx(expected)
+    assert text.sentence_bleu("the quick brown fox sleeps", SAME) == pytest.approx(expected)
 
 
 def test_a_short_sentence_is_scored_by_the_n_grams_it_has():
     # 2 of 2 words, 1 of 1 pair, and the penalty for 2 words instead of 5
     expected = 100 * math.exp(1 - 5 / 2)
-    assert overlap.sentence_bleu("the quick", SAME) == pytest.approx(expected)
+    assert text.sentence_bleu("the quick", SAME) == pytest.approx(expected)
 
 
 def test_a_corpus_is_scored_as_one():
     # n-grams are summed: 5 + 3 of 5 + 5 words, 4 + 2 of 8, 3 + 1 of 6, 2 + 0 of 4
     pairs = [SAME, "the quick brown dog sleeps"], [SAME, SAME]
     expected = 100 * math.prod([8 / 10, 6 / 8, 4 / 6, 2 / 4]) ** 0.25
-    assert overlap.corpus_bleu(*pairs) == pytest.approx(expected)
+    assert text.corpus_bleu(*pairs) == pytest.approx(expected)
 
 
 def test_the_signature_says_how_bleu_was_computed():
     import sacrebleu
 
-    corpus, sentence = (overlap.bleu_signature(sentence=choice) for choice in (False, True))
+    corpus, sentence = (text.bleu_signature(sentence=choice) for choice in (False, True))
     assert "tok:13a" in corpus
     assert sacrebleu.__version__ in corpus
     assert "eff:no" in corpus
@@ -54,16 +54,16 @@ def test_the_signature_says_how_bleu_was_computed():
 
 def test_worked_rouge():
     # against "the cats sat down": 3 of 4 words by stems, 2 of 3 pairs, 3 in order
-    scores = overlap.rouge("the cat sat up", "the cats sat down")
+    scores = text.rouge("the cat sat up", "the cats sat down")
     assert scores["rouge1"] == scores["rougeL"] == pytest.approx(75)
     assert scores["rouge2"] == pytest.approx(100 * 2 / 3)
-    assert overlap.rouge("the cat sat up", "the cats sat down", stemmer=False)[
+    assert text.rouge("the cat sat up", "the cats sat down", stemmer=False)[
         "rouge1"
     ] == pytest.approx(50)
 
 
 def test_rouge_lsum_takes_lines_for_sentences():
-    scores = overlap.rouge("it slept\nthe cat sat", "the cat sat\nit slept")
+    scores = text.rouge("it slept\nthe cat sat", "the cat sat\nit slept")
     assert scores["rougeLsum"] == pytest.approx(100)
     assert scores["rougeL"] == pytest.approx(60)
 
@@ -74,20 +74,20 @@ def test_rouge_1_equals_counted_words():
         said, wanted = (rng.choices("abcdef", k=rng.randrange(1, 9)) for _ in range(2))
         hits = sum(min(said.count(word), wanted.count(word)) for word in "abcdef")
         expected = 200 * hits / (len(said) + len(wanted))
-        assert overlap.rouge(" ".join(said), " ".join(wanted))["rouge1"] == pytest.approx(expected)
+        assert text.rouge(" ".join(said), " ".join(wanted))["rouge1"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
     ("package", "ask", "what"),
     [
-        ("sacrebleu", lambda: overlap.sentence_bleu("a", "a"), "BLEU needs sacrebleu"),
-        ("rouge_score", lambda: overlap.rouge("a", "a"), "ROUGE needs rouge-score"),
+        ("sacrebleu", lambda: text.sentence_bleu("a", "a"), "BLEU needs sacrebleu"),
+        ("rouge_score", lambda: text.rouge("a", "a"), "ROUGE needs rouge-score"),
     ],
 )
 def test_a_missing_package_is_named(package, ask, what, monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else object())
-    overlap._bleu.cache_clear()
-    overlap._rouge.cache_clear()
+    text._bleu.cache_clear()
+    text._rouge.cache_clear()
     with pytest.raises(UsageError, match=what) as caught:
         ask()
     assert caught.value.hint == "pip install 'kvtool[eval]'"

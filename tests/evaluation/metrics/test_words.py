@@ -5,7 +5,7 @@ import string
 
 import pytest
 
-from kvtool.evaluation.metrics.words import answer_words, best, first_line, qa_f1
+from kvtool.evaluation.metrics.text import answer_words, best, first_line, qa_f1
 
 
 def slow_f1(prediction, reference):

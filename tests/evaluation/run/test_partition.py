@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.run.partition import partition_of
+from kvtool.evaluation.run.index import partition_of
 from kvtool.evaluation.run.runner import Measurement
 from kvtool.evaluation.run.store import Store
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.run.partition import unfinished
+from kvtool.evaluation.run.index import unfinished
 from kvtool.evaluation.run.runner import Place, draw_jobs, run_measurements
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import token_counter

@@ -11,7 +11,7 @@ from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.samples.sample import Sample, TokenCounter
-from kvtool.evaluation.tasks import harness
+from kvtool.evaluation.tasks import lm_eval as lm_eval_tasks
 from kvtool.evaluation.tasks.lm_eval import LmEval
 from kvtool.evaluation.tasks.table import expand, task_class
 from kvtool.models.load import load
@@ -347,7 +347,7 @@ def test_the_harness_itself_gets_the_same_scores_and_errors_from_the_same_answer
             raise NotImplementedError
 
     model = Ruled()
-    with harness.contained():
+    with lm_eval_tasks.contained():
         theirs = lm_eval.simple_evaluate(
             model=model, tasks=[name], task_manager=manager(folder), bootstrap_iters=100
         )["results"][name]
@@ -418,7 +418,7 @@ def test_nothing_is_printed_and_the_random_state_is_left_alone(folder, capfd):
     import random
 
     state = random.getstate()
-    harness.prepare.cache_clear()
+    lm_eval_tasks.prepare.cache_clear()
     task = task_of(folder, "needle_chosen")
     task.summarise(run(task, Knowing()))
     assert capfd.readouterr() == ("", "")
@@ -435,17 +435,17 @@ def test_refuses_to_score_documents_that_have_changed(folder):
     made[2]["answer"] = "12345"
     try:
         write_data(folder, made)
-        harness.prepare.cache_clear()
+        lm_eval_tasks.prepare.cache_clear()
         assert task.score(records[1])["score"] == 0.0
         with pytest.raises(KvtoolError, match="document 2 is not the one that was answered"):
             task.score(records[2])
         write_data(folder, made[:1])
-        harness.prepare.cache_clear()
+        lm_eval_tasks.prepare.cache_clear()
         with pytest.raises(KvtoolError, match="document 1 is not the one"):
             task.score(records[1])
     finally:
         write_data(folder, documents())
-        harness.prepare.cache_clear()
+        lm_eval_tasks.prepare.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -459,8 +459,10 @@ def test_refuses_to_score_documents_that_have_changed(folder):
     ],
 )
 def test_refuses_what_it_cannot_run(folder, monkeypatch, name, settings, message, hint):
-    here = harness._manager(str(folder))
-    monkeypatch.setattr(harness, "_manager", lambda folder: here)  # the harness' own takes seconds
+    here = lm_eval_tasks._manager(str(folder))
+    monkeypatch.setattr(
+        lm_eval_tasks, "_manager", lambda folder: here
+    )  # the harness' own takes seconds
     task = LmEval(name=f"lm-eval/{name}", **{"include_path": str(folder), **settings})
     with pytest.raises(UsageError, match=message) as refusal:
         draw(task)
@@ -482,7 +484,7 @@ def test_the_harness_own_tasks_are_known():
 def test_refuses_examples_for_a_task_that_takes_none(folder):
     added = HEAD.format(name="needle_zero", folder=folder) + TASKS["needle_said"]
     (folder / "needle_zero.yaml").write_text(added + "num_fewshot: 0\n")
-    harness._manager.cache_clear()
+    lm_eval_tasks._manager.cache_clear()
     with pytest.raises(UsageError, match="takes no examples, got fewshot 3"):
         draw(task_of(folder, "needle_zero", fewshot=3))
 
@@ -500,7 +502,7 @@ def test_refuses_ways_to_generate_that_it_does_not_have(folder, options, message
     body += f"generation_kwargs: {options}\n"
     name = f"needle_{abs(hash(options))}"
     (folder / f"{name}.yaml").write_text(HEAD.format(name=name, folder=folder) + body)
-    harness._manager.cache_clear()
+    lm_eval_tasks._manager.cache_clear()
     with pytest.raises(UsageError, match=message):
         draw(task_of(folder, name))
 
@@ -509,7 +511,7 @@ def test_data_that_are_not_there_are_told_in_one_line(folder):
     body = TASKS["needle_said"].replace("needles", "none")
     text = HEAD.format(name="needle_gone", folder="/no/such/place") + body
     (folder / "needle_gone.yaml").write_text(text)
-    harness._manager.cache_clear()
+    lm_eval_tasks._manager.cache_clear()
     with pytest.raises(KvtoolError, match="lm-eval/needle_gone cannot be prepared: ") as failure:
         draw(task_of(folder, "needle_gone"))
     assert "\n" not in str(failure.value)

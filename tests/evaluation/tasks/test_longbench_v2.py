@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.metrics.choices import stated_letter
+from kvtool.evaluation.metrics.code import stated_letter
 from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.tasks.longbench_v2 import LongBenchV2
 from kvtool.evaluation.tasks.table import task_class

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.metrics.abstention import abstains
+from kvtool.evaluation.metrics.text import abstains
 from kvtool.evaluation.tasks.longmemeval import LongMemEval
 from kvtool.evaluation.tasks.table import task_class
 from tests.evaluation.tasks.counters import WORDS

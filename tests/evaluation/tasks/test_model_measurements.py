@@ -10,8 +10,7 @@ import kvtool
 from kvtool.documents.settings import Protocol
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.memory import Peak
-from kvtool.evaluation.bench.meter import Meter
+from kvtool.evaluation.bench.meter import Meter, Peak
 from kvtool.evaluation.run.runner import draw_jobs
 from kvtool.evaluation.tasks.fidelity import FidelityTask
 from kvtool.evaluation.tasks.output_error import OutputError

@@ -10,7 +10,7 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.estimate import Estimate
 from kvtool.evaluation.bench.prompts import SPOKEN, first_prompt, spoken, transcript
-from kvtool.evaluation.metrics.recitation import recited
+from kvtool.evaluation.metrics.text import recited
 from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.samples.sample import TokenCounter
 from kvtool.evaluation.tasks.mrcr import Mrcr

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.tasks.ruler_needles import FORMS
+from kvtool.evaluation.tasks.ruler import FORMS
 from tests.evaluation.tasks.drawing import check_drawing, check_fill, draw, make, score
 from tests.evaluation.tokenizers import COUNTERS, REFERENCE, WORDS
 

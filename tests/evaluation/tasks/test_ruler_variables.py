@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kvtool.evaluation.tasks.ruler_variables import assignments
+from kvtool.evaluation.tasks.ruler import assignments
 from kvtool.models.reference import facts
 from kvtool.models.reference.vocabulary import TOKEN_ID, decode, encode
 from tests.evaluation.tasks.drawing import check_drawing, check_fill, draw, make, score

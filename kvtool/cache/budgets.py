@@ -1,0 +1,385 @@
+"""What each layer and row may keep: fixed when a prompt begins, or once all layers have seen it.
+
+A budget of tokens or bytes, in tokens of a layer and KV head.
+
+Budgets that grow by what is read, so that it stays whole: a question behind a context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from kvtool.cache.features.deferred_cut import Deferred
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.memory import LayerBudget
+from kvtool.cache.traffic import TrafficBudgets
+from kvtool.documents.plan import PlanDocument
+from kvtool.errors import UsageError
+from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.planning.bytes import Text
+from kvtool.planning.held import tokens_for_bytes
+from kvtool.policies.allocate.planned import PlannedSplit
+from kvtool.policies.allocate.split import AllocatedSplit, Split, Spread
+from kvtool.policies.policy import Policy
+from kvtool.sizes import Budget, fraction_of
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What bytes follow from, read from a decoder's configuration once it is asked for."""
+
+    config: PreTrainedConfig
+
+    @cached_property
+    def layers(self) -> list[LayerShape | None]:
+        """What each layer stores, in all processes together."""
+        return layer_shapes(self.config)
+
+
+class TokenBudget:
+    """What a budget that is no share of the prompt means for a layer."""
+
+    def __init__(self, policy: Policy, budget: Budget | None, facts: ModelFacts) -> None:
+        self._policy, self._budget, self._facts = policy, budget, facts
+        self._known: dict[tuple[int, int, int], int] = {}
+
+    def of(self, layer: SlotLayer, length: int, new_tokens: int) -> int:
+        """Return tokens, or pairs that are read, per layer and KV head.
+
+        Args:
+            length: tokens that the longest entry will have seen at the prompt's end.
+            new_tokens: how many will be generated, as far as is known.
+        """
+        budget = self._budget
+        if budget is None:
+            raise RuntimeError(f"policy `{self._policy}` has no budget")
+        if budget.tokens is not None:
+            return budget.tokens
+        if budget.bytes is None:
+            raise RuntimeError(f"{budget} is a share of the prompt")
+        key = (length, layer.batch_size, new_tokens)
+        if key not in self._known:
+            text = Text(length, new_tokens, layer.batch_size, self._facts.config.vocab_size)
+            self._known[key] = tokens_for_bytes(
+                self._policy, self._shapes(layer), text, budget.bytes
+            )
+        return self._known[key]
+
+    def _shapes(self, layer: SlotLayer) -> list[LayerShape | None]:
+        """What each layer stores of a token, with numbers of the size that this one is given."""
+        size = layer.slots.form.sample[0].element_size()
+        return [each and replace(each, itemsize=size) for each in self._facts.layers]
+
+
+class RaisedBudgets:
+    """The layers whose budgets have been raised for the running block."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}  # tokens seen at the end of the last block, by layer
+
+    def add(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> None:
+        """Add the tokens of a block to what a layer may keep, once.
+
+        Args:
+            positions: (batch, q_len) of the block, -1 = padding; None: no padding.
+        """
+        end = layer.seen + q_len
+        if self._ends.get(layer.index) == end:
+            return  # raised before its forward, for a policy that makes room there
+        self._ends[layer.index] = end
+        new = [q_len] * layer.batch_size
+        if positions is not None:
+            new = (positions >= 0).sum(1).tolist()
+        layer.set_budget(layer.budget.raised(new, layer.slots.device))
+        heads = HeadBudgets.of(layer)
+        if heads is not None:
+            heads.raise_by(new)
+
+
+class StoredBudgets:
+    """The budget of a cache, in tokens of its layers and rows.
+
+    Attributes:
+        new_tokens: tokens that will be generated, as far as is known.
+        spreads: how each row's attention was spread over the last prompt of which it had a part,
+            for an allocator that looks at it.
+        traffic: what a reader may look at; None: no reader.
+    """
+
+    def __init__(
+        self,
+        layers: list[SlotLayer],
+        policy: Policy,
+        budget: Budget | None,
+        plan: PlanDocument | None,
+        facts: ModelFacts,
+    ) -> None:
+        self.policy, self.budget, self.facts = policy, budget, facts
+        self._in_tokens = TokenBudget(policy, budget, facts)
+        self.spreads: list[Spread] | None = None
+        self.new_tokens = 0
+        self._free = [layer for layer in layers if layer.window is None]
+        self._split: Split | None = None
+        self.traffic: TrafficBudgets | None = None
+        if policy.reader is not None:
+            self.traffic = TrafficBudgets(
+                policy, budget, plan, self._tokens, self._expected, self._free
+            )
+        self._plan, self._planned = plan, plan is not None and not policy.budget_is_traffic
+        if plan is not None and self._planned:
+            self._split = PlannedSplit(plan)
+        elif policy.allocator is not None and self._free:
+            self._split = AllocatedSplit(policy, len(self._free))
+        self._known: dict[tuple, list[int]] = {}
+        self._counted: tuple[int, list[int]] | None = None
+        self._raised: RaisedBudgets | None = None
+
+    @property
+    def deferred(self) -> bool:
+        """Whether nothing may be cut before all layers have seen the prompt."""
+        if self._split is None or self._planned:
+            return False
+        return self.policy.allocator is not None and self.policy.allocator.metric is not None
+
+    @property
+    def waiting(self) -> list[SlotLayer]:
+        """The layers whose prompt is stored whole and waits for its budget."""
+        parts = [(layer, Deferred.of(layer)) for layer in self._free] if self.deferred else []
+        return [layer for layer, part in parts if part is not None and part.active]
+
+    def is_last(self, layer: SlotLayer) -> bool:
+        """Whether a forward runs no other layer of free budget after this one."""
+        return layer is self._free[-1]
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self.spreads = self._counted = None
+        self._known, self.new_tokens = {}, 0
+        if self.traffic is not None:
+            self.traffic.clear()
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Let what is read inside stay whole: budgets grow by its tokens, and nothing is cut.
+
+        A question behind a compressed context is. What stores everything reads as always.
+        """
+        self._raised = RaisedBudgets()
+        try:
+            yield
+        finally:
+            self._raised = None
+
+    def expect(self, new_tokens: int) -> None:
+        """Say how many tokens will be generated, as far as is known."""
+        self.new_tokens = new_tokens
+
+    def load(self, spreads: list[Spread] | None) -> None:
+        """Take from a file how attention was spread over the last prompt."""
+        self.spreads = spreads
+
+    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Let what is known of each batch entry follow the entries."""
+        self._known = {}
+        if self.traffic is not None:
+            self.traffic.reindex(change)
+        if self.spreads is not None:
+            rows = change(torch.arange(len(self.spreads))).tolist()
+            self.spreads = [self.spreads[row] for row in rows]
+
+    def _expected(self) -> int:
+        """Tokens to come; what the plan counts on where nobody says."""
+        if self._plan is not None and self.new_tokens == 0:
+            return self._plan.target.max_new_tokens
+        return self.new_tokens
+
+    def check(self, lengths: list[int]) -> None:
+        """Refuse a prompt of which an entry or layer would keep no more than what always stays.
+
+        Raises:
+            UsageError: the first such entry.
+        """
+        self._ratios(lengths)
+        by_bytes = self.budget is not None and self.budget.bytes is not None
+        if self.policy.two_stages and self.traffic is not None and self._free and not by_bytes:
+            for length in lengths:
+                self.traffic.stored(self._free[0], length)
+        if self._planned and self.budget is not None:
+            self._of_entries(self._free[0], lengths)
+
+    def assign(
+        self,
+        layer: SlotLayer,
+        positions: Tensor | None,
+        q_len: int,
+        lengths: list[int] | None,
+    ) -> None:
+        """Fix what the batch entries of a layer may keep, before a block of a prompt is cut.
+
+        Args:
+            positions: (batch, q_len) of the block, -1 = padding; None: no padding.
+            q_len: tokens of the block that are not counted yet.
+            lengths: tokens that each entry will have seen at the prompt's end; None: at the
+                block's.
+        """
+        if layer.window is not None:
+            layer.set_budget(LayerBudget.of([layer.window - 1]))
+            return
+        if self.traffic is not None:
+            lengths = lengths or self._count(layer, positions, q_len)
+            self.traffic.end_prompt(lengths)
+        if self._raised is not None and not self.policy.stores_all:
+            self._raised.add(layer, positions, q_len)
+            return
+        if self.policy.budget_is_traffic:
+            if self.policy.two_stages and self.traffic is not None:
+                lengths = lengths or self._count(layer, positions, q_len)
+                self._set(layer, [self.traffic.stored(layer, length) for length in lengths])
+            return
+        if self.budget is None:
+            return
+        by_length = self._split is not None or self.budget.ratio is not None
+        if not (by_length or self._needs_length):
+            layer.set_budget(LayerBudget.of([self._tokens(layer)]))
+            return
+        lengths = lengths or self._count(layer, positions, q_len)
+        if not by_length:
+            layer.set_budget(LayerBudget.of([self._tokens(layer, max(lengths))]))
+        elif self.deferred:
+            part = Deferred.of(layer)
+            if part is not None and not part.active:
+                part.start()
+                layer.grow_exactly(True)
+            layer.set_budget(LayerBudget.of([max(lengths)]))
+        else:
+            self._set(layer, self._of_entries(layer, lengths))
+
+    def plan_block(self, q_len: int, valid: Tensor | None, lengths: list[int] | None) -> None:
+        """Fix what may be kept before a block is read, where something is stored already.
+
+        Args:
+            valid: (batch, q_len), False = padding; None: no padding.
+            lengths: tokens that each entry will have seen at the prompt's end; None: at the
+                block's.
+        """
+        if not self._free or not self._free[0].is_initialized or self.budget is None:
+            return
+        first = self._free[0]
+        if self._raised is not None:
+            places = None if valid is None else torch.where(valid, 0, -1)
+            for layer in self._free:
+                self._raised.add(layer, places, q_len)
+            return
+        if lengths is None and (self._split is not None or self.budget.ratio is not None):
+            before = first.seen if first.lengths is None else first.lengths
+            new = q_len if valid is None else valid.sum(1)
+            lengths = torch.as_tensor(before + new).expand(first.batch_size).tolist()
+        for layer in self._free:
+            self.assign(layer, None, 0, lengths)
+
+    def prompt_budgets(self, lengths: list[int]) -> list[int] | None:
+        """Tokens that each entry may keep, where layers have equal budgets.
+
+        None without a budget, or for one in bytes before anything is stored. Where every layer has
+        a window of its own, nothing is cut by a budget.
+        """
+        if not self._free:
+            return list(lengths)
+        first = self._free[0]
+        if self.budget is None or (self.budget.bytes is not None and not first.is_initialized):
+            return None
+        return self._ratios(lengths) or [self._tokens(first)] * len(lengths)
+
+    def assign_deferred(self, lengths: list[int]) -> list[SlotLayer]:
+        """Split the budget by what all layers have shown of a prompt.
+
+        Args:
+            lengths: tokens that each entry has seen.
+
+        Returns:
+            The layers, which are to be cut now.
+        """
+        layers = self.waiting
+        device = layers[0].slots.device  # layers may be on several
+        found = []
+        for layer in layers:
+            part = Deferred.of(layer)
+            if part is not None:
+                positions = layer.slots.positions[:, :, : layer.slots.used]
+                found.append(part.measure(positions, layer.slots.heads).to(device))
+        before, self._known = self.spreads, {}
+        self.spreads = []
+        for row, measured in enumerate(torch.stack(found, 1).tolist()):
+            variance, queries, held = zip(*measured, strict=True)
+            spread = Spread(variance, int(queries[0]), [int(slots) for slots in held])
+            silent = spread.queries == 0 and before is not None  # an entry of padding alone
+            self.spreads.append(before[row] if silent and before is not None else spread)
+        for layer in layers:
+            self._set(layer, self._of_entries(layer, lengths))
+        return layers
+
+    def _set(self, layer: SlotLayer, rows: list[int]) -> None:
+        budget = LayerBudget.of(rows, layer.slots.device)
+        layer.set_budget(budget)
+        if budget.min_budget < budget.max_budget:
+            # no entry may be padded yet, but they will keep different counts
+            layer.count_apart(len(rows), layer.slots.device)
+
+    def _of_entries(self, layer: SlotLayer, lengths: list[int]) -> list[int]:
+        """What each row of a layer may keep."""
+        means = self._ratios(lengths)
+        if self._split is None:
+            return [max(mean, layer.budget.min_budget) for mean in means]
+        place = self._free.index(layer)
+        rows = []
+        for row, n in enumerate(lengths):
+            longest = max(lengths) if self._needs_length else 0
+            mean = means[row] if means else 0 if self._planned else self._tokens(layer, longest)
+            key = (mean, n, row if self.spreads else None)
+            if key not in self._known:
+                spread = self.spreads[row] if self.spreads else None
+                budgets = self._split.for_prompt(mean, n, spread)
+                if min(budgets) < n:
+                    self.policy.check_budget(min(budgets))
+                self._known[key] = budgets
+            rows.append(self._known[key][place])
+        return rows
+
+    @property
+    def _needs_length(self) -> bool:
+        """Whether bytes mean tokens by the prompt's length: some KV heads keep all of it."""
+        by_bytes = self.budget is not None and self.budget.bytes is not None
+        return by_bytes and self.policy.head_split is not None
+
+    def _ratios(self, lengths: list[int]) -> list[int]:
+        """The mean over layers that each row may keep, for a ratio; empty for other budgets."""
+        if self.budget is None or self.budget.ratio is None:
+            return []
+        shortest = min((n for n in lengths if n), default=0)
+        try:
+            self.policy.check_budget(fraction_of(self.budget.ratio, shortest))
+        except UsageError as error:
+            raise UsageError(f"{self.budget} of {shortest} tokens: {error}") from None
+        return [fraction_of(self.budget.ratio, n) for n in lengths]
+
+    def _tokens(self, layer: SlotLayer, length: int = 0) -> int:
+        return self._in_tokens.of(layer, length, self.new_tokens)
+
+    def _count(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> list[int]:
+        """Tokens of each row at the end of the running block: a device sync if rows are padded."""
+        end = layer.seen + q_len
+        if positions is None and not layer.padded:
+            return [end] * layer.batch_size
+        if self._counted is None or self._counted[0] != end:
+            before = torch.as_tensor(layer.seen if layer.lengths is None else layer.lengths)
+            new = q_len if positions is None else (positions >= 0).sum(1)
+            self._counted = (end, (before + new).tolist())
+        return self._counted[1]

@@ -1,1 +1,0 @@
-"""From a budget or a plan to numbers of tokens: what is stored, and what a step reads."""

@@ -1,0 +1,1 @@
+"""What features keep beside the slots, and what they do while a model reads and writes."""

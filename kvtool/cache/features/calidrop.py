@@ -1,0 +1,485 @@
+"""What a layer sets aside of its evicted tokens, and how its outputs are calibrated by it.
+
+Everything that CaliDrop (`kvtool.policies.evicted.calidrop`) needs beside the slots: the evicted
+keys and values in host memory, and of each query head the query that is held, with the output and
+the log-sum-exp of its attention to them. Whether a head recomputes is decided on the host, once a
+step and layer; on a GPU that is one sync, made before the kept tokens are attended, so that the
+fetch that follows runs beside that attention.
+
+Decisions of decoded tokens whether to calibrate: noted step by step, counted some at a time.
+
+Attention to evicted tokens: of blocks of them, of chunks as they arrive, and of one by one.
+
+The tokens that leave layers for a decoded one: folded in for all layers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.slots.host import Chunk, Store, Tokens
+from kvtool.cache.slots.part import Part, tensor_bytes
+from kvtool.maths.attention import (
+    attention_weights_lse,
+    dot_products,
+    group_queries,
+    join_attention,
+    weighted_values,
+)
+from kvtool.maths.fused import can_fuse, fused_group_attention
+from kvtool.maths.selection import keep_top, take
+from kvtool.policies.evicted.calidrop import CaliDrop, calibrate, decide, query_cosine
+from kvtool.policies.evicted.eviction import Eviction
+from kvtool.policies.numbers import KVHeads, State
+
+Decision = tuple[Tensor | None, Tensor]
+"""Who could decide, bool (batch, heads), None: all; and (2, batch, heads) who recomputes and who is
+calibrated."""
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """What a step has decided about its heads.
+
+    Attributes:
+        query: (batch, heads, 1, head_dim).
+        recompute, calibrate: bool (batch, heads); None: all.
+        fetched: what is stored of the heads that recompute, on its way; None: none does.
+        changes: whether any head is calibrated.
+    """
+
+    query: Tensor
+    recompute: Tensor | None
+    calibrate: Tensor | None
+    fetched: Iterator[Chunk] | None
+    changes: bool
+
+
+def add_decisions(memory: State, noted: Sequence[Decision]) -> State:
+    """Add decisions to the counts.
+
+    Args:
+        memory: `steps`, `recomputed` and `calibrated` among others, (batch, heads) float32.
+        noted: one or more.
+
+    Returns:
+        The three counts.
+    """
+    knowing = [known for known, _ in noted if known is not None]
+    steps = memory["steps"] + (len(noted) - len(knowing))
+    if knowing:
+        steps = steps + torch.stack(knowing).sum(0)
+    recomputed, calibrated = torch.stack([decided for _, decided in noted]).sum(0)
+    return {
+        "steps": steps,
+        "recomputed": memory["recomputed"] + recomputed,
+        "calibrated": memory["calibrated"] + calibrated,
+    }
+
+
+NOTHING = float("-inf")
+"""The log-sum-exp over no tokens."""
+
+
+def attend_tokens(
+    grouped: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    stored: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend some tokens by queries of the same heads.
+
+    Args:
+        grouped: (batch, kv_heads, group, rows, head_dim).
+        keys, values: (batch, kv_heads, tokens, dim).
+        stored: bool (batch, kv_heads, tokens), where there is one; None: everywhere.
+        scale, softcap: as for `attention_weights`.
+
+    Returns:
+        (batch, kv_heads, group, rows, value_dim) and (batch, kv_heads, group, rows) float32.
+    """
+    if stored is None and softcap is None and can_fuse(grouped, keys, values):
+        out, lse = fused_group_attention(grouped, keys, values, scale)
+        return out.float(), lse
+    visible = None if stored is None else stored[..., None, None, :]
+    weights, lse = attention_weights_lse(
+        grouped, keys, scale=scale, softcap=softcap, visible=visible
+    )
+    return weighted_values(weights, values).float().unflatten(1, grouped.shape[1:3]), lse
+
+
+@torch.no_grad()
+def attend_chunks(
+    query: Tensor,
+    kv_heads: int,
+    value_dim: int,
+    fetched: Iterator[Chunk],
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend what is fetched, of the heads that it is fetched for.
+
+    Args:
+        query: (batch, heads, rows, head_dim).
+
+    Returns:
+        (batch, heads, rows, value_dim) and (batch, heads, rows) float32, the second -inf for
+        other heads.
+    """
+    grouped = group_queries(query, kv_heads)
+    out = torch.zeros(*grouped.shape[:-1], value_dim, dtype=torch.float32, device=query.device)
+    lse = torch.full(grouped.shape[:-1], NOTHING, dtype=torch.float32, device=query.device)
+    begun: set[tuple[int, int]] = set()
+    for chunk in fetched:
+        keys, values, stored = chunk.wait(query.dtype)
+        own = chunk.entry, chunk.heads
+        found = attend_tokens(
+            grouped[own][None],
+            keys[None],
+            values[None],
+            None if stored is None else stored[None],
+            scale,
+            softcap,
+        )
+        part = found[0][0], found[1][0]
+        heads = {(chunk.entry, head) for head in range(chunk.heads.start, chunk.heads.stop)}
+        if heads & begun:
+            part = join_attention(out[own], lse[own], *part)
+        out[own], lse[own] = part
+        begun |= heads
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def join_token(
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stored: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Join one token in: its weight among itself is 1, and its logit is its log-sum-exp.
+
+    Args:
+        query, out: (batch, heads, dim) float32, and what came of attending other tokens.
+        lse: (batch, heads) float32 of these.
+        key, value: (batch, kv_heads, 1, dim) of the token.
+        stored: bool (batch, kv_heads, 1), where there is one; None: everywhere.
+
+    Returns:
+        As `out` and `lse`.
+    """
+    kv_heads = key.shape[1]
+    logit = dot_products(group_queries(query[:, :, None].to(key.dtype), kv_heads), key).mul_(scale)
+    if softcap is not None:
+        logit = logit.div_(softcap).tanh_().mul_(softcap)
+    if stored is not None:
+        logit = logit.masked_fill_(~stored[..., None, None], NOTHING)
+    values = value.float().expand(-1, -1, lse.shape[1] // kv_heads, -1).flatten(1, 2)
+    if stored is not None:
+        return join_attention(out, lse, values, logit.flatten(1))
+    own = logit.flatten(1)
+    weight = torch.sigmoid(lse - own)[..., None]
+    return torch.lerp(values, out, weight), torch.logaddexp(lse, own)
+
+
+_CHUNK = 4096  # evicted tokens that are copied at a time
+_NOTED = 16  # decisions that are counted at a time
+
+
+class Calibration(Part):
+    """The evicted tokens of one layer.
+
+    Attributes:
+        store: the evicted tokens.
+    """
+
+    name = "calibration"
+
+    def __init__(self, part: CaliDrop) -> None:
+        self.part = part
+        self._scale: float = 1.0
+        self._softcap: float | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        self.store = Store(self.part.store)
+        self._memory: State = {}
+        self._last: Tensor | None = None
+        self._whole = False  # whether every head holds the attention of a query
+        self._noted: tuple[Decision, ...] = ()  # and not counted yet
+
+    @property
+    def memory(self) -> State:
+        """What is held of each row and query head.
+
+        It is `query`, `out` and `lse` of its attention to the evicted tokens, and how many `steps`
+        were decoded beside evicted tokens, how many `recomputed` and how many `calibrated`.
+        """
+        if self._noted:
+            self._memory |= add_decisions(self._memory, self._noted)
+            self._noted = ()
+        return self._memory
+
+    @property
+    def active(self) -> bool:
+        """Whether anything has been set aside."""
+        return self.store.tokens > 0
+
+    @property
+    def recompute_frequency(self) -> float | None:
+        """Share of decoded steps and heads that recomputed; None before the first."""
+        memory = self.memory
+        steps = memory["steps"].sum().item() if memory else 0
+        return memory["recomputed"].sum().item() / steps if steps else None
+
+    def set_scale(self, scale: float, softcap: float | None) -> None:
+        """Say how the running attention scales its logits, and whether it caps them."""
+        self._scale, self._softcap = scale, softcap
+
+    # ---- blocks
+
+    @torch.no_grad()
+    def begin_block(self, query: Tensor, value_dim: int, new: Tensor) -> None:
+        """Hold the last query of each row, which has seen no evicted token yet.
+
+        Args:
+            query: (batch, heads, q_len, head_dim), after RoPE.
+            new: (batch or 1, q_len) positions of the block, -1 = padding.
+        """
+        batch, heads, q_len, dim = query.shape
+        if not self._memory:
+            self._memory = self.part.start(batch, heads, dim, value_dim, query.device)
+        place = torch.arange(q_len, device=query.device)
+        self._last = torch.where(new >= 0, place, -1).amax(-1).expand(batch)
+        nothing = (
+            torch.zeros_like(self._memory["out"]),
+            torch.full_like(self._memory["lse"], NOTHING),
+        )
+        self._whole = False
+        inside, index = self._last_rows(query, 0)
+        self._hold(inside[:, None], take(query, index)[:, :, 0], *nothing)
+
+    def correct_block(self, query: Tensor, out: Tensor, lse: Tensor, start: int) -> Tensor:
+        """Join in the evicted part of every query, exactly.
+
+        Args:
+            query: (batch, heads, rows, head_dim), a chunk of the block from row `start` on.
+            out: (batch, heads, rows, value_dim) of the kept tokens and the block.
+            lse: (batch, kv_heads, group, rows) float32 of the same.
+        """
+        batch, kv_heads = lse.shape[:2]
+        pairs = [(row, head) for row in range(batch) for head in range(kv_heads)]
+        fetched = self.store.fetch(pairs, query.device)
+        evicted = attend_chunks(query, kv_heads, out.shape[-1], fetched, *self.how)
+        inside, index = self._last_rows(query, start)
+        last = take(evicted[0], index)[:, :, 0], evicted[1].gather(2, index)[..., 0]
+        self._hold(inside[:, None], take(query, index)[:, :, 0], *last)
+        whole, _ = join_attention(out.float(), lse.flatten(1, 2), *evicted)
+        return whole.to(out.dtype)
+
+    def _last_rows(self, query: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Which rows have their last query in a chunk, (batch,), and where, (batch, heads, 1)."""
+        if self._last is None:
+            raise RuntimeError("no block is running")
+        place = self._last - start
+        inside = (place >= 0) & (place < query.shape[2])
+        index = place.clamp(0, query.shape[2] - 1)[:, None, None]
+        return inside, index.expand(-1, query.shape[1], -1)
+
+    @torch.no_grad()
+    def _hold(self, which: Tensor | None, query: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Hold these queries, and their attention to the evicted tokens, for some heads or all."""
+        new = {"query": query.detach().float(), "out": out, "lse": lse}
+        for name, number in new.items():
+            if which is not None:
+                some = which if name == "lse" else which[..., None]
+                number = torch.where(some, number, self._memory[name])
+            self._memory[name] = number
+
+    # ---- decoded tokens
+
+    @torch.no_grad()
+    def begin_decode(
+        self, query: Tensor, kv_heads: int, positions: Tensor | None, heads: KVHeads
+    ) -> DecodePlan | None:
+        """Decide which heads recompute and start to fetch what they need.
+
+        Args:
+            query: (batch, heads, 1, head_dim), after RoPE.
+            kv_heads: of the layer, as they are cached here.
+            heads: all heads of the layer, of which this process may hold a part.
+            positions: (batch, 1), -1 where a row has padding instead of a token; None: none has.
+
+        Returns:
+            None where nothing has been set aside.
+        """
+        if not self.active:
+            return None
+        cosine = query_cosine(query[:, :, 0], self._memory["query"], self.part.granularity, heads)
+        decided = torch.stack(decide(cosine, self.part.theta1, self.part.theta2))
+        known = None if self._whole else self._memory["lse"] > NOTHING
+        if positions is not None:
+            real = positions >= 0
+            known = real.expand_as(cosine) if known is None else known & real
+        if known is not None:
+            decided = decided & known
+        self._note(known, decided)
+        anew, some = decided.tolist()  # the one host decision of a step
+        group = cosine.shape[1] // kv_heads
+        pairs = sorted(
+            {
+                (i, head // group)
+                for i, row in enumerate(anew)
+                for head, new in enumerate(row)
+                if new
+            }
+        )
+        return DecodePlan(
+            query,
+            recompute=None if all(map(all, anew)) else decided[0],
+            calibrate=None if all(map(all, some)) else decided[1],
+            fetched=self.store.fetch(pairs, query.device) if pairs else None,
+            changes=any(map(any, some)),
+        )
+
+    def _note(self, known: Tensor | None, decided: Tensor) -> None:
+        """Note a step's decisions, which are counted when some have come together."""
+        self._noted = (*self._noted, (known, decided))
+        if len(self._noted) == _NOTED:
+            _ = self.memory
+
+    def end_decode(self, plan: DecodePlan, out: Tensor, lse: Tensor) -> Tensor:
+        """Recompute the evicted part where it was decided, and calibrate.
+
+        Args:
+            out: (batch, heads, 1, value_dim) of the kept tokens.
+            lse: (batch, kv_heads, group, 1) float32 of the same.
+        """
+        if plan.fetched is not None:
+            query, sizes = plan.query, (lse.shape[1], out.shape[-1])
+            new, total = attend_chunks(query, *sizes, plan.fetched, *self.how)
+            self._hold(plan.recompute, query[:, :, 0], new[:, :, 0], total[..., 0])
+        return calibrate(out[:, :, 0], lse.flatten(1), *self.held[1:], plan.calibrate)[:, :, None]
+
+    # ---- what leaves
+
+    @torch.no_grad()
+    def offload(self, eviction: Eviction) -> None:
+        """Store what leaves, and fold it into the attention of the query that is held."""
+        evicted, positions = eviction.evicted, eviction.evicted_positions
+        size = self.part.calibration_size
+        by = eviction.importance
+        if size is not None and by is not None and size < evicted.shape[2]:
+            scores = by.gather(2, evicted)
+            best, positions = keep_top(scores, positions, size, None, size)
+            evicted = evicted.gather(2, best)
+        parts = self._folded(eviction, evicted, positions)
+        self.store.append(parts, evicted.shape[2], eviction.whole)
+        self._whole |= eviction.whole
+
+    def _folded(self, eviction: Eviction, evicted: Tensor, positions: Tensor) -> Iterator[Tokens]:
+        memory = self._memory
+        held = group_queries(memory["query"][:, :, None], evicted.shape[1])
+        held = held.to(eviction.keys.dtype)
+        for index, place in zip(
+            evicted.split(_CHUNK, -1), positions.split(_CHUNK, -1), strict=True
+        ):
+            keys, values = take(eviction.keys, index), take(eviction.values, index)
+            stored = None if eviction.whole else place >= 0
+            out, lse = attend_tokens(held, keys, values, stored, *self.how)
+            out, lse = out.flatten(1, 2)[:, :, 0], lse.flatten(1, 2)[..., 0]
+            memory["out"], memory["lse"] = join_attention(memory["out"], memory["lse"], out, lse)
+            yield keys, values, place
+
+    @property
+    def how(self) -> tuple[float, float | None]:
+        """The scale and the cap of the running attention."""
+        return self._scale, self._softcap
+
+    @property
+    def held(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries that are held, with the output and log-sum-exp of their attention."""
+        return self._memory["query"], self._memory["out"], self._memory["lse"]
+
+    def take_in(self, token: Tokens, out: Tensor, lse: Tensor, whole: bool) -> None:
+        """Store a token that leaves, and hold what it has been folded into.
+
+        Args:
+            token: its key and value, (batch, kv_heads, 1, dim), and position, -1 = none leaves.
+            out, lse: of the attention of the held queries, this token included.
+            whole: whether no position is -1.
+        """
+        self._memory["out"], self._memory["lse"] = out, lse
+        self._whole |= whole
+        self.store.stage(token, whole)
+
+    # ---- rows of the batch, bytes and files
+
+    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        memory = self.memory
+        if memory:
+            self.store.map_entries(change, len(memory["lse"]))
+            self._memory = {name: change(number) for name, number in memory.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes beside the slots that are not in host memory."""
+        return tensor_bytes(list(self.memory.values())) + self.store.device_bytes
+
+    def tensors(self) -> dict[str, Tensor]:
+        memory = {f"calibration.memory.{name}": t.cpu() for name, t in self.memory.items()}
+        return memory | {f"calibration.store.{name}": t for name, t in self.store.tensors().items()}
+
+    def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        memory, store = (
+            {
+                name.removeprefix(prefix): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
+            for prefix in ("calibration.memory.", "calibration.store.")
+        )
+        self._memory, self._noted = {name: t.to(device) for name, t in memory.items()}, ()
+        self._whole = bool(self._memory) and bool((self._memory["lse"] > NOTHING).all())
+        self.store.load(store, device)
+
+
+@torch.no_grad()
+def offload_evicted(
+    layers: Sequence[Calibration],
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    positions: Tensor,
+    whole: bool,
+) -> None:
+    """Store the token that leaves each of some layers, and fold it into what that layer holds.
+
+    Layers that are alike are folded at once, one behind the other.
+
+    Args:
+        pairs: the key and value of each layer, (batch, kv_heads, 1, dim).
+        positions: (layers * batch, kv_heads, 1) of these tokens, -1 = none leaves.
+        whole: whether no position is -1.
+    """
+    batch = len(pairs[0][0])
+    places = positions.split(batch)
+    if len({(each.how, *(tensor.shape for tensor in each.held)) for each in layers}) > 1:
+        for layer, pair, place in zip(layers, pairs, places, strict=True):
+            offload_evicted([layer], [pair], place, whole)
+        return
+    held = [torch.cat(tensors) for tensors in zip(*(each.held for each in layers), strict=True)]
+    key, value = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+    stored = None if whole else positions >= 0
+    query, out, lse = held
+    joined = join_token(query, out, lse, key, value, stored, *layers[0].how)
+    outs, sums = (tensor.split(batch) for tensor in joined)
+    for layer, pair, place, own, total in zip(layers, pairs, places, outs, sums, strict=True):
+        layer.take_in((*pair, place), own, total, whole)

@@ -1,0 +1,53 @@
+"""When a layer that is not cut after every token is cut next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kvtool.cache.slots.part import Part
+
+
+class CutSchedule(Part):
+    """How many tokens a layer will have seen when it is cut next.
+
+    Nothing is counted while tokens are decoded: the layer counts what it has seen.
+
+    Attributes:
+        spare: tokens above the budget at which a batch entry is cut.
+        until: tokens, padding included, that the layer will have seen when one of them may be;
+            None: nobody has counted since the last prompt.
+    """
+
+    name = "due"
+    joins_decode = False
+
+    def __init__(self, spare: int) -> None:
+        self.spare = spare
+        self.until: int | None = None
+
+    def copy(self) -> CutSchedule:
+        """The same for a part of the layer's heads, whose cuts come at other times."""
+        return CutSchedule(self.spare)
+
+    def clear(self) -> None:
+        self.until = None
+
+    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.until = None
+
+    def left(self, seen: int) -> int:
+        """Count the tokens until a cut, for a layer that has seen so many; 0 where nobody knows."""
+        return 0 if self.until is None else max(0, self.until - seen)
+
+    def count(self, held: int | Tensor, budget: int | Tensor, seen: int) -> None:
+        """Count anew; a device sync where entries differ.
+
+        Args:
+            held: tokens of each entry or head.
+            budget: of each.
+            seen: tokens that the layer has seen.
+        """
+        left = budget + self.spare - held
+        self.until = seen + max(0, int(left.min()) if isinstance(left, Tensor) else left)

@@ -1,0 +1,92 @@
+"""A prompt that is stored whole until all layers have seen it, and how densely it attends (D2O)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.slots.part import Part
+from kvtool.maths.columns import column_variance
+from kvtool.policies.numbers import Count, KVHeads
+
+
+@dataclass(frozen=True)
+class DeferredScores:
+    """The scores of what waits to be cut.
+
+    Attributes:
+        importance: (batch, kv_heads, slots) float32.
+        block: tokens of each batch entry in the last block.
+    """
+
+    importance: Tensor
+    block: Count
+
+
+class Deferred(Part):
+    """Column sums of a prompt's attention, and its scores, until all layers have been seen.
+
+    Attributes:
+        active: whether a prompt is stored whole now; it may come in several forwards.
+        sums: (batch, kv_heads, group, slots) float32, 0 in slots of padding.
+        queries: tokens of each batch entry that have been summed.
+        scores: of the last block.
+    """
+
+    name = "deferred"
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.active = False
+        self.sums: Tensor | None = None
+        self.queries: Count = 0
+        self.scores: DeferredScores | None = None
+
+    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.sums = None if self.sums is None else change(self.sums)
+        if isinstance(self.queries, Tensor):
+            self.queries = change(self.queries)
+
+    def start(self) -> None:
+        """Defer cuts from here on."""
+        self.active = True
+
+    def add(self, sums: Tensor, queries: Count) -> None:
+        """Add what the slots have received of a block; its own slots come behind the others."""
+        if self.sums is not None:
+            sums[..., : self.sums.shape[-1]] += self.sums
+        self.sums, self.queries = sums, self.queries + queries
+
+    def wait(self, importance: Tensor, block: Count) -> None:
+        """Keep the scores of a block until the cut."""
+        self.scores = DeferredScores(importance, block)
+
+    def end(self) -> DeferredScores | None:
+        """Return the scores, and forget everything: the cut is being made."""
+        scores = self.scores
+        self.clear()
+        return scores
+
+    def measure(self, positions: Tensor, heads: KVHeads) -> Tensor:
+        """Measure the variance of the column sums, over the slots that hold a token.
+
+        Args:
+            positions: (batch, kv_heads, slots), -1 = empty.
+
+        Returns:
+            (batch, 3) float64: the variance, mean over query heads; the queries; the slots that
+            hold a token, mean over KV heads.
+        """
+        if self.sums is None:
+            raise RuntimeError("no block of this prompt has been attended")
+        stored = positions >= 0
+        variance = column_variance(self.sums, stored[:, :, None]).mean(2)
+        held = stored.sum(-1).double()
+        queries = torch.as_tensor(self.queries, device=held.device).expand(len(held), 1, 1)
+        numbers = [heads.mean(variance), queries[:, 0, 0], heads.mean(held)]
+        return torch.stack([number.double() for number in numbers], -1)

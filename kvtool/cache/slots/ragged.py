@@ -1,0 +1,191 @@
+"""KV heads that keep different counts, stored for real and not masked at the size of the fullest.
+
+One head of one batch entry is a lane. Lanes of nearly the same count share a bucket: a slot layer
+of one KV head whose batch entries they are, so that a decoded token runs the same step as
+everywhere, bucket by bucket. A block of a prompt sees all heads side by side again, while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.features.cut_schedule import CutSchedule
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.rope_shift import RopeShift
+from kvtool.cache.slots.buffers import Slots
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.memory import LayerBudget
+from kvtool.cache.slots.slot_form import CodedForm, Form
+from kvtool.maths.quantise import ChannelRanges
+from kvtool.policies.allocate.problem import UNLIMITED
+
+_TIGHT = 7 / 8  # a lane joins a bucket if it fills at least so much of it
+_CLOSE = 8  # or if it is at most so many slots short
+
+
+class RaggedBuffers:
+    """The heads of a layer, by buckets of lanes of nearly the same count.
+
+    Attributes:
+        buckets: slot layers whose batch entries are lanes and which have one KV head.
+        order: (lanes,) int64, the lanes in the order of the buckets; lane = entry * kv_heads +
+            head.
+        back: (lanes,) int64, where each lane is in that order.
+        kv_heads: KV heads of a batch entry.
+    """
+
+    def __init__(self, buckets: list[SlotLayer], order: Tensor, kv_heads: int) -> None:
+        self.buckets, self.order, self.kv_heads = buckets, order, kv_heads
+        self.back = order.argsort()
+
+    def pick(self, tensor: Tensor) -> Tensor:
+        """Bring what belongs to heads, (batch, kv_heads, ..), into the order of the buckets."""
+        return tensor.flatten(0, 1).index_select(0, self.order)
+
+    def put_back(self, tensor: Tensor) -> Tensor:
+        """Bring (lanes, ..) in the order of the buckets back to (batch, kv_heads, ..)."""
+        return tensor.index_select(0, self.back).unflatten(0, (-1, self.kv_heads))
+
+    def stored_positions(self) -> Tensor:
+        """Positions side by side, -1 = empty or about to be overwritten."""
+        return self._beside([bucket.stored_positions() for bucket in self.buckets], -1)
+
+    def sorted_slots(self) -> Slots:
+        """Copies of what all lanes hold, in ascending position, empty slots last."""
+        parts = [bucket.sorted_slots() for bucket in self.buckets]
+        names = parts[0].state
+        state = {name: self._beside([part.state[name] for part in parts], 0) for name in names}
+        stored = {
+            name: self._beside([part.stored[name] for part in parts], 0) for name in parts[0].stored
+        }
+        return Slots(stored, self._beside([part.positions for part in parts], -1), state)
+
+    def whole_form(self, form: Form) -> Form:
+        """Return the form of all heads side by side, by those of the buckets."""
+        own = [bucket.slots.form for bucket in self.buckets]
+        coded = [each for each in own if isinstance(each, CodedForm)]
+        if not isinstance(form, CodedForm) or not coded:
+            return form
+        ranges = zip(*(each.ranges for each in coded), strict=True)
+        whole = ChannelRanges(*(self.put_back(torch.cat(parts))[:, :, 0] for parts in ranges))
+        return form.with_ranges(whole, shifted=any(each.shifted for each in coded))
+
+    def split_again(self, layer: SlotLayer) -> None:
+        """Split the heads of a layer by what they may keep, once they lie side by side again."""
+        to_ragged(layer, layer.sorted_slots())
+
+    def _beside(self, parts: list[Tensor], fill: int) -> Tensor:
+        """Join (lanes, 1, slots, ..) of all buckets to (batch, kv_heads, most slots, ..)."""
+        width = max(part.shape[2] for part in parts)
+        first = parts[0]
+        whole = first.new_full((len(self.order), width, *first.shape[3:]), fill)
+        start = 0
+        for part in parts:
+            whole[start : start + len(part), : part.shape[2]] = part[:, 0]
+            start += len(part)
+        return self.put_back(whole)
+
+
+def to_ragged(layer: SlotLayer, slots: Slots) -> None:
+    """Store the kept slots of a layer by lanes, in place of what it has stored.
+
+    Its part `HeadBudgets` says what each lane may keep. One device sync.
+
+    Args:
+        slots: (batch, kv_heads, slots, ..), in ascending position, -1 at the end where a head keeps
+            fewer.
+    """
+    part = HeadBudgets.of(layer)
+    if part is None or part.tokens is None:
+        raise RuntimeError("the heads of this layer keep equally many tokens")
+    heads = slots.positions.shape[1]
+    budgets: list[int] = part.tokens.flatten().tolist()
+    filled: list[int] = (slots.positions >= 0).sum(-1).flatten().tolist()
+    needs = filled if layer.appends else budgets
+    needs = [min(need, slots.positions.shape[2]) for need in needs]
+    # a bucket makes room for its largest budget, so what grows without end stands apart
+    growing = [lane for lane, budget in enumerate(budgets) if budget >= UNLIMITED]
+    limited = [lane for lane, budget in enumerate(budgets) if budget < UNLIMITED]
+    buckets, order = [], []
+    for lanes in _bins(growing, needs, part.exact) + _bins(limited, needs, part.exact):
+        index = torch.tensor(lanes, device=slots.positions.device)
+        uneven = len({(filled[lane], budgets[lane]) for lane in lanes}) > 1
+        width = max(filled[lane] for lane in lanes)
+        own = _lanes(slots, index, heads, width)
+        budget = LayerBudget.of([budgets[lane] for lane in lanes], index.device)
+        form = _form_of_lanes(layer.slots.form, index, heads)
+        buckets.append(_bucket(layer, own, budget, index // heads, form, uneven=uneven))
+        order += lanes
+    layer.hold_ragged(
+        RaggedBuffers(buckets, torch.tensor(order, device=slots.positions.device), heads)
+    )
+
+
+def _lanes(slots: Slots, lanes: Tensor, heads: int, width: int) -> Slots:
+    """The first slots of some lanes, as batch entries of one head."""
+    entries, own = lanes // heads, lanes % heads
+
+    def picked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor[entries, own, :width][:, None] for name, tensor in tensors.items()}
+
+    positions = slots.positions[entries, own, :width][:, None]
+    return Slots(picked(slots.stored), positions, picked(slots.state))
+
+
+def _form_of_lanes(form: Form, lanes: Tensor, heads: int) -> Form:
+    """The form of some lanes, as batch entries of one head."""
+    return form.reindexed(lambda tensor: tensor[lanes // heads, lanes % heads][:, None])
+
+
+def _bucket(
+    layer: SlotLayer,
+    slots: Slots,
+    budget: LayerBudget,
+    entries: Tensor,
+    form: Form,
+    *,
+    uneven: bool,
+) -> SlotLayer:
+    """Make the slot layer of some lanes; what is remembered for all heads stays with the layer.
+
+    Args:
+        entries: (lanes,) the batch entry of each.
+        form: of the lanes.
+        uneven: whether their counts or budgets differ.
+    """
+    own = (RopeShift.of(layer), CutSchedule.of(layer))
+    parts = [part.copy() for part in own if part is not None]
+    bucket = SlotLayer(layer.index, layer.policy, parts=parts, meter=layer.sizing.meter)
+    bucket.begin_as(layer, len(entries))
+    bucket.slots.set_form(form)
+    bucket.set_budget(budget)
+    lengths = layer.lengths
+    if lengths is not None:
+        bucket.count_from(layer.seen, lengths[entries])
+    elif uneven:
+        seen = layer.seen
+        bucket.count_from(seen, torch.full((len(entries),), seen, device=entries.device))
+    else:
+        bucket.count_from(layer.seen, None)
+    bucket.slots.replace(slots)
+    return bucket
+
+
+def _bins(lanes: Iterable[int], needs: list[int], exact: bool = False) -> list[list[int]]:
+    """Put lanes together whose needs are close; the widest first, and lanes in ascending order.
+
+    Args:
+        exact: only those whose needs are equal.
+    """
+    bins: list[list[int]] = []
+    for lane in sorted(lanes, key=lambda lane: -needs[lane]):
+        widest = needs[bins[-1][0]] if bins else 0
+        lowest = widest if exact else min(widest * _TIGHT, widest - _CLOSE)
+        if bins and needs[lane] >= lowest:
+            bins[-1].append(lane)
+        else:
+            bins.append([lane])
+    return [sorted(lanes) for lanes in bins]

@@ -1,0 +1,158 @@
+"""Attention weights of some queries: the evidence of a score.
+
+The moments of a text's queries before RoPE: the evidence of a score that looks ahead.
+
+A prompt that the model says once more: the evidence of a score that asks what that needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvtool.policies.numbers import HeadSizes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtool.maths.rotation import Rotation
+    from kvtool.policies.numbers import Count
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """Attention weights of some queries of the running block.
+
+    Attributes:
+        weights: (batch, kv_heads, group, rows, slots) float32. Rows of padding are 0. A chunk in
+            the middle of a prompt stops at its last key: `slots` is then smaller than the view's.
+        visible: bool, broadcastable to (batch, kv_heads, rows, slots): the keys that a row could
+            see. None: all.
+        valid: bool (batch, rows), False where the row is padding; None: no padding.
+    """
+
+    weights: Tensor
+    visible: Tensor | None = None
+    valid: Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        """Count the slots that these rows reach."""
+        return self.weights.shape[-1]
+
+    def group_mean(self) -> Tensor:
+        """Average the weights over the query heads of a group: (batch, kv_heads, rows, slots)."""
+        return self.weights.mean(2)
+
+    def summed(self, vote_weights: Tensor) -> AttentionRows:
+        """Sum the rows into one, each times its weight, (batch or 1, rows)."""
+        weights = self.weights * vote_weights[:, None, None, :, None]
+        return AttentionRows(weights.sum(3, keepdim=True))
+
+
+def asked(rows: AttentionRows | None) -> AttentionRows:
+    """Return the rows that `importance` was given; one with LAST_ROWS is always given them."""
+    if rows is None:
+        raise ValueError("this score has LAST_ROWS as its evidence, and was given none")
+    return rows
+
+
+_NUMBER = 4  # bytes of a number
+
+
+@dataclass(frozen=True)
+class MomentsAsked:
+    """What a score wants of the queries.
+
+    Args:
+        sinks: queries of so many first tokens are left out.
+        covariance: whether their covariance is wanted beside their mean.
+    """
+
+    sinks: int = 0
+    covariance: bool = True
+
+    def held_bytes(self, layer: HeadSizes) -> int:
+        """Count the bytes of them beside the slots, for one batch entry of a layer."""
+        numbers = 1 + layer.key_dim
+        if self.covariance:
+            numbers += layer.key_dim**2
+        return layer.heads * numbers * _NUMBER
+
+
+@dataclass(frozen=True)
+class QueryMoments:
+    """The moments of the queries of each query head, before RoPE or as it will turn them.
+
+    Attributes:
+        mean: (batch, heads, head_dim) float32.
+        covariance: (batch, heads, head_dim, head_dim) float32; None where nobody asked for it.
+        scale: what the layer multiplies its logits by.
+        rotation: how the layer turns queries and keys; None: it does not.
+    """
+
+    mean: Tensor
+    covariance: Tensor | None
+    scale: float
+    rotation: Rotation | None = None
+
+    def ahead(self, start: Count, count: int) -> QueryMoments:
+        """Turn them by the mean rotation R of `count` positions in a row: R m and R C R^T.
+
+        Args:
+            start: the first of the positions.
+        """
+        rotation, covariance = self.rotation, self.covariance
+        if rotation is None:
+            return self
+        turns = rotation.mean_rotation(start, count)
+        mean = rotation.rotate(self.mean[:, :, None], turns)[:, :, 0]
+        if covariance is not None:
+            covariance = rotation.rotate(covariance, turns).transpose(2, 3)
+            covariance = rotation.rotate(covariance, turns)
+        return replace(self, mean=mean, covariance=covariance)
+
+
+_FIRST = "\n\nRepeat the previous context exactly."
+_LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+@dataclass(frozen=True)
+class RepetitionAsked:
+    """What a score wants the model to repeat.
+
+    Args:
+        chunk: tokens that are repeated at a time.
+        sinks: so many first tokens are not repeated; they are attended to beside every chunk.
+        instruction: what the model is told; None: KVzip's words.
+        lead: tokens of the chunk before that stand before those of a chunk.
+    """
+
+    chunk: int = 2048
+    sinks: int = 0
+    instruction: str | None = None
+    lead: int = 8
+
+    @property
+    def first(self) -> str:
+        """Return what is said before the first chunk."""
+        return _FIRST if self.instruction is None else self.instruction
+
+    @property
+    def later(self) -> str:
+        """Return what is said before every other chunk."""
+        return _LATER if self.instruction is None else self.instruction
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """What the slots have received while the model repeated their prompt.
+
+    Attributes:
+        weights: (batch, kv_heads, slots) float32, the highest weight on each slot in the pass that
+            repeated it; 0 where none did.
+        tokens: bool (batch, kv_heads, slots), the slots that some pass has repeated.
+    """
+
+    weights: Tensor
+    tokens: Tensor
