@@ -6,10 +6,8 @@ and 3-5 KV head 1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
 def group_queries(query: Tensor, kv_heads: int) -> Tensor:
@@ -60,8 +58,6 @@ def weights_of_products(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute the same of dot products, (batch, kv_heads, group, q_len, kv_len), in place."""
-    import torch
-
     logits = _logits(products, scale, visible, softcap)
     if sinks is None:
         in_place = logits.is_cpu and not logits.requires_grad  # a fifth faster on long rows
@@ -89,8 +85,6 @@ def biased_weights(
     Returns:
         (batch, kv_heads, group, q_len, kv_len) float32.
     """
-    import torch
-
     logits = _logits(dot_products(query, keys), scale, None, softcap) + bias
     if sinks is None:
         return logits.softmax(-1)
@@ -129,8 +123,6 @@ def weights_lse_of_products(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the same of dot products, in place."""
-    import torch
-
     logits = _logits(products, scale, visible, softcap)
     if visible is None and sinks is None:
         # the largest weight is exp(largest logit - lse): two maxima cost less than a log-sum-exp
@@ -155,8 +147,6 @@ def dot_products(query: Tensor, keys: Tensor) -> Tensor:
     Returns:
         (batch, kv_heads, group, q_len, kv_len) float32.
     """
-    import torch
-
     batch, kv_heads, group, q_len, head_dim = query.shape
     flat = query.reshape(batch * kv_heads, group * q_len, head_dim)
     # bmm on batch and heads together: matmul does the same, and expands both sides before
@@ -170,8 +160,6 @@ def _logits(
     products: Tensor, scale: float, visible: Tensor | None, softcap: float | None
 ) -> Tensor:
     """Scale dot products, cap and mask them, in place."""
-    import torch
-
     logits = products.mul_(scale)
     if softcap is not None:
         logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
@@ -194,8 +182,6 @@ def join_attention(
     Returns:
         The output and the log-sum-exp over both.
     """
-    import torch
-
     weight = torch.sigmoid(lse - other_lse)
     weight = torch.where(other_lse == float("-inf"), 1.0, weight)[..., None]
     return torch.lerp(other_out, out, weight), torch.logaddexp(lse, other_lse)
@@ -211,8 +197,6 @@ def weighted_values(weights: Tensor, values: Tensor) -> Tensor:
     Returns:
         (batch, kv_heads * group, q_len, value_dim) in the dtype of the values.
     """
-    import torch
-
     batch, kv_heads, group, q_len, kv_len = weights.shape
     if weights.dtype != values.dtype:
         weights = weights.to(values.dtype)

@@ -11,10 +11,8 @@ The rotation by which a model places its keys.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
 def cosines_and_sines(shifts: Tensor, frequencies: Tensor) -> Tensor:
@@ -27,8 +25,6 @@ def cosines_and_sines(shifts: Tensor, frequencies: Tensor) -> Tensor:
     Returns:
         (.., 2 * pairs) float32: cosines, then sines.
     """
-    import torch
-
     angles = shifts.float()[..., None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], -1)
 
@@ -46,8 +42,6 @@ def mean_cosines_and_sines(start: Tensor, count: int, frequencies: Tensor) -> Te
     Returns:
         (.., 2 * pairs) float32: cosines, then sines.
     """
-    import torch
-
     half = frequencies.double() / 2
     still = half.sin() == 0
     length = (count * half).sin() / (count * half.sin()).masked_fill(still, 1)
@@ -68,8 +62,6 @@ def rope_shift(states: Tensor, shifts: Tensor, *, interleaved: bool) -> Tensor:
     Returns:
         A new tensor like `states`, computed in float32.
     """
-    import torch
-
     width = shifts.shape[-1]
     cosine, sine = shifts.chunk(2, -1)
     if interleaved:
@@ -119,8 +111,6 @@ class Rotation:
         Returns:
             (batch or 1, 1, 1, 2 * pairs) float32.
         """
-        import torch
-
         first = torch.as_tensor(start, device=self.frequencies.device).view(-1, 1, 1)
         return mean_cosines_and_sines(first, count, self.frequencies)
 

@@ -53,11 +53,10 @@ def top_mask(
         bool (batch, kv_heads, slots).
     """
     import torch
-    from torch import Tensor
 
     allowed = positions >= 0 if among is None else among
     key = torch.where(allowed, order_key(scores, positions), _EMPTY)
-    if isinstance(count, Tensor):
+    if isinstance(count, torch.Tensor):
         last = (count - 1).clamp(min=0).expand(*key.shape[:-1], 1)
         threshold = key.sort(-1, descending=True).values.gather(-1, last)
         return (key >= threshold) & allowed & (count > 0)
@@ -101,7 +100,6 @@ def keep_top(
         there; where a row keeps fewer than `slots` its tail has position -1.
     """
     import torch
-    from torch import Tensor
 
     key = order_key(scores, positions)
     if forced is not None:
@@ -109,7 +107,7 @@ def keep_top(
     key = torch.where(positions < 0, _EMPTY, key)
     indices = key.topk(slots, -1).indices
     kept = positions.gather(-1, indices)
-    if isinstance(budget, Tensor):
+    if isinstance(budget, torch.Tensor):
         beyond = torch.arange(slots, device=scores.device) >= budget
         kept = kept.masked_fill(beyond, -1)
     last = torch.iinfo(kept.dtype).max

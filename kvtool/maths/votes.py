@@ -26,7 +26,6 @@ def pool_votes(
         (batch, kv_heads, slots); inside the window the votes as they came.
     """
     import torch
-    from torch.nn import functional
 
     width = min(kernel, 2 * votes.shape[-1] - 1)  # a wider one sees no more, and takes long
     last = torch.iinfo(positions.dtype).max
@@ -34,9 +33,9 @@ def pool_votes(
     outside = float("-inf") if pool == "max" else 0.0
     past = votes.masked_fill(window | (positions < 0), outside).gather(-1, order)
     if pool == "max":
-        pooled = functional.max_pool1d(past, width, stride=1, padding=width // 2)
+        pooled = torch.nn.functional.max_pool1d(past, width, stride=1, padding=width // 2)
     else:
-        pooled = functional.avg_pool1d(past, width, stride=1, padding=width // 2)
+        pooled = torch.nn.functional.avg_pool1d(past, width, stride=1, padding=width // 2)
         pooled = pooled if width == kernel else pooled * (width / kernel)
     pooled = torch.empty_like(pooled).scatter_(-1, order, pooled)
     return torch.where(window, votes, pooled)

@@ -9,13 +9,15 @@ that here, by the mean probability.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from kvtool.maths.attention import attention_weights
 from kvtool.maths.selection import top_slots
 from kvtool.policies.read.rows import RowsChoice, RowsRead, RowsView, best_slots
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import check_least, computed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -43,26 +45,28 @@ class ExactTopK(RowsRead):
         return replace(self, k=self.k or step.pairs)
 
     def choose(self, view: ReadView) -> Choice:
-        weights = attention_weights(
-            view.query[:, :, :, None],
-            view.keys,
-            scale=view.scale,
-            softcap=view.softcap,
-            sinks=view.sinks,
-        )[:, :, :, 0]
-        scores = weights if self.scope == "query_head" else weights.mean(2)
+        scores = self._scores(view, view.keys)
         return Choice(top_slots(scores, min(fixed(self.k), view.tokens)))
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
         tokens = view.tokens
+        visible = ~tokens.beyond(tokens.most)[:, :, None, None]
+        scores = self._scores(view, view.keys[:, :, : tokens.most], visible)
+        k = tokens.least(view.sizes["k"])
+        return RowsChoice(best_slots(scores, k), k.known, [0] * len(k.known))
+
+    def _scores(
+        self, view: ReadView | RowsView, keys: "Tensor", visible: "Tensor | None" = None
+    ) -> "Tensor":
+        """Compute the weights by which a query head, or a group, chooses."""
+        from kvtool.maths.attention import attention_weights
+
         weights = attention_weights(
             view.query[:, :, :, None],
-            view.keys[:, :, : tokens.most],
+            keys,
             scale=view.scale,
-            visible=~tokens.beyond(tokens.most)[:, :, None, None],
+            visible=visible,
             softcap=view.softcap,
             sinks=view.sinks,
         )[:, :, :, 0]
-        scores = weights if self.scope == "query_head" else weights.mean(2)
-        k = tokens.least(view.sizes["k"])
-        return RowsChoice(best_slots(scores, k), k.known, [0] * len(k.known))
+        return weights if self.scope == "query_head" else weights.mean(2)
