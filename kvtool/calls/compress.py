@@ -6,13 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.chosen import choose_policy
 from kvtool.calls.conversation import begin
-from kvtool.calls.foretold import foretell
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
-from kvtool.calls.prompt import encode, note_text, typed_prompt
-from kvtool.calls.request import Request, configuration, read_prefill, spell_budget
+from kvtool.calls.memory import estimate_run
+from kvtool.calls.request import (
+    Request,
+    choose_policy,
+    configuration,
+    encode,
+    note_text,
+    read_prefill,
+    spell_budget,
+    typed_prompt,
+)
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import CompressionSettings
 from kvtool.errors import UsageError
@@ -88,7 +95,7 @@ class CompressionRun:
 
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
-        memory = foretell(self.settings, self.request, 0)
+        memory = estimate_run(self.settings, self.request, 0)
         return configuration(self.settings, self.request) | {"memory": memory}
 
     def read(self, watcher: Watcher) -> tuple[KVCache, Compressed, Loaded]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from kvtool.calls.eval_settings import EvalSettings
 from kvtool.calls.from_python import check_keywords, keywords_of, takes
-from kvtool.documents.flags import flags_of
-from kvtool.documents.given import document_of, is_document
+from kvtool.documents.from_python import document_of, is_document
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
+from kvtool.documents.resolve import flags_of
 from kvtool.documents.results import ResultsDocument
 from kvtool.documents.source import Source
 from kvtool.evaluation.comparison import Comparison, read_comparison

@@ -6,18 +6,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.answers import document_of
-from kvtool.calls.chosen import choose_policy
-from kvtool.calls.conversation import begin, converse, read_said, spell_turn
-from kvtool.calls.foretold import foretell
+from kvtool.calls.conversation import begin, converse, document_of, read_said, spell_turn
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
 from kvtool.calls.listener import Listener
+from kvtool.calls.memory import estimate_run
 from kvtool.calls.needle import NEEDLE, compare_needle, note_needle, write_needle
-from kvtool.calls.prompt import encode, note_text, typed_prompt
-from kvtool.calls.request import Request, configuration, read_prefill
+from kvtool.calls.request import (
+    Request,
+    choose_policy,
+    configuration,
+    encode,
+    note_text,
+    open_cache,
+    read_prefill,
+    resumed_policy,
+    typed_prompt,
+)
 from kvtool.calls.resolve import resolve_settings
-from kvtool.calls.resumed import open_cache, resumed_policy
 from kvtool.calls.settings import GenerationSettings
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
@@ -154,7 +160,7 @@ class GenerationRun:
             more["turns"] = [spell_turn(turn) for turn in turns.turns]
             more["system"] = turns.system or settings.system
         more |= {"cache": settings.cache}
-        more["memory"] = foretell(settings, self.request, settings.new_tokens, turns)
+        more["memory"] = estimate_run(settings, self.request, settings.new_tokens, turns)
         return configuration(settings, self.request) | more
 
     def run(self, watcher: Watcher, listener: Listener) -> Generated:

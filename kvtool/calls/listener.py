@@ -1,4 +1,4 @@
-"""Who hears an answer while it is generated, and may end it."""
+"""A listener hears an answer while it is generated, and may end it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def read_run(given: Any) -> ResultsDocument:
     if isinstance(given, ResultsDocument):
         return given
     if isinstance(given, Mapping) or str(given) == "-":
-        from kvtool.documents.given import document_of
+        from kvtool.documents.from_python import document_of
         from kvtool.documents.source import check_kind
 
         source = document_of(given, "--recommend")

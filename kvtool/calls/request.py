@@ -1,21 +1,29 @@
-"""What `generate` and `compress` are asked to do, checked before anything heavy is loaded."""
+"""Check the request of `generate` and `compress` before anything heavy is loaded.
+
+A request holds the prompt, and the policy and budget that settings, a plan or a saved cache choose.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.settings import PromptSettings
+from kvtool.calls.settings import GenerationSettings, PromptSettings
+from kvtool.documents.files import check_prompt, read_prompt
+from kvtool.errors import UsageError
 from kvtool.models.folder import REFERENCE
 from kvtool.models.load import Loaded
-from kvtool.models.notes import handful_note
-from kvtool.sizes import Budget, parse_prefill, spell_prefill
+from kvtool.models.notes import handful_note, length_note
+from kvtool.sizes import DEFAULT_BUDGET, DEFAULT_TOKENS, Budget, parse_prefill, spell_prefill
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig
+
     from kvtool.cache.cache import KVCache
     from kvtool.documents.generation import CacheSection, PlanSection
-    from kvtool.documents.plan import PlanDocument
+    from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
     from kvtool.policies.policy import Policy
 
 
@@ -129,3 +137,244 @@ def spell_budget(budget: Budget | None) -> int | str | None:
     if budget is None:
         return None
     return str(budget) if budget.tokens is None else budget.tokens
+
+
+def given_policy(settings: PromptSettings) -> Policy | None:
+    """Read the policy that is asked for, with its allocator; None if there is none."""
+    if settings.policy is None:
+        return None
+    from kvtool.policies.grammar import parse_policy
+
+    policy = parse_policy(settings.policy)
+    if settings.allocator is None:
+        return policy
+    from kvtool.policies.with_allocator import with_allocator
+
+    return with_allocator(policy, settings.allocator, str(settings.policy))
+
+
+def choose_policy(
+    settings: PromptSettings, plan: PlanDocument | None, watcher: Watcher
+) -> tuple[Policy, Budget | None]:
+    """Read policy and budget, and fill in what was not given.
+
+    Raises:
+        UsageError: a budget that is too small; a codec that cannot store the model's heads.
+    """
+    size = None if settings.budget is None else Budget.parse(settings.budget)
+    if plan is not None:
+        size = plan.target.budget
+    if settings.policy is None and size is not None:
+        raise UsageError("--budget needs a policy", hint=f"--policy h2o+caote --budget {size}")
+    chosen = given_policy(settings)
+    if chosen is None:
+        from kvtool.policies.policy import Policy
+        from kvtool.policies.scores.full import Full
+
+        watcher.note("policy: full (everything is kept; choose another with --policy)")
+        return Policy(Full()), None
+    _check_heads(settings, chosen)
+    if not chosen.takes_budget:
+        if size is not None:
+            watcher.note(f"note: policy `{chosen}` keeps everything; --budget {size} has no effect")
+        return chosen, None
+    if plan is not None:
+        _take_plan(settings, plan, chosen, watcher)
+        return chosen, size
+    if size is None:
+        size = DEFAULT_BUDGET
+        unit = "pairs of key and value that a token reads" if chosen.budget_is_traffic else "tokens"
+        watcher.note(f"budget: {size} {unit} per layer and KV head")
+    if size.tokens is not None:
+        chosen.check_budget(size.tokens)
+        watcher.note_any(handful_note(size.tokens))
+    if size.bytes is not None and chosen.stores_all:
+        watcher.note(
+            f"budget: {size} are for what is stored, which is everything; a token reads "
+            f"{DEFAULT_TOKENS} pairs of key and value per layer and KV head"
+        )
+    return chosen, size
+
+
+def _check_heads(settings: PromptSettings, policy: Policy) -> None:
+    """Refuse a codec that cannot store the model's heads, of which only the sizes are read."""
+    if policy.codec is None:
+        return
+    from kvtool.model_shape import layer_shapes
+    from kvtool.planning.bytes import check_dims
+
+    check_dims(policy, layer_shapes(settings.source().config()))
+
+
+def _take_plan(
+    settings: PromptSettings, plan: PlanDocument, policy: Policy, watcher: Watcher
+) -> None:
+    """Say what is taken from a plan, and refuse one that does not fit the run."""
+    from kvtool.planning.derived import check_derived
+    from kvtool.planning.held import check_run
+
+    check_derived(plan, settings.source().config())
+    budget = plan.target.budget
+    if not policy.budget_is_traffic:
+        policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
+        watcher.note(f"budget: as planned, {budget} split by {plan.layers.allocator}")
+    elif policy.reader is not None and policy.reader.planned and plan.rocketkv is not None:
+        watcher.note(f"budget: as planned, {_stages(plan.rocketkv, plan.target, policy)}")
+    else:
+        watcher.note(f"budget: as planned, {budget}, which is what a token reads")
+    for line in check_run(plan, policy, _run_dtype(settings)):
+        watcher.note(line)
+
+
+def _stages(section: RocketKVSection, target: Target, policy: Policy) -> str:
+    """Say which of RocketKV's stages are taken from a plan."""
+    first = ""
+    if policy.two_stages:
+        split = "" if section.split_factor is None else f"split factor {section.split_factor:.4g}, "
+        stage1 = section.stage1(target.max_new_tokens)
+        first = f"{split}stage 1 keeps {stage1} of {section.context} tokens, "
+    scaled = ", counts scaled to the prompt" if target.ratio is not None else ""
+    return (
+        f"{first}pages of {section.page_size}, {section.head_dims} channels, "
+        f"{section.top_k} tokens attended{scaled}"
+    )
+
+
+def _run_dtype(settings: PromptSettings) -> str:
+    """Return the dtype that the model will run in here."""
+    if settings.loaded is not None:
+        return str(settings.loaded.model.dtype).removeprefix("torch.")
+    from kvtool.model_shape import stored_dtype
+    from kvtool.models.placement import resolve_device, resolve_dtype
+
+    device = resolve_device(settings.device or "auto", settings.device_map)
+    dtype = resolve_dtype(settings.dtype or "auto", device)
+    if dtype != "auto":
+        return dtype
+    config = settings.source().config()
+    return stored_dtype(config, dtype)
+
+
+def check_stdin(settings: PromptSettings) -> None:
+    """Refuse to read stdin for two things."""
+    files = {"the recipe": settings.recipe, "--prompt-file": settings.prompt_file}
+    files["--turns"] = getattr(settings, "turns", None)
+    files["--prompts"] = getattr(settings, "prompts", None)
+    readers = [name for name, path in files.items() if path == "-"]
+    if len(readers) > 1:
+        raise UsageError(f"{' and '.join(readers)} both read stdin; name a file for one of them")
+
+
+def typed_prompt(settings: PromptSettings) -> tuple[str | None, str]:
+    """Return the prompt given, if one is, and where it came from."""
+    if settings.prompt is not None and settings.prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file exclude each other; keep one")
+    if settings.prompt_file is not None:
+        name = "stdin" if settings.prompt_file == "-" else settings.prompt_file
+        return read_prompt(settings.prompt_file), name
+    if settings.prompt is not None:
+        return check_prompt(settings.prompt, "--prompt"), "--prompt"
+    return None, "none"
+
+
+def encode(loaded: Loaded, text: str, *, first: bool, source: str) -> Tensor:
+    """Return the (1, n) token ids of a prompt; special tokens come with a first prompt only."""
+    import torch
+
+    from kvtool.models.chat import continued_ids
+
+    tokenizer = loaded.tokenizer
+    ids = tokenizer(text)["input_ids"] if first else continued_ids(tokenizer, text)
+    if not ids:
+        raise UsageError(f"the prompt from {source} is empty for this tokenizer")
+    return torch.tensor([ids], device=loaded.model.device)
+
+
+def note_text(
+    cache: KVCache, config: PreTrainedConfig, tokens: int, new_tokens: int, watcher: Watcher
+) -> bool:
+    """Say where a further text is going to leave the positions that the model was trained for.
+
+    Args:
+        cache: what is there already; one that numbers tokens by their place in it runs out of
+            positions in a long block only.
+        tokens: of the further text before an answer.
+        new_tokens: of the longest answer.
+
+    Returns:
+        Whether it may leave them.
+    """
+    if not cache.renumbers:
+        told = length_note(config, max(cache.tokens_seen()) + tokens, new_tokens)
+    else:
+        block, first = min(tokens, cache.block or tokens), cache.first_layer
+        kept = first.slots.kept if first.is_initialized else 0
+        told = length_note(config, kept + block, 0)
+    watcher.note_any(told)
+    return told is not None
+
+
+def resumed_policy(
+    settings: GenerationSettings, cache: str | KVCache
+) -> tuple[Policy, Budget | None]:
+    """Return policy and budget of a cache; settings that say something else are refused."""
+    size = None if settings.budget is None else Budget.parse(settings.budget)
+    from kvtool.cache.files.format import read_metadata
+    from kvtool.policies.grammar import read_spelling
+
+    path = settings.cache_path
+    made = {} if path is None else read_metadata(path)
+    given = given_policy(settings)  # first, since it may import what the file names
+    if isinstance(cache, str):
+        name, policy = f"cache `{cache}`", read_spelling(made["policy"])
+        budget = Budget.parse(made["budget"]) if made["budget"] else None
+    else:
+        name, policy, budget = "the cache", cache.policy, cache.budget
+    if given is not None and given != policy:
+        typed = settings.policy if settings.allocator is None else given
+        raise UsageError(f"{name} was made with policy `{policy}`, not `{typed}`")
+    if size is not None and size != budget:
+        raise UsageError(f"{name} was made with budget {budget}, not {size}")
+    return policy, budget
+
+
+def open_cache(settings: GenerationSettings, request: Request, loaded: Loaded) -> KVCache:
+    """Return the cache to go on from, or an empty one."""
+    from kvtool.cache.files.load import load_cache
+
+    cache = settings.cache
+    if cache is None:
+        return request.new_cache(loaded.model, record=settings.show is not None)
+    if settings.cache_path is not None:
+        cache = load_cache(settings.cache_path, loaded.model)
+    assert not isinstance(cache, str), "which has a path"
+    if settings.cache_path is None:
+        _check_fits(cache, loaded)
+    if settings.show is not None:
+        cache.record()
+    if settings.prefill is not None:
+        cache.read_in_blocks(parse_prefill(request.prefill))
+    return cache
+
+
+def _check_fits(cache: KVCache, loaded: Loaded) -> None:
+    """Refuse a cache of another model, and one of several texts.
+
+    Raises:
+        UsageError: a model that differs in configuration, weights or dtype; more than one row.
+    """
+    from kvtool.identity import config_hash
+    from kvtool.weights_hash import weights_hash
+
+    made_for, model = cache.link.model(), loaded.model
+    if made_for is not model:
+        other = config_hash(cache.config) != config_hash(model.config.get_text_config(decoder=True))
+        if not other and made_for is not None:
+            other = weights_hash(made_for) != weights_hash(model)
+        if other:
+            raise UsageError(f"the cache is that of another model, not of `{loaded.name}`")
+    if cache.first_layer.batch_size > 1:
+        raise UsageError(
+            f"the cache holds {cache.first_layer.batch_size} texts, and one is gone on from",
+            hint="model.generate(**inputs, past_key_values=cache) takes batches",
+        )

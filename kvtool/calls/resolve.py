@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvtool.calls.prompt import check_stdin
+from kvtool.calls.request import check_stdin
 from kvtool.calls.settings import PromptSettings
-from kvtool.documents.flags import flags_of
+from kvtool.documents.resolve import flags_of
 from kvtool.documents.settings import settings_of
 from kvtool.errors import UsageError
 from kvtool.policies.outside import check_imported

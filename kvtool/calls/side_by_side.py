@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.chosen import choose_policy
 from kvtool.calls.generate import GenerationRun, prepare_generation
 from kvtool.calls.kept import lay_out, show_texts
 from kvtool.calls.listener import Listener
+from kvtool.calls.request import choose_policy
 from kvtool.calls.settings import GenerationSettings
 from kvtool.errors import UsageError
 from kvtool.watcher import Watcher

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.calls.settings import CompressionSettings
 from kvtool.cli.output import render, write_configuration, write_data
-from kvtool.cli.terminal import Terminal
-from kvtool.cli.watching import TerminalWatcher
+from kvtool.cli.terminal import Terminal, TerminalWatcher
 from kvtool.errors import UsageError
 from kvtool.processes import check_alone
 

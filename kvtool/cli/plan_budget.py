@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.calls.plan_settings import PlanSettings
 from kvtool.cli.output import write_configuration, write_shown
-from kvtool.cli.terminal import Terminal
-from kvtool.cli.watching import TerminalWatcher
+from kvtool.cli.terminal import Terminal, TerminalWatcher
 from kvtool.documents.files import check_writable
 from kvtool.errors import UsageError
 

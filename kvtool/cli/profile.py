@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.profile import ProfileSettings
 from kvtool.cli.output import write_configuration, write_shown
-from kvtool.cli.terminal import Terminal
-from kvtool.cli.watching import TerminalWatcher
+from kvtool.cli.terminal import Terminal, TerminalWatcher
 from kvtool.documents.files import check_unicode, check_writable
 from kvtool.errors import UsageError
 from kvtool.evaluation.profile_request import ProfileRequest, read_request

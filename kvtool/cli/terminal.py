@@ -1,4 +1,8 @@
-"""The two streams: data on stdout, everything else on stderr, whatever a library prints."""
+"""The two streams of a command: data on stdout, everything else on stderr.
+
+Notes, bars of progress and kept texts go to stderr. Ctrl-C ends an answer after the running token,
+and the answer is kept.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,23 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from kvtool.cli.control_characters import visible
 from kvtool.errors import printable
 from kvtool.processes import started
+from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from kvtool.report.kept.text import KeptText
 
 
 def tell(text: str) -> None:
@@ -126,3 +136,112 @@ def _is_descriptor_1(stream: TextIO) -> bool:
         return stream.fileno() == 1
     except (AttributeError, OSError, io.UnsupportedOperation):
         return False
+
+
+class Interruption:
+    """Whether somebody has pressed Ctrl-C, asked before an answer and after each of its tokens.
+
+        with Interruption() as interrupted:
+            generate(.., stop_when=interrupted)
+
+    The first question takes over the signal: until then, while the prompt is read, Ctrl-C ends the
+    command at once, as it does when pressed again. Processes that share a model leave the signal
+    alone: they would stop at different tokens.
+    """
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interruption:
+        return self
+
+    def __call__(self) -> bool:
+        ours = threading.current_thread() is threading.main_thread() and started().count == 1
+        # a shell's background jobs ignore the signal
+        if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before = signal.signal(signal.SIGINT, self._press)
+        return self.pressed
+
+    def _press(self, *unused: object) -> None:
+        self.pressed = True
+        self.__exit__()
+
+    def __exit__(self, *unused: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+
+def print_kept(texts: Sequence[KeptText]) -> None:
+    """Print kept texts on stderr, in colours or, where there are none, with brackets."""
+    from rich.console import Console
+
+    from kvtool.cli.tables import Visible
+    from kvtool.report.kept.shaded import doing
+    from kvtool.report.kept.terminal import coloured_text, in_brackets, legend
+
+    console = Console(file=sys.stderr, highlight=False)
+    coloured = console.color_system is not None and not console.no_color
+    for text in texts:
+        tell(f"\n{text.title}: {text.cost}\n")
+        if coloured:
+            console.print(Visible(legend(text)))
+            console.print(Visible(coloured_text(text)))
+        else:
+            told = f"[..]: at least half of the layers and heads {doing(text.kept)}"
+            tell(f"{told}\n{in_brackets(text)}\n")
+
+
+@contextlib.contextmanager
+def show_progress(terminal: Terminal, total: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar with the time left; call what is given once for every step, with what it was.
+
+    Nothing is shown where nothing is left to do.
+    """
+    if not terminal.progress or total == 0:
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda text: progress.update(task, advance=1, description=visible(text))
+
+
+class TerminalWatcher(Watcher):
+    """Shows notes and progress on stderr.
+
+    Attributes:
+        terminal: where.
+    """
+
+    def __init__(self, terminal: Terminal) -> None:
+        self.terminal = terminal
+        self.shows_progress = terminal.progress
+        self.listens = not terminal.quiet
+
+    def note(self, text: str) -> None:
+        """Tell the person at the terminal."""
+        self.terminal.note(text)
+
+    def show_kept(self, texts: Sequence[KeptText]) -> None:
+        """Print kept texts."""
+        print_kept(texts)
+
+    def progress(self, total: int) -> AbstractContextManager[Callable[[str], None]]:
+        """Show a bar with the time left."""
+        return show_progress(self.terminal, total)

@@ -1,9 +1,13 @@
-"""What `kvtool plan-budget` decided: tokens per layer, RocketKV's sizes, and what it all takes."""
+"""What `kvtool plan-budget` decided: tokens per layer, RocketKV's sizes, and what it all takes.
+
+The numbers of RocketKV's plan follow from each other (Behnam et al., 2025, section 3). Numbers that
+contradict each other are refused at the place of one of them.
+"""
 
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -13,17 +17,51 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     SerializerFunctionWrapHandler,
+    ValidationError,
     model_serializer,
     model_validator,
 )
 
-from kvtool.documents.disagreement import disagreement
 from kvtool.documents.document import PER_HEAD, Section, Share, ShownDocument, TokenCount, Unit
 from kvtool.documents.memory import ModelShape
-from kvtool.documents.stages import compression_ratio, stage1_tokens
+from kvtool.documents.tree import Keys
 from kvtool.errors import UsageError
 from kvtool.model_shape import FREE
 from kvtool.sizes import MOST_BYTES, MOST_TOKENS, Budget
+
+if TYPE_CHECKING:
+    from pydantic_core import InitErrorDetails
+
+
+def disagreement(keys: Keys, given: Any, message: str) -> ValidationError:
+    """Return what a validator of a whole document raises to point at one value in it.
+
+    Args:
+        keys: the way to the value.
+        given: the value.
+    """
+    error: InitErrorDetails = {
+        "type": "value_error",
+        "loc": keys,
+        "input": given,
+        "ctx": {"error": ValueError(message)},
+    }
+    return ValidationError.from_exception_data("document", [error])
+
+
+def compression_ratio(context: int, token_budget: int) -> float:
+    """Return c = S / t, at least 1."""
+    return max(1.0, context / token_budget)
+
+
+def stage1_tokens(context: int, token_budget: int, split_factor: float, max_new_tokens: int) -> int:
+    """Return C, the tokens that stage 1 leaves, room for generated ones included: S / c^r.
+
+    >>> stage1_tokens(32768, 512, 0.56, 128)
+    3191
+    """
+    ratio = compression_ratio(context, token_budget)
+    return max(int(context / ratio**split_factor), min(2 * max_new_tokens, context))
 
 
 def _ratio(value: Any) -> Any:

@@ -1,7 +1,15 @@
-"""The recipe: model, policies, budgets, benchmarks and gates of a run in one file."""
+"""The recipe: model, policies, budgets, benchmarks and gates of a run in one file.
+
+A budget may be one or several, in tokens, shares of the prompt or bytes, or a plan. A policy is a
+string such as `h2o(recent=8)+caote`, or a mapping with its parameters. Which policies there are is
+known further up; here they are only spelled.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -13,28 +21,156 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     Tag,
     WrapValidator,
+    model_serializer,
     model_validator,
 )
 
-from kvtool.documents.budget_choice import BudgetChoice, BudgetMapping, budgets_of
 from kvtool.documents.claim import Claim
 from kvtool.documents.document import Document, TokenCount
-from kvtool.documents.policy_choice import PolicyChoice
 from kvtool.documents.settings import Asking, ModelFields, Name
 from kvtool.documents.shapes import BY_SHAPE, MAPPING, MOST, SHORT, RecipeSection, counted, listed
+from kvtool.documents.source import show
 from kvtool.documents.verdict import WITHIN
-from kvtool.sizes import (
-    DEFAULT_BLOCK,
-    LARGEST_SEED,
-    Budget,
-    check_temperature,
-    spell_prefill,
-)
+from kvtool.errors import UsageError, quote
+from kvtool.sizes import DEFAULT_BLOCK, LARGEST_SEED, Budget, check_temperature, spell_prefill
 
-Tokens = Annotated[TokenCount, BeforeValidator(counted)]
+
+def _canonical(value: Any) -> int | str:
+    budget = Budget.parse(value)
+    return str(budget) if budget.tokens is None else budget.tokens
+
+
+def _ratio(value: Any) -> str:
+    budget = Budget.parse(value)
+    if budget.tokens == 1:
+        budget = Budget(ratio=Fraction(1))
+    if budget.ratio is None:
+        raise UsageError(f"{quote(value)} is not a share of the prompt", hint="use `20%` or `0.2`")
+    return str(budget)
+
+
+def _bytes(value: Any) -> str:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    budget = Budget(bytes=value) if whole else Budget.parse(value)
+    if budget.bytes is None:
+        raise UsageError(f"{quote(value)} is not a number of bytes", hint="use `64MiB`")
+    return str(budget)
+
+
+def _plan(value: Any) -> Any:
+    if value is not None and (not isinstance(value, (str, dict)) or not value):
+        raise ValueError("must be the path of a plan, or a plan")
+    return value
+
+
+NotEmpty = Field(min_length=1, max_length=MOST)
 Listed = BeforeValidator(listed)
+Tokens = Annotated[TokenCount, BeforeValidator(counted)]
+Ratio = Annotated[str, BeforeValidator(_ratio)]
+Bytes = Annotated[str, BeforeValidator(_bytes)]
+AnyBudget = Annotated[int | str, BeforeValidator(_canonical)]
+
+
+class BudgetMapping(RecipeSection):
+    """Budgets of one kind: exactly one of the keys."""
+
+    tokens: Annotated[list[Tokens], NotEmpty, Listed] | None = None
+    ratio: Annotated[list[Ratio], NotEmpty, Listed] | None = None
+    bytes: Annotated[list[Bytes], NotEmpty, Listed] | None = None
+    plan: Annotated[Any, BeforeValidator(_plan)] = None
+
+    @model_validator(mode="after")
+    def _one(self) -> BudgetMapping:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "none of them"
+            raise ValueError(f"must be one of tokens, ratio, bytes and plan, got {got}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in serialize(self).items() if value is not None}
+
+
+BudgetChoice = Annotated[
+    Annotated[list[AnyBudget], NotEmpty, Listed, Tag(SHORT)]
+    | Annotated[BudgetMapping, Tag(MAPPING)],
+    BY_SHAPE,
+]
+
+
+def budgets_of(choice: BudgetChoice | None) -> list[Budget]:
+    """Return each budget; a plan is none."""
+    if choice is None:
+        return []
+    values: Sequence[int | str]
+    if isinstance(choice, BudgetMapping):
+        values = choice.tokens or choice.ratio or choice.bytes or []
+    else:
+        values = choice
+    return [Budget.parse(value) for value in values]
+
+
+_SYNTAX = re.compile(r"[(),=+\s]")
+
+
+def _policy(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(
+            f"must be a policy such as `h2o(recent=8)` or {{name: h2o, recent: 8}}, "
+            f"got {show(value)}"
+        )
+    return value.strip()
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not value or _SYNTAX.search(value):
+        raise ValueError(
+            f"must be one name, without parameters or modifiers, such as `h2o`, got {show(value)}"
+        )
+    return value
+
+
+def _parameter(value: Any) -> Any:
+    if isinstance(value, (dict, list)) or (
+        isinstance(value, str) and (not value or _SYNTAX.search(value))
+    ):
+        raise ValueError(f"must be a number, a word, true, false or null, got {show(value)}")
+    return value
+
+
+class PolicyMapping(RecipeSection):
+    """A policy or a modifier by name; every further key is one of its parameters."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_parameter)]]
+
+    name: Annotated[str, BeforeValidator(_name)]
+
+    def __str__(self) -> str:
+        """Return the policy string."""
+        given = [f"{key}={_spell(value)}" for key, value in self.parameters.items()]
+        return self.name + (f"({','.join(given)})" if given else "")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters that are given."""
+        return dict(self.__pydantic_extra__)
+
+
+def _spell(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+PolicyChoice = Annotated[
+    Annotated[str, BeforeValidator(_policy), Tag(SHORT)] | Annotated[PolicyMapping, Tag(MAPPING)],
+    BY_SHAPE,
+]
 
 
 class _Named:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from kvtool.documents.claim import Claim, check_claim
-from kvtool.documents.flags import Flags
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import parse_policies
-from kvtool.documents.resolve import OneReading, resolve
+from kvtool.documents.resolve import Flags, OneReading, resolve
 from kvtool.documents.settings import Asking, Protocol
 from kvtool.documents.source import Source
 from kvtool.documents.tree import Problem

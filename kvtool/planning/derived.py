@@ -208,7 +208,7 @@ def _check_stages(plan: PlanDocument, own: PlanDocument | None) -> None:
 
 def _costs_of(plan: PlanDocument, section: RocketKVSection) -> tuple[Cost, Cost]:
     """Return what the stages store and read as they stand."""
-    from kvtool.documents.stages import compression_ratio
+    from kvtool.documents.plan import compression_ratio
     from kvtool.planning.rocketkv import split_factor
 
     new, ratio = (

@@ -20,8 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtool.documents.plan import PlanDocument
-from kvtool.documents.stages import compression_ratio, stage1_tokens
+from kvtool.documents.plan import PlanDocument, compression_ratio, stage1_tokens
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import allocate_by_counts
 from kvtool.policies.parts import Read

@@ -1,4 +1,4 @@
-"""What a call will take of the device's memory, told before any weights are loaded."""
+"""Estimate what a call takes of the device's memory, before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvtool.documents.turns import Turns
 
 
-def foretell(
+def estimate_run(
     settings: PromptSettings, request: Request, new: int, turns: Turns | None = None
 ) -> RunMemory | None:
     """Forecast the memory of a call from the model's configuration and its tokenizer.
