@@ -90,7 +90,7 @@ class OutputSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(OutputSettings):
-    """What every command that runs a model is told."""
+    """Settings of every command that runs a model."""
 
     trust_remote_code: Annotated[
         bool, Flag("--trust-remote-code", help="Run code that comes with the checkpoint.")

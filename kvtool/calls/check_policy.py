@@ -1,4 +1,4 @@
-"""A policy held against its contract, as one Python call: for authors of scores."""
+"""Check a policy by its contract in one Python call: for authors of scores."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def check_policy(policy: Policy | Score | Read | str, *, raises: bool = True) ->
         named: dict[str, list[str]] = {}
         for each in report.failed:
             named.setdefault(each.detail, []).append(each.name)
-        told = "; ".join(f"{', '.join(names)}: {detail}" for detail, names in named.items())
+        failures = "; ".join(f"{', '.join(names)}: {detail}" for detail, names in named.items())
         raise PolicyError(
-            f"{report.policy} fails {len(report.failed)} of {len(report.checks)} checks: {told}"
+            f"{report.policy} fails {len(report.failed)} of {len(report.checks)} checks: {failures}"
         )
     return report
 
@@ -99,7 +99,7 @@ def _outcomes(subject: Subject) -> Iterator[Checked]:
             yield Checked(name, "failed", " ".join(str(error).split()))
         except MemoryError:
             raise
-        except Exception as error:  # whatever a part does to a cache is told, not thrown
+        except Exception as error:  # any that a part raises: a line of the report
             yield Checked(name, "failed", in_one_line(error))
         else:
             yield Checked(name, "passed")

@@ -62,7 +62,7 @@ def compress(
         max_new_tokens: that will follow the prompt, questions included; only a model whose RoPE
             depends on the length of the text needs to know.
         plan: a plan or a recipe as a document, its data or its file.
-        watcher: is told how it goes; by default nobody is.
+        watcher: takes notes and progress; None: no caller does.
 
     `settings` are those of `CompressionSettings`; each is what the option of `kvtool compress` with
     its name is.

@@ -206,11 +206,11 @@ def converse(
         talk.foresee(turns.turns, request.prompt)
     _expect(talk, turns, request.prompt, settings.new_tokens)
     read = [] if request.prompt is None else [talk.read(request.prompt)]
-    answers, told = [], False
+    answers, noted = [], False
     for i, turn in enumerate(turns.turns):
         watcher.note(f"turn {i + 1}: {_shorten(turn.text or turn.answer or '')}")
         tokens, config = talk.turn_ids(turn).shape[1], loaded.model.config
-        told = told or note_text(cache, config, tokens, settings.new_tokens, watcher)
+        noted = noted or note_text(cache, config, tokens, settings.new_tokens, watcher)
         if turn.answer is not None:
             read.append(talk.hear(turn))
             continue

@@ -49,7 +49,7 @@ def evaluate(
         model: in place of that of the recipe or plan.
         folder: of the run; None: that of the recipe, or one under `runs/`.
         tasks, policies, budgets: as `kvtool eval` takes them, in place of the recipe's.
-        watcher: is told how it goes; by default nobody is.
+        watcher: takes notes and progress; None: no caller does.
 
     `settings` are those of `EvalSettings`; each is what the option of `kvtool eval` with its name
     is.

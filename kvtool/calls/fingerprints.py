@@ -85,7 +85,7 @@ def check_fingerprint(there: AnswerLine, now: Mapping[str, str]) -> None:
     Raises:
         UsageError: it does.
     """
-    told = difference(there.fingerprint, now)
-    if told is not None:
-        message = f"the answer to prompt {there.index} that is there {told}"
+    differs = difference(there.fingerprint, now)
+    if differs is not None:
+        message = f"the answer to prompt {there.index} that is there {differs}"
         raise UsageError(message, hint=WAYS_OUT)

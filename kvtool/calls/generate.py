@@ -67,7 +67,7 @@ def generate(
         turns: of a conversation, their file or a list of what such a file holds.
         on_text: called with pieces of text as they come; every answer of `turns` ends in a line
             end.
-        watcher: is told how it goes; by default nobody is.
+        watcher: takes notes and progress; None: no caller does.
 
     `settings` are those of `GenerationSettings`; each is what the option of `kvtool generate` with
     its name is.
@@ -103,7 +103,7 @@ class Generated:
     """What was generated, and the cache at its end.
 
     Attributes:
-        stopped: whether somebody has ended it before it was done.
+        stopped: whether a caller has ended it before it was done.
     """
 
     document: GenerationDocument

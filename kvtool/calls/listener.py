@@ -12,7 +12,7 @@ class Listener:
     """What is called while answers are generated.
 
     Attributes:
-        on_text: takes pieces of text as they come; None: nobody.
+        on_text: takes pieces of text as they come; None: no caller does.
         on_answer: takes every answer when it is whole.
         stop_when: asked after every token whether to end there; None: never.
     """
@@ -22,7 +22,7 @@ class Listener:
     stop_when: Callable[[], bool] | None = None
 
     def hears(self) -> dict[str, Any]:
-        """Return what `kvtool.generation.generate` is told of it."""
+        """Return the listener as arguments of `kvtool.generation.generate`."""
         return {"on_text": self.on_text, "stop_when": self.stop_when}
 
     @property

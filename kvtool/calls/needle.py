@@ -82,14 +82,14 @@ def compare_needle(
             watcher.note(f"{name}: {error.message}")
             continue
         said = " ".join(other.text.split())[:_SHOWN]
-        told = judge(other.text, code).partition(",")[0]
-        watcher.note(f'{name}: "{said}" is {told}; {_held(other)}')
+        verdict = judge(other.text, code).partition(",")[0]
+        watcher.note(f'{name}: "{said}" is {verdict}; {_held(other)}')
     if not shown:
         watcher.note("see which tokens were kept: add --show kept.html")
 
 
 def _neighbours(policy: Policy) -> list[tuple[str, Policy]]:
-    """Return what a policy is held against, but for itself."""
+    """Return what a policy is compared with, but for itself."""
     from kvtool.policies.policy import Policy
     from kvtool.policies.scores.full import Full
     from kvtool.policies.scores.streaming import Streaming

@@ -100,7 +100,7 @@ def _of_profile(given: PlanSettings, profile: ProfileDocument) -> PlannedModel:
 
 
 def usual_context(shape: ModelShape, profile: ProfileDocument | None, watcher: Watcher) -> int:
-    """Return the length to plan for where nobody has given one, and say so."""
+    """Return the length to plan for where no caller has given one, and say so."""
     if profile is not None and profile.data is not None:
         watcher.note(f"context: {profile.data.tokens} tokens, as profiled (change: --context)")
         return profile.data.tokens
@@ -141,7 +141,7 @@ def plan(
         model: of the profile, where its configuration is to be read.
         recommend: results, or the folder of a run: plan its best variant that fits into `bytes`.
         dtype: of keys and values; None: of a loaded model its own, else the checkpoint's.
-        watcher: is told how it goes; by default nobody is.
+        watcher: takes notes and progress; None: no caller does.
 
     `settings` are those of `PlanSettings`; each is what the option of `kvtool plan-budget` with its
     name is.

@@ -187,8 +187,8 @@ def same_tokens(found: KVCache, expected: KVCache, entry: int | None = None) -> 
         if not torch.equal(ours, theirs):
             head = (ours != theirs).any(-1).nonzero()[0].tolist()
             one, other = (set(each[tuple(head)].tolist()) for each in (ours, theirs))
-            told = f"{sorted(one - other)} in place of {sorted(other - one)}"
-            raise Broken(f"layer {layer} keeps the tokens {told}")
+            other_tokens = f"{sorted(one - other)} in place of {sorted(other - one)}"
+            raise Broken(f"layer {layer} keeps the tokens {other_tokens}")
 
 
 def same_logits(found: Tensor, expected: Tensor, near: float) -> None:
@@ -313,12 +313,12 @@ def the_same_text_is_cut_the_same_again(own: Subject) -> None:
         torch.cat([own.feed(cache, tokens(PROMPT)), own.steps(cache, tokens(NEW, 9))])
         for cache in (first, again, reset)
     ]
-    for cache, found, told in ((again, logits[1], "a second"), (reset, logits[2], "a reset")):
+    for cache, found, which in ((again, logits[1], "a second"), (reset, logits[2], "a reset")):
         try:
             same_tokens(cache, first)
             same_logits(found, logits[0], 0)
         except Broken as broken:
-            raise Broken(f"{told} cache: {broken}") from None
+            raise Broken(f"{which} cache: {broken}") from None
 
 
 @check

@@ -91,7 +91,7 @@ def profile(
             bundled reference model.
         texts: what is read, in place of `data`.
         heads: where the numbers per head go (safetensors).
-        watcher: is told how it goes; by default nobody is.
+        watcher: takes notes and progress; None: no caller does.
 
     `settings` are those of `ProfileSettings`; each is what the option of `kvtool profile` with its
     name is.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 _FREE_SHARE = 2  # of the free memory, rows take one part; what reads prompts needs some, too
-_MOST_ROWS = 64  # where nobody has said how much memory: answers should not all come at the end
+_MOST_ROWS = 64  # where no caller has said how much memory: answers should not all come at the end
 
 
 def room_for_rows(settings: GenerationSettings, model: Any) -> tuple[int | None, int | None]:
@@ -84,7 +84,7 @@ def line_up(
     from kvtool.generation.model_settings import end_tokens, ends_early
     from kvtool.generation.serving import Waiting
 
-    cache, told = request.new_cache(loaded.model), False
+    cache, noted = request.new_cache(loaded.model), False
     talk = begin(settings, loaded, cache, settings.system, watcher)
     for index in answered:
         if index >= len(prompts):
@@ -125,7 +125,7 @@ def line_up(
         if settings.skip_bad and memory is not None and sizes[tokens, new] > memory:
             skip(index, UsageError(f"it takes {sizes[tokens, new]} bytes of cache, of {memory}"))
             continue
-        told = told or note_text(cache, loaded.model.config, tokens, new, watcher)
+        noted = noted or note_text(cache, loaded.model.config, tokens, new, watcher)
         waiting.append(Waiting(index, ids, new, sizes[tokens, new]))
     return waiting, bad
 
@@ -162,14 +162,14 @@ def _check_answer(
     Args:
         tokens: of the prompt.
         new: of its answer at most.
-        ended: whether the answer may have ended before it had so many.
+        ended: whether the answer may have ended before it had them.
     """
-    told = f"the answer to prompt {there.index} that is there "
+    message = f"the answer to prompt {there.index} that is there "
     if (there.id, there.prompt_tokens) != (asked.id, tokens):
-        raise UsageError(f"{told}is one to another prompt", hint=WAYS_OUT)
+        raise UsageError(f"{message}is one to another prompt", hint=WAYS_OUT)
     if there.new_tokens > new or (there.new_tokens < new and not ended):
-        told += f"has {there.new_tokens} tokens, and {new} are asked for"
-        raise UsageError(told, hint=WAYS_OUT)
+        message += f"has {there.new_tokens} tokens, and {new} are asked for"
+        raise UsageError(message, hint=WAYS_OUT)
 
 
 def _row_bytes(request: Request, loaded: Loaded, tokens: int, new: int) -> int:

@@ -81,9 +81,9 @@ class Request:
 
         dtype = str(loaded.model.dtype).removeprefix("torch.")
         used = use_plan(self.plan, self.policy, prompt=tokens, new=new, dtype=dtype)
-        told = beyond_plan(self.plan, used, tokens, new)
-        if told is not None:
-            watcher.note(f"note: after this {told}")
+        beyond = beyond_plan(self.plan, used, tokens, new)
+        if beyond is not None:
+            watcher.note(f"note: after this {beyond}")
         return PlanSection.of(self.plan, used.tokens, used.stages, used.held)
 
     def check_length(self, tokens: int, watcher: Watcher) -> None:
@@ -305,13 +305,13 @@ def note_text(
         Whether it may leave them.
     """
     if not cache.renumbers:
-        told = length_note(config, max(cache.tokens_seen()) + tokens, new_tokens)
+        note = length_note(config, max(cache.tokens_seen()) + tokens, new_tokens)
     else:
         block, first = min(tokens, cache.block or tokens), cache.first_layer
         kept = first.slots.kept if first.is_initialized else 0
-        told = length_note(config, kept + block, 0)
-    watcher.note_any(told)
-    return told is not None
+        note = length_note(config, kept + block, 0)
+    watcher.note_any(note)
+    return note is not None
 
 
 def resumed_policy(

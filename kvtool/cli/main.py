@@ -28,7 +28,7 @@ COMMANDS = {
     "plan-budget": "plan_budget:plan_budget",
     "eval": "eval:evaluate",
 }
-"""Every command and its function, whose file is imported once it is run or told of."""
+"""Every command and its function, whose file is imported once it is run or its help is shown."""
 
 
 class Commands(PlainParameters, TyperGroup):
@@ -78,7 +78,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     code = main(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.stdout.flush()
-    except OSError as error:  # which Python would tell in its own words on its way out
+    except OSError as error:  # which Python would report in its own words on its way out
         _forget_stdout()
         code = code or 1
         _tell(_explain(error) or KvtoolError("stdout cannot be written"))
@@ -100,11 +100,11 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except (KvtoolError, typer.TyperException, OSError, MemoryError, RuntimeError) as error:
-        told = _explain(error)
-        if told is None or debug:
+        mistake = _explain(error)
+        if mistake is None or debug:
             raise
-        _tell(told)
-        return told.exit_code
+        _tell(mistake)
+        return mistake.exit_code
 
 
 def _check_docstrings() -> None:

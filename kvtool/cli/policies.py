@@ -72,8 +72,8 @@ def _check(options: PoliciesSettings, terminal: Terminal) -> None:
     data = {**asdict(report), "passed": report.passed}
     _write(data, checked_policy(report), options, terminal)
     if not report.passed:
-        told = f"{report.policy} fails {len(report.failed)} of {len(report.checks)} checks"
-        raise PolicyError(told)
+        message = f"{report.policy} fails {len(report.failed)} of {len(report.checks)} checks"
+        raise PolicyError(message)
 
 
 def _data(one: About) -> dict[str, Any]:

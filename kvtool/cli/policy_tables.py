@@ -46,8 +46,8 @@ class AllPolicies:
         longest = max(map(len, taken), default=1)  # no name is broken
         table, evicting = _table(name, "modifier", "does", longest), self._evicting()
         for each in self._modifiers():
-            told = (each.summary, _spell(each.parameters), _taken(each, evicting), _paper(each))
-            table.add_row(f"+{each.name}", *told)
+            cells = (each.summary, _spell(each.parameters), _taken(each, evicting), _paper(each))
+            table.add_row(f"+{each.name}", *cells)
         yield table
         yield Text(f"\nall that evict: {' '.join(evicting)}")
         yield Text("One in full: kvtool policies NAME. Papers are numbers on arxiv.org.")
@@ -117,11 +117,11 @@ def checked_policy(report: PolicyReport) -> RenderableType:
     table.add_column("check", no_wrap=True)
     table.add_column("outcome", no_wrap=True)
     table.add_column("why", overflow="fold")
-    told: set[str] = set()
+    seen: set[str] = set()
     for each in report.checks:
-        again = each.outcome == "failed" and each.detail in told
+        again = each.outcome == "failed" and each.detail in seen
         table.add_row(each.name, each.outcome, Text("the same" if again else each.detail))
-        told.add(each.detail)
+        seen.add(each.detail)
     budget = "" if report.budget is None else f", budget {report.budget}"
     return Constrain(Group(Text(f"{report.policy}{budget}", style="bold"), Text(), table), _WIDEST)
 
@@ -144,8 +144,8 @@ def _table(width: int, first: str, second: str, goes_on: int | None = None) -> T
 
 def _block(name: str, entry: Entry, more: Sequence[str]) -> RenderableType:
     """Write a policy in lines of its own."""
-    told = [_spell(entry.parameters), *more, "" if entry.paper == "-" else entry.paper]
-    lines = [Padding(Text(each), (0, 0, 0, 4)) for each in told if each]
+    texts = [_spell(entry.parameters), *more, "" if entry.paper == "-" else entry.paper]
+    lines = [Padding(Text(each), (0, 0, 0, 4)) for each in texts if each]
     return Group(_title(name, entry), *lines)
 
 
@@ -169,9 +169,9 @@ def _taken(entry: Entry, evicting: Sequence[str]) -> str:
     """Say what a modifier goes on, by what it does not go on where that is shorter."""
     missing = [base for base in evicting if base not in entry.goes_on]
     besides = [base for base in entry.goes_on if base not in evicting]
-    told = "all that evict" + (f" but {' '.join(missing)}" if missing else "")
-    told += f", and {' '.join(besides)}" if besides else ""
-    return min(told, " ".join(entry.goes_on), key=len)
+    most = "all that evict" + (f" but {' '.join(missing)}" if missing else "")
+    most += f", and {' '.join(besides)}" if besides else ""
+    return min(most, " ".join(entry.goes_on), key=len)
 
 
 def _paper(entry: Entry) -> str:

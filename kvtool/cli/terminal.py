@@ -59,7 +59,7 @@ class Terminal:
         """Print data, at once.
 
         Raises:
-            ReaderGone: nobody reads it any more.
+            ReaderGone: no program reads it any more.
         """
         try:
             self.data.write(printable(visible(text) if self.interactive else text))
@@ -127,7 +127,7 @@ def _real_stdout() -> Iterator[TextIO]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-        with contextlib.suppress(OSError):  # told already, when it was written
+        with contextlib.suppress(OSError):  # reported already, when it was written
             data.close()
 
 
@@ -139,7 +139,7 @@ def _is_descriptor_1(stream: TextIO) -> bool:
 
 
 class Interruption:
-    """Whether somebody has pressed Ctrl-C, asked before an answer and after each of its tokens.
+    """Whether Ctrl-C was pressed, asked before an answer and after each of its tokens.
 
         with Interruption() as interrupted:
             generate(.., stop_when=interrupted)
@@ -189,8 +189,8 @@ def print_kept(texts: Sequence[KeptText]) -> None:
             console.print(Visible(legend(text)))
             console.print(Visible(coloured_text(text)))
         else:
-            told = f"[..]: at least half of the layers and heads {doing(text.kept)}"
-            tell(f"{told}\n{in_brackets(text)}\n")
+            message = f"[..]: at least half of the layers and heads {doing(text.kept)}"
+            tell(f"{message}\n{in_brackets(text)}\n")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ def versions() -> str:
         gpu = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     found = {"kvtool": VERSION, "Python": platform.python_version()}
     found |= {name: _installed(name) for name in _PACKAGES}
-    return "".join(f"{name} {told}\n" for name, told in (found | {"GPU": gpu}).items())
+    return "".join(f"{name} {each}\n" for name, each in (found | {"GPU": gpu}).items())
 
 
 def _installed(package: str) -> str:

@@ -18,7 +18,7 @@ class CacheSection(Section):
     `kv_bytes` counts filled slots, `allocated_bytes` the tensors, `state_bytes` the policy's own
     statistics, `full_bytes` a cache that kept everything in the dtype of the model, `peak_bytes`
     the most there ever was.
-    `host_bytes` counts evicted tokens in host memory, `recompute_frequency` tells of each layer how
+    `host_bytes` counts evicted tokens in host memory, `recompute_frequency` says of each layer how
     often they were attended to anew (CaliDrop; null without it).
     The last decoded token has read `traffic_pairs` of key and value per layer and KV head, choosing
     included, and `traffic_bytes` in all.

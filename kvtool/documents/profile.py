@@ -169,7 +169,7 @@ class RecomputePoint(Section):
 
 
 class RecomputeGrid(Section):
-    """CaliDrop's thresholds; `queries` tells whether decoded queries were enough to replay."""
+    """CaliDrop's thresholds; `queries` says whether decoded queries were enough to replay."""
 
     queries: Literal["decode", "prompt"]
     grid: list[RecomputePoint]
