@@ -19,8 +19,8 @@ class DecodedForm(Form):
         super().__init__(keys, values)
         self.coded = coded
 
-    def encode(self, keys, values):
-        keys, values = self.coded.decode(self.coded.encode(keys, values))
+    def quantise(self, keys, values):
+        keys, values = self.coded.dequantise(self.coded.quantise(keys, values))
         return {"keys": keys, "values": values}
 
 

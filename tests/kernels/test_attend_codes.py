@@ -138,9 +138,9 @@ def test_rotated_queries_over_rotated_codes_give_a_rotated_output():
     query = torch.randn(1, 4, 1, 64, generator=generator).to(DEVICE)
     key = torch.randn(1, 2, 50, 64, generator=generator).to(DEVICE)
     value = torch.randn(1, 2, 50, 96, generator=generator).to(DEVICE)
-    codes = quantised("int4", of_keys.turn(key), of_values.turn(value))
+    codes = quantised("int4", of_keys.rotate(key), of_values.rotate(value))
     out, _ = attend_codes(
-        *(of_keys.turn(query), *codes, None, {}), form="int4", value_dim=96, scale=1 / 8
+        *(of_keys.rotate(query), *codes, None, {}), form="int4", value_dim=96, scale=1 / 8
     )
     back = [
         of_keys.rotate_back(from_int4(*codes[:2])),

@@ -45,7 +45,7 @@ def computed(policy, layers=(LAYER, LAYER), block=16, **text):
 )
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_block_of_a_prompt_by_hand(policy, more, rows):
-    assert computed(policy, rows=rows) == rows * (16 * TOKEN + KEYS + LOGITS + more)
+    assert computed(policy, sequences=rows) == rows * (16 * TOKEN + KEYS + LOGITS + more)
 
 
 def test_a_decoded_token_repeats_no_keys():

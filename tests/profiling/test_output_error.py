@@ -55,7 +55,7 @@ def rounded(vectors, layer, codec):
     largest, shared = (127, vectors.shape[-1]) if codec == "int8" else (7, 32)
     dim, turn = vectors.shape[-1], None
     if codec == "int4":
-        turn = Int4().rotation(layer, dim, vectors.device).turn(torch.eye(dim))
+        turn = Int4().rotation(layer, dim, vectors.device).rotate(torch.eye(dim))
     back = []
     for vector in vectors if turn is None else vectors @ turn:
         numbers = []

@@ -61,7 +61,7 @@ def forget_shared_kv() -> None:
 
 
 def _all() -> dict[int, SharedKV]:
-    found: dict[int, SharedKV] | None = getattr(_LOCAL, "lent", None)
+    found: dict[int, SharedKV] | None = getattr(_LOCAL, "shared", None)
     if found is None:
         found = _LOCAL.shared = {}
     return found
