@@ -24,121 +24,25 @@ codec       the role that stores the key and value of a slot in fewer bits: code
 prefill     reading a prompt; after it tokens are decoded, one at a time
 block       tokens that are read at once: a prompt whole, a part of it, or a decoded token
 traffic     pairs of key and value that a decode step reads, which is what a reader's budget bounds
-
-What a policy is shown: the slots of a layer, and the evidence that it asks for.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.policies.evidence import AttentionRows, MomentsAsked, RepetitionAsked
-from kvtool.policies.numbers import HeadSizes, KVHeads, all_here
+from kvtool.policies.numbers import HeadSizes
+from kvtool.policies.slot_view import Evidence as Evidence
+from kvtool.policies.slot_view import SlotView as SlotView
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+if TYPE_CHECKING:  # splitting a budget over layers needs no torch
     from torch import Tensor
 
     from kvtool.maths.allocation import Allocation
     from kvtool.policies.allocate.problem import AllocationProblem
-    from kvtool.policies.evidence import QueryMoments, Repeated
     from kvtool.policies.numbers import Count, State
     from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored
-
-
-class Evidence(enum.Enum):
-    """Evidence that a score wants of every block: keys, queries, attention rows, sums, logits."""
-
-    NOTHING = "nothing"
-    KEYS = "keys"  # those of all slots, as `view.keys`
-    QUERIES = "queries"  # the newest `window` of them, as `view.queries`, and all keys
-    MOMENTS = "moments"  # of a prompt's queries before RoPE, as `view.moments`, and all keys
-    REPETITION = "repetition"  # rows of a prompt said once more, as `view.repeated`
-    LAST_ROWS = "last rows"  # the last `window` queries, once the block is attended
-    ALL_ROWS = "all rows"  # every query, in chunks, while the block is attended
-    COLUMNS = "columns"  # sums over every query: statistics named as in `kvtool.maths.columns`
-    LOGITS = "logits"  # each token's surprisal, as `state["surprisal"]`
-
-    @property
-    def shows_keys(self) -> bool:
-        """Tell whether `view.keys` is filled."""
-        return self in (Evidence.KEYS, Evidence.QUERIES, Evidence.MOMENTS)
-
-
-class NewestQueries(Protocol):
-    """The queries of the newest tokens of a layer.
-
-    Attributes:
-        scale, softcap: as for `kvtool.maths.attention.attention_weights`.
-    """
-
-    scale: float
-    softcap: float | None
-
-    def by_kv_head(self, kv_heads: int) -> tuple[Tensor, Tensor]:
-        """Return queries after RoPE, (batch, kv_heads, group, rows, head_dim), and which there are.
-
-        The latter is bool (batch, rows).
-        """
-
-
-@dataclass(frozen=True)
-class SlotView:
-    """The slots of one layer as a policy sees them, the running block included. Read only.
-
-    While decoding, one view may cover several layers, stacked along the batch. Where slots hold
-    codes, keys and values of a layer are decoded each time that they are looked at.
-
-    Attributes:
-        values: (batch, kv_heads, slots, value_dim) of each layer.
-        positions: (batch, kv_heads, slots), the true position of each token, -1 = empty; unordered.
-        tokens_seen: tokens of the row so far, the running block included.
-        budget: slots the row may keep in each head; the mean where heads differ.
-        held: slots of the row that are not empty; where heads differ, of each head.
-        layer: index of the layer, one number or one per row.
-        block: tokens of the row in the running block.
-        heads: all KV heads of the layer, of which a process may hold a part.
-        kept_in_parent: which slots hold tokens that the layer above keeps, bool (batch, 1, slots),
-            for a score whose layers are nested; None: no layer is above.
-        first_layer_budget: what the first layer may keep, for such a score.
-        keys: (batch, kv_heads, slots, key_dim) of each layer, as they are stored, for a score that
-            needs keys; else none.
-        queries: of the newest tokens of each layer, for a score that looks back from them.
-        moments: of the queries of the text's prompts, for a score that goes by them.
-    """
-
-    values: Sequence[Tensor]
-    positions: Tensor
-    tokens_seen: Count
-    budget: Count
-    held: Count
-    layer: Count = 0
-    block: Count = 1
-    heads: KVHeads = field(default_factory=all_here)
-    kept_in_parent: Tensor | None = None
-    first_layer_budget: Count | None = None
-    keys: Sequence[Tensor] = ()
-    queries: tuple[NewestQueries, ...] = ()
-    moments: QueryMoments | None = None
-    repeated: Repeated | None = None
-
-    @property
-    def stored(self) -> Tensor | None:
-        """Mark the slots that are not empty: bool (batch, kv_heads, slots); None: all."""
-        return self.positions >= 0 if not isinstance(self.held, int) else None
-
-    def recent(self, count: Count) -> Tensor:
-        """Mark the newest `count` tokens: bool (batch, kv_heads, slots)."""
-        return self.positions >= self.tokens_seen - count
-
-    def sinks(self, count: Count) -> Tensor:
-        """Mark the first `count` tokens, and empty slots: bool (batch, kv_heads, slots)."""
-        return self.positions < count
-
 
 Positions = Literal["text", "cache"]  # place in the text, or among the tokens that are kept
 

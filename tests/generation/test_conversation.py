@@ -148,7 +148,7 @@ def test_a_verbatim_turn_is_fed_as_it_stands(loaded):
 
 
 def test_a_template_can_be_left_out(loaded):
-    conversation = talk(loaded, chat_template="off")
+    conversation = talk(loaded, template="off")
     conversation.say(SAID[0], max_new_tokens=3)
     conversation.say(SAID[1], max_new_tokens=3)
     assert "[user]" not in text_of(conversation)

@@ -73,7 +73,7 @@ def test_a_closed_message_is_followed_by_one_that_instructs(loaded, fed):
 
 
 def test_chunks_are_led_to_by_what_comes_before(loaded, fed):
-    talk(loaded, "kvzip(sinks=4,chunk=50)", chat_template="off").read(TEXT)
+    talk(loaded, "kvzip(sinks=4,chunk=50)", template="off").read(TEXT)
     tokenizer = loaded.tokenizer
     ids = tokenizer(TEXT).input_ids
 

@@ -29,13 +29,13 @@ def cut(model, policy, ids, budget=BUDGET, mask=None, around=(0, 0)):
     """A cache that has read a prompt, and the weights that it was cut by, by layer."""
     cache, noted = kvtool.build_cache(model, policy, budget), []
     cache.repetition.instruct(Instructions(FIRST, LATER, *around))
-    whole = cache.cut_repeated
+    whole = cache_module.cut_repeated
 
     def note(layers, weights, spans):
         noted.append(weights.by_layer)
         whole(layers, weights, spans)
 
-    with patch.object(cache, "cut_repeated", note):
+    with patch.object(cache_module, "cut_repeated", note):
         prefill(model, cache, ids, mask)
     return cache, (noted[0] if noted else {})
 

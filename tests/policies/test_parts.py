@@ -29,6 +29,7 @@ def test_one_file_has_the_roles_and_explains_their_words():
     roles = (parts.Score, parts.Rescore, parts.Select, parts.Allocator, parts.Evicted, parts.Read)
     assert {role.__module__ for role in (*roles, parts.SlotView, parts.Evidence)} == {
         "kvtool.policies.parts",
+        "kvtool.policies.slot_view",
     }
     for word in WORDS.split():
         assert re.search(rf"^{word} {{2,}}\S", parts.__doc__, re.MULTILINE), word
