@@ -5,12 +5,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import train
 from kvtool.errors import KvtoolError
-from kvtool.models.reference import path, train
+from kvtool.models.reference import path
 from kvtool.models.reference.filler import Filler
-from kvtool.models.reference.training.grow import grow, new_places
-from kvtool.models.reference.training.rows import Mixture, draw_batch
-from kvtool.models.reference.training.sinks import place_sinks
+from training.grow import grow, new_places
+from training.rows import Mixture, draw_batch
+from training.sinks import place_sinks
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvtool.models.reference.ranking import BOARD, main, scores, spearman
+from ranking import BOARD, main, scores, spearman
 
 
 def document(order, kept="50%"):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from accuracy import FILLER_SEED, measure
 from kvtool.errors import KvtoolError
-from kvtool.models.reference.evaluate import FILLER_SEED, measure
 from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.prompt import needle_prompt
 from tests.models.bundled import shipped

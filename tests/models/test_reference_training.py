@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+import train
 from kvtool.errors import KvtoolError
-from kvtool.models.reference import train
-from kvtool.models.reference.training.muon import Muon, orthogonalise
-from kvtool.models.reference.training.stages import RECALL
+from training.muon import Muon, orthogonalise
+from training.stages import RECALL
 
 
 def options(out, *more):

@@ -11,8 +11,8 @@ from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.frequent import RANKING, ask_frequent, ask_ranking
 from kvtool.models.reference.tasks import TASKS, draw_example
 from kvtool.models.reference.tokenizer import build_tokenizer
-from kvtool.models.reference.training.rows import FILLER_WEIGHT, Mixture, draw_batch, draw_row
 from kvtool.models.reference.vocabulary import BOS, EOS, TOKEN_ID, decode, encode
+from training.rows import FILLER_WEIGHT, Mixture, draw_batch, draw_row
 
 FILLER = Filler(0, 200)
 TOKENIZER = build_tokenizer()

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from accuracy import measure
 from kvtool.cli.main import main
 from kvtool.models.folder import find_source
 from kvtool.models.load import load
 from kvtool.models.notes import model_note
 from kvtool.models.reference import path
-from kvtool.models.reference.evaluate import measure
 from kvtool.models.reference.filler import Filler
 from tests.models.test_reference_model import FILLER_SEED
 

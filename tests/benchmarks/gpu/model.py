@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 
 import torch
 from rich.table import Table
 
-from kvtool.models.reference import train
 from tests.benchmarks.gpu.results import Case, Record, Wrong
 from tests.benchmarks.gpu.settings import Settings
 
+RECIPE = Path(__file__).parents[3] / "recipes" / "reference-model"
 TITLE = "training of the bundled model"
 TINY = ("--width", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "8")
 TINY += ("--samples", "1", "--check-every", "2", "--log-every", "2", "--cool-down", "0.001")
@@ -41,6 +44,8 @@ def training(settings: Settings) -> Record:
     log = io.StringIO()
     start = time.perf_counter()
     threads = torch.get_num_threads()
+    sys.path.append(str(RECIPE))  # the training is no part of the package
+    train = import_module("train")
     with contextlib.redirect_stdout(log):
         options = ("--out", str(folder), "--minutes", f"{minutes:.3f}")
         train.main([*options, "--threads", str(threads), *(TINY if settings.tiny else ())])

@@ -1,7 +1,7 @@
 """How the policies rank on a model, beside how they rank on models of 8B.
 
     kvtool eval recipes/claims/unknown-question.yaml -o runs/ranking
-    python -m kvtool.models.reference.ranking runs/ranking/results.json
+    python recipes/reference-model/ranking.py runs/ranking/results.json
 
 The two columns are RULER at 4096 tokens, 13 tasks, the question unknown, half and a quarter of the
 prompt kept, as published on kvpress' board (https://huggingface.co/spaces/nvidia/kvpress-leaderboard,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvtool.models.reference.tokenizer import MAX_TOKENS
-from kvtool.models.reference.training.rows import Mixture
+from training.rows import Mixture
 
 _ALL = ("multikey", "words", "multiquery", "multivalue", "route", "variables")
 

@@ -1,6 +1,6 @@
 """Train a bundled model from scratch, or further from a checkpoint.
 
-    python -m kvtool.models.reference.train --out DIR [--curriculum trace]
+    python recipes/reference-model/train.py --out DIR [--curriculum trace]
 
 A stage ends when its measured accuracy is reached, so no clock drives the schedule. The run may be
 killed at any time, or ended by `--minutes`: the same command goes on from the last checkpoint,
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from kvtool.errors import KvtoolError
-from kvtool.models.reference.training.run import Run
-from kvtool.models.reference.training.stages import CURRICULA
+from training.run import Run
+from training.stages import CURRICULA
 
 
 def _places(text: str) -> list[int]:

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvtool.errors import KvtoolError
 from kvtool.models.reference.tokenizer import MAX_TOKENS
-from kvtool.models.reference.training.grow import grow
 from kvtool.models.reference.vocabulary import BOS, EOS, PAD, TOKENS
+from training.grow import grow
 
 
 def first_model(options: argparse.Namespace) -> LlamaForCausalLM:

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from accuracy import FILLER_SEED, measure
 from kvtool.errors import KvtoolError
-from kvtool.models.reference.evaluate import FILLER_SEED, measure
 from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.tokenizer import save_tokenizer
-from kvtool.models.reference.training.model import first_model
-from kvtool.models.reference.training.muon import Muon
-from kvtool.models.reference.training.rows import Mixture, draw_batch
-from kvtool.models.reference.training.sinks import place_sinks
-from kvtool.models.reference.training.stages import CURRICULA, Stage
+from training.model import first_model
+from training.muon import Muon
+from training.rows import Mixture, draw_batch
+from training.sinks import place_sinks
+from training.stages import CURRICULA, Stage
 
 _TRAIN_FILLER_SEED = 1
 _STATE = "training_state.pt"

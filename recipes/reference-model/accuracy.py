@@ -1,6 +1,6 @@
 """Measure a reference model: exact answers by task and length, with the full cache.
 
-python -m kvtool.models.reference.evaluate [DIR] --lengths 256,1024 --samples 50
+python recipes/reference-model/accuracy.py [DIR] --lengths 256,1024 --samples 50
 """
 
 import argparse
