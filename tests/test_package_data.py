@@ -16,6 +16,7 @@ FILES = (
     "models/reference/checkpoint-trace",
     "evaluation/tasks/longbench_prompts.yaml",
     "report/page.html",
+    "report/table.html",
     "report/page.css",
 )
 

@@ -72,7 +72,7 @@ class EvalWatcher(TerminalWatcher):
 
             terminal.write(board_csv(results))
         elif form == "text":
-            from kvtool.report.tables import results_tables
+            from kvtool.report.results_layout import results_tables
 
             terminal.print(results_tables(results))
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kvtool.documents.results import GateResult, TaskResult
 from kvtool.sizes import bytes_in_words
 
@@ -85,7 +87,7 @@ def direction(result: TaskResult) -> str:
     return "↓" if result.lower_is_better else "↑"
 
 
-def tone(result: TaskResult) -> str:
+def tone(result: TaskResult) -> Literal["", "better", "worse"]:
     """Return whether a variant does `better` or `worse` than the full cache; empty if neither.
 
     It does neither where the difference is within the noise.

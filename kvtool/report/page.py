@@ -21,7 +21,7 @@ from kvtool.documents.results import ResultsDocument
 from kvtool.evaluation.run.wrong import WrongAnswer
 from kvtool.extras import installed
 from kvtool.package_data import data_file
-from kvtool.report import page_tables as tables
+from kvtool.report import results as tables
 from kvtool.report import words
 from kvtool.report.panels import FRONT, GRID
 from kvtool.report.variants import results_of, task_names

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
 from kvtool.report import formats
 from kvtool.report.panels import drawing, new_figure, save, whole_ticks
+from kvtool.report.table import Cell, Column, Row, Table
+from kvtool.report.terminal import rich_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,21 +24,28 @@ _FREE, _FIXED = "#0072B2", "#777777"
 
 def plan_table(plan: PlanDocument) -> RenderableType:
     """Return what every layer stores with bars, the totals, and RocketKV's sizes."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
-    table.add_column("layer", justify="right")
-    table.add_column("tokens", justify="right")
-    table.add_column("of prompt", justify="right")
-    table.add_column("")
-    stored, prompt = stored_tokens(plan), plan.target.prompt_tokens
+    stored, prompt, rows = stored_tokens(plan), plan.target.prompt_tokens, []
     for i, (kind, tokens) in enumerate(zip(plan.model.layer_types, stored, strict=True)):
         fixed = i not in plan.free_layers
         share = kind.removesuffix("_attention") if fixed else formats.share(tokens / prompt)
-        style = "dim" if fixed else ""
-        table.add_row(str(i), str(tokens), share, bar(tokens / max(stored)), style=style)
+        cells = list(map(Cell, (str(tokens), share, bar(tokens / max(stored)))))
+        rows.append(Row(str(i), cells, look="dim" if fixed else ""))
+    columns = [*map(Column, ("layer", "tokens", "of prompt")), Column("", words=True)]
+    table = rich_table(Table(columns, rows))
     parts: list[RenderableType] = [Text(heading(plan), style="bold"), table]
     if plan.rocketkv is not None:
         parts.append(Text(_rocketkv(plan.rocketkv)))
     return Group(*parts)
+
+
+def layer_table(plan: PlanDocument) -> Table:
+    """Return the type of every layer, and the tokens that it stores."""
+    stored, prompt = stored_tokens(plan), plan.target.prompt_tokens
+    rows = [
+        Row(str(i), list(map(Cell, (kind, str(tokens), formats.share(tokens / prompt)))))
+        for i, (kind, tokens) in enumerate(zip(plan.model.layer_types, stored, strict=True))
+    ]
+    return Table(list(map(Column, ("layer", "type", "tokens", "of prompt"))), rows)
 
 
 def stored_tokens(plan: PlanDocument) -> list[int]:

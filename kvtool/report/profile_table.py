@@ -1,19 +1,24 @@
-"""A profile as tables for a terminal: a line per measurement, its layers as a small bar chart."""
+"""Build the tables of a profile: a row per measurement, its layers as a small bar chart."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kvtool.documents.profile import MemoryTable, Metrics, ProfileDocument
 from kvtool.report import formats
+from kvtool.report.table import Cell, Column, Row, Table
+from kvtool.report.terminal import rich_table
 
 _BARS = "▁▂▃▄▅▆▇█"
+_NUMBERS: dict[str, Callable[[Sequence[float]], float]] = {
+    "least": min,
+    "mean": statistics.fmean,
+    "most": max,
+}
 _NAMES = {
     "f_variance": "density variance F",
     "entropy": "column-sum entropy",
@@ -30,9 +35,10 @@ def profile_table(document: ProfileDocument) -> RenderableType:
     parts: list[RenderableType] = []
     lines = measured(document.metrics)
     if lines:
-        parts.append(_measurements(lines))
-    if document.metrics.memory is not None:
-        parts += [_sizes(document.metrics.memory), _fits(document.metrics.memory)]
+        title = f"layers 0 to {len(lines[0][1]) - 1}"
+        parts.append(rich_table(measurements(lines, title, ("least", "mean", "most")), edge=False))
+    if (memory := document.metrics.memory) is not None:
+        parts += [rich_table(sizes(memory)), rich_table(_fits(memory))]
     parts.append(Text(note(document), style="dim"))
     return Group(*parts)
 
@@ -73,43 +79,47 @@ def _column(rows: Sequence[Sequence[float] | None], place: int) -> list[float | 
     return [None if row is None else row[place] for row in rows]
 
 
-def _measurements(lines: list[tuple[str, list[float | None]]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("measurement")
-    table.add_column(f"layers 0 to {len(lines[0][1]) - 1}", overflow="fold")
-    for name in ("least", "mean", "most"):
-        table.add_column(name, justify="right")
-    for title, values in lines:
-        known = [value for value in values if value is not None]
-        if not known:
-            table.add_row(title, sparkline(values), *[formats.MISSING] * 3)
-            continue
-        numbers = (min(known), statistics.fmean(known), max(known))
-        table.add_row(title, sparkline(values), *map(formats.plain, numbers))
-    return table
+def measurements(
+    lines: Sequence[tuple[str, list[float | None]]], title: str, numbers: Sequence[str]
+) -> Table:
+    """Return a row for each measurement: its layers as a bar chart, and numbers over the layers.
+
+    Args:
+        title: of the column of bar charts.
+        numbers: names of `_NUMBERS`.
+    """
+    columns = [Column("measurement", words=True), Column(title, words=True, folds=True)]
+    return Table(
+        [*columns, *map(Column, numbers)], [_measurement(*line, numbers) for line in lines]
+    )
 
 
-def _sizes(memory: MemoryTable) -> Table:
-    table = _grid(f"keys and values of a full cache, {memory.dtype}", "context", memory.batches)
-    for tokens, row in zip(memory.contexts, memory.bytes, strict=True):
-        table.add_row(formats.tokens(tokens), *map(formats.size, row))
-    return table
+def _measurement(title: str, values: list[float | None], numbers: Sequence[str]) -> Row:
+    known = [value for value in values if value is not None]
+    said = [formats.plain(_NUMBERS[name](known)) if known else formats.MISSING for name in numbers]
+    return Row(title, [Cell(sparkline(values)), *map(Cell, said)])
+
+
+def sizes(memory: MemoryTable) -> Table:
+    """Return the bytes of a full cache: contexts down, batches across."""
+    caption = f"keys and values of a full cache, {memory.dtype}"
+    rows = [
+        Row(formats.tokens(tokens), [Cell(formats.size(size)) for size in row])
+        for tokens, row in zip(memory.contexts, memory.bytes, strict=True)
+    ]
+    return Table(_batches("context", memory), rows, caption)
 
 
 def _fits(memory: MemoryTable) -> Table:
-    table = _grid("longest context that fits", "memory", memory.batches)
+    rows = []
     for size, row in zip(memory.memory, memory.largest_context, strict=True):
-        told = ("any" if tokens is None else f"{tokens:,}" for tokens in row)
-        table.add_row(formats.size(size), *told)
-    return table
+        longest = ("any" if tokens is None else f"{tokens:,}" for tokens in row)
+        rows.append(Row(formats.size(size), list(map(Cell, longest))))
+    return Table(_batches("memory", memory), rows, "longest context that fits")
 
 
-def _grid(title: str, first: str, batches: Sequence[int]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first, justify="right")
-    for rows in batches:
-        table.add_column(f"batch {rows}", justify="right")
-    return table
+def _batches(first: str, memory: MemoryTable) -> list[Column]:
+    return [Column(first), *(Column(f"batch {size}") for size in memory.batches)]
 
 
 def note(document: ProfileDocument) -> str:

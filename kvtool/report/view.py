@@ -1,28 +1,27 @@
-"""What documents show of themselves in Python: text, data frames, tables in a notebook."""
+"""Show documents in Python: as text, as data frames, as tables in a notebook."""
 
 from __future__ import annotations
 
 import io
 from functools import singledispatch
-from html import escape
 from importlib.util import find_spec
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from kvtool.documents.generation import GenerationDocument
+from kvtool.documents.generation import GenerationDocument, TurnSection
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.profile import ProfileDocument
+from kvtool.documents.profile import MemoryTable, ProfileDocument
 from kvtool.documents.results import ResultsDocument
 from kvtool.errors import UsageError
-from kvtool.report import formats, page_tables
 from kvtool.report.kept.text import kept_text as kept_text
-from kvtool.report.page_tables import Cell, Header, Row, Table
-from kvtool.report.plans import heading, plan_table, stored_tokens
-from kvtool.report.profile_table import measured, note, profile_table, sparkline
-from kvtool.report.rows import rows_of
-from kvtool.report.tables import results_tables
+from kvtool.report.notebook import html as html
+from kvtool.report.plans import plan_table, stored_tokens
+from kvtool.report.profile_table import measured, profile_table
+from kvtool.report.results_layout import results_tables
+
+_Record = dict[str, Any]
 
 
 def text(document: Any, width: int) -> str:
@@ -64,96 +63,98 @@ def frame(document: Any) -> Any:
     return pandas.DataFrame(rows_of(document))
 
 
-def html(document: Any) -> str:
-    """Return what a notebook shows of a document."""
-    title, tables, after = _page(document)
-    parts = [f"<p><b>{escape(title)}</b></p>", *map(_spell, tables)]
-    return "\n".join([*parts, *([f"<p>{escape(after)}</p>"] if after else [])])
-
-
 @singledispatch
-def _page(document: Any) -> tuple[str, list[Table], str]:
-    """Return the title of a document, its tables, and what is said below them."""
-    raise TypeError(f"{type(document).__name__} has no tables")
+def rows_of(document: Any) -> list[_Record]:
+    """Return the rows of a document, all with the same keys."""
+    raise TypeError(f"{type(document).__name__} has no rows")
 
 
-@_page.register
-def _of_results(document: ResultsDocument) -> tuple[str, list[Table], str]:
-    costs = page_tables.costs(document)
-    gates = [page_tables.gates(document)] if document.gates else []
-    tables = [page_tables.summary(document), *([] if costs is None else [costs]), *gates]
-    unfinished = "" if document.complete else "samples are missing"
-    return document.name, tables, unfinished
-
-
-@_page.register
-def _of_plan(document: PlanDocument) -> tuple[str, list[Table], str]:
-    stored, prompt = stored_tokens(document), document.target.prompt_tokens
-    rows = [
-        Row(str(i), [Cell(kind), Cell(str(tokens)), Cell(formats.share(tokens / prompt))])
-        for i, (kind, tokens) in enumerate(zip(document.model.layer_types, stored, strict=True))
+@rows_of.register
+def _results(document: ResultsDocument) -> list[_Record]:
+    variants = {variant.name: variant for variant in document.arms}
+    costs = [result.cost for result in document.results if result.cost is not None]
+    names = list(type(costs[0]).model_fields) if costs else []
+    return [
+        {
+            "arm": result.arm,
+            "policy": variants[result.arm].policy,
+            "budget": variants[result.arm].budget,
+            "codec": variants[result.arm].codec,
+            "task": result.task,
+            "question": result.question,
+            "metric": result.metric,
+            "value": result.value,
+            "stderr": result.stderr,
+            "n": result.n,
+            "delta": result.delta,
+            "low": result.paired.low if result.paired else None,
+            "high": result.paired.high if result.paired else None,
+            "failed": result.failed,
+            **{name: getattr(result.cost, name, None) for name in names},
+        }
+        for result in document.results
     ]
-    headers = [Header(title) for title in ("layer", "type", "tokens", "of prompt")]
-    return heading(document), [Table(headers, rows)], ""
 
 
-@_page.register
-def _of_profile(document: ProfileDocument) -> tuple[str, list[Table], str]:
-    tables = []
+@rows_of.register
+def _plan(document: PlanDocument) -> list[_Record]:
+    stored, layers = stored_tokens(document), document.layers
+    shares = layers.fractions or [None] * len(stored)
+    together = zip(document.model.layer_types, layers.tokens, stored, shares, strict=True)
+    return [
+        {
+            "layer": i,
+            "type": kind,
+            "planned": i in document.free_layers,
+            "tokens": tokens,
+            "stored": held,
+            "fraction": share,
+        }
+        for i, (kind, tokens, held, share) in enumerate(together)
+    ]
+
+
+@rows_of.register
+def _profile(document: ProfileDocument) -> list[_Record]:
     lines = measured(document.metrics)
-    if lines:
-        headers = [Header(title) for title in ("measurement", "layers", "least", "most")]
-        tables.append(Table(headers, [_measurement(*line) for line in lines]))
-    memory = document.metrics.memory
-    if memory is not None:
-        headers = [Header("context"), *(Header(f"batch {rows}") for rows in memory.batches)]
-        sizes = zip(memory.contexts, memory.bytes, strict=True)
-        rows = [
-            Row(formats.tokens(n), [Cell(formats.size(each)) for each in row]) for n, row in sizes
-        ]
-        tables.append(Table(headers, rows))
-    return f"profile of {document.model.id}", tables, note(document)
+    if not lines and document.metrics.memory is not None:
+        return _memory(document.metrics.memory)
+    count = len(lines[0][1]) if lines else 0
+    return [{"layer": i, **{title: values[i] for title, values in lines}} for i in range(count)]
 
 
-def _measurement(title: str, values: list[float | None]) -> Row:
-    known = [value for value in values if value is not None]
-    ends = (
-        [formats.plain(min(known)), formats.plain(max(known))] if known else [formats.MISSING] * 2
-    )
-    return Row(title, [Cell(sparkline(values)), *map(Cell, ends)])
+def _memory(memory: MemoryTable) -> list[_Record]:
+    table = zip(memory.contexts, memory.bytes, strict=True)
+    return [
+        {"context": tokens, "batch": batch, "bytes": size}
+        for tokens, row in table
+        for batch, size in zip(memory.batches, row, strict=True)
+    ]
 
 
-@_page.register
-def _of_answers(document: GenerationDocument) -> tuple[str, list[Table], str]:
-    headers = [Header(title) for title in ("", "text", "prompt tokens", "new tokens", "kept")]
-    answers = document.turns or (document,)
-    rows = [Row(str(i + 1), _answer(each)) for i, each in enumerate(answers)]
-    budget = "" if document.budget is None else f", budget {document.budget}"
-    title = f"{document.model}: {document.policy}{budget}"
-    return title, [Table(headers, rows)], document.in_words()
+@rows_of.register
+def _generation(document: GenerationDocument) -> list[_Record]:
+    return [_answer(each, document) for each in document.turns or (document,)]
 
 
-def _answer(answer: Any) -> list[Cell]:
-    counts = (str(answer.prompt_tokens), str(answer.new_tokens))
-    told = (answer.text, *counts, formats.size(answer.cache.kv_bytes))
-    return [Cell(each) for each in told]
-
-
-def _spell(table: Table) -> str:
-    """Write a table in HTML."""
-    heads = "".join(map(_spell_header, table.headers))
-    rows = "\n".join(
-        f"<tr><th>{escape(row.head)}</th>{''.join(map(_spell_cell, row.cells))}</tr>"
-        for row in table.rows
-    )
-    return f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
-
-
-def _spell_header(header: Header) -> str:
-    below = f"<br><small>{escape(header.below)}</small>" if header.below else ""
-    return f"<th>{escape(header.title)}{below}</th>"
-
-
-def _spell_cell(cell: Cell) -> str:
-    notes = "".join(f" <small>{escape(each.text)}</small>" for each in cell.notes)
-    return f"<td>{escape(cell.text)}{notes}</td>"
+def _answer(answer: GenerationDocument | TurnSection, document: GenerationDocument) -> _Record:
+    cache, timing, close = answer.cache, answer.timing, answer.fidelity
+    return {
+        "model": document.model,
+        "policy": document.policy,
+        "budget": document.budget,
+        "user": getattr(answer, "user", None),
+        "text": answer.text,
+        "prompt_tokens": answer.prompt_tokens,
+        "new_tokens": answer.new_tokens,
+        "tokens_seen": cache.tokens_seen,
+        "kept_tokens": max(cache.kept_per_layer),
+        "kv_bytes": cache.kv_bytes,
+        "state_bytes": cache.state_bytes,
+        "full_bytes": cache.full_bytes,
+        "prefill_s": timing.prefill_s,
+        "decode_s": timing.decode_s,
+        "decode_tokens_per_s": timing.decode_tokens_per_s,
+        "agreement": None if close is None else close.agreement,
+        "kl": None if close is None else close.kl,
+    }

@@ -14,7 +14,7 @@ from kvtool.evaluation.verdict import LEAST_PAIRS, unseen
 from kvtool.report import formats
 from kvtool.report.costs import spent_by_variant
 from kvtool.report.metrics import meaning, title
-from kvtool.report.page_tables import Cell, Header, Note, Row, Table
+from kvtool.report.table import Cell, Column, Look, Note, Row, Table
 from kvtool.report.variants import full_variant, results_of, task_names, variants_in_order
 
 _MOST = 5  # undecided arms that are named
@@ -57,21 +57,21 @@ def choices_in_words(document: ResultsDocument) -> list[tuple[str, str]]:
 
 
 def standings_table(document: ResultsDocument) -> Table | None:
-    """Return how every arm stands, on the task that decides it; None without a verdict."""
+    """Return how every variant stands on the task that decides it; None without a verdict."""
     verdict = document.verdict
     if verdict is None or verdict.why is not None:
         return None
     rows = []
-    for arm in variants_in_order(document):
-        if (found := verdict.of(arm.name)) is None:
+    for variant in variants_in_order(document):
+        if (found := verdict.of(variant.name)) is None:
             continue
-        told = formats.MISSING if found.difference is None else f"{found.difference:+.1f} %"
-        against = Cell(told, () if found.why is None else (Note(found.why),))
+        difference = formats.MISSING if found.difference is None else f"{found.difference:+.1f} %"
+        against = Cell(difference, () if found.why is None else (Note(found.why),))
         interval = formats.MISSING if found.low is None else _interval(found)
         cells = [Cell(found.standing), Cell(found.task), against, Cell(interval)]
-        rows.append(Row(arm.name, [*cells, Cell(str(found.n))]))
+        rows.append(Row(variant.name, [*cells, Cell(str(found.n))]))
     titles = ("arm", f"within {verdict.within:g} %", "task", "against full", "95 % interval", "n")
-    return Table([Header(title) for title in titles], rows)
+    return Table(list(map(Column, titles)), rows)
 
 
 def _arm(verdict: Verdict, choice: Choice) -> str:
@@ -132,7 +132,12 @@ def _interval(standing: Standing) -> str:
     return f"{standing.low:+.1f} to {standing.high:+.1f}"
 
 
-_HEADERS = ("than", "task", "budgets", "of", "difference", "95 % interval", "n")
+_CLAIM_COLUMNS = [
+    *(Column(title, words=True) for title in ("arm", "than", "task", "budgets")),
+    *(Column(title) for title in ("of", "difference", "95 % interval", "n")),
+    Column("says", words=True),
+]
+_CLAIM_LOOKS: dict[str, Look] = {"holds": "better", "fails": "worse"}
 
 
 def claim_in_words(found: ClaimVerdict) -> str:
@@ -194,27 +199,29 @@ def says(row: ClaimRow) -> str:
 
 def claim_table(found: ClaimVerdict) -> Table:
     """Return a row for each comparison."""
-    named = [Header(title, look="words") for title in _HEADERS[:3]]
-    numbers = [Header(title) for title in _HEADERS[3:]]
-    headers = [Header("arm"), *named, *numbers, Header("says", look="words")]
-    return Table(headers, list(map(_compared_row, found.rows)))
+    return Table(_CLAIM_COLUMNS, list(map(_compared_row, found.rows)))
 
 
 def _compared_row(row: ClaimRow) -> Row:
-    words = [Cell(text, look="words") for text in (row.than, row.task, at_budgets(row))]
     interval = formats.interval(row.low, row.high, row.best) or formats.MISSING
-    told = (than_value(row), formats.signed(row.difference, row.best))
-    numbers = [Cell(text) for text in (*told, interval, str(row.n))]
-    look = {"holds": "better", "fails": "worse"}.get(row.verdict, "words")
-    return Row(row.arm, [*words, *numbers, Cell(says(row), look=look)])
+    difference = formats.signed(row.difference, row.best)
+    words = (row.than, row.task, at_budgets(row))
+    numbers = (than_value(row), difference, interval, str(row.n))
+    look = _CLAIM_LOOKS.get(row.verdict, "")
+    return Row(row.arm, [*map(Cell, (*words, *numbers)), Cell(says(row), look=look)])
 
 
 _AGAINST = {"base": "its base", "best": "the best of this budget", "asked": "as asked"}
-_LOOKS = {"better": "better", "worse": "worse"}
+_DIFFERENCE_COLUMNS = [
+    *(Column(title, words=True) for title in ("arm", "task", "against", "which is")),
+    *(Column(title) for title in ("difference", "95 % interval", "n")),
+    Column("says", words=True),
+]
+_DIFFERENCE_LOOKS: dict[str, Look] = {"better": "better", "worse": "worse"}
 
 
 def differences_in_words(document: ResultsDocument) -> list[tuple[str, str, str]]:
-    """Return for each pair its task, its two arms, and what the interval allows to say."""
+    """Return for each pair its task, its two variants, and the words that its interval allows."""
     return [
         (each.task, f"{each.arm} - {each.against}", said(each, _best(document, each)))
         for each in document.differences
@@ -246,18 +253,16 @@ def standing_in_words(found: Difference) -> str:
 def differences_table(document: ResultsDocument) -> Table:
     """Return a row for each pair: the difference, its interval, what that says."""
     rows = [_difference_row(each, _best(document, each)) for each in document.differences]
-    named = [Header(title, look="words") for title in ("task", "against", "which is")]
-    numbers = [Header(title) for title in ("difference", "95 % interval", "n")]
-    return Table([Header("arm"), *named, *numbers, Header("says", look="words")], rows)
+    return Table(_DIFFERENCE_COLUMNS, rows)
 
 
 def _difference_row(found: Difference, best: float | None) -> Row:
-    words = [Cell(text, look="words") for text in (found.task, found.against)]
-    words.append(Cell(_AGAINST[found.because], look="words"))
     interval = formats.interval(found.low, found.high, best) or formats.MISSING
-    numbers = [Cell(formats.signed(found.difference, best)), Cell(interval), Cell(str(found.n))]
-    says = Cell(standing_in_words(found), look=_LOOKS.get(found.standing, "words"))
-    return Row(found.arm, [*words, *numbers, says])
+    words = (found.task, found.against, _AGAINST[found.because])
+    numbers = (formats.signed(found.difference, best), interval, str(found.n))
+    look = _DIFFERENCE_LOOKS.get(found.standing, "")
+    says = Cell(standing_in_words(found), look=look)
+    return Row(found.arm, [*map(Cell, (*words, *numbers)), says])
 
 
 def _best(document: ResultsDocument, found: Difference) -> float | None:

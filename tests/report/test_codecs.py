@@ -15,12 +15,12 @@ from kvtool.documents.verdict import Paired
 from kvtool.evaluation.verdict import make_verdict
 from kvtool.report.budgets import budget_figure
 from kvtool.report.held import front_of, held_figure, held_points
-from kvtool.report.page_tables import costs
 from kvtool.report.panels import covered, drawing, looks
 from kvtool.report.pictures import pictures
-from kvtool.report.rows import rows_of
-from kvtool.report.tables import summary_table
+from kvtool.report.results import costs
+from kvtool.report.results_layout import summary_table
 from kvtool.report.variants import families
+from kvtool.report.view import rows_of
 from kvtool.report.words import notes
 from tests.report.examples import BITS, changed, container, document, line
 
@@ -144,7 +144,7 @@ def test_tables_say_how_many_times_smaller_a_cache_is():
     row = next(row for row in text.getvalue().splitlines() if "h2o+int8@256" in row)
     assert f" {whole / held:.2f}x " in row
     table = costs(RUN)
-    place = [header.title for header in table.headers].index("× smaller") - 1
+    place = [column.title for column in table.columns].index("× smaller") - 1
     smaller = {row.head: row.cells[place].text for row in table.rows}
     assert smaller["h2o+int8@256"] == f"{whole / held:.2f}x"
     assert smaller["full"] == "1.00x"

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtool.documents.verdict import Difference
-from kvtool.report.tables import results_tables
+from kvtool.report.results_layout import results_tables
 from kvtool.report.words import differences_in_words, differences_table, said
 from tests.report.examples import document
 from tests.report.test_tables import printed

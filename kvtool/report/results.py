@@ -1,0 +1,315 @@
+"""Build the tables of a results document, which a terminal, the page and a notebook show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvtool.documents.results import CellEntry, ResultsDocument, TaskResult, VariantEntry
+from kvtool.evaluation.run.wrong import WrongAnswer
+from kvtool.report import formats
+from kvtool.report.costs import Spent, relative, spent_by_variant, spent_on
+from kvtool.report.metrics import headline, meaning, title
+from kvtool.report.needles import is_needle, needle_grids, scale
+from kvtool.report.table import Cell, Column, Note, Row, Table
+from kvtool.report.variants import (
+    FULL,
+    families,
+    full_variant,
+    results_of,
+    suite,
+    task_names,
+    wrap,
+)
+
+_MOST_CELLS = 24
+_MOST_LETTERS = 240  # of an answer
+_HEAD = Column("arm", words=True)
+_COST = [
+    Column("held", "buffers, state"),
+    Column("× smaller", "held"),
+    Column("K/V"),
+    Column("of full"),
+    Column("policy state"),
+    Column("prefill", "s"),
+    Column("decode", "tokens/s"),
+    Column("× full"),
+]
+_SHORT_COST = [
+    Column(title, below, folds=True, group="cost of all tasks")
+    for title, below in (
+        ("K/V", "of full"),
+        ("held", "smaller"),
+        ("prefill", "s"),
+        ("decode", "tokens/s"),
+    )
+]
+
+
+def summary(document: ResultsDocument) -> Table:
+    """Return the scores of all variants, a column for each task and each mean of a suite."""
+    tasks, suites = task_names(document), _suites(document)
+
+    def scores(variant: VariantEntry) -> list[Cell]:
+        row = [_score(document.of(variant.name, task), variant) for task in tasks]
+        return [*row, *(_average(document, name, variant) for name in suites)]
+
+    columns = [_task_column(document, task) for task in tasks]
+    columns += [
+        Column(name, f"mean of {len(_mean_of(document, name))}", folds=True, group=f"suite {name}")
+        for name in suites
+    ]
+    return Table([_HEAD, *columns], _rows(document, scores))
+
+
+def summary_with_costs(document: ResultsDocument) -> Table:
+    """Return the scores of all variants and, in few columns, their costs."""
+    scores, spent = summary(document), spent_by_variant(document)
+    if not spent:
+        return scores
+    costs = (_short_cost(row.head, spent, document) for row in scores.rows)
+    rows = [
+        replace(row, cells=[*row.cells, *cost])
+        for row, cost in zip(scores.rows, costs, strict=True)
+    ]
+    return Table([*scores.columns, *_SHORT_COST], rows)
+
+
+def means(document: ResultsDocument) -> list[tuple[str, str]]:
+    """Return each suite with the tasks that its mean is of."""
+    return [(name, ", ".join(_mean_of(document, name))) for name in _suites(document)]
+
+
+def costs(document: ResultsDocument) -> Table | None:
+    """Return what the variants cost, or None where no task measured it."""
+    spent = spent_by_variant(document)
+    if not spent:
+        return None
+    rows = _rows(document, lambda variant: _cost(variant.name, spent, document))
+    return Table([_HEAD, *_COST], rows)
+
+
+def task(document: ResultsDocument, name: str) -> Table:
+    """Return every metric of one task, its samples and its cost."""
+    results = {result.arm: result for result in results_of(document, name)}
+    names = dict.fromkeys(m.name for result in results.values() for m in result.metrics)
+    others = [n for n in names if any(n != result.metric for result in results.values())]
+    measured = {variant: spent_on([result]) for variant, result in results.items()}
+    spent = {variant: cost for variant, cost in measured.items() if cost is not None}
+
+    def cells(variant: VariantEntry) -> list[Cell]:
+        result = results.get(variant.name)
+        row = [_score(result, variant), *(_metric(result, other) for other in others)]
+        row.append(Cell(str(result.n) if result else formats.MISSING))
+        failed = result.failed if result else 0
+        row.append(Cell(str(failed), look="failed" if failed else ""))
+        return [*row, *(_cost(variant.name, spent, document) if spent else [])]
+
+    named = [Column(title(other), other) for other in others]
+    columns = [_HEAD, _task_column(document, name), *named, Column("n"), Column("failed")]
+    return Table([*columns, *(_COST if spent else [])], _rows(document, cells))
+
+
+def meanings(document: ResultsDocument, name: str) -> list[tuple[str, str]]:
+    """Return each metric of one task in words, with the sentence that says what it measures."""
+    results = results_of(document, name)
+    names = dict.fromkeys(metric.name for result in results for metric in result.metrics)
+    return [(title(each), meaning(each)) for each in dict.fromkeys([results[0].metric, *names])]
+
+
+def cells(document: ResultsDocument, name: str) -> Table | None:
+    """Return the headline per cell, unless there are too many to read but as a picture."""
+    by_variant = {
+        result.arm: {_place(cell.at): (result, cell) for cell in result.cells}
+        for result in results_of(document, name)
+        if not is_needle(result)
+    }
+    places = list(dict.fromkeys(place for found in by_variant.values() for place in found))
+    if not 1 < len(places) <= _MOST_CELLS:
+        return None
+
+    def row(variant: VariantEntry) -> list[Cell]:
+        found = by_variant.get(variant.name, {})
+        return [_cell(*found[p]) if p in found else Cell(formats.MISSING) for p in places]
+
+    return Table([_HEAD, *map(Column, places)], _rows(document, row))
+
+
+def wrong(answers: Sequence[WrongAnswer]) -> Table:
+    """Return wrong answers beside their references."""
+    rows = []
+    for each in answers:
+        where = each.sample if each.question is None else f"{each.sample}, question {each.question}"
+        wanted = " or ".join(_shortened(reference) for reference in each.references)
+        said = (where, _shortened(each.answer), wanted, formats.score(each.score, each.best))
+        rows.append(Row(each.arm, list(map(Cell, said))))
+    named = [Column(title, words=True) for title in ("sample", "answer", "reference")]
+    return Table([_HEAD, *named, Column("score")], rows)
+
+
+def _shortened(text: str) -> str:
+    """Strip a text, and leave out what comes after so many characters."""
+    text = text.strip()
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} …"
+
+
+def gates(document: ResultsDocument) -> Table:
+    """Return every condition and whether it is met."""
+    rows = []
+    for gate in document.gates:
+        value = formats.MISSING if gate.value is None else formats.plain(gate.value)
+        outcome = Cell("passed", look="better") if gate.passed else Cell("FAILED", look="failed")
+        said = (gate.task, formats.gate_name(gate), value, formats.plain(gate.limit))
+        rows.append(Row(gate.arm, [*map(Cell, said), outcome]))
+    named = [Column(title, words=True, folds=True) for title in ("arm", "task", "gate")]
+    return Table([*named, *map(Column, ("value", "limit", ""))], rows)
+
+
+def needles(document: ResultsDocument, task: str) -> list[Table]:
+    """Return a heat map for each variant: depths down, lengths across."""
+    grids, found = needle_grids(document, task), []
+    for result in results_of(document, task):
+        if (grid := grids.get(result.arm)) is None:
+            continue
+        best = scale(result)
+        columns = [Column(str(length), folds=True) for length in grid.lengths]
+        rows = [
+            Row(f"{depth:g}%", [_shaded(value, best) for value in row])
+            for depth, row in zip(grid.depths, grid.values, strict=True)
+        ]
+        mean = formats.score(result.value, result.best)
+        caption = f"{wrap(result.arm, 28)}\n{result.task} {mean}"
+        found.append(Table([Column("depth"), *columns], rows, caption, dense=True))
+    return found
+
+
+def _shaded(value: float | None, best: float) -> Cell:
+    if value is None:
+        return Cell(formats.MISSING)
+    return Cell(f"{value:.{2 if best <= 1 else 0}f}", share=value / best)
+
+
+def _rows(document: ResultsDocument, cells: Callable[[VariantEntry], list[Cell]]) -> list[Row]:
+    """Return a row per variant, a line above each policy."""
+    return [
+        Row(variant.name, cells(variant), first=variant is family.variants[0])
+        for family in families(document)
+        for variant in family.variants
+    ]
+
+
+def _task_column(document: ResultsDocument, name: str) -> Column:
+    some = results_of(document, name)[0]
+    lines = name.replace("/", "\n", 1)
+    return Column(
+        name,
+        headline(some),
+        short=f"{lines}\n{some.metric} {formats.direction(some)}",
+        folds=True,
+        aligned=True,
+        group=f"suite {suite(name)}",
+    )
+
+
+def _suites(document: ResultsDocument) -> list[str]:
+    return list(dict.fromkeys(average.suite for average in document.averages))
+
+
+def _mean_of(document: ResultsDocument, name: str) -> list[str]:
+    averages = [average for average in document.averages if average.suite == name]
+    return list(dict.fromkeys(task for average in averages for task in average.tasks))
+
+
+def _score(result: TaskResult | None, variant: VariantEntry) -> Cell:
+    if result is None:
+        return Cell(formats.MISSING)
+    notes = []
+    if (pair := result.paired) is None:
+        notes.append(Note(formats.stderr(result.stderr, result.best), kind="error"))
+    if result.delta is not None and variant.policy != FULL:
+        delta = formats.signed(result.delta, result.best)
+        notes.append(Note(delta, formats.tone(result), kind="difference"))
+    if pair is not None:
+        notes.append(Note(formats.interval(pair.low, pair.high, result.best), kind="interval"))
+    if result.failed:
+        notes.append(Note(f"!{result.failed}", "failed", kind="failed"))
+    written = tuple(note for note in notes if note.text)
+    return Cell(formats.score(result.value, result.best), written)
+
+
+def _metric(result: TaskResult | None, name: str) -> Cell:
+    found = next((m for m in result.metrics if m.name == name), None) if result else None
+    if found is None or found.value is None:
+        return Cell(formats.MISSING)
+    notes = () if found.stderr is None else (Note(f"±{formats.plain(found.stderr)}"),)
+    return Cell(formats.plain(found.value), notes)
+
+
+def _place(at: dict[str, int | float | str]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in at.items())
+
+
+def _cell(result: TaskResult, cell: CellEntry) -> Cell:
+    error = Note(formats.stderr(cell.stderr, result.best))
+    return Cell(formats.score(cell.value, result.best), (error,))
+
+
+def _average(document: ResultsDocument, name: str, variant: VariantEntry) -> Cell:
+    found = [each for each in document.averages if (each.suite, each.arm) == (name, variant.name)]
+    if not found:
+        return Cell(formats.MISSING)
+    average = found[0]
+    some = results_of(document, average.tasks[0])[0]
+    note = Note("", width=6)
+    if average.delta is not None and variant.policy != FULL:
+        tone = formats.tone(some.model_copy(update={"delta": average.delta}))
+        note = Note(formats.signed(average.delta, some.best), tone, width=6)
+    return Cell(formats.score(average.value, some.best), (note,))
+
+
+def _cost(variant: str, spent: dict[str, Spent], document: ResultsDocument) -> list[Cell]:
+    cost = spent.get(variant)
+    if cost is None:
+        return [Cell(formats.MISSING)] * len(_COST)
+    decoded, ratio, smaller = _against_full(cost, spent, document)
+    said = (
+        formats.size(cost.held_bytes),
+        smaller or formats.MISSING,
+        formats.size(cost.kv_bytes),
+        formats.share(cost.kv_share),
+        formats.size(cost.state_bytes),
+        formats.plain(cost.prefill_s),
+        decoded,
+        ratio or formats.MISSING,
+    )
+    return list(map(Cell, said))
+
+
+def _short_cost(variant: str, spent: dict[str, Spent], document: ResultsDocument) -> list[Cell]:
+    cost = spent.get(variant)
+    if cost is None:
+        return [Cell(formats.MISSING)] * len(_SHORT_COST)
+    decoded, ratio, smaller = _against_full(cost, spent, document)
+    return [
+        Cell(formats.size(cost.kv_bytes), (Note(formats.share(cost.kv_share), width=4),)),
+        Cell(formats.size(cost.held_bytes), (Note(smaller, width=6),)),
+        Cell(formats.plain(cost.prefill_s)),
+        Cell(decoded, (Note(ratio, width=5),)),
+    ]
+
+
+def _against_full(
+    cost: Spent, spent: dict[str, Spent], document: ResultsDocument
+) -> tuple[str, str, str]:
+    """Return the decode rate, its ratio to the full cache's, and how many times less is held.
+
+    The last two are empty where the full cache was not measured on the same tasks.
+    """
+    full = full_variant(document)
+    baseline = spent.get(full.name) if full else None
+    ratio, smaller = relative("decode_rate", cost, baseline), cost.times_smaller(baseline)
+    return (
+        formats.MISSING if cost.decode_rate is None else formats.plain(cost.decode_rate),
+        "" if ratio is None else formats.times(ratio),
+        "" if smaller is None else formats.times(smaller),
+    )

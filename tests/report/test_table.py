@@ -1,0 +1,122 @@
+"""One table, shown by a terminal, by the page and by a notebook."""
+
+from html.parser import HTMLParser
+
+import pytest
+from jinja2 import Environment, FileSystemLoader
+from rich.console import Console
+
+from kvtool.package_data import data_file
+from kvtool.report.notebook import html_table
+from kvtool.report.table import Cell, Column, Note, Row, Table
+from kvtool.report.terminal import FittingTables, rich_table
+
+COLUMNS = [
+    Column("arm", words=True),
+    Column("niah", "exact match", short="niah\nem", aligned=True, group="a"),
+    Column("task", words=True, group="b"),
+]
+TABLE = Table(
+    COLUMNS,
+    [
+        Row("full", [Cell("1.000"), Cell("[b]x[/b]")], first=True),
+        Row(
+            "h2o@64",
+            [
+                Cell("0.5", (Note("±0.1", kind="error"), Note("-0.5", "worse", "difference"))),
+                Cell("<i>", (Note("", width=4),)),
+            ],
+            first=True,
+        ),
+        Row("h2o@128", [Cell("0.75", (Note("0", kind="difference"),)), Cell("y", look="better")]),
+    ],
+)
+
+
+def on_a_terminal(shown, width=80, colour=False):
+    console = Console(
+        width=width,
+        force_terminal=colour,
+        color_system="truecolor" if colour else None,
+        _environ={},
+    )
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
+
+
+def on_the_page(table):
+    loader = FileSystemLoader(data_file("report/table.html").parent)
+    template = Environment(loader=loader, autoescape=True).get_template("table.html")
+    return str(template.module.table(table))
+
+
+class Cells(HTMLParser):
+    """The text of each cell below the head."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self._open = [], False
+        self.feed(text[text.index("<tbody>") :])
+
+    def handle_starttag(self, tag, attributes):
+        self._open = self._open or tag in ("td", "th")
+        if tag in ("td", "th"):
+            self.found.append("")
+
+    def handle_endtag(self, tag):
+        self._open = self._open and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        if self._open:
+            self.found[-1] += data
+
+
+def test_all_three_show_the_same_cells():
+    on_page, in_notebook = Cells(on_the_page(TABLE)).found, Cells(html_table(TABLE)).found
+    assert on_page == in_notebook
+    assert on_page[3:6] == ["h2o@64", "0.5 ±0.1 -0.5", "<i>"]
+    lines = on_a_terminal(rich_table(TABLE)).splitlines()
+    [line] = [line for line in lines if line.split()[:1] == ["h2o@64"]]
+    assert line.split() == ["h2o@64", "0.5±0.1", "-0.5", "<i>"]
+    assert "[b]x[/b]" in on_page
+    assert any("[b]x[/b]" in line for line in lines)
+
+
+def test_a_terminal_lines_up_numbers_and_notes():
+    lines = on_a_terminal(rich_table(TABLE)).splitlines()
+    first, second = (line for line in lines if line.split()[:1] in (["h2o@64"], ["h2o@128"]))
+    assert first.index("0.5±0.1") + 7 == second.index("0.75") + 4
+    assert first.index("-0.5") + 4 == second.index(" 0 ") + 2
+
+
+def test_looks_are_colours_on_a_terminal_and_classes_on_the_page():
+    text, page = on_a_terminal(rich_table(TABLE), colour=True), on_the_page(TABLE)
+    assert "\x1b[31m-0.5\x1b[0m" in text
+    assert '<small class="worse"> -0.5</small>' in page
+    assert '<td class="better">y</td>' in page
+    assert '<td class="words">[b]x[/b]</td>' in page
+    assert page.count('<tr class="first">') == 2
+
+
+@pytest.mark.parametrize(("width", "tables"), [(80, 1), (30, 2)])
+def test_a_narrow_terminal_has_a_table_per_group(width, tables):
+    text = on_a_terminal(FittingTables(TABLE), width)
+    assert sum("h2o@64" in line for line in text.splitlines()) == tables
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_picked_columns_come_in_their_order():
+    picked = TABLE.pick([2, 0])
+    assert [column.title for column in picked.columns] == ["task", "arm"]
+    assert (picked.rows[0].head, picked.rows[0].cells[0].text) == ("[b]x[/b]", "full")
+
+
+def test_shares_are_colours_of_the_scale():
+    cells = [Cell("0.00", share=0.0), Cell("1.00", share=1.0)]
+    heat = Table(
+        [Column("depth"), Column("8"), Column("16")], [Row("0%", cells)], "h2o", dense=True
+    )
+    text = on_a_terminal(rich_table(heat), colour=True)
+    assert "\x1b[37;48;2;0;34;78m 0.00\x1b[0m" in text
+    assert "\x1b[30;48;2;254;232;56m 1.00\x1b[0m" in text
