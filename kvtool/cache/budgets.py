@@ -1,8 +1,7 @@
-"""What each layer and row may keep: fixed when a prompt begins, or once all layers have seen it.
+"""Turn a budget of tokens, bytes or a plan into the tokens that each layer and row may store.
 
-A budget of tokens or bytes, in tokens of a layer and KV head.
-
-Budgets that grow by what is read, so that it stays whole: a question behind a context.
+Budgets are fixed when a prompt begins, or once all layers have seen it. A budget may grow by what
+is read, so that a question behind a context is kept whole.
 """
 
 from __future__ import annotations

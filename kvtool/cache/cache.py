@@ -1,8 +1,7 @@
 """The cache that transformers holds: what it does with forwards, prompts and steps.
 
-What a cache says of itself when it is printed.
-
-A cache whose prompt is repeated: forwards that are not stored, and the cut that follows.
+It prints a short description of itself. A cache whose policy repeats the prompt takes further
+forwards that are not stored, and cuts after them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a cache knows of the text that it holds, and of the model that it was built for.
-
-What a cache knows of the forward, and of the prompt, that is running over it.
-"""
+"""What a cache knows of its text, its model and the forward or prompt that is running over it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What decode steps may read: from a budget of pairs and the lengths of prompts to sizes.
+"""Turn a budget of pairs that a decoded token may read into the sizes of a reader.
 
-The file of key bases that `kvtool profile --metrics key_basis` writes beside a profile.
+The sizes depend on the lengths of the prompts. This file also reads the key bases that `kvtool
+profile --metrics key_basis` writes beside a profile, for readers that need them.
 """
 
 from __future__ import annotations

@@ -1,21 +1,19 @@
-"""The verdict of a comparison: the cheapest variants that are as good as the full cache.
+"""Compare variants sample by sample, and name the cheapest that are as good as the full cache.
 
-A variant is within X % if on every task the lower end of the paired 95 % interval of its score
-against the full cache's is above -X % of the full cache's score (the upper end below +X %, where
-smaller is better). Where only the difference itself is, more samples have to decide. Costs are
-means over the samples of all tasks.
+Verdict: a variant is within X % if on every task the lower end of the paired 95 % interval of its
+score against the full cache's is above -X % of the full cache's score (the upper end below +X %,
+where smaller is better). Where only the difference itself is, more samples have to decide. Costs
+are means over the samples of all tasks. Only a document of results is needed.
 
-Arms held against each other sample by sample, from a document of results alone.
+Pairs: each variant is compared with its base, the same policy with fewer modifiers, where the run
+has that at the same budget; else with the variant of that budget with the best score. Intervals are
+not widened for the number of variants: of twenty variants of equal truth, one is expected to fall
+outside the noise.
 
-Each arm is held against its base, the same policy with fewer modifiers, where the run has that at
-the same budget; else against the arm of that budget with the best score. Intervals are not widened
-for the number of arms: of twenty arms of equal truth, one is expected to fall outside the noise.
-
-Two variants held against each other on the same samples: paired bootstrap intervals.
-
-Samples are drawn with replacement, the same ones for both, so that what makes a sample hard for
-both cancels. Intervals are percentile intervals (Efron, Tibshirani, An Introduction to the
-Bootstrap, 1993, chapter 13). Nothing is random: the draws follow from the number of samples.
+Intervals: paired bootstrap on the same samples. Samples are drawn with replacement, the same ones
+for both variants, so that what makes a sample hard for both cancels. Intervals are percentile
+intervals (Efron, Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13). Nothing is
+random: the draws follow from the number of samples.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""Attention of one query per row over quantised slots, whose codes are read as they lie.
+"""Attention of one query per row over quantised slots, whose codes are read as they are stored.
 
-Two launches, as `kvtool.kernels.attend_slots` has. Keys and values in full are never in memory.
+Two launches, as `kvtool.kernels.attend_slots` has. Keys and values in full are never in memory: the
+first launch dequantises codes in registers. Each of its programs leaves the logits of its part,
+their maximum, the sum of exponentials and the mean of its values. Where a slot has one scale (int8,
+fp8), codes are multiplied unscaled: the scale of a key is applied to its logit, and that of a value
+to its weight. Where groups of channels have scales (int4), codes are multiplied with them first.
 
-First launch of attention over quantised slots: codes are decoded in registers.
-
-As `attend_part` does, each program leaves the logits of its part, their maximum, the sum of
-exponentials and the mean of its values. Where a slot has one scale (int8, fp8), codes are
-multiplied as they are: the scale of a key goes to its logit, and that of a value to its weight.
-Where groups of channels have scales (int4), codes are multiplied with them first.
-
-A byte of int4 holds channels i and i + DIM / 2. Tiles have the two beside each other, since that
-is how registers hold them, and so do the query and the mean.
+A byte of int4 holds channels i and i + DIM / 2. Tiles have the two beside each other, since that is
+how registers hold them, and so do the query and the mean.
 """
 
 import torch

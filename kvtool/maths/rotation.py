@@ -1,12 +1,10 @@
-"""Rotary position embedding: turn keys and queries on by whole positions.
+"""Rotary position embedding: rotate keys and queries on by whole positions.
 
 Su et al., 2021, https://arxiv.org/abs/2104.09864, section 3.4. A head consists of pairs of numbers,
-and pair i of a token at position p is turned by the angle p * frequency i. Turning is additive: a
-key turned at p and turned on by d is the key turned at p + d. Models lay pairs out in two ways,
-number i beside number i + pairs (half-split) or numbers 2i and 2i + 1 (interleaved); what lies
-behind the pairs has no position.
-
-The rotation by which a model places its keys.
+and pair i of a token at position p is rotated by the angle p * frequency i. Rotation is additive: a
+key rotated to p and then by d is the key rotated to p + d. Models lay pairs out in two ways, number
+i beside number i + pairs (half-split) or numbers 2i and 2i + 1 (interleaved); the numbers behind
+the pairs have no position. `Rotation` describes how a model places its keys.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Columns of a prompt's attention from the log-sum-exp of its rows: no row of weights is written.
+"""Statistics of a prompt: column sums of its attention, moments of vectors, and surprisal.
 
-A fused kernel that attends a prompt knows the log-sum-exp of every row, and then the weight of a
-key is exp(logit - log-sum-exp). So one product of queries and keys gives the sums, in tiles that
-stay in a core's second cache, above whose diagonal nothing is computed.
+Column sums: a fused kernel that attends a prompt knows the log-sum-exp of every row, and then the
+weight of a key is exp(logit - log-sum-exp). So one product of queries and keys gives the sums, in
+tiles that stay in a core's second cache, above whose diagonal nothing is computed. No row of
+weights is written.
 
-Mean and scatter of vectors that come in parts, none of which is kept.
-
-Chan, Golub & LeVeque, 1979, "Updating formulae and a pairwise algorithm for computing sample
-variances". Each part is centred on its own mean before it is multiplied out, so that nothing
-cancels, however far the mean is from 0.
+Moments: mean and scatter of vectors that come in parts, none of which is kept. Chan, Golub &
+LeVeque, 1979, "Updating formulae and a pairwise algorithm for computing sample variances". Each
+part is centred on its own mean before it is multiplied out, so that nothing cancels, however far
+the mean is from 0.
 
 Surprisal: how unexpected a token was to the model, -log p in nats.
 """

@@ -1,8 +1,7 @@
-"""Check a model folder before anything heavy is imported.
+"""Find a model before anything heavy is imported, and explain in one line why it does not load.
 
-Turn what libraries say and raise while a model is loaded into one line with a hint.
-
-Ask the hub once whether it has a model, before anything heavy is imported.
+A folder is checked on the disk, and the hub is asked once whether it has the model. Messages and
+errors of libraries become one line with a hint.
 """
 
 from __future__ import annotations

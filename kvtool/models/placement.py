@@ -1,8 +1,7 @@
 """Choose where and how a model runs: device, dtype, attention kernel, processes.
 
-How much memory is free where a model would run.
-
-How many bytes a model's weights take, before they are loaded.
+The choice compares the bytes of the weights, known before they are loaded, with the memory that is
+free.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What a cache will hold, policy state included, and what its last token will read, in bytes.
+"""Estimate what a cache will hold, policy state included, and what its last token will read.
 
-The one place that forecasts bytes. Everything follows from the parts of a policy: the names of the
-numbers beside its slots, when it cuts, what it remembers of evicted tokens, the tables of its
-reader (asked of the reader itself, on tensors without content), and from the rule by which a
-layer's buffers grow. "Held" is what a report calls `allocated_bytes` + `state_bytes`, at its most
-from the end of the prompt to the last new token; host memory and what exists only while the prompt
-is read are not in it.
-
-What a token takes in a slot: its key and value as they are stored, its position and numbers.
+The one place that estimates bytes of a cache. Everything follows from the parts of a policy: the
+names of the numbers beside its slots, when it cuts, what it remembers of evicted tokens, the tables
+of its reader (asked of the reader itself, on tensors without content), and from the rule by which a
+layer's buffers grow. A token takes in a slot its key and value as they are stored, its position and
+its numbers. "Held" is what a report calls `allocated_bytes` + `state_bytes`, at its most from the
+end of the prompt to the last new token; host memory and what exists only while the prompt is read
+are not in it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Forecasts for budgets and for plans, and budgets for a given number of bytes.
+"""Estimate the bytes that a run with a budget or a plan will hold, and find the budget for bytes.
 
-What a run makes of a plan: the tokens and stages it goes by, and the bytes it will hold.
+Of a plan a run uses the tokens of its layers and the stages of its reader.
 """
 
 from __future__ import annotations

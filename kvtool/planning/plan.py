@@ -1,10 +1,7 @@
 """Make a plan: tokens of every layer, RocketKV's sizes and totals, for one target.
 
-What a profile says about the layers whose budget is free, in the form that allocators read.
-
-The layers of a model before a budget is split over them.
-
-RocketKV's section of a plan: what the two stages need, for a policy and a target.
+Allocators split the budget over the layers, by what a profile says of those whose budget is free.
+RocketKV's section of a plan has what its two stages need, for a policy and a target.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ As the authors' accuracy code, where it goes beyond the paper: generated tokens 
 page size above c2, for which k1 would exceed D, becomes 1. Unlike theirs, a context that fits into
 the budget is attended in full (`strict` follows them).
 
-RocketKV's stages as a plan has them: as they stand, or scaled to a prompt.
-
-A budget of what a decoded token reads: what is stored by it, and the sizes of the reader.
+The stages of a plan are used unchanged or scaled to a prompt. A budget of what a decoded token
+reads gives both what is stored and the sizes of the reader.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Attention weights of some queries: the evidence of a score.
+"""The evidence of scores: attention weights, moments of queries, a repeated prompt.
 
-The moments of a text's queries before RoPE: the evidence of a score that looks ahead.
-
-A prompt that the model says once more: the evidence of a score that asks what that needs.
+A score sees the attention weights of some queries. One that looks ahead sees the moments of a
+text's queries before RoPE. One that asks which tokens a repetition of the prompt needs sees the
+prompt once more.
 """
 
 from __future__ import annotations

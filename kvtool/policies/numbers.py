@@ -1,9 +1,8 @@
-"""Counts of one layer, of which batch entries and heads may have their own, and numbers by slot.
+"""Numbers of a layer: counts by batch entry and head, statistics by slot, and its KV heads.
 
-The KV heads of a layer, of which one process may hold a part (tensor parallelism).
-
-Whatever a policy decides across the heads of a layer goes through here: then all processes decide
-alike, and as one process that holds all heads would.
+One process may hold a part of the KV heads (tensor parallelism). Whatever a policy decides across
+the heads of a layer uses the heads of this file. Then all processes decide alike, and as one
+process that holds all heads would.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Scores from outside the package, named `my_package.my_module:MyScore` in a policy string.
 
-A name on the command line or in Python is imported. A name in a file that somebody may have been
-sent (a recipe, a plan, a run, a saved cache) never is: it is looked up among the modules that are
+A name on the command line or in Python is imported. A name in a file that a user may have received
+(a recipe, a plan, a run, a saved cache) never is: it is looked up among the modules that are
 imported already.
-
-Scores from outside the package that a file names, which are never imported for it.
 """
 
 from __future__ import annotations

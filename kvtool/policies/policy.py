@@ -1,14 +1,12 @@
-"""A policy: the parts that decide together what stays in the cache and what of it is read.
+"""A policy: the parts that decide together which tokens are stored, and which of them are read.
 
-A base and its modifiers, put together to a policy.
+`compose` puts a base and its modifiers together. Some policies cut a prompt at its end only.
+`reads_whole` finds them: they read it at once even where blocks are asked for.
 
-Policies that draw, each text with draws of its own.
-
-A draw follows from seed, layer, position and tokens seen, so that texts of one length lose the same
-positions: over many texts that is one draw, and what is measured of it is not what drawing does.
-A part that draws says so, `draws: ClassVar = True`, and has a setting `seed`.
-
-Policies that read a prompt at once, whatever is asked for: they cut it at its end only.
+Draws: a policy that draws at random draws anew for each text. A draw follows from seed, layer,
+position and tokens seen, so texts of one length lose the same positions: over many texts that is
+one draw, and its measurement is not that of drawing. So a part that draws declares `draws: ClassVar
+= True` and has a setting `seed`.
 """
 
 from __future__ import annotations

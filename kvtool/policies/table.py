@@ -1,6 +1,6 @@
-"""Every policy by name. A new one is a line here, a file of its own and a test.
+"""Every policy by name, and its description from its class and the file that it is in.
 
-What there is to say of one policy or modifier, from its class and the file that it is in.
+A new policy is a line here, a file of its own and a test.
 """
 
 import inspect

@@ -1,12 +1,9 @@
-"""Check what a cache file holds of one layer.
+"""Check the tensors of a cache file, name by name, before a cache is filled with them.
 
-The tensors of a cache file, taken one by one and held against what they must be.
-
-Check what a cache file holds, name by name, before a cache is filled with it.
-
-A checksum tells that a file is as it was written, not that kvtool wrote it. So every tensor is held
-against the policy (which names there are), the model (shapes, dtypes, size of the vocabulary) and
-the others: what batch entries and heads hold, and the numbers of tokens that they have seen.
+A checksum shows that a file is as it was written, not that kvtool wrote it. So every tensor is
+compared with the policy (which names there are), the model (shapes, dtypes, size of the vocabulary)
+and the others: what batch entries and heads hold, and the numbers of tokens that they have seen.
+Each tensor is taken once; a tensor that is left over is refused.
 """
 
 from __future__ import annotations

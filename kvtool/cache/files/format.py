@@ -1,6 +1,6 @@
-"""The form of a cache file: one safetensors file whose metadata say what it belongs to.
+"""The format of a cache file: one safetensors file with metadata.
 
-Check what a cache file says of itself, before anything is built from it.
+The metadata name the model, the policy and the budget. They are checked before anything is built.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The attention and mask functions named `kvtool`, in the form that transformers calls them.
 
-Tokens that see later ones, such as those of an image, which is read from both sides.
+The mask function also finds tokens that see later ones, such as those of an image, whose tokens
+attend to each other in both directions.
 """
 
 from __future__ import annotations

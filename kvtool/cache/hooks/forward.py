@@ -1,19 +1,16 @@
-"""What happens before and after every forward over a kvtool cache.
+"""What kvtool does before and after every forward over one of its caches.
 
-A forward that is told not to use its cache is refused, and so is one over a cache that another
-forward has left changed in some layers only, and one that sets its cache aside. Policies that go by
-logits, or by places in the cache, have their say here.
+Three forwards are refused: one that asks not to use its cache, one over a cache that another
+forward has left changed in some layers only, and one that sets its cache aside.
 
-A model's own logits, for policies that go by them.
+Logits: for a policy that scores by them, the cache makes room for the new tokens before the
+forward, and all logits are computed. After it the cache sees them, and the caller gets those that
+it asked for.
 
-Before the model's forward the cache makes room for the new tokens, and all logits are asked for;
-after it these are shown to the cache, and those that the caller had asked for are handed on.
-
-Position ids by place in the cache: what a model is fed where `positions=cache`.
-
-Keys are cached after RoPE, whose angles lose their precision at large positions (0.06 rad at a
-million in float32). So new tokens are numbered on from the tokens that the cache holds, whatever
-the caller says, and never beyond what a model was trained for. True positions are the cache's own.
+Positions: with `positions=cache` the model gets position ids by place in the cache. Keys are cached
+after RoPE, whose angles lose their precision at large positions (0.06 rad at a million in float32).
+So new tokens are numbered on from the tokens that the cache holds, whatever the caller passes, and
+never beyond what a model was trained for. True positions are the cache's own.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How a model turns its keys by position, found out by asking it.
+"""Measure on a model what its configuration does not say: RoPE, retrieval heads, recurrent states.
 
-Families differ in the layout of the pairs, in how much of a head turns and with which frequencies,
-and some layers turn nothing. So one token is read at two positions, and the way that leads from the
-one key to the other is the layer's; a model for which no way does is refused.
+RoPE: families differ in the layout of the pairs, in how much of a head is rotated and with which
+frequencies, and some layers rotate nothing. So one token is read at two positions, and the rotation
+that leads from the one key to the other is the layer's. A model for which none does is refused.
 
-Which heads of a model most need the whole text: from a file of scores, or by measurement.
+Heads: how much each head needs the whole text comes from a file of scores, or from a measurement.
 
-The states of recurrences that a model keeps, found out by asking it.
+Recurrences: the shapes of the states that a model keeps are those of one small forward.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A slot holds the key and value of one token and its true position. Slot order is free: in steady
 state nothing moves, the next token is written over the one evicted by the step before. An empty
-slot has position -1.
-
-What slots hold as it is handed on, and how heads that hold theirs apart look to a layer.
+slot has position -1. `Slots` has their contents as they are handed on, and `Ragged` is how a layer
+sees heads that keep different counts.
 """
 
 from __future__ import annotations

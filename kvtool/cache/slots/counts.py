@@ -1,6 +1,7 @@
 """Count the tokens that a layer has seen, on the host, and by batch entry where they differ.
 
-What transformers does with the batch entries of a cache's layer, and what it must not do.
+`BatchLayer` has what transformers does with the batch entries of a layer (reorder, repeat, select),
+and refuses to crop one that cannot go back.
 """
 
 from __future__ import annotations

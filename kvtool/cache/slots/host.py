@@ -1,13 +1,10 @@
 """Keys and values in host memory: appended to, fetched head by head, never changed.
 
-What arrives token by token gathers on the device until there is enough for one copy. A segment in
-host memory is written once and then only read: copies of a cache share it, and rows of a batch are
+Tokens that arrive one by one gather on the device until there are enough for one copy. A segment in
+host memory is written once and then only read. Copies of a cache share it, and batch entries are
 repeated or reordered without moving it. With a GPU segments are pinned, and `fetch` copies one
-chunk ahead on a stream of its own, beside what is computed meanwhile.
-
-Runs of neighbouring KV heads, which are read at once where they lie side by side.
-
-Keys and values in the form in which they lie in host memory: exact, bf16, or int8 and scales.
+chunk ahead on a stream of its own, beside the computation. Runs of neighbouring KV heads are
+fetched by one copy. A segment is stored exactly, in bfloat16, or as int8 with scales.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One attention layer of the cache: counts, a budget, slots, and a part for each feature.
 
-A layer that attends to the chunk of the text that its token is in; it keeps just that.
-
-A layer with attention and a recurrence side by side; the attention half is compressed.
+Two kinds serve particular models. `ChunkedSlotLayer` attends to the chunk of the text that its
+token is in, and keeps just that. `HybridSlotLayer` has a recurrence beside the attention, of which
+the attention half is compressed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The memory of slots: how it grows, shrinks, is shared with a cache to go back to, and counted.
 
-How many tokens a layer may keep, and how its buffers grow to that.
-
-Count the bytes of key and value buffers where they grow and shrink.
+A layer's budget and the tokens that it expects decide how its buffers grow. A meter counts the
+bytes of keys and values wherever buffers grow and shrink.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How many bytes of keys and values each variant will hold, from the configuration alone.
-
-What a variant will hold and need of a prompt, from the configuration alone.
-"""
+"""Estimate the bytes that each variant will hold, and need for a prompt, from the configuration."""
 
 from __future__ import annotations
 

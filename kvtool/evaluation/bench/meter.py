@@ -1,6 +1,6 @@
-"""What a sample costs: tokens, seconds and bytes, counted while it runs.
+"""Measure what a sample costs while it runs: tokens, seconds, bytes, and memory at its peak.
 
-How much memory a piece of work needs at its peak, on top of what was there.
+The peak is counted on top of the memory that was in use before.
 """
 
 from __future__ import annotations

@@ -1,25 +1,21 @@
-"""How close a predicted line of code is to the true one, as LongBench scores it.
+"""Scores of answers that are code or a choice: lines of code, functions, one of four options.
 
-LongBench uses `fuzzywuzzy`, which means `difflib` unless python-Levenshtein happens to be
-installed; here it always means `difflib`, so that the score depends on the texts only.
+Lines of code are compared as LongBench does. LongBench uses `fuzzywuzzy`, which means `difflib`
+unless python-Levenshtein happens to be installed. Here it always means `difflib`, so that the score
+depends on the texts only.
 
-Whether an answer names the right one of four options, as long benchmarks decide it.
-
-InfiniteBench (https://github.com/OpenBMB/InfiniteBench), SCBench
-(https://github.com/microsoft/MInference), LongBench v2 (https://github.com/THUDM/LongBench). The
+Choices follow InfiniteBench (https://github.com/OpenBMB/InfiniteBench), SCBench
+(https://github.com/microsoft/MInference) and LongBench v2 (https://github.com/THUDM/LongBench). The
 rules of the first two are lenient in odd ways, kept so that scores compare: the first letter of an
 answer counts even if it only begins a word ("Dickens says B" means D), and after "answer is" one
 character is skipped, whatever it is.
 
-Which of several functions an answer repeats, as RepoQA scores it inside SCBench.
-
-Liu et al., 2024, https://arxiv.org/abs/2406.06025; https://github.com/microsoft/MInference, folder
-scbench.
-
-Differences: the function is the first code block of the answer, as it stands; upstream looks in it
-for the first function with a parser. BLEU is sacrebleu's without smoothing instead of NLTK's with
-Chen and Cherry's fourth: from the threshold up the two agree, but NLTK's never reaches it for a
-function of fewer than four words.
+Functions are scored as RepoQA does inside SCBench: which of several functions does an answer repeat
+(Liu et al., 2024, https://arxiv.org/abs/2406.06025; https://github.com/microsoft/MInference, folder
+scbench)? Differences: the function is the first code block of the answer, unchanged; upstream looks
+in it for the first function with a parser. BLEU is sacrebleu's without smoothing instead of NLTK's
+with Chen and Cherry's fourth: from the threshold up the two agree, but NLTK's never reaches it for
+a function of fewer than four words.
 """
 
 from __future__ import annotations

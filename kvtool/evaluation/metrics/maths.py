@@ -1,22 +1,21 @@
-r"""Numbers and keys read out of an answer, as InfiniteBench and SCBench do it.
+r"""Scores of answers that are numbers: keys and digits, final answers, and LaTeX.
 
-https://github.com/OpenBMB/InfiniteBench and https://github.com/microsoft/MInference (scbench). Only
-the digits 0 to 9 count; there a minus sign is read in the last word only, and here too.
+Numbers and keys are read as InfiniteBench and SCBench do (https://github.com/OpenBMB/InfiniteBench,
+https://github.com/microsoft/MInference, scbench). Only the digits 0 to 9 count; there a minus sign
+is read in the last word only, and here too.
 
-The final answer at the end of a chain of thought, as GSM8K, MATH and AIME read it.
+Final answers stand at the end of a chain of thought. GSM8K (Cobbe et al., 2021,
+https://arxiv.org/abs/2110.14168) ends answers with `#### 18`; where a model does not, its last
+number counts. MATH and AIME take the last `\boxed{..}`. The text after `</think>` is read first. In
+the thought itself only an answer that is marked as final counts, so a thought that never ends has
+one only if it states it outright.
 
-GSM8K (Cobbe et al., 2021, https://arxiv.org/abs/2110.14168) ends answers with `#### 18`; where a
-model does not, its last number counts. MATH and AIME take the last `\boxed{..}`. What is said after
-`</think>` is looked at first. In the thought itself only an answer that is marked as final counts,
-so that a thought which never ends has one only if it gives it outright.
-
-Answers in LaTeX brought to one form, so that equal ones compare equal.
-
-The rules are those of MATH (Hendrycks et al., 2021, https://arxiv.org/abs/2103.03874) and of
-Minerva (Lewkowycz et al., 2022, https://arxiv.org/abs/2206.14858, appendix D): sizes of brackets,
-spaces, units, degree, percent and dollar signs go; `\dfrac12`, `1/2` and `\frac{1}{2}` are one. On
-top of that, numbers are compared as numbers, exactly: 0.50, .5 and 1/2 are equal, 0.33 and 1/3 are
-not. Nothing is computed: `2+3` is not 5.
+LaTeX is brought to one form, so that equal answers compare equal. The rules are those of MATH
+(Hendrycks et al., 2021, https://arxiv.org/abs/2103.03874) and of Minerva (Lewkowycz et al., 2022,
+https://arxiv.org/abs/2206.14858, appendix D): sizes of brackets, spaces, units, degree, percent and
+dollar signs go; `\dfrac12`, `1/2` and `\frac{1}{2}` are one. On top of that, numbers are compared
+as numbers, exactly: 0.50, .5 and 1/2 are equal, 0.33 and 1/3 are not. Nothing is computed: `2+3` is
+not 5.
 """
 
 from __future__ import annotations

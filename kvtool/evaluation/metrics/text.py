@@ -1,46 +1,37 @@
-"""Overlap of words in answers to questions, as LongBench scores them (and SQuAD before it).
+"""Scores of answers that are text: words, characters, labels, summaries and recitation.
 
-https://github.com/THUDM/LongBench. InfiniteBench scores its English questions in the same way.
+Overlap of words is LongBench's (https://github.com/THUDM/LongBench), and SQuAD's before it.
+InfiniteBench scores its English questions in the same way. Another score is whether an answer says
+that the question cannot be answered.
 
-Whether an answer says that the question cannot be answered.
+The F1 of single characters is for answers in Chinese, as InfiniteBench
+(https://github.com/OpenBMB/InfiniteBench) and SCBench score them. Their list of punctuation is
+replaced by Unicode's categories, which also have the few marks and symbols that the list leaves
+out, such as the dot in a foreign name.
 
-The F1 of single characters, for answers in Chinese, as InfiniteBench and SCBench score them.
+Containment: `string_match_all` and `string_match_part` are RULER's
+(https://arxiv.org/abs/2404.06654). Another harness averages over references in the second, where
+RULER takes the best. For the needle in a haystack there is no common score; `contains` is what is
+mostly called exact match there, and `word_share` what the heat maps of KVCache-Factory show.
 
-https://github.com/OpenBMB/InfiniteBench. Their list of punctuation is replaced by Unicode's
-categories, which also have the few marks and symbols that the list leaves out, such as the dot in a
-foreign name.
+Labels and numbers are scored as in LongBench. Every number or label that an answer names takes an
+equal part: "3 or 4" is half right.
 
-Whether an answer contains what was asked for.
-
-`string_match_all` and `string_match_part` are RULER's (https://arxiv.org/abs/2404.06654): another
-harness averages over references in the second, where RULER takes the best. For the needle in a
-haystack everyone scores differently; `contains` is what is mostly called exact match there, and
-`word_share` what the heat maps of KVCache-Factory show.
-
-Labels and numbers in answers, as LongBench scores them.
-
-Every number or label that an answer names takes an equal part: "3 or 4" is half right.
-
-ROUGE-L as LongBench scores summaries: that of the package `rouge` 1.0.1, which has its own ways.
-
+LongBench scores summaries by the ROUGE-L of the package `rouge` 1.0.1, which has its own ways.
 Texts are split at every full stop, letter case counts, and words are counted once however often
 they occur: the hits are the different words in any longest common subsequence of a sentence of the
 reference and one of the answer. Which subsequence is taken where several are longest is part of the
-definition. `kvtool.evaluation.metrics.text` has the usual ROUGE.
+definition. The package fails on a piece of about a thousand words without a full stop, which
+LongBench counts as 0; such a piece gets its true score here.
 
-The package fails on a piece of about a thousand words without a full stop, which LongBench counts
-as 0; such a piece gets its true score here.
+The usual ROUGE is that of rouge-score, and BLEU that of sacrebleu (the extra `eval`), from 0 to
+100. METEOR is left out: it needs WordNet, which is a download.
 
-BLEU by sacrebleu and ROUGE by rouge-score, the extra `eval`, from 0 to 100.
+Recitation is scored as by OpenAI's MRCR (https://huggingface.co/datasets/openai/mrcr): how much of
+a text does an answer recite? The ratio is that of difflib, which in texts of 200 characters and
+more takes those that make up over 1 % of the second text for junk.
 
-METEOR is left out: it needs WordNet, which is a download.
-
-How much of a text an answer recites, as OpenAI's MRCR scores it.
-
-https://huggingface.co/datasets/openai/mrcr. The ratio is that of difflib, which in texts of 200
-characters and more takes those that make up over 1 % of the second text for junk.
-
-What a reasoning model says, apart from what it thinks between `<think>` and `</think>`.
+`said` gives what a reasoning model says, without what it thinks between `<think>` and `</think>`.
 """
 
 from __future__ import annotations

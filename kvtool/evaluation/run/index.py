@@ -1,10 +1,7 @@
-"""What the documents in a run's folder tell: its variants, tasks, samples and results.
+"""Index a run's folder: its variants, tasks, samples and results, and what is still to be measured.
 
-What the results say about a run as a whole.
-
-Every result of a run with the scores of its samples, held against the full cache's.
-
-What of a run is still to be measured, and which process measures which part of it.
+Every result holds the scores of its samples, compared with the full cache's. The part of a run that
+is missing is divided among processes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tasks that ask questions and compare answers with references.
 
-Tasks whose samples are drawn at given lengths, so that they need no data.
-
-Tasks whose samples are the rows of a file or of a dataset on the hub.
+Samples are drawn at given lengths, without data, or read from the rows of a file or of a dataset on
+the hub.
 """
 
 from __future__ import annotations

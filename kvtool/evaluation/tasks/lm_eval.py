@@ -1,19 +1,16 @@
 """Tasks of the lm-evaluation-harness, answered through a compressed cache.
 
-https://github.com/EleutherAI/lm-evaluation-harness. The harness gives prompts, filters, metrics and
-aggregation; kvtool answers the requests itself, so that every one of them meets the evicting
-cache: a context is a prompt, a continuation is fed token by token after it, and a text whose
-likelihood is wanted is followed as a perplexity is. Few-shot examples are those of the harness'
-own command line at seed 0. As there, a prompt too long for the model loses its beginning, and no
-chat template goes around it. Other than there, a text whose likelihood is wanted begins with one
-`<bos>` even where the tokenizer adds one by itself; the harness' own model then reads two.
+https://github.com/EleutherAI/lm-evaluation-harness, from 0.4.12 on. The harness is used as a
+library: kvtool finds and loads its tasks, and keeps it from printing. It gives prompts, filters,
+metrics and aggregation; kvtool answers the requests itself, so that every one of them meets the
+evicting cache: a context is a prompt, a continuation is fed token by token after it, and a text
+whose likelihood is wanted is followed as a perplexity is. Few-shot examples are those of the
+harness' own command line at seed 0. As there, a prompt too long for the model loses its beginning,
+and no chat template goes around it. Other than there, a text whose likelihood is wanted begins with
+one `<bos>` even where the tokenizer adds one by itself; the harness' own model then reads two.
 
-What cannot be answered faithfully is refused: pictures and sound, tasks that run generated code,
-sampling with top-p or several answers per prompt, beam search.
-
-The lm-evaluation-harness as a library: its tasks found, loaded and kept from talking.
-
-https://github.com/EleutherAI/lm-evaluation-harness, from 0.4.12 on.
+Requests that cannot be answered faithfully are refused: pictures and sound, tasks that run
+generated code, sampling with top-p or several answers per prompt, beam search.
 """
 
 from __future__ import annotations

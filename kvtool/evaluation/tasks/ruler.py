@@ -1,19 +1,18 @@
-"""The eight needle tasks of RULER: one needle or several, in noise, in prose or among needles.
+"""RULER's eight needle tasks and its variable tracking.
 
-Hsieh et al., 2024, https://arxiv.org/abs/2404.06654, section 3.1; see `Ruler` for what is our own.
-RULER's essays are replaced by built-in sentences or the user's text. A haystack of needles grows
-needle by needle; all its keys have the same form, so that at lengths with more needles than nouns
-there are adjectives in all of them. Depths are drawn from 40 equally spaced ones everywhere.
+Hsieh et al., 2024, https://arxiv.org/abs/2404.06654; see `Ruler` for what is our own.
 
-The bundled reference model was not taught UUIDs (niah_single_3, niah_multikey_3) nor keys of two
-words (niah_multikey_2 from about 2,400 tokens on): its scores there say little about a cache.
+Needles (section 3.1): one needle or several, in noise, in prose or among needles. RULER's essays
+are replaced by built-in sentences or the user's text. A haystack of needles grows needle by needle;
+all its keys have the same form, so that at lengths with more needles than nouns there are
+adjectives in all of them. Depths are drawn from 40 equally spaced ones everywhere. The bundled
+reference model was not taught UUIDs (niah_single_3, niah_multikey_3) nor keys of two words
+(niah_multikey_2 from about 2,400 tokens on): its scores there say little about a cache.
 
-RULER's variable tracking: all variables that hold a value, handed on from one to the next.
-
-Hsieh et al., 2024, https://arxiv.org/abs/2404.06654, section 3.2: one chain of four hops in noise;
-see `Ruler` for what is our own. The wording asks for no calculation, so there is no worked example
-before it. Names have two letters (five in RULER), which other words may contain: they must be
-words of the answer, in capitals.
+Variable tracking (section 3.2): the answer is all variables that hold a value, which is handed on
+from one to the next in one chain of four hops in noise. The wording asks for no calculation, so
+there is no worked example before it. Names have two letters (five in RULER), which other words may
+contain: they must be words of the answer, in capitals.
 """
 
 from __future__ import annotations

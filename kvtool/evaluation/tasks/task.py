@@ -1,12 +1,9 @@
-"""What a benchmark is: samples, a measurement of each, and scores from what was recorded.
+"""The base of all tasks: samples, a measurement of each, and scores from the records.
 
 A task is a frozen pydantic model whose fields are its settings, so that a recipe, the command line
 and Python configure it alike. `run` needs a model and gives a record of JSON values; `score` and
-`summarise` need only records, so that scores can be made anew from a run's files.
-
-Names of tasks, suites and globs, and the tasks that they stand for.
-
-Types of settings that tasks share, read as people type them.
+`summarise` need only records, so that scores can be made anew from a run's files. Types of settings
+that tasks share, and the names and globs that a user types, are read here.
 """
 
 from __future__ import annotations

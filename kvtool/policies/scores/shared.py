@@ -1,6 +1,7 @@
-"""What the scores share that let the last queries of a prompt vote: votes, window and its check.
+"""What scores share: votes of the last queries, and the masks and checks of windows and sinks.
 
-What scores share that always keep the first and the newest tokens: mask and check.
+One half serves scores that let the last queries of a prompt vote, the other those that always keep
+the first and the newest tokens.
 """
 
 from __future__ import annotations
