@@ -1,8 +1,8 @@
-"""The newest queries of a layer, for a policy that looks back from them whenever it cuts.
+"""Queries that a layer keeps for its policy: the newest, the last of a prompt, or their moments.
 
-The last queries of a prompt that comes in blocks and is cut once, at its end.
-
-The moments of the queries that a layer has read, for a score that looks ahead by them.
+The newest queries are for a policy that looks back from them whenever it cuts. The last queries of
+a prompt are for one that is read in blocks and cut once, at its end. The moments of all queries so
+far are for a score that looks ahead by them.
 """
 
 from __future__ import annotations

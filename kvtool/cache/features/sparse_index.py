@@ -1,6 +1,6 @@
-"""What a sparse reader keeps beside the slots of a layer, up to date in place as tokens come.
+"""The tables of a sparse reader beside the slots of a layer, updated in place as tokens come.
 
-The tables of a reader over the rows of a padded batch, side by side in the same tensors.
+In a padded batch the tables of all rows are side by side in the same tensors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Attention of a decoded token over the slots in use.
+"""Attention of a decoded token over the slots in use, exact or quantised.
 
-Attention of a decoded token over slots that hold codes: slice by slice, never all in float.
-
-Where vectors are rotated before they are rounded, the query is rotated in place of the keys, and
-the output is rotated back once. With `positions=cache` keys are rotated back instead, since they
-are turned to their places by a rotation of another kind.
+Slots that hold codes are dequantised slice by slice, never all in float. Where vectors are rotated
+before they are rounded, the query is rotated in place of the keys, and the output is rotated back
+once. With `positions=cache` keys are rotated back instead, since they are rotated to their places
+by a rotation of another kind.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Attention of a block by the kernel that fits: fused, flash, Triton, or weights in full.
 
-Queries go in chunks, so that nothing of size prompt x prompt is ever held.
+Queries go in chunks, so that nothing of size prompt x prompt is ever held. A fused kernel of a CPU
+attends a whole prompt, and its log-sum-exp gives the column sums: together they compute what
+`explicit_block` and the policy's `observe` compute. Policies whose last queries vote get the
+attention of a prompt's last queries.
 
-Attention of a layer that reads the keys and values of an earlier one.
-
-It sees what the lending layer has seen in the same forward: of a prompt the kept slots and the
-whole block, of a decoded token the kept slots and the token. It takes nothing in, and what it
-attends to is no evidence: a prompt is cut, and a slot chosen, when the lending layer has run.
-
-The attention of a prompt's last queries, by which policies vote that look back from its end.
-
-Attention of a whole prompt by the fused kernel of a CPU, and the columns from its log-sum-exp.
-
-What it computes is what `explicit_block` and the policy's `observe` compute.
+A layer may read the keys and values of an earlier one. It then sees what that layer has seen in the
+same forward: of a prompt the kept slots and the whole block, of a decoded token the kept slots and
+the token. It stores nothing, and its attention is no evidence: a prompt is cut, and a slot chosen,
+when the layer that owns the keys has run.
 """
 
 from __future__ import annotations

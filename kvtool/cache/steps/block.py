@@ -1,8 +1,7 @@
 """A block of a prompt behind the kept slots: laid out for the policy, stored, cut to the budget.
 
-Cut the slots of a prompt to the budget: what stays of all heads, or of each its own count.
-
-Column sums of a prompt's attention that several caches want: those of a kind are made once.
+A cut leaves the same tokens in all heads, or to each head its own count. Column sums of a prompt's
+attention that several caches want are made once for those of a kind.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""One call of the attention function: what a step is given, and what comes of a decoded token.
-
-How the attention and mask functions find the layer that they run for.
+"""One call of the attention function: its arguments, and what a decoded token gives.
 
 Transformers calls `Cache.update` and then the attention function, in the same forward and thread,
-and tells the second nothing about the first. So `update` leaves a pending step in its thread, and
-the attention function takes it. The mask function finds its layer in the same way, set by
-`get_mask_sizes`, which runs right before it.
+and does not tell the second anything about the first. So `update` leaves a pending step in its
+thread, and the attention function takes it. The mask function finds its layer in the same way, set
+by `get_mask_sizes`, which runs right before it.
 
-What the softmax of a prompt's rows was divided by, for a measurement that sums their weights.
+A measurement that sums the weights of a prompt's rows finds here the divisors of their softmax.
 """
 
 from __future__ import annotations

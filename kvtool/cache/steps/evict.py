@@ -1,8 +1,7 @@
 """Evict for a decoded token: add its attention to the statistics, choose the slot to reuse.
 
-Cut a layer back to its budget between decoded tokens, for a policy with a pace of its own.
-
-Part what leaves a layer from what stays, and let the policy make something of it.
+A policy with a pace of its own cuts a layer back to its budget between decoded tokens. Evicted
+tokens are separated from kept ones, and the policy may merge them or set them aside.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ after layer. Here the positions and statistics of equal layers are batch entries
 each layer leaves its attention weights, and the last layer of a step runs the policy once for all.
 Keys and values stay where they are.
 
-Decode layers together that are cut every so many tokens, and cut them all at once.
-
-Between two cuts a token is appended, at positions that are written down at the cut before, so that
-a step does no more than attend and add up what its policy counts.
+Layers that are cut at a pace, every few tokens, are decoded together and cut at once. Between two
+cuts a token is appended, at positions that are written down at the cut before, so that a step does
+no more than attend and add up what its policy counts.
 """
 
 from __future__ import annotations

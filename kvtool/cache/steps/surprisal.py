@@ -1,10 +1,9 @@
-"""The surprisal of every kept token, one number for all layers, and the cuts that go by it.
+"""The surprisal of every kept token, one number for all layers, and the cuts that use it.
 
 Layers of free budget hold the same tokens in the same slots, so one table serves them all. Before a
-forward `make_room` cuts every layer, so that the new tokens fit; after it `learn` reads the logits.
-The logits of the last token stay until the next token is known, whose surprisal they give.
-
-Tokens of a running forward, and how unexpected the model's logits say that they were.
+forward `make_room` cuts every layer, so that the new tokens fit; after it `learn` reads the logits,
+which say how unexpected the forward's tokens were. The logits of the last token stay until the next
+token is known, whose surprisal they give.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The slots of a layer as a policy sees them, and what it says of them: made in one place.
+"""The slots of a layer as a policy sees them, and what the policy says of them.
 
-Keys and values of the slots in use, as policies see them: codes are decoded when looked at.
+Keys and values of the slots in use are dequantised when the policy reads them.
 """
 
 from __future__ import annotations
