@@ -6,25 +6,14 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
 
-from kvtool.cache.features.calidrop import Calibration
-from kvtool.cache.features.cut_schedule import CutSchedule
-from kvtool.cache.features.deferred_cut import Deferred
-from kvtool.cache.features.head_budgets import HeadBudgets
-from kvtool.cache.features.merge_memory import MergeMemory
-from kvtool.cache.features.parents import Parents
-from kvtool.cache.features.queries import LastQueries, Moments, QueryWindow
-from kvtool.cache.features.rope_shift import RopeShift
-from kvtool.cache.features.sparse_index import SparseIndex
+from kvtool.cache.features.table import make_parts
 from kvtool.cache.slots.layer import ChunkedSlotLayer, HybridSlotLayer, SlotLayer
 from kvtool.cache.slots.memory import ByteMeter
-from kvtool.cache.slots.part import Part
+from kvtool.cache.slots.part import LayerSite
 from kvtool.cache.steps.call import IMPLEMENTATION
 from kvtool.errors import KvtoolError
 from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import FREE, SLIDING, stores_latents
-from kvtool.policies.evicted.calidrop import CaliDrop
-from kvtool.policies.evicted.eviction import Merging
-from kvtool.policies.parts import Evidence
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
 from kvtool.transformers_versions import kv_sharing_layers, layer_types, stock_layers
@@ -105,14 +94,8 @@ def make_layers(
         if kind not in FREE + SLIDING:
             layers += stock_layers(kind, options)
             continue
-        parts = _parts(own, i, exact=exact)
         rotation = rotations[len(slot_layers)] if rotations else None
-        if own.score.positions == "cache":
-            parts.append(RopeShift(rotation))
-        if own.moments is not None:
-            parts.append(Moments(own.moments, rotation))
-        if own.score.layer_tokens == "nested":
-            parts.append(Parents(free[0], free[-1]) if free else Parents())
+        parts = make_parts(LayerSite(own, i, exact, rotation, above=tuple(free)))
         if kind.startswith("hybrid"):
             states = options.get("number_of_states", 1)
             layer: SlotLayer = HybridSlotLayer(i, own, window, parts, meter, states, shown=shown)
@@ -124,25 +107,3 @@ def make_layers(
         if window is None:
             free.append(layer)
     return layers
-
-
-def _parts(policy: Policy, index: int, *, exact: bool) -> list[Part]:
-    """Make what the features of a policy keep beside the slots of a layer: a line for each."""
-    parts: list[Part] = []
-    if isinstance(policy.on_evict, CaliDrop):
-        parts.append(Calibration(policy.on_evict))
-    if isinstance(policy.on_evict, Merging):
-        parts.append(MergeMemory(policy.on_evict))
-    if policy.reader is not None and index >= policy.reader.skip_layers:
-        parts.append(SparseIndex(policy.reader))
-    if policy.head_split is not None:
-        parts.append(HeadBudgets(policy.head_split, exact=exact))
-    if policy.allocator is not None and policy.allocator.metric is not None:
-        parts.append(Deferred())
-    if policy.two_stages:
-        parts.append(LastQueries())
-    if policy.cuts is not None:
-        parts.append(CutSchedule(policy.spare))
-    if policy.ranking.evidence is Evidence.QUERIES:
-        parts.append(QueryWindow(policy.ranking.window))
-    return parts

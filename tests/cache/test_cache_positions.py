@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.features.rope_shift import RopeShift
 from kvtool.cache.hooks.probes import find_rotations
-from kvtool.cache.steps.evict import shift_behind
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.numbers import SHIFT
 from tests import models_for_tests
@@ -256,7 +256,7 @@ def test_only_tokens_behind_one_that_leaves_move_up():
     state = {SHIFT: torch.arange(16.0).view(2, 2, 4)}
     before = state[SHIFT].clone()
     evicted = torch.tensor([[2, 2], [1, 1]])  # positions 3, none, 1 and 0
-    shift_behind(state, positions, evicted)
+    RopeShift(None).slot_left(state, positions, evicted)
     moved = [[[1, 0, 0, 0], [0, 0, 0, 0]], [[1, 0, 0, 0], [0, 0, 1, 1]]]
     assert torch.equal(before - state[SHIFT], torch.tensor(moved).float())
 

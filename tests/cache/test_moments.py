@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.features import queries
 from kvtool.cache.features.queries import Moments
-from kvtool.cache.steps import attend_block, moments
+from kvtool.cache.steps import attend_block
 from kvtool.generation import decode_step, prefill
 from tests import models_for_tests
 from tests.cache.test_cache_positions import MORE
@@ -150,7 +151,7 @@ def test_they_are_those_of_the_first_layers_queries_before_any_turn(own_families
     cache = kvtool.build_cache(model, "expected", 20)
     prefill(model, cache, ids)
     first = Moments.of(cache.slot_layers[0])
-    shown, wanted = first.show(), seen[0][:, 4:]
+    shown, wanted = first.summary(), seen[0][:, 4:]
     assert (first.rotation is None) == (family in ("opt", "gpt2"))
     assert first.state["count"].tolist() == [[36.0] * len(wanted)]
     torch.testing.assert_close(shown.mean[0], wanted.mean(1), atol=1e-4, rtol=1e-4)
@@ -218,7 +219,7 @@ def test_a_long_block_is_turned_in_parts(monkeypatch):
     model, ids = kvtool.attach(peaky_model("llama")), random_ids(61)
     whole, parts = (kvtool.build_cache(model, "expected", 20) for _ in range(2))
     prefill(model, whole, ids)
-    monkeypatch.setattr(moments, "_ROWS", 9)
+    monkeypatch.setattr(queries, "_ROWS", 9)
     prefill(model, parts, ids)
     same_states(parts, whole, atol=1e-4, rtol=1e-4)
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import kvtool
-from kvtool.cache import layers
+from kvtool.cache.features import table
 from kvtool.cache.slots.part import Part, tensor_bytes
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
@@ -19,6 +19,10 @@ class Names(Part):
     def __init__(self):
         self.clear()
 
+    @classmethod
+    def make(cls, site):
+        return cls()
+
     def begin(self, batch, kv_heads, device):
         self.numbers = torch.arange(batch, device=device)
 
@@ -31,8 +35,8 @@ class Names(Part):
     def tensors(self):
         return {"names": self.numbers}
 
-    def shapes(self, batch, kv_heads):
-        return {"names": ((batch,), torch.int64)}
+    def check(self, file, prefix, shape, dtype):
+        file.take(f"{prefix}names", (file.batch,), torch.int64)
 
     def load(self, tensors, device):
         self.numbers = tensors["names"]
@@ -49,8 +53,7 @@ def model():
 
 @pytest.fixture
 def cache(model, monkeypatch):
-    parts = layers._parts
-    monkeypatch.setattr(layers, "_parts", lambda *args, **kw: [*parts(*args, **kw), Names()])
+    monkeypatch.setattr(table, "FEATURES", (*table.FEATURES, Names))
     cache = kvtool.build_cache(model, "h2o", 20)
     prefill(model, cache, random_ids(50, batch=3))
     return cache

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots.host import Chunk, Store, Tokens
-from kvtool.cache.slots.part import Part, tensor_bytes
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
 from kvtool.maths.attention import (
     attention_weights_lse,
     dot_products,
@@ -207,6 +208,17 @@ class Calibration(Part):
         self._scale: float = 1.0
         self._softcap: float | None = None
         self.clear()
+
+    @classmethod
+    def make(cls, site: LayerSite) -> Calibration | None:
+        part = site.policy.on_evict
+        return cls(part) if isinstance(part, CaliDrop) else None
+
+    def works_on_keys(self, layer: SlotLayer) -> str:
+        return f"`{self.part.name}`"
+
+    def allows_static(self, layer: SlotLayer) -> bool:
+        return False  # what is evicted is fetched when the host decides
 
     def clear(self) -> None:
         self.store = Store(self.part.store)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kvtool.cache.slots.part import Part
+from kvtool.cache.slots.part import LayerSite, Part
 
 
 class CutSchedule(Part):
@@ -27,12 +27,18 @@ class CutSchedule(Part):
         self.spare = spare
         self.until: int | None = None
 
-    def copy(self) -> CutSchedule:
-        """The same for a part of the layer's heads, whose cuts come at other times."""
+    @classmethod
+    def make(cls, site: LayerSite) -> CutSchedule | None:
+        return None if site.policy.cuts is None else cls(site.policy.spare)
+
+    def for_heads(self) -> CutSchedule:  # whose cuts come at other times
         return CutSchedule(self.spare)
 
     def clear(self) -> None:
         self.until = None
+
+    def end_block(self) -> None:
+        self.clear()
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         self.until = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvtool.cache.slots.part import Part
+from kvtool.cache.slots.part import LayerSite, Part
 from kvtool.maths.columns import column_variance
 from kvtool.policies.numbers import Count, KVHeads
 
@@ -40,6 +40,11 @@ class Deferred(Part):
 
     def __init__(self) -> None:
         self.clear()
+
+    @classmethod
+    def make(cls, site: LayerSite) -> Deferred | None:
+        allocator = site.policy.allocator
+        return None if allocator is None or allocator.metric is None else cls()
 
     def clear(self) -> None:
         self.active = False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import Part
+from kvtool.cache.slots.part import LayerSite, Part
 from kvtool.policies.allocate.head_split import HeadSplit
 
 
@@ -31,6 +31,11 @@ class HeadBudgets(Part):
         self.tokens: Tensor | None = None
         self.rank: Tensor | None = None
         self.ranked = 0
+
+    @classmethod
+    def make(cls, site: LayerSite) -> HeadBudgets | None:
+        split = site.policy.head_split
+        return None if split is None else cls(split, exact=site.exact)
 
     def set_ranks(self, rank: Tensor, ranked: int) -> None:
         """Say which heads most need the whole text, among so many of the model."""

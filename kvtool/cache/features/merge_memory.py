@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from kvtool.cache.slots.part import Part, tensor_bytes
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
 from kvtool.policies.evicted.eviction import Merging
 from kvtool.policies.numbers import State
 
@@ -21,6 +22,11 @@ class MergeMemory(Part):
         self.merging = merging
         self.state: State = {}
 
+    @classmethod
+    def make(cls, site: LayerSite) -> MergeMemory | None:
+        merging = site.policy.on_evict
+        return cls(merging) if isinstance(merging, Merging) else None
+
     def begin(self, batch: int, kv_heads: int, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.state = self.merging.start(batch, kv_heads, device)
@@ -30,6 +36,12 @@ class MergeMemory(Part):
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         self.state = {name: change(number) for name, number in self.state.items()}
+
+    def works_on_keys(self, layer: SlotLayer) -> str:
+        return f"`{self.merging.name}`"
+
+    def stationary(self) -> list[Tensor]:
+        return list(self.state.values())
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"memory.{name}": number for name, number in self.state.items()}

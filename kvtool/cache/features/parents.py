@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
-from kvtool.cache.slots.part import Part
+from kvtool.cache.slots.part import LayerSite, Part
+from kvtool.policies.parts import SlotView
 
 
 class Parent(Protocol):
@@ -26,6 +29,18 @@ class Parents(Part):
 
     def __init__(self, first: Parent | None = None, above: Parent | None = None) -> None:
         self.first, self.above = first, above
+
+    @classmethod
+    def make(cls, site: LayerSite) -> Parents | None:
+        if site.policy.score.layer_tokens != "nested":
+            return None
+        return cls(site.above[0], site.above[-1]) if site.above else cls()
+
+    def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
+        if self.first is None:
+            return view
+        kept = self.kept(view.positions, layer.seen)
+        return replace(view, kept_in_parent=kept, first_layer_budget=self.first.budget.tokens)
 
     def kept(self, positions: Tensor, seen: int) -> Tensor | None:
         """Which of these slots hold tokens that the layer above keeps: bool (batch, 1, slots).

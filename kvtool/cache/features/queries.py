@@ -8,18 +8,27 @@ far are for a score that looks ahead by them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.slots.part import Part, tensor_bytes
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
+from kvtool.cache.steps.attend_block import last_of_prompt
+from kvtool.cache.steps.block import Block, store_block
+from kvtool.cache.steps.call import Call
 from kvtool.maths.attention import group_queries
 from kvtool.maths.rotation import Rotation
 from kvtool.maths.selection import take
 from kvtool.maths.statistics import add_moments
 from kvtool.policies.evidence import MomentsAsked, QueryMoments
 from kvtool.policies.numbers import State
+from kvtool.policies.parts import Evidence, SlotView
+
+_ROWS = 1024  # queries that are rotated at a time
 
 
 class QueryWindow(Part):
@@ -40,6 +49,11 @@ class QueryWindow(Part):
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.clear()
+
+    @classmethod
+    def make(cls, site: LayerSite) -> QueryWindow | None:
+        ranking = site.policy.ranking
+        return cls(ranking.window) if ranking.evidence is Evidence.QUERIES else None
 
     def clear(self) -> None:
         self.query: Tensor | None = None
@@ -97,6 +111,26 @@ class QueryWindow(Part):
             self.query.narrow(2, row, 1).copy_(query)
             self.positions.narrow(1, row, 1).fill_(position)
 
+    def works_on_keys(self, layer: SlotLayer) -> str:
+        return f"`{layer.policy.score.name}`"
+
+    def note_queries(self, layer: SlotLayer, call: Call, block: Block) -> None:
+        self.see(call.query, block.new, call.scale, call.softcap)
+
+    def note_token(self, layer: SlotLayer, call: Call) -> None:
+        newest: int | Tensor = layer.tokens_seen - 1
+        if call.positions is not None:
+            newest = call.positions
+        elif isinstance(newest, Tensor):
+            newest = newest[..., 0]
+        self.see_token(call.query, newest, call.scale, call.softcap)
+
+    def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
+        return replace(view, queries=(*view.queries, self))
+
+    def stationary(self) -> list[Tensor]:
+        return [each for each in (self.query, self.positions) if each is not None]
+
     def _keep(self, query: Tensor, positions: Tensor) -> None:
         """Keep copies of the newest of some rows, each at its place."""
         order = positions.argsort(1)[:, -self.rows :]
@@ -122,6 +156,12 @@ class QueryWindow(Part):
         query, positions = take(self.query, index), self.positions.gather(1, order)
         return {"window.query": query, "window.positions": positions}
 
+    def check(self, file: Any, prefix: str, shape: Any, dtype: torch.dtype) -> None:
+        sizes = (file.batch, shape.heads, self.rows, shape.key_dim)
+        file.take(f"{prefix}window.query", sizes, dtype)
+        places = (file.batch, self.rows)
+        file.take(f"{prefix}window.positions", places, torch.int64, -1, file.seen - 1)
+
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._keep(tensors["window.query"], tensors["window.positions"])
 
@@ -144,13 +184,34 @@ class LastQueries(Part):
     def __init__(self) -> None:
         self.clear()
 
+    @classmethod
+    def make(cls, site: LayerSite) -> LastQueries | None:
+        return cls() if site.policy.two_stages else None
+
     def clear(self) -> None:
         self.query: Tensor | None = None
         self.positions: Tensor | None = None
 
-    def keep(self, query: Tensor, positions: Tensor) -> None:
-        """Keep these until the next block."""
-        self.query, self.positions = query, positions
+    def postpone(self, layer: SlotLayer, call: Call, block: Block) -> Block | None:
+        if not call.context.last:
+            self.query, self.positions = last_of_prompt(layer, call, block)
+            store_block(layer, block, call.raw_key, call.raw_value)
+            return None
+        if self.positions is None:
+            return block
+        positions = self.positions
+        count = (positions >= 0).sum(1)[:, None, None] if layer.padded else positions.shape[1]
+        return replace(block, view=replace(block.view, block=block.view.block + count))
+
+    def before_block(self, query: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        if self.query is None or self.positions is None:
+            return query, new
+        rows = max(new.shape[0], self.positions.shape[0])
+        both = torch.cat([self.positions.expand(rows, -1), new.expand(rows, -1)], 1)
+        return torch.cat([self.query, query], 2), both
+
+    def end_block(self) -> None:
+        self.clear()
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.query is not None and self.positions is not None:
@@ -173,15 +234,32 @@ class Moments(Part):
 
     def __init__(self, asked: MomentsAsked, rotation: Rotation | None) -> None:
         self.asked, self.rotation = asked, rotation
-        self._scale: float = 1.0
+        self._scale: float = 1.0  # of the logits of the running attention
         self.clear()
+
+    @classmethod
+    def make(cls, site: LayerSite) -> Moments | None:
+        asked = site.policy.moments
+        return None if asked is None else cls(asked, site.rotation)
 
     def clear(self) -> None:
         self.state: State = {}
 
-    def set_scale(self, scale: float) -> None:
-        """Say how the running attention scales its logits."""
-        self._scale = scale
+    @torch.no_grad()
+    def note_queries(self, layer: SlotLayer, call: Call, block: Block) -> None:
+        """Add a block's queries, rotated back to before RoPE, in parts of bounded size.
+
+        Queries and keys keep what a model multiplies both by beside the rotation (YaRN): so do the
+        logits that it computes of them.
+        """
+        self._scale = call.scale
+        for start in range(0, call.q_len, _ROWS):
+            rows = slice(start, start + _ROWS)
+            query, positions = call.query[:, :, rows].float(), block.new[:, rows]
+            if self.rotation is not None:
+                back = -positions.clamp(min=0)[:, None].float()
+                query = self.rotation.shift(query, back)
+            self.add(query, positions >= self.asked.sinks)
 
     def add(self, query: Tensor, valid: Tensor) -> None:
         """Take in queries.
@@ -201,7 +279,10 @@ class Moments(Part):
         names = ("count", "mean", "scatter")
         self.state = {k: t for k, t in zip(names, sums, strict=True) if t is not None}
 
-    def show(self) -> QueryMoments:
+    def show_block(self, view: SlotView) -> SlotView:
+        return replace(view, moments=self.summary())
+
+    def summary(self) -> QueryMoments:
         """Return them as a score sees them."""
         if not self.state:
             raise RuntimeError("no block has been attended")
@@ -215,6 +296,17 @@ class Moments(Part):
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"moments.{name}": number for name, number in self.state.items()}
+
+    def check(self, file: Any, prefix: str, shape: Any, dtype: torch.dtype) -> None:
+        heads, dim = (file.batch, shape.heads), shape.key_dim
+        count = file.take(f"{prefix}moments.count", heads, torch.float32, 0, file.seen)
+        if not torch.equal(count, count.round()):
+            raise file.bad(f"{prefix}moments.count", "holds parts of a query")
+        file.take(f"{prefix}moments.mean", (*heads, dim), torch.float32)
+        if self.asked.covariance:
+            scatter = file.take(f"{prefix}moments.scatter", (*heads, dim, dim), torch.float32)
+            if (scatter.diagonal(dim1=2, dim2=3) < 0).any():
+                raise file.bad(f"{prefix}moments.scatter", "holds a variance below 0")
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         names = ("count", "mean", "scatter") if self.asked.covariance else ("count", "mean")

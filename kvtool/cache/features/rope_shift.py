@@ -1,9 +1,24 @@
-"""How a layer's keys turn by position, where they stand at their places among the kept tokens."""
+"""Turn keys and queries from where the model placed them to their places among the kept tokens.
+
+With `positions=cache` a token stands at its rank among the tokens that its KV head keeps, in order
+of true position, as StreamingLLM has it (https://arxiv.org/abs/2309.17453, section 3.2). A stored
+key is never changed; beside it stands its shift, the rank minus the position at which the model
+has turned it. Each step turns copies, so that nothing adds up.
+"""
 
 from __future__ import annotations
 
-from kvtool.cache.slots.part import Part
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import LayerSite, Part
+from kvtool.cache.steps.block import Block
+from kvtool.cache.steps.call import Call
 from kvtool.maths.rotation import Rotation
+from kvtool.policies.numbers import SHIFT, Count, State
 
 
 class RopeShift(Part):
@@ -18,6 +33,103 @@ class RopeShift(Part):
     def __init__(self, rotation: Rotation | None) -> None:
         self.rotation = rotation
 
-    def copy(self) -> RopeShift:
-        """The same for a part of the layer's heads."""
+    @classmethod
+    def make(cls, site: LayerSite) -> RopeShift | None:
+        return cls(site.rotation) if site.policy.score.positions == "cache" else None
+
+    def for_heads(self) -> RopeShift:
         return RopeShift(self.rotation)
+
+    def works_on_keys(self, layer: SlotLayer) -> str | None:
+        return None if self.rotation is None else "positions=cache"
+
+    @torch.no_grad()
+    def place_block(self, layer: SlotLayer, call: Call, block: Block) -> Call:
+        """Bring the kept slots and a block behind them to their ranks."""
+        if self.rotation is None:
+            return call
+        kept, rotation = block.kept, self.rotation
+        held: Count = kept
+        if kept and layer.padded:
+            held = (block.view.positions[:, :, :kept] >= 0).sum(-1, keepdim=True)
+        shifts, new_shift = block.state[SHIFT], _new_shift(call, held)
+        old, new, query = call.key[:, :, :kept], call.key[:, :, kept:], call.query
+        if new_shift is not None:
+            shifts[:, :, kept:] = new_shift
+            new = rotation.shift(new, shifts[:, :, kept:])
+            query = rotation.shift(query, _by_query(new_shift, query))
+        if kept:
+            old = rotation.shift(old, shifts[:, :, :kept])
+            new = torch.cat([old, new], 2)
+        return replace(call, key=new, query=query)
+
+    @torch.no_grad()
+    def place_token(self, layer: SlotLayer, call: Call) -> Call:
+        """Bring the slots and the query of a decoded token, which is among them, to their ranks.
+
+        Keys that are stored as codes are brought there where they are attended.
+        """
+        if self.rotation is None:
+            return call
+        rotation, slots = self.rotation, layer.slots
+        held: Count = slots.used - 1
+        if layer.padded:
+            held = (slots.positions[:, :, : slots.used] >= 0).sum(-1, keepdim=True) - 1
+        shifts, new_shift = slots.state[SHIFT][:, :, : slots.used], _new_shift(call, held)
+        query = call.query
+        if new_shift is not None:
+            if slots.written is None:
+                shifts[:, :, -1:] = new_shift
+            else:
+                shifts.scatter_(2, slots.written, new_shift.expand_as(slots.written))
+            query = rotation.shift(query, _by_query(new_shift, query))
+
+        def place(keys: Tensor, own: slice) -> Tensor:
+            return rotation.shift(keys, shifts[:, :, own])
+
+        if layer.attends_codes:
+            return replace(call, query=query, place_keys=place)
+        return replace(call, query=query, key=place(call.key, slice(None)))
+
+    def slot_left(self, state: State, positions: Tensor, evicted: Tensor) -> None:
+        """Let the tokens behind an evicted one move up by one place."""
+        left = positions.gather(2, evicted[..., None])
+        state[SHIFT].sub_(((positions > left) & (left >= 0)).float())
+
+    def slots_left(self, state: State, positions: Tensor, chosen: Tensor) -> None:
+        """Let those that stay of a block move up to the places of those that leave."""
+        before = ((positions >= 0).cumsum(-1) - 1).gather(2, chosen)
+        state[SHIFT].add_(torch.arange(chosen.shape[2], device=chosen.device) - before)
+
+
+def _new_shift(call: Call, held: Count) -> Tensor | None:
+    """How far the new tokens still have to be shifted; None: not at all.
+
+    Args:
+        held: tokens kept before them.
+
+    Returns:
+        (batch or 1, kv_heads or 1, 1) float32.
+    """
+    placement = call.context.placement
+    if placement is None:
+        raise RuntimeError("positions=cache, and nobody has placed the new tokens")
+    start = placement.start
+    if isinstance(start, Tensor):
+        start = start.view(-1, 1, 1)
+    shift = held - start
+    if isinstance(shift, Tensor):
+        return shift.float()
+    return (
+        None
+        if shift == 0
+        else torch.full((1, 1, 1), float(shift), dtype=torch.float32, device=call.query.device)
+    )
+
+
+def _by_query(shift: Tensor, query: Tensor) -> Tensor:
+    """Shifts of the queries, the same for a KV head's group: (.., heads or 1, q_len)."""
+    batch, heads, q_len, _ = query.shape
+    if shift.shape[1] > 1:
+        shift = shift.repeat_interleave(heads // shift.shape[1], 1)
+    return shift.expand(batch, -1, q_len)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.slots.part import Part, tensor_bytes
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Read
 from kvtool.policies.read.rows import PerRow, RowsRead
@@ -53,6 +54,15 @@ class SparseIndex(Part):
     def __init__(self, reader: Read) -> None:
         self.reader = reader
         self.clear()
+
+    @classmethod
+    def make(cls, site: LayerSite) -> SparseIndex | None:
+        reader = site.policy.reader
+        reads_part = reader is not None and site.index >= reader.skip_layers
+        return cls(reader) if reader is not None and reads_part else None
+
+    def works_on_keys(self, layer: SlotLayer) -> str:
+        return f"`{self.reader.name}`"
 
     def clear(self) -> None:
         self.entries: Sequence[Entries] | None = None

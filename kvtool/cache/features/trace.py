@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import Part
 
 TOP = 255
@@ -45,10 +46,13 @@ class Trace(Part):
             each.new_zeros(batch, kv_heads, 0) for each in (self.ranks, self.merged, self.reads)
         )
 
+    def allows_static(self, layer: SlotLayer) -> bool:
+        return layer.policy.on_evict is None  # what is evicted is noted on the host
+
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         self.ranks, self.merged, self.reads = map(change, (self.ranks, self.merged, self.reads))
 
-    def judge(self, importance: Tensor, positions: Tensor, protected: Tensor | None) -> None:
+    def note_scores(self, importance: Tensor, positions: Tensor, protected: Tensor | None) -> None:
         """Note how the tokens that might be evicted rank in their heads.
 
         Args:
@@ -60,7 +64,7 @@ class Trace(Part):
         ranks = rank_bytes(importance, positions, protected)
         self.ranks = _put(self.ranks, positions, ranks)
 
-    def merge(self, positions: Tensor, merged: Tensor) -> None:
+    def note_merged(self, positions: Tensor, merged: Tensor) -> None:
         """Note which tokens have gone into those that stay.
 
         Args:
@@ -69,7 +73,7 @@ class Trace(Part):
         """
         self.merged = _put(self.merged, positions, merged)
 
-    def read(self, positions: list[Tensor]) -> None:
+    def note_reads(self, positions: list[Tensor]) -> None:
         """Note what a decoded token has read.
 
         Args:
@@ -90,7 +94,7 @@ def rank_bytes(importance: Tensor, positions: Tensor, protected: Tensor | None) 
     """Rank the tokens of each head: 1 for the least important, 255 for the most, 0 where none is.
 
     Args:
-        importance, positions, protected: as for `Trace.judge`.
+        importance, positions, protected: as for `Trace.note_scores`.
     """
     stored = positions >= 0
     key = importance.float()

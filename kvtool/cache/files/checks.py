@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.features.queries import QueryWindow
 from kvtool.cache.files.format import bad_file
 from kvtool.cache.hooks.probes import ask_recurrent
 from kvtool.cache.slots.layer import SlotLayer
@@ -27,7 +26,6 @@ from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop
 from kvtool.policies.evicted.eviction import Merging
-from kvtool.policies.evidence import MomentsAsked
 from kvtool.policies.numbers import SHIFT
 from kvtool.sizes import MOST_TOKENS
 
@@ -137,17 +135,8 @@ def check_layer(
         _check_memory(file, f"{name}.memory", on_evict.start(batch, heads, torch.device("cpu")))
     if isinstance(on_evict, CaliDrop):
         _check_calibration(file, f"{name}.calibration", on_evict, shape, dtype)
-    if layer.policy.moments is not None and layer.window is None:
-        _check_moments(file, f"{name}.moments", layer.policy.moments, shape)
     for part in layer.parts.values():
-        for key, (sizes, own) in part.shapes(batch, heads).items():
-            file.take(f"{name}.{key}", sizes, own)
-    window = QueryWindow.of(layer)
-    if window is not None:
-        sizes = (batch, shape.heads, window.rows, shape.key_dim)
-        file.take(f"{name}.window.query", sizes, dtype)
-        sizes = (batch, window.rows)
-        file.take(f"{name}.window.positions", sizes, torch.int64, -1, file.seen - 1)
+        part.check(file, f"{name}.", shape, dtype)
     if layer.policy.select_only and layer.window is None and f"{name}.marked" in file.left:
         _check_marked(file, f"{name}.marked", (batch, heads, None))
 
@@ -266,19 +255,6 @@ def _check_filled(
     keeps_all = when == "never" or (layer.policy.select_only and layer.window is None)
     if keeps_all and (filled != expected[:, None]).any():
         raise file.bad(name, "lacks tokens, and its policy keeps all")
-
-
-def _check_moments(file: FileTensors, name: str, asked: MomentsAsked, shape: LayerShape) -> None:
-    """Check the moments of a layer's queries."""
-    heads, dim = (file.batch, shape.heads), shape.key_dim
-    count = file.take(f"{name}.count", heads, torch.float32, 0, file.seen)
-    if not torch.equal(count, count.round()):
-        raise file.bad(f"{name}.count", "holds parts of a query")
-    file.take(f"{name}.mean", (*heads, dim), torch.float32)
-    if asked.covariance:
-        scatter = file.take(f"{name}.scatter", (*heads, dim, dim), torch.float32)
-        if (scatter.diagonal(dim1=2, dim2=3) < 0).any():
-            raise file.bad(f"{name}.scatter", "holds a variance below 0")
 
 
 def _check_calibration(

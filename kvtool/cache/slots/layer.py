@@ -16,7 +16,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from kvtool.cache.slots.buffers import Ragged, SlotBuffers, Slots
 from kvtool.cache.slots.counts import BatchLayer, TokenCounts
 from kvtool.cache.slots.memory import ByteMeter, Growth, LayerBudget, Sizing
-from kvtool.cache.slots.part import Part
+from kvtool.cache.slots.part import Part, Parts
 from kvtool.cache.slots.slot_form import Form, make_form
 from kvtool.policies.policy import Policy
 
@@ -57,7 +57,7 @@ class SlotLayer(TokenCounts, BatchLayer):
     ) -> None:
         self.attends_codes = policy.codec is not None and not shown
         self.index, self.policy, self.window = index, policy, window
-        self.parts = {part.name: part for part in parts}
+        self.parts = Parts(parts)
         self.is_initialized = False
         self._clear(meter or ByteMeter())
 
@@ -226,7 +226,7 @@ class SlotLayer(TokenCounts, BatchLayer):
 
     def add_part(self, part: Part) -> None:
         """Keep one more thing beside the slots."""
-        self.parts[part.name] = part
+        self.parts = Parts([*self.parts.values(), part])
         if self.is_initialized:
             part.begin(self.batch_size, self.slots.kv_heads, self.slots.device)
 

@@ -1,16 +1,21 @@
-"""What a feature keeps beside the slots of a layer: one object, with the same methods for all.
+"""What a feature keeps beside the slots of a layer, and what it does in the layer's steps.
 
-Reset, beams, files, bytes and going back are loops over a layer's parts, so that a new feature is
-one class here and one line in `kvtool.cache.layers`.
+Reset, beams, files, bytes and going back are loops over a layer's parts, and a step calls the hooks
+that a part defines. So a new feature is one class in `kvtool.cache.features`, and one line in the
+table there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+from kvtool.maths.rotation import Rotation
+from kvtool.policies.policy import Policy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -19,11 +24,33 @@ if TYPE_CHECKING:
 class HasParts(Protocol):
     """A layer, as far as its parts can be found."""
 
-    parts: dict[str, Part]
+    parts: Parts
+
+
+@dataclass(frozen=True)
+class LayerSite:
+    """A layer that is being made, as features look at it.
+
+    Attributes:
+        policy: of the layer.
+        index: of the layer in the model.
+        exact: whether bytes have been promised, so that no head takes a slot more than it holds.
+        rotation: by which the layer turns keys and queries, where the policy asks; None: by none.
+        above: the layers of free budget before this one.
+    """
+
+    policy: Policy
+    index: int
+    exact: bool = False
+    rotation: Rotation | None = None
+    above: Sequence[Any] = ()
 
 
 class Part:
     """What one feature keeps beside the slots; empty until the feature has something to keep.
+
+    In the hooks, `layer` is a `SlotLayer`, `call` a `kvtool.cache.steps.call.Call`, and `block` a
+    `kvtool.cache.steps.block.Block`. A step runs only the hooks that a part defines; see `Parts`.
 
     Attributes:
         name: by which a layer knows it.
@@ -39,6 +66,13 @@ class Part:
         part = layer.parts.get(cls.name)
         return part if isinstance(part, cls) else None
 
+    @classmethod
+    def make(cls, site: LayerSite) -> Part | None:
+        """Make the part of a layer; None where its policy does not have the feature."""
+        return None
+
+    # ---- what it keeps
+
     def begin(self, batch: int, kv_heads: int, device: torch.device) -> None:
         """Prepare for the first tokens."""
 
@@ -48,24 +82,154 @@ class Part:
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         """Let everything follow the batch entries, by what is done to a tensor of theirs."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return what a file holds of it, by its names in the file."""
-        return {}
-
-    def shapes(self, batch: int, kv_heads: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return the shape and dtype of what a file must hold, where that is all there is to say.
-
-        What has limits of its own is checked by `kvtool.cache.files.checks`.
-        """
-        return {}
-
-    def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Take back what `tensors` gave, from all tensors of the layer."""
+    def for_heads(self) -> Part | None:
+        """Make the part of a layer that holds some of this one's heads; None: it has none."""
+        return None
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         return 0
+
+    # ---- files
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a file holds of it, by its names in the file."""
+        return {}
+
+    def check(self, file: Any, prefix: str, shape: Any, dtype: torch.dtype) -> None:
+        """Refuse what a file holds in place of it.
+
+        Args:
+            file: a `kvtool.cache.files.checks.FileTensors`, of which it takes its tensors.
+            prefix: of the layer's names in the file, with a dot behind it.
+            shape: of the layer in the model.
+            dtype: of the model.
+        """
+
+    def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Take back what `tensors` gave, from all tensors of the layer."""
+
+    # ---- what it does not work with
+
+    def works_on_keys(self, layer: Any) -> str | None:
+        """Name what needs keys that are stored as they are attended; None: nothing does."""
+        return None
+
+    # ---- blocks of a prompt
+
+    def place_block(self, layer: Any, call: Any, block: Any) -> Any:
+        """Return the call with keys and queries where they are to be attended."""
+        return call
+
+    def note_queries(self, layer: Any, call: Any, block: Any) -> None:
+        """Take note of the queries of a block that has been attended."""
+
+    def postpone(self, layer: Any, call: Any, block: Any) -> Any:
+        """Take in a block of a prompt that is cut once.
+
+        Returns:
+            None where the prompt goes on, and the block has been stored whole. At its end, the
+            block.
+        """
+        return block
+
+    def before_block(self, query: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Put queries of earlier blocks, and their positions, before those of a block."""
+        return query, new
+
+    def show_block(self, view: Any) -> Any:
+        """Return the view of a block that has been attended, with what the policy goes by."""
+        return view
+
+    def end_block(self) -> None:
+        """Note that a block has been stored, and cut if it was over the budget."""
+
+    # ---- decoded tokens
+
+    def note_token(self, layer: Any, call: Any) -> None:
+        """Take note of the query of a decoded token, which has just been counted."""
+
+    def place_token(self, layer: Any, call: Any) -> Any:
+        """Return the call with the keys and the query where they are to be attended."""
+        return call
+
+    def stationary(self) -> list[Tensor]:
+        """Return the tensors that a static step reads or writes, where they are."""
+        return []
+
+    def allows_static(self, layer: Any) -> bool:
+        """Tell whether steps may be static."""
+        return True
+
+    # ---- what policies see, and what leaves
+
+    def show(self, layer: Any, view: Any) -> Any:
+        """Return a view of slots with what the policy sees of the part."""
+        return view
+
+    def note_scores(self, importance: Tensor, positions: Tensor, protected: Tensor | None) -> None:
+        """Take note of the scores by which slots are cut, (batch, kv_heads, slots)."""
+
+    def note_merged(self, positions: Tensor, merged: Tensor) -> None:
+        """Take note of the evicted tokens, and of which of them were merged into others."""
+
+    def note_reads(self, positions: list[Tensor]) -> None:
+        """Take note of the tokens that a decoded token has read."""
+
+    def slot_left(self, state: dict[str, Tensor], positions: Tensor, evicted: Tensor) -> None:
+        """Change the numbers beside slots, in place, as one of each head is to be reused.
+
+        Args:
+            positions: (batch, kv_heads, slots), in any order, -1 = empty.
+            evicted: (batch, kv_heads) index of a slot; nothing leaves where it is empty.
+        """
+
+    def slots_left(self, state: dict[str, Tensor], positions: Tensor, chosen: Tensor) -> None:
+        """Change the numbers beside the slots that stay, in place, as others leave.
+
+        Args:
+            state: the numbers beside those that stay.
+            positions: (batch, kv_heads, slots) of all, in ascending position, -1 = empty.
+            chosen: (batch, kv_heads, kept) indices of those that stay, in ascending position.
+        """
+
+
+class Parts(dict[str, Part]):
+    """The parts of a layer by name, and by the hooks that they define.
+
+    Attributes:
+        at: for each hook, the parts that define it; found once, when the layer is made.
+    """
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        super().__init__({part.name: part for part in parts})
+        self.at = {hook: _defining(hook, tuple(self.values())) for hook in HOOKS}
+
+
+def _defining(hook: str, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    return tuple(part for part in parts if getattr(type(part), hook) is not getattr(Part, hook))
+
+
+HOOKS = (
+    "works_on_keys",
+    "place_block",
+    "note_queries",
+    "postpone",
+    "before_block",
+    "show_block",
+    "end_block",
+    "note_token",
+    "place_token",
+    "stationary",
+    "allows_static",
+    "show",
+    "note_scores",
+    "note_merged",
+    "note_reads",
+    "slot_left",
+    "slots_left",
+)
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:

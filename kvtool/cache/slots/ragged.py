@@ -12,9 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.cut_schedule import CutSchedule
 from kvtool.cache.features.head_budgets import HeadBudgets
-from kvtool.cache.features.rope_shift import RopeShift
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
@@ -156,8 +154,8 @@ def _bucket(
         form: of the lanes.
         uneven: whether their counts or budgets differ.
     """
-    own = (RopeShift.of(layer), CutSchedule.of(layer))
-    parts = [part.copy() for part in own if part is not None]
+    own = [part.for_heads() for part in layer.parts.values()]
+    parts = [part for part in own if part is not None]
     bucket = SlotLayer(layer.index, layer.policy, parts=parts, meter=layer.sizing.meter)
     bucket.begin_as(layer, len(entries))
     bucket.slots.set_form(form)

@@ -2,8 +2,8 @@
 
 Slots that hold codes are dequantised slice by slice, never all in float. Where vectors are rotated
 before they are rounded, the query is rotated in place of the keys, and the output is rotated back
-once. With `positions=cache` keys are rotated back instead, since they are rotated to their places
-by a rotation of another kind.
+once. Keys that are placed anew are rotated back instead, since a rotation of another kind places
+them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.cache.features.cut_schedule import CutSchedule
-from kvtool.cache.features.rope_shift import RopeShift
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import SLICE, CodedForm, Stored
 from kvtool.cache.steps.attend_triton import can_count, can_count_codes, count_slots
 from kvtool.cache.steps.call import AttendedToken, Call
-from kvtool.cache.steps.rope_shift import shift_decoded, shift_keys, shift_query
 from kvtool.cache.steps.shared_kv import SharedKV, share_kv
 from kvtool.cache.steps.view import decode_needs_rows, decode_rows
 from kvtool.kernels.kind import Family
@@ -72,17 +70,15 @@ def attend_codes(
 
 def _products(layer: SlotLayer, form: CodedForm, call: Call, stored: Stored) -> Tensor:
     """Dot products of the query and all keys: (batch, kv_heads, group, 1, slots) float32."""
-    shift = RopeShift.of(layer) if layer.parts else None
-    moved = shift is not None and shift.rotation is not None
     grouped, constant = group_queries(call.query.float(), layer.slots.kv_heads), None
     parts = []
-    if not moved:
+    if call.place_keys is None:
         grouped, constant = form.rotated_query(grouped)
     for own, part in _slices(stored):
-        if moved:
-            keys = shift_keys(layer, form.dequantise_keys(part), own).float()
-        else:
+        if call.place_keys is None:
             keys = form.rounded_keys(part)
+        else:
+            keys = call.place_keys(form.dequantise_keys(part), own).float()
         parts.append(dot_products(grouped, keys))
     products = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     return products if constant is None else products + constant
@@ -121,8 +117,8 @@ TRITON_DEVICES = frozenset({"cuda"})
 def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken:
     """Attend the slots in use by a token that stands among them, by the kernel that fits."""
     codes = layer.attends_codes
-    if layer.policy.score.positions == "cache":
-        call = shift_query(layer, call) if codes else shift_decoded(layer, call)
+    for part in layer.parts.at["place_token"]:
+        call = part.place_token(layer, call)
     visible = visible_slots(layer)
     stored = layer.slots.used_stored() if codes else None
     if call.context.shares_kv:

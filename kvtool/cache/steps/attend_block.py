@@ -21,14 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.cache.features.calidrop import Calibration
-from kvtool.cache.features.queries import LastQueries, QueryWindow
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.attend import attend_codes, attend_unseen, call_weights, call_weights_lse
 from kvtool.cache.steps.attend_triton import can_count, can_run, count_block
-from kvtool.cache.steps.block import Block, RowWatcher, deferred, store_block, vote_weights
+from kvtool.cache.steps.block import Block, RowWatcher, deferred, vote_weights
 from kvtool.cache.steps.call import Call
-from kvtool.cache.steps.moments import add_queries
-from kvtool.cache.steps.rope_shift import shift_block
 from kvtool.cache.steps.shared_kv import SharedKV, share_kv
 from kvtool.cache.steps.view import last_query_columns, make_rows
 from kvtool.kernels.kind import Family
@@ -49,11 +46,8 @@ def last_of_prompt(layer: SlotLayer, call: Call, block: Block) -> tuple[Tensor, 
         (batch, heads, rows, head_dim), and their positions, (batch or 1, rows), -1 = padding.
     """
     query, new = call.query, block.new
-    before = LastQueries.of(layer)
-    if before is not None and before.query is not None and before.positions is not None:
-        query = torch.cat([before.query, query], 2)
-        rows = max(new.shape[0], before.positions.shape[0])
-        new = torch.cat([before.positions.expand(rows, -1), new.expand(rows, -1)], 1)
+    for part in layer.parts.at["before_block"]:
+        query, new = part.before_block(query, new)
     last = last_query_columns(layer, new)
     return take(query, last[:, None].expand(query.shape[0], -1, -1)), new.gather(1, last)
 
@@ -215,7 +209,10 @@ class OwnBlock:
 
     def placed(self, layer: SlotLayer, block: Block) -> OwnBlock:
         """The same with keys and queries at their places among the kept tokens."""
-        return OwnBlock(shift_block(layer, self.call, block)) if layer.parts else self
+        call = self.call
+        for part in layer.parts.at["place_block"]:
+            call = part.place_block(layer, call, block)
+        return self if call is self.call else OwnBlock(call)
 
     def attend(self, layer: SlotLayer, block: Block, observed: bool) -> Tensor:
         """Attend, and show all rows to whoever observes: (batch, heads, q_len, value_dim)."""
@@ -253,10 +250,8 @@ class OwnBlock:
 
     def show_queries(self, layer: SlotLayer, block: Block) -> None:
         """Show the block's queries to a policy that looks back from them, or goes by all."""
-        add_queries(layer, self.call, block)
-        window = QueryWindow.of(layer)
-        if window is not None:
-            window.see(self.call.query, block.new, self.call.scale, self.call.softcap)
+        for part in layer.parts.at["note_queries"]:
+            part.note_queries(layer, self.call, block)
 
     def postpone(self, layer: SlotLayer, block: Block) -> Block | None:
         """Take in a block of a prompt that is cut once.
@@ -265,18 +260,9 @@ class OwnBlock:
             None where the prompt goes on: it is stored whole, and its last queries are kept. At its
             end the block, counting the kept queries as its own.
         """
-        last = LastQueries.of(layer)
-        if last is None:
-            return block
-        if not self.call.context.last:
-            last.keep(*last_of_prompt(layer, self.call, block))
-            store_block(layer, block, *self.raw)
-            return None
-        if last.positions is None:
-            return block
-        positions = last.positions
-        count = (positions >= 0).sum(1)[:, None, None] if layer.padded else positions.shape[1]
-        return replace(block, view=replace(block.view, block=block.view.block + count))
+        for part in layer.parts.at["postpone"]:
+            return part.postpone(layer, self.call, block)
+        return block
 
 
 def attend_plain(layer: SlotLayer, call: Call, block: Block) -> Tensor:

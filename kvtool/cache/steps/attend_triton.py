@@ -57,7 +57,7 @@ def can_count_codes(layer: SlotLayer, call: Call) -> bool:
         return False  # what a shift adds to all products matters only there
     if codec is None or codec.kernel_form not in CODES:
         return False
-    if layer.policy.observes_rows or layer.policy.score.positions == "cache":
+    if layer.policy.observes_rows or call.place_keys is not None:
         return False
     return not _plain_asked(call) and trust.usable(
         CODES[codec.kernel_form],

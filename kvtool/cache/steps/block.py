@@ -14,9 +14,7 @@ from torch.nn import functional
 
 from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.features.head_budgets import HeadBudgets
-from kvtool.cache.features.queries import LastQueries, Moments
 from kvtool.cache.features.sparse_index import SparseIndex
-from kvtool.cache.features.trace import Trace
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.steps.evict import part_block
@@ -41,19 +39,18 @@ def cut_deferred(layer: SlotLayer) -> None:
     view = replace(used_view(layer), block=scores.block)
     evicted = at_least_zero(view.held - layer.budget.tokens)
     protected = layer.policy.ranking.protected(used.state, view, evicted)
-    trace_scores(layer, view, scores.importance, protected)
+    note_scores(layer, view, scores.importance, protected)
     cut(layer, view, used.state, None, scores.importance, protected)
     if layer.ragged is None:
         layer.slots.shrink(layer.slots.used + layer.policy.spare)
 
 
-def trace_scores(
+def note_scores(
     layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
 ) -> None:
-    """Note the scores by which a layer is cut, where they are shown."""
-    trace = Trace.of(layer)
-    if trace is not None:
-        trace.judge(importance, view.positions, protected)
+    """Show the scores by which a layer is cut to the parts that take note of them."""
+    for part in layer.parts.at["note_scores"]:
+        part.note_scores(importance, view.positions, protected)
 
 
 def cut(
@@ -91,7 +88,7 @@ def cut(
         to_ragged(layer, kept)
     else:
         layer.slots.replace(kept)
-        if LastQueries.of(layer) is not None:  # the whole prompt was stored
+        if layer.policy.two_stages:  # the whole prompt was stored
             layer.slots.shrink(layer.slots.used)
     return chosen
 
@@ -268,7 +265,9 @@ def leave_block(
     if layer.policy.codec is not None:
         keys, values = raw_key[:, :, block.kept :], raw_value[:, :, block.kept :]
         layer.slots.fit(layer.index, keys, values, block.new, padded=layer.padded)
-    view, waiting, index = _with_moments(layer, block.view), deferred(layer), SparseIndex.of(layer)
+    view, waiting, index = block.view, deferred(layer), SparseIndex.of(layer)
+    for part in layer.parts.at["show_block"]:
+        view = part.show_block(view)
     if waiting is not None:
         importance, _ = score(layer.policy, view, block.state, rows, 0)
         waiting.wait(importance, view.block)
@@ -284,7 +283,7 @@ def leave_block(
         return None
     evicted = at_least_zero(view.held - layer.budget.tokens)
     importance, protected = score(layer.policy, view, block.state, rows, evicted)
-    trace_scores(layer, view, importance, protected)
+    note_scores(layer, view, importance, protected)
     if layer.policy.select_only:
         slots = min(layer.budget.max_budget, view.positions.shape[2])
         budget = layer.budget.tokens
@@ -293,12 +292,6 @@ def leave_block(
         store_block(layer, block, raw_key, raw_value)
         return None
     return cut(layer, view, block.state, (raw_key, raw_value), importance, protected)
-
-
-def _with_moments(layer: SlotLayer, view: SlotView) -> SlotView:
-    """Show the moments of the queries, the block's included, where the policy goes by them."""
-    part = Moments.of(layer)
-    return view if part is None else replace(view, moments=part.show())
 
 
 def store_block(layer: SlotLayer, block: Block, raw_key: Tensor, raw_value: Tensor) -> None:

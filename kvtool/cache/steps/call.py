@@ -120,6 +120,8 @@ class Call:
         attended: (batch, heads, q_len, value_dim), the output of a block of a prompt, where it is
             known already; None: it is not.
         columns: what other caches have summed of this attention; None: no other attends to it.
+        place_keys: returns keys of some slots, given with their slice, where they are attended by a
+            decoded token; None: they are stored there.
     """
 
     query: Tensor
@@ -136,6 +138,7 @@ class Call:
     mask: Tensor | None = None
     attended: Tensor | None = None
     columns: KnownColumns | None = None
+    place_keys: Callable[[Tensor, slice], Tensor] | None = None
 
     @property
     def q_len(self) -> int:

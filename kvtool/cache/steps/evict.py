@@ -17,7 +17,6 @@ from kvtool.cache.features.calidrop import Calibration, offload_evicted
 from kvtool.cache.features.cut_schedule import CutSchedule
 from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.features.merge_memory import MergeMemory
-from kvtool.cache.features.trace import Trace
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import take_stored
@@ -32,7 +31,7 @@ from kvtool.cache.steps.view import (
 from kvtool.maths.selection import keep_top, lowest
 from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import SHIFT, Count, State
+from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import SlotView
 
 
@@ -83,7 +82,8 @@ def part_block(
                 importance=importance,
             ),
         )
-    _close_gaps(kept.state, view.positions, chosen)
+    for part in layer.parts.at["slots_left"]:
+        part.slots_left(kept.state, view.positions, chosen)
     return kept
 
 
@@ -173,34 +173,8 @@ def _hand_over(layer: SlotLayer, eviction: Eviction) -> None:
         calibration.offload(eviction)
     elif memory is not None:
         merged = memory.merging.absorb(memory.state, eviction)
-        trace = Trace.of(layer)
-        if trace is not None:
-            trace.merge(eviction.evicted_positions, merged)
-
-
-def _close_gaps(state: State, positions: Tensor, chosen: Tensor) -> None:
-    """Let those that stay of a block move up to the places of those that leave, in place.
-
-    Args:
-        state: the numbers beside those that stay.
-        positions: (batch, kv_heads, slots) of all, in ascending position, -1 = empty.
-        chosen: (batch, kv_heads, kept) indices of those that stay, in ascending position.
-    """
-    if SHIFT in state:
-        before = ((positions >= 0).cumsum(-1) - 1).gather(2, chosen)
-        state[SHIFT].add_(torch.arange(chosen.shape[2], device=chosen.device) - before)
-
-
-def shift_behind(state: State, positions: Tensor, evicted: Tensor) -> None:
-    """Let the tokens behind an evicted one move up by one place, in place.
-
-    Args:
-        state: the numbers beside the slots, their shifts among them.
-        positions: (batch, kv_heads, slots), in any order, -1 = empty.
-        evicted: (batch, kv_heads) index of a slot; nothing moves where it is empty.
-    """
-    left = positions.gather(2, evicted[..., None])
-    state[SHIFT].sub_(((positions > left) & (left >= 0)).float())
+        for part in layer.parts.at["note_merged"]:
+            part.note_merged(eviction.evicted_positions, merged)
 
 
 @torch.no_grad()
@@ -269,8 +243,8 @@ def evict_after_token(
     distinct = policy.ranking.distinct and policy.rescore is None
     evicted = lowest(importance, view.positions, protected, distinct)
     slots.mark_for_reuse(evicted, static=layer.seen_device is not None)
-    if SHIFT in state:
-        shift_behind(state, view.positions, evicted)
+    for part in layer.parts.at["slot_left"]:
+        part.slot_left(state, view.positions, evicted)
     if layer.parts:
         evict_decoded(layer, view.tokens_seen)
 

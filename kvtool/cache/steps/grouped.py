@@ -20,13 +20,13 @@ from torch import Tensor
 
 from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.features.cut_schedule import CutSchedule
-from kvtool.cache.features.queries import QueryWindow
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.steps.evict import evict_decoded, offload_decoded, part_block, shift_behind
+from kvtool.cache.steps.evict import evict_decoded, offload_decoded, part_block
 from kvtool.cache.steps.view import (
     make_view,
     observe,
     score,
+    show_parts,
     stacked,
     used_keys,
     used_values,
@@ -34,7 +34,7 @@ from kvtool.cache.steps.view import (
 )
 from kvtool.maths.selection import keep_top, lowest
 from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import SHIFT, Count
+from kvtool.policies.numbers import Count
 from kvtool.policies.parts import SlotView
 
 
@@ -118,8 +118,8 @@ class LayerGroup:
             layer.slots.mark_for_reuse(slot, static=False)
         if first.parts:
             self._hand_over(positions.gather(2, evicted[..., None]))
-        if SHIFT in state:
-            shift_behind(state, positions, evicted)
+        for part in first.parts.at["slot_left"]:
+            part.slot_left(state, positions, evicted)
         self._reuse(evicted, seen)
 
     def _left(self) -> Sequence[Tensor]:
@@ -209,9 +209,9 @@ class PacedGroup(LayerGroup):
         if observed and rows is not None:
             observe(policy, state, view, rows)
         if due:
-            windows = [QueryWindow.of(layer) for layer in self.layers]
-            queries = tuple(window for window in windows if window is not None)
-            self._cut(replace(view, queries=queries), state, rows)
+            for layer in self.layers[1:]:
+                view = show_parts(layer, view)
+            self._cut(view, state, rows)
 
     @torch.no_grad()
     def _cut(self, view: SlotView, state: dict[str, Tensor], rows: AttentionRows | None) -> None:

@@ -21,7 +21,6 @@ from kvtool.cache.features.sparse_index import (
     take_slots,
     widened,
 )
-from kvtool.cache.features.trace import Trace
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.attend import call_weights, packed_attention
 from kvtool.cache.steps.attend_triton import attend_chosen, can_run
@@ -105,9 +104,8 @@ def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> T
         read += numbers
     pair = slots.keys.shape[-1] + slots.values.shape[-1]
     layer.read(read / (slots.batch * slots.kv_heads * pair))
-    trace = Trace.of(layer)
-    if trace is not None:
-        trace.read([_positions(layer, *each) for each in zip(entries, chosen, strict=True)])
+    for part in layer.parts.at["note_reads"]:
+        part.note_reads([_positions(layer, *each) for each in zip(entries, chosen, strict=True)])
     if layer.padded and slots.written is not None:
         slots.fill_to(max(each.longest for each in entries) + 1)
         slots.mark_for_reuse(slots.written[..., 0] + 1, static=False)

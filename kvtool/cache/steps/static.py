@@ -14,21 +14,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.features.cut_schedule import CutSchedule
-from kvtool.cache.features.merge_memory import MergeMemory
-from kvtool.cache.features.queries import QueryWindow
-from kvtool.cache.features.rope_shift import RopeShift
-from kvtool.cache.features.trace import Trace
 from kvtool.cache.slots.counts import Addresses
 from kvtool.cache.slots.layer import SlotLayer
 
 
 def may_grow(layer: SlotLayer) -> bool:
     """Whether the shapes of a layer still change, or the host has a hand in its steps."""
-    noted = Trace.of(layer) is not None and layer.policy.on_evict is not None
-    if noted or Calibration.of(layer) is not None:
-        return True  # what is evicted is noted on the host, or fetched when it decides
+    if not all(part.allows_static(layer) for part in layer.parts.at["allows_static"]):
+        return True
     if layer.policy.reader is not None:
         return True  # what is read grows, and the tables with it
     return any(
@@ -40,7 +34,7 @@ def may_grow(layer: SlotLayer) -> bool:
 def _may_be_cut(store: SlotLayer) -> bool:
     """Whether the next token may have heads cut that are cut every so many, or has no slot yet."""
     schedule, slots = CutSchedule.of(store), store.slots
-    if schedule is None or RopeShift.of(store) is not None:  # which counts the slots in use
+    if schedule is None or store.parts.at["place_token"]:  # by the slots in use
         return True
     left, full = schedule.left(store.seen), slots.kept >= store.budget.max_budget
     return left <= 1 or not full or slots.kept + left > store.budget.max_budget + schedule.spare
@@ -129,10 +123,9 @@ def _counting(layer: SlotLayer) -> list[SlotLayer]:
 
 def stationary(layer: SlotLayer) -> list[Tensor]:
     """The tensors of a layer that a static step reads or writes, where they are."""
-    merged, window = MergeMemory.of(layer), QueryWindow.of(layer)
-    own = [*layer.slots.tensors(), *([] if merged is None else merged.state.values())]
-    if window is not None and window.query is not None and window.positions is not None:
-        own += [window.query, window.positions]
+    own = [*layer.slots.tensors()]
+    for part in layer.parts.at["stationary"]:
+        own += part.stationary()
     return own if layer.lengths is None else [*own, layer.lengths]
 
 

@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.features.calidrop import Calibration
-from kvtool.cache.features.cut_schedule import CutSchedule
-from kvtool.cache.features.queries import LastQueries, QueryWindow
-from kvtool.cache.features.rope_shift import RopeShift
 from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.ragged import RaggedBuffers
@@ -134,9 +131,8 @@ def run_block(layer: SlotLayer, attention: BlockAttention, q_len: int) -> Attend
         return AttendedBlock(out, None)
     rows = attention.last_rows(layer, ended) if block_needs_last_rows(layer, ended) else None
     chosen = leave_block(layer, ended, *attention.raw, rows)
-    for part in (LastQueries.of(layer), CutSchedule.of(layer)):
-        if part is not None:
-            part.clear()
+    for part in layer.parts.at["end_block"]:
+        part.end_block()
     return AttendedBlock(out, chosen)
 
 
@@ -159,16 +155,13 @@ def _run_masked(layer: SlotLayer, call: Call, mask: Tensor, decoding: bool) -> T
 
 def _check_latent(layer: SlotLayer) -> None:
     """Refuse parts that work on keys, in a layer whose keys are not stored as they are attended."""
-    index, shift = SparseIndex.of(layer), RopeShift.of(layer)
-    asks = layer.policy.score if QueryWindow.of(layer) is not None else None
-    for part in (None if index is None else index.reader, layer.policy.on_evict, asks):
-        if part is not None:
+    for part in layer.parts.at["works_on_keys"]:
+        name = part.works_on_keys(layer)
+        if name is not None:
             raise KvtoolError(
-                f"`{part.name}` needs keys that are stored as they are attended, "
+                f"{name} needs keys that are stored as they are attended, "
                 "and this model stores latents"
             )
-    if shift is not None and shift.rotation is not None:
-        raise KvtoolError("positions=cache needs keys that are stored as they are attended")
 
 
 def _check_split(call: Call) -> None:
@@ -195,9 +188,8 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
         plan = calibration.begin_decode(call.query, kv_heads, call.positions, layer.slots.heads)
         plan = plan if plan is not None and plan.changes else None
     layer.enter_token(call.positions)
-    window = QueryWindow.of(layer)
-    if window is not None:
-        _show_token(window, layer, call)
+    for part in layer.parts.at["note_token"]:
+        part.note_token(layer, call)
     if isinstance(layer.ragged, RaggedBuffers):
         token = _decode_ragged(layer, layer.ragged, call, plan is not None)
     elif index is not None and index.entries is not None:
@@ -210,16 +202,6 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
     if layer.ragged is None:
         end_token(layer, token, call.value, call.context.group)
     return out
-
-
-def _show_token(window: QueryWindow, layer: SlotLayer, call: Call) -> None:
-    """Show the query of the token that has just been counted, where it is no padding."""
-    newest: int | Tensor = layer.tokens_seen - 1
-    if call.positions is not None:
-        newest = call.positions
-    elif isinstance(newest, Tensor):
-        newest = newest[..., 0]
-    window.see_token(call.query, newest, call.scale, call.softcap)
 
 
 def _decode_ragged(

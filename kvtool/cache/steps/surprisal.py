@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.features.trace import Trace
 from kvtool.cache.slots.buffers import Slots, ascending
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import tensor_bytes
@@ -265,10 +264,10 @@ class Surprisals:
             kept = self._let_decay(kept, view.held > target)
         self.table = _buffer(kept, slots)
         for layer in self._layers:
-            used, trace = layer.slots.used_slots(), Trace.of(layer)
-            if trace is not None:
+            used = layer.slots.used_slots()
+            for part in layer.parts.at["note_scores"]:
                 whole = torch.ones_like(used.positions)
-                trace.judge(scores * whole, view.positions * whole, forced & (whole > 0))
+                part.note_scores(scores * whole, view.positions * whole, forced & (whole > 0))
             place, places = chosen.to(layer.slots.device), positions.to(layer.slots.device)
             layer.slots.replace(Slots(take_stored(used.stored, place), places, {}))
 

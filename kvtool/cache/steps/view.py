@@ -15,7 +15,6 @@ from torch import Tensor
 from kvtool.cache.features.cut_schedule import CutSchedule
 from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.features.parents import Parents
-from kvtool.cache.features.queries import QueryWindow
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import Form, Stored
 from kvtool.maths.columns import add_columns
@@ -91,15 +90,8 @@ def make_view(
         block: tokens of each batch entry in the running block.
         keys: (batch, kv_heads, slots, key_dim) of each layer, for a policy that needs them.
     """
-    first, above, window = layer.budget.tokens, None, None
     plain = layer.lengths is None and layer.seen_device is None
-    if layer.parts:
-        window = QueryWindow.of(layer)
-        parents = Parents.of(layer)
-        if parents is not None and parents.first is not None:
-            first = parents.first.budget.tokens
-            above = parents.kept(positions, layer.seen)
-    return SlotView(
+    view = SlotView(
         values=values,
         positions=positions,
         tokens_seen=layer.seen if plain else layer.tokens_seen,
@@ -108,11 +100,18 @@ def make_view(
         layer=layer.index,
         heads=layer.slots.heads,
         block=block,
-        kept_in_parent=above,
-        first_layer_budget=first,
+        kept_in_parent=None,
+        first_layer_budget=layer.budget.tokens,
         keys=keys,
-        queries=() if window is None else (window,),
     )
+    return show_parts(layer, view) if layer.parts else view
+
+
+def show_parts(layer: SlotLayer, view: SlotView) -> SlotView:
+    """Add to a view what the policy sees of the layer's parts."""
+    for part in layer.parts.at["show"]:
+        view = part.show(layer, view)
+    return view
 
 
 def used_view(layer: SlotLayer, value: Tensor | None = None) -> SlotView:
