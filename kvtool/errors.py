@@ -62,7 +62,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception says that memory has run out, on a GPU or on the host.
+    """Return whether an exception says that memory has run out, on a GPU or on the host.
 
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
     (True, False)

@@ -165,7 +165,7 @@ def plain_config(data: Mapping[str, Any]) -> PlainConfig | None:
 
 
 def _plain_values(entries: Mapping[str, Any]) -> bool:
-    """Tell whether every entry is of the kind that it usually is."""
+    """Return whether every entry is of the kind that it usually is."""
     if any(type(entries[name]) is not int or entries[name] < 1 for name in _SIZES):
         return False
     vocabulary = entries["vocab_size"]
@@ -205,7 +205,7 @@ def _rope(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _is_llama3(rope: Mapping[str, Any]) -> bool:
-    """Tell whether transformers takes these numbers without a word."""
+    """Return whether transformers takes these numbers without a word."""
     floats = all(type(rope[name]) is float for name in _ROPES["llama3"][2:])
     whole = type(rope["original_max_position_embeddings"]) is int
     return (

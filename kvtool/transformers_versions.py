@@ -44,7 +44,7 @@ def check_transformers() -> None:
 
 
 def reads_plain_configs() -> bool:
-    """Tell whether the installed transformers reads a config.json as `kvtool.plain_config` does."""
+    """Return whether transformers reads a config.json as `kvtool.plain_config` does."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -36,7 +36,7 @@ class LengthRope:
         return length if self.grows else self.thresholds[-1] + 1
 
     def serve(self, factors: int, length: int) -> bool:
-        """Tell whether the factors of one length can read a text that has come to another."""
+        """Return whether the factors of one length can read a text that has come to another."""
         longest = self.longest(factors)
         return longest is None or length <= longest
 

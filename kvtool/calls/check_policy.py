@@ -48,7 +48,7 @@ class PolicyReport:
 
     @property
     def passed(self) -> bool:
-        """Tell whether no check failed."""
+        """Return whether no check failed."""
         return not self.failed
 
 

@@ -140,10 +140,10 @@ def begin(
     system: str | None,
     watcher: Watcher,
 ) -> Conversation | None:
-    """Return what puts the prompt into the chat template, None where it goes in as it stands.
+    """Return what puts the prompt into the chat template, None where it goes in unchanged.
 
     It does so without a template, with `--chat-template off`, and behind a cached text that went in
-    as it stands itself.
+    unchanged itself.
     """
     from kvtool.generation import Conversation
 

@@ -25,7 +25,7 @@ def estimate_run(
         new: tokens that are generated at most, in each turn.
 
     Returns:
-        None where a tokenizer or a model of the hub cannot be read, of which a run would tell more.
+        None where a tokenizer or a model of the hub cannot be read; a run reports the reason.
 
     Raises:
         UsageError: a budget that is too small for this prompt.

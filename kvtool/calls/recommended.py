@@ -58,7 +58,8 @@ def read_run(given: Any) -> ResultsDocument:
 
 
 def for_results(settings: PlanSettings, results: ResultsDocument, watcher: Watcher) -> PlanSettings:
-    """Return settings that name the model of the results, and room for an answer, if they do not.
+    """Return settings that name the model of the results and the tokens of an answer, if they do
+    not.
 
     Raises:
         UsageError: a target that is no memory; something that the results are to choose.

@@ -197,7 +197,7 @@ def choose_policy(
 
 
 def _check_heads(settings: PromptSettings, policy: Policy) -> None:
-    """Refuse a codec that cannot store the model's heads, of which only the sizes are read."""
+    """Refuse a codec that cannot store the model's heads. Only the heads' sizes are read."""
     if policy.codec is None:
         return
     from kvtool.model_shape import layer_shapes

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def text_on_stdout(options: OutputSettings) -> bool:
-    """Tell whether the data on stdout is the text itself."""
+    """Return whether the data on stdout is the text itself."""
     return options.choose_format("text") == "text" and options.output_path is None
 
 

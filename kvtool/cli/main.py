@@ -139,7 +139,7 @@ def _explain(error: Exception) -> KvtoolError | None:
 
 
 def _explain_usage(error: typer.TyperException) -> KvtoolError:
-    """Tell in our words what typer and pydantic say of the command line."""
+    """Put errors of typer and pydantic about the command line into our words."""
     param = getattr(error, "param", None)
     text = error.format_message()
     if param is not None and error.__cause__ is not None:

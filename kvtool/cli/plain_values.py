@@ -47,7 +47,8 @@ class PlainParameters:
     """A command of typer whose parameters take plain values as they are."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the same parameters at every call, which typer tells apart by identity."""
+        """Return the same parameters at every call, because typer distinguishes them by
+        identity."""
         self.params = [_plain(each) for each in getattr(self, "params", ())]
         return super().get_params(ctx)  # type: ignore[misc]
 
@@ -67,7 +68,7 @@ def _plain(parameter: Any) -> Any:
 
 
 def _is_plain(value: Any, kind: Any) -> bool:
-    """Tell whether a value, as typed, is what a declared type makes of it."""
+    """Return whether a value, as typed, is what a declared type makes of it."""
     if value is None:
         return True
     if kind == list[str]:
@@ -80,7 +81,7 @@ def _is_plain(value: Any, kind: Any) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    """Tell whether a text is free of bytes that the shell passed and that encode nothing."""
+    """Return whether a text is free of bytes that the shell passed and that encode nothing."""
     try:
         text.encode()
     except UnicodeEncodeError:

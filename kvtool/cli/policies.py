@@ -35,7 +35,7 @@ class PoliciesSettings(OutputSettings):
 
 
 def policies(options: PoliciesSettings, terminal: Terminal) -> None:
-    """List policies and modifiers with their parameters, tell all of one, or check one."""
+    """List policies and modifiers with their parameters, show one in full, or check one."""
     options.check_output()
     if options.check:
         _check(options, terminal)

@@ -25,7 +25,7 @@ _NARROWEST, _WIDEST = 100, 120  # letters of a line between which columns are ea
 class AllPolicies:
     """A table of bases for each meaning of their budget, and one of modifiers.
 
-    Where a terminal is too narrow for columns, policies stand one below another.
+    Where a terminal is too narrow for columns, policies are printed one below another.
     """
 
     entries: Sequence[Entry]
@@ -127,7 +127,7 @@ def checked_policy(report: PolicyReport) -> RenderableType:
 
 
 def _table(width: int, first: str, second: str, goes_on: int | None = None) -> Table:
-    """Make a table whose columns stand below those of another one.
+    """Make a table whose columns are aligned with those of another one.
 
     Args:
         goes_on: the least width of a column for what modifiers go on; None: no such column.

@@ -68,12 +68,12 @@ class Terminal:
             raise ReaderGone from error
 
     def note(self, text: str) -> None:
-        """Tell the person at the terminal something that is not data."""
+        """Show the person at the terminal something that is not data."""
         if not self.quiet:
             tell(f"{text}\n")
 
     def note_any(self, text: str | None) -> None:
-        """Tell the person at the terminal something, if there is something to tell."""
+        """Show the person at the terminal a text, if there is one."""
         if text is not None:
             self.note(text)
 
@@ -93,7 +93,7 @@ def open_terminal(*, quiet: bool, progress: bool | None) -> Iterator[Terminal]:
     first = started().first
     quiet = quiet or not first
     wanted = not quiet and (sys.stderr.isatty() if progress is None else progress)
-    for library in ("TRANSFORMERS", "HF_HUB"):  # the hub's client tells each of its attempts
+    for library in ("TRANSFORMERS", "HF_HUB"):  # the hub's client logs each of its attempts
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # it reads all packages for one
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a home that is read-only works, too
@@ -235,7 +235,7 @@ class TerminalWatcher(Watcher):
         self.listens = not terminal.quiet
 
     def note(self, text: str) -> None:
-        """Tell the person at the terminal."""
+        """Show the person at the terminal a message."""
         self.terminal.note(text)
 
     def show_kept(self, texts: Sequence[KeptText]) -> None:

@@ -239,7 +239,7 @@ def read_bytes(path: Path, name: str, *, most: int = MOST_BYTES, kind: str = "te
         kind: what it is read as, in words.
 
     Raises:
-        UsageError: a device, a named pipe or a socket, none of which need end; too large.
+        UsageError: a device, a named pipe or a socket, which may never end; too large.
         OSError: missing, a folder, or not readable.
     """
     mode = path.stat().st_mode

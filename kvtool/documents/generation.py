@@ -93,7 +93,7 @@ class PlanSection(Section):
         storage: bytes that the plan says are held; null where it has no totals.
         held: the same for this run: its prompt, new tokens, policy and dtype.
         tokens: of every layer, for this prompt.
-        rocketkv: null for policies that do not go by its stages.
+        rocketkv: null for policies without its stages.
     """
 
     prompt_tokens: NonNegativeInt
@@ -106,7 +106,7 @@ class PlanSection(Section):
     def of(
         cls, plan: PlanDocument, tokens: list[int], stages: StagesInUse | None, held: int
     ) -> PlanSection:
-        """Take from a plan what a run goes by."""
+        """Take from a plan the values that a run uses."""
         rocketkv = None
         if stages is not None and plan.rocketkv is not None:
             rocketkv = StagesSection(
@@ -202,7 +202,7 @@ class GenerationDocument(ShownDocument):
     """`kvtool generate`: `text` and `token_ids` hold generated tokens only.
 
     With `turns` the tokens and times are those of all turns and of what was read before them, the
-    texts stand on lines of their own, and `cache` is that of the last turn.
+    texts are on lines of their own, and `cache` is that of the last turn.
     """
 
     kind: Literal["generation"] = "generation"

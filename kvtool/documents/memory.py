@@ -203,7 +203,7 @@ class ModelShape(Section):
         return self.latent_dim or self.head_dim
 
     def layer_shapes(self, sizes: Sequence[int] | None = None) -> list[LayerShape | None]:
-        """Tell what each layer stores, None for those without attention.
+        """Return what each layer stores, None for those without attention.
 
         Args:
             sizes: bytes of a token in every layer; None shares `kv_bytes_per_token` out evenly.

@@ -125,7 +125,7 @@ def read_message(value: Mapping[str, Any], keys: tuple[str, str]) -> Message:
 
 
 def check_order(messages: Sequence[Message]) -> None:
-    """Refuse messages of which the last is not to be answered, or the system's not the first.
+    """Refuse messages whose last one is not the user's, or whose system message is not first.
 
     Raises:
         UsageError: the first mistake.
@@ -137,7 +137,7 @@ def check_order(messages: Sequence[Message]) -> None:
 
 
 def holds_nothing(value: Any) -> bool:
-    """Tell whether a key's value says no more than if the key were not there."""
+    """Return whether a key's value says no more than if the key were not there."""
     return value is None or value in ([], {}, "")
 
 

@@ -129,11 +129,11 @@ class Target(Section):
 class LayerPlan(Section):
     """Tokens per layer and KV head.
 
-    Layers that slide over a window keep what that takes, and layers without attention nothing:
-    both stand outside the target, without a fraction.
+    Sliding-window layers keep their window, and layers without attention keep nothing. The target
+    counts neither, and neither has a fraction.
 
     Where the plan has `totals`, `tokens` must agree with them and with `fractions`. A plan that was
-    edited goes without them: then `tokens` stand as they are, and their sum is the target.
+    edited goes without them: then `tokens` are used unchanged, and their sum is the target.
 
     Attributes:
         allocator: how the target was split.
@@ -182,7 +182,7 @@ class RocketKVSection(Section):
     traffic: Cost | None = None
 
     def stage1(self, max_new_tokens: int) -> int:
-        """Return C: as it stands, else as the split factor gives it."""
+        """Return C: the plan's own, else the one of the split factor."""
         if self.stage1_tokens is not None:
             return self.stage1_tokens
         if self.split_factor is None:
@@ -246,7 +246,7 @@ class PlanDocument(ShownDocument):
 
     @property
     def edited(self) -> bool:
-        """Whether the tokens of the layers stand as they are, whatever the target."""
+        """Whether the tokens of the layers are used unchanged, whatever the target."""
         return self.totals is None
 
     @model_validator(mode="after")

@@ -176,7 +176,7 @@ class RecomputeGrid(Section):
 
 
 class Curves(_Sparse):
-    """What stands behind some of the metrics."""
+    """The curves behind some of the metrics."""
 
     query_cosine: CosineCurve | None = None
     recompute_frequency: RecomputeGrid | None = None
@@ -222,7 +222,7 @@ class ProfileDocument(ShownDocument):
         return self
 
     def _over_points(self) -> list[tuple[str, LayerCurves | None, int]]:
-        """Return every list of curves with the points of the axis that stands beside it."""
+        """Return every list of curves with the points of its axis."""
         metrics, curves = self.metrics, self.curves
         found: list[tuple[str, LayerCurves | None, int]] = []
         if metrics.output_error:

@@ -43,7 +43,7 @@ class _TextLine(_Line):
 
 
 class AskedPrompt(Section):
-    """A prompt of many: a text, or messages of which the last one is answered.
+    """A prompt of many: a text, or messages, the last of which is answered.
 
     Attributes:
         prompt: the text; None: there are messages.

@@ -105,7 +105,7 @@ def _value(text: str, keys: Keys, flag: Mark) -> Node:
 
 
 def _put(node: Node, keys: Keys, at: int, new: Node, *, append: bool, flag: Mark) -> Node:
-    """Return a copy of `node`, which stands at `keys[:at]`, with `new` at `keys`."""
+    """Return a copy of `node`, the value at `keys[:at]`, with `new` at `keys`."""
     if at == len(keys):
         if not append:
             return replace(new, key=node.key)
@@ -163,7 +163,7 @@ def read_recipe(
     unsets: Sequence[str] = (),
     check: Check | None = None,
 ) -> tuple[Recipe, Source]:
-    """Return the recipe, and the document that all of it stands in.
+    """Return the recipe, and the document that all of it is from.
 
     Args:
         source: a document of kind `recipe`.

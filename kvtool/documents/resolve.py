@@ -60,14 +60,14 @@ class Flags:
             self.take(name, settings.get(name), "model")
 
     def sets(self, key: str) -> bool:
-        """Tell whether a flag sets a key of a recipe."""
+        """Return whether a flag sets a key of a recipe."""
         return any(key in values for _, values in self.values)
 
     def check_beside_plan(self, plan: str) -> None:
         """Refuse a budget or an allocator beside a plan, which brings both.
 
         Args:
-            plan: where it stands.
+            plan: the file it was read from.
 
         Raises:
             UsageError: the first such flag.
@@ -112,7 +112,7 @@ class Resolved:
     """A recipe with everything over it.
 
     Attributes:
-        source: where each part of the recipe stands.
+        source: the file and line of each part of the recipe.
         plan: gives the budget, if there is one.
     """
 

@@ -86,11 +86,11 @@ class Cost(Section):
 
     `kv_bytes` counts filled slots, `allocated_bytes` the buffers that have them, `state_bytes` the
     policy's own numbers, `kept_per_layer` the tokens of each layer's fullest KV head (0 without
-    attention), `full_bytes` what a full cache would hold, `traffic_pairs` and `traffic_bytes` what
-    the last decoded token read (per layer and KV head, and in all), `peak_kv_bytes` the most key
-    and value bytes at a time (the largest over samples), `peak_memory_bytes` the growth of the
-    process's (or the GPU's) memory, the largest over samples, None where the system does not say
-    or arms have read a prompt together, of which `prefill_s` then are all seconds.
+    attention), `full_bytes` what a full cache would hold. `traffic_pairs` and `traffic_bytes` are
+    what the last decoded token read (per layer and KV head, and in all). `peak_kv_bytes` are the
+    most key and value bytes at a time, `peak_memory_bytes` the growth of the process's (or the
+    GPU's) memory, both the largest over samples. The growth is None where the system does not
+    report it or variants read a prompt together; `prefill_s` is then the time of all of them.
     Earlier runs lack `allocated_bytes` and `kept_per_layer`.
     """
 
@@ -216,8 +216,8 @@ class Environment(Section):
 class ResultsDocument(ShownDocument):
     """`results.json` of a run; `complete` is false while samples are missing.
 
-    `samples` are the names of each task's, `differences` compare arms with each other, where they
-    share samples. Earlier runs lack both. `claim` is what the recipe says the run shows.
+    `samples` are the names of each task's, `differences` compare variants with each other, where
+    they share samples. Earlier runs lack both. `claim` is what the recipe says the run shows.
     """
 
     kind: Literal["results"] = "results"

@@ -91,7 +91,7 @@ def settings_of(kind: type) -> Iterator[Setting]:
 
 
 def as_flags(section: type, leave_out: Sequence[str] = (), *, under: str) -> type:
-    """Return the options that set a section of a recipe, of which None sets nothing.
+    """Return the options that set a section of a recipe; an option that is None sets nothing.
 
     Args:
         leave_out: fields that have no option here.
@@ -264,7 +264,7 @@ class Protocol(Asking):
     seed: int = 0
 
     def identity(self) -> dict[str, Any]:
-        """Return what of it tells measurements apart; what earlier versions lack only if set."""
+        """Return the fields that distinguish measurements, and later ones only if set."""
         later = _later(type(self))
         return {name: each for name, each in asdict(self).items() if each or name not in later}
 

@@ -3,7 +3,7 @@
 Lines of plain text, JSON Lines, or one JSON array, which hold
 
     "text", {"user": "text"}              what the user says, as a line of plain text is
-    {"prompt": "text"}                    text that goes in as it stands, with nothing around it
+    {"prompt": "text"}                    text that goes in unchanged, with nothing around it
     {"role": "user", "content": "text"}   a message as chat interfaces have it; an answer of the
                                           role `assistant` is given, `system` comes before all
     {"messages": [..]}                    a whole conversation, or a part of one; ShareGPT's

@@ -73,9 +73,9 @@ class Choice(Section):
 
     `cost` and `full` are means over samples: bytes held, bytes of keys and values that a decoded
     token reads, or seconds of a decoded token. `arm` is None where there is none; `undecided` are
-    variants cheaper still (than the full cache, where there is none) of which more samples could
-    show that they are within bounds. `speed` is the choice's by time, on the task where it is least
-    sure to be faster.
+    variants cheaper still (than the full cache, where there is none) that more samples could show
+    to be within bounds. `speed` is the choice's by time, on the task where it is least sure to be
+    faster.
     """
 
     by: Literal["bytes", "traffic", "time"]
@@ -90,7 +90,7 @@ class Verdict(Section):
     """The cheapest variants whose scores are within `within` percent of the full cache's.
 
     On each of `tasks`, which are those where percent of the full cache's score mean something.
-    `arms` holds the evidence; `why` says why there is no verdict.
+    `arms` holds the evidence of each variant; `why` says why there is no verdict.
     """
 
     within: FiniteFloat

@@ -94,7 +94,7 @@ def _dump(data: Any, units: Mapping[tuple[str, ...], str], width: int) -> str:
 
 
 def _remark(text: str, unit: str, width: int) -> str:
-    """Put a comment behind the first line of a value, above it where there is no room."""
+    """Put a comment behind the first line of a value, or above it where the line is too long."""
     first, rest = text.split("\n", 1)
     line = f"{first}  # {unit}"
     wrapped = bool(rest) and not first.endswith(":")

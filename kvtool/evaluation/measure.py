@@ -154,7 +154,7 @@ def _choose(
 
 
 def _same_recipe(prepared: Prepared, store: Store) -> bool:
-    """Tell whether a folder holds a run of the same recipe, or none."""
+    """Return whether a folder holds a run of the same recipe, or none."""
     path = store.folder / RECIPE
     return not path.is_file() or path.read_text("utf-8") == prepared.comparison.recipe.to_yaml()
 

@@ -456,7 +456,7 @@ def _partner(
 
 
 def _is_base(base: str, policy: str) -> bool:
-    """Tell whether a policy is another with fewer modifiers.
+    """Return whether a policy is another with fewer modifiers.
 
     >>> _is_base("h2o", "h2o+caote"), _is_base("h2o+ada", "h2o+caote"), _is_base("tova", "h2o")
     (True, False, False)

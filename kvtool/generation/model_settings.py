@@ -204,7 +204,7 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def ends_early(model: PreTrainedModel) -> bool:
-    """Tell whether the model's settings end texts in other ways than by a token."""
+    """Return whether the model's settings end texts in other ways than by a token."""
     return any(getattr(model.generation_config, name, None) is not None for name in _ENDING)
 
 

@@ -275,7 +275,7 @@ class _Room:
         return coming
 
     def takes(self, running: Sequence[Waiting], prompt: Waiting) -> bool:
-        """Tell whether one more prompt may join those that run."""
+        """Return whether one more prompt may join those that run."""
         count = len(running) + 1
         if not running:
             return True

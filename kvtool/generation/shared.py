@@ -25,7 +25,7 @@ from kvtool.model_shape import stores_latents
 
 
 def can_share(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
-    """Tell whether an empty cache can take a prompt in from another one's run.
+    """Return whether an empty cache can take a prompt in from another one's run.
 
     Not where it reads the prompt in blocks, goes by logits, has the prompt repeated or numbers
     tokens anew; nor on a model with other layers than those of full attention, or whose keys are

@@ -32,7 +32,7 @@ def usable(
     sinks: bool = False,
     window: bool = False,
 ) -> bool:
-    """Tell whether kernels can run on a query: Triton does on its device, and was right there.
+    """Return whether kernels can run on a query: Triton does on its device, and was right there.
 
     The first question about a device, a dtype and sizes computes a small problem by the kernels and
     by plain torch. torch.compile is always given plain torch, which it fuses itself.
@@ -50,7 +50,7 @@ def usable(
 
 
 def _can_run(query: Tensor) -> bool:
-    """Tell whether Triton can be asked at all; its kernels have no gradients."""
+    """Return whether Triton can be asked at all; its kernels have no gradients."""
     known = query.is_cuda and query.dtype in TOLERANCE
     return known and not query.requires_grad and _installed()
 
@@ -62,7 +62,7 @@ def _installed() -> bool:
 
 @cache
 def trusted(kind: Kind) -> bool:
-    """Tell whether the kernels of a kind agree with plain torch; computed once."""
+    """Return whether the kernels of a kind agree with plain torch; computed once."""
     try:
         with torch.no_grad():
             wrong = _disagreement(kind)

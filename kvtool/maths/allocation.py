@@ -36,7 +36,8 @@ class Allocation:
 
     @property
     def clamped(self) -> bool:
-        """Tell whether the limits ruled the total out, so that the nearest possible one is held."""
+        """Return whether the limits ruled the total out, so that the nearest possible one is
+        used."""
         return self.total != self.asked
 
 

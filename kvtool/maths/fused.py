@@ -9,7 +9,7 @@ _KERNEL = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu",
 
 
 def can_fuse(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Tell whether the kernel attends such tensors: on a CPU, of one dtype, without gradients.
+    """Return whether the kernel attends such tensors: on a CPU, of one dtype, without gradients.
 
     It takes the numbers of a vector to lie side by side and does not look, and a key to be there.
     """

@@ -74,7 +74,7 @@ class Frame:
 
     @property
     def thinks(self) -> bool:
-        """Tell whether an answer begins inside a thought, which the template has opened."""
+        """Return whether an answer begins inside a thought, which the template has opened."""
         return self.closing.rstrip().endswith("<think>")
 
     def message(self, text: str) -> str:
@@ -161,7 +161,7 @@ class TemplateFrame(Frame):
         return Piece(whole[: len(whole) - len(text)], text)
 
     def is_regular(self) -> bool:
-        """Tell whether the template words a message the same wherever it comes."""
+        """Return whether the template words a message the same wherever it comes."""
         texts = ["a0", "b1", "c2", "d3", "e4"]
         talk = [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(texts)]
         plain = Frame(self.opening, self.closing, self.given, self.next)

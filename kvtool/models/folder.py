@@ -35,7 +35,7 @@ _TOKENIZERS = (
 
 
 def is_bundled(model: str) -> bool:
-    """Tell whether a name is that of a bundled model; a folder of that name goes first."""
+    """Return whether a name is that of a bundled model; a folder of that name goes first."""
     return model in reference.CHECKPOINTS and not Path(model).exists()
 
 

@@ -119,7 +119,7 @@ def computing_bytes(
 
 
 def _summed_in_tiles(decoder: Any, policy: Policy, stored: Sequence[LayerShape]) -> bool:
-    """Tell whether the weights of a whole prompt are added to sums tile by tile, row by row."""
+    """Return whether the weights of a whole prompt are added to sums tile by tile, row by row."""
     plain = all(layer.window is None and layer.key_dim == layer.value_dim for layer in stored)
     capped = getattr(decoder, "attn_logit_softcapping", None) is not None
     asked = policy.observes_rows or policy.on_evict is not None

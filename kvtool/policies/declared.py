@@ -30,7 +30,7 @@ _PARTS: dict[str, type | tuple[type, ...]] = {
 
 
 def is_score(value: Any) -> bool:
-    """Tell whether something is a class of scores."""
+    """Return whether something is a class of scores."""
     return isinstance(value, type) and issubclass(value, Score) and value is not Score
 
 

@@ -116,7 +116,7 @@ class _Guarded:
         return found, careful
 
     def _first(self, hook: str, view: SlotView) -> bool:
-        """Tell whether this is a block of a prompt, or a layer's first decoded token behind it."""
+        """Return whether this is a block of a prompt, or a layer's first decoded token."""
         if not isinstance(view.block, int) or view.block > 1:
             self._decoded = {each for each in self._decoded if each[0] != hook}
             return True
@@ -277,7 +277,7 @@ def reserved_tokens(score: Score, budget: int) -> dict[str, int]:
 
 
 def is_count(value: object, least: int) -> bool:
-    """Tell whether a value is a whole number, and at least so much."""
+    """Return whether a value is a whole number, and at least so much."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -342,6 +342,6 @@ def _raised_at(part: object, hook: str, error: BaseException) -> str:
 
 
 def _is_theirs(filename: str) -> bool:
-    """Tell whether a file is neither kvtool's nor installed beside it."""
+    """Return whether a file is neither kvtool's nor installed beside it."""
     path = Path(filename)
     return _PACKAGE not in path.parents and "site-packages" not in path.parts

@@ -65,13 +65,13 @@ class _Guard:
         self._unseen += 1
 
     def is_new(self) -> bool:
-        """Tell whether a result is one of those."""
+        """Return whether a result is one of those."""
         new = self._unseen > 0
         self._unseen -= new
         return new
 
     def is_first(self, eviction: Eviction) -> bool:
-        """Tell whether this is a cut of a prompt, or a layer's first decoded token behind it."""
+        """Return whether this is a cut of a prompt, or a layer's first decoded token behind it."""
         if not eviction.decoded:
             self._decoded.discard(eviction.layer)
             return True

@@ -25,7 +25,7 @@ _NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
 
 def is_outside(name: str) -> bool:
-    """Tell whether a base is named by its module: `my_package.my_module:MyScore`."""
+    """Return whether a base is named by its module: `my_package.my_module:MyScore`."""
     return ":" in name
 
 

@@ -76,7 +76,7 @@ class Score:
 
     @property
     def attention(self) -> bool:
-        """Tell whether the scores are attention that each slot receives, as CAOTE needs it."""
+        """Return whether the scores are attention that each slot receives, as CAOTE needs it."""
         return False
 
     @property
@@ -132,7 +132,7 @@ class Score:
 
     @property
     def keeps_prompt(self) -> bool:
-        """Tell whether all tokens that are not decoded stay, within the budget."""
+        """Return whether all tokens that are not decoded stay, within the budget."""
         return False
 
     @property

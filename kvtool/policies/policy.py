@@ -188,14 +188,14 @@ class Policy:
 
     @property
     def budget_is_traffic(self) -> bool:
-        """Tell whether the budget is what a decode step reads, and not what is stored."""
+        """Return whether the budget is what a decode step reads, and not what is stored."""
         if self.reader is None or self.score.when == "always":
             return False
         return self.score.when == "never" or self.reader.k is None
 
     @property
     def two_stages(self) -> bool:
-        """Tell whether a budget of traffic says as well how much of a prompt is evicted.
+        """Return whether a budget of traffic says as well how much of a prompt is evicted.
 
         What is stored of a prompt is known once all of it is there, so it is cut at its end.
         """
@@ -203,22 +203,22 @@ class Policy:
 
     @property
     def select_only(self) -> bool:
-        """Tell whether evicted tokens stay stored, and only the reader passes over them."""
+        """Return whether evicted tokens stay stored, and only the reader passes over them."""
         return isinstance(self.on_evict, SelectOnly)
 
     @property
     def stores_all(self) -> bool:
-        """Tell whether nothing leaves, and the budget only bounds what is read."""
+        """Return whether nothing leaves, and the budget only bounds what is read."""
         return self.budget_is_traffic and (self.score.when == "never" or self.select_only)
 
     @property
     def attends_all(self) -> bool:
-        """Tell whether every token stays, and every step looks at all of them."""
+        """Return whether every token stays, and every step looks at all of them."""
         return self.score.when == "never" and self.reader is None
 
     @property
     def takes_budget(self) -> bool:
-        """Tell whether there is anything that a budget would bound."""
+        """Return whether there is anything that a budget would bound."""
         return self.score.when != "never" or self.read is not None
 
     @cached_property
@@ -296,12 +296,12 @@ class Policy:
 
     @cached_property
     def observes_rows(self) -> bool:
-        """Tell whether the score looks at every attention row itself."""
+        """Return whether the score looks at every attention row itself."""
         return self.ranking.evidence is Evidence.ALL_ROWS
 
     @cached_property
     def needs_all_rows(self) -> bool:
-        """Tell whether the numbers beside the slots are made from every attention row."""
+        """Return whether the numbers beside the slots are made from every attention row."""
         return self.observes_rows or bool(self.columns)
 
     @property
@@ -406,7 +406,7 @@ _BITS = 48  # of a seed
 
 
 def draws(part: object) -> bool:
-    """Tell whether a part says that it draws at random by its setting `seed`."""
+    """Return whether a part says that it draws at random by its setting `seed`."""
     return bool(getattr(part, "draws", False))
 
 
@@ -435,7 +435,7 @@ def _mixed(seed: int, text: str) -> int:
 
 
 def reads_whole(policy: Policy, *, planned: bool) -> bool:
-    """Tell whether a prompt is read at once even where blocks are asked for.
+    """Return whether a prompt is read at once even where blocks are asked for.
 
     Args:
         planned: whether a plan says how the budget is split.

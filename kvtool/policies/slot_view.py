@@ -32,7 +32,7 @@ class Evidence(enum.Enum):
 
     @property
     def shows_keys(self) -> bool:
-        """Tell whether `view.keys` is filled."""
+        """Return whether `view.keys` is filled."""
         return self in (Evidence.KEYS, Evidence.QUERIES, Evidence.MOMENTS)
 
 

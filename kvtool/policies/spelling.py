@@ -143,7 +143,7 @@ def _read_value(label: str, text: str, kind: Any) -> Any:
 
 
 def is_inside(cls: type) -> bool:
-    """Tell whether a class is one of the package."""
+    """Return whether a class is one of the package."""
     return cls.__module__.partition(".")[0] == "kvtool"
 
 

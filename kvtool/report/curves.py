@@ -83,7 +83,7 @@ def y_label(document: ResultsDocument, task: str, curve: CurveEntry) -> str:
 
 
 def _is_less_full(document: ResultsDocument, task: str, curve: CurveEntry) -> bool:
-    """Tell whether a curve is drawn as the difference to that of the full cache, which is there."""
+    """Return whether a curve is drawn as the difference to that of the full cache."""
     full = full_variant(document)
     result = None if full is None else document.of(full.name, task)
     names = [] if result is None else [each.name for each in result.curves]
@@ -271,7 +271,7 @@ def _curve_axes(panel: Axes, lines: list[_Line], curve: CurveEntry) -> None:
 
 
 def is_geometric(x: Sequence[float]) -> bool:
-    """Tell whether ascending values want a log axis: positive, a wide range, steps that grow.
+    """Return whether ascending values want a log axis: positive, a wide range, steps that grow.
 
     >>> is_geometric([1, 2, 4, 8, 16]), is_geometric([0, 1, 2, 3]), is_geometric(range(1, 33))
     (True, False, False)

@@ -98,7 +98,7 @@ def tone(result: TaskResult) -> Literal["", "better", "worse"]:
 
 
 def noise(result: TaskResult) -> bool:
-    """Tell whether the interval of the difference to the full cache holds 0."""
+    """Return whether the interval of the difference to the full cache holds 0."""
     pair = result.paired
     return pair is not None and pair.low is not None and pair.low <= 0 <= (pair.high or 0.0)
 

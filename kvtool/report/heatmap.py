@@ -66,7 +66,7 @@ def needle_figure(document: ResultsDocument, task: str) -> Figure:
 
 
 def _is_thin(rows: list[list[VariantEntry]]) -> bool:
-    """Tell whether the first row is the full cache, with others below it."""
+    """Return whether the first row is the full cache, with others below it."""
     return len(rows) > 1 and [variant.policy for variant in rows[0]] == [FULL]
 
 

@@ -56,7 +56,7 @@ def needle_grids(document: ResultsDocument, task: str) -> dict[str, NeedleGrid]:
 
 
 def is_needle(result: TaskResult) -> bool:
-    """Tell whether cells are places of a needle: a length and a depth, both of them numbers."""
+    """Return whether cells are places of a needle: a length and a depth, both of them numbers."""
     return bool(result.cells) and all(_is_place(cell.at) for cell in result.cells)
 
 

@@ -73,7 +73,7 @@ def full_variant(document: ResultsDocument) -> VariantEntry | None:
 
 
 def fed_like_full(document: ResultsDocument, result: TaskResult) -> bool:
-    """Tell whether a result was fed like the full cache's, so that both compare."""
+    """Return whether a result was fed like the full cache's, so that both compare."""
     full = full_variant(document)
     theirs = None if full is None else document.of(full.name, result.task)
     return theirs is None or result.fed_like(theirs)

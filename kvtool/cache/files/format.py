@@ -116,7 +116,7 @@ def weights_labels(model: PreTrainedModel) -> dict[str, str]:
 
 
 def has_weights(model: PreTrainedModel, metadata: Mapping[str, str]) -> bool:
-    """Tell whether a model has the weights of a file, which may be older than the whole hash."""
+    """Return whether a model has the weights of a file, which may be older than the whole hash."""
     whole = metadata.get("weights_sha256")
     if whole is None:
         return metadata["weights"] == weights_fingerprint(model)

@@ -49,7 +49,7 @@ def prompt_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) ->
 
 
 def cuts_at_the_end(variant: Variant) -> bool:
-    """Tell whether layers are cut only once all of them have read a prompt."""
+    """Return whether layers are cut only once all of them have read a prompt."""
     allocator, heads = variant.policy.allocator, variant.policy.head_split
     measures = allocator is not None and allocator.metric is not None
     if variant.policy.repetition is not None:

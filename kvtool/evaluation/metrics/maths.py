@@ -170,7 +170,7 @@ def as_number(text: str) -> Fraction | None:
 
 
 def same_answer(answer: str, reference: str) -> bool:
-    r"""Tell whether two answers are equal, as text or as numbers.
+    r"""Return whether two answers are equal, as text or as numbers.
 
     >>> same_answer(r"\dfrac{3}{4}", "0.75"), same_answer(r"10\%", "10"), same_answer("2+3", "5")
     (True, True, False)

@@ -107,7 +107,7 @@ _ABSTAINS = re.compile(
 
 
 def abstains(prediction: str) -> bool:
-    """Tell whether an answer says, in one of the usual phrases, that it is not known.
+    """Return whether an answer says, in one of the usual phrases, that it is not known.
 
     >>> abstains("You did not mention a cat."), abstains("I don't know."), abstains("It is Tom.")
     (True, True, False)

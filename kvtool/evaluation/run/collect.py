@@ -197,7 +197,7 @@ def _delta(result: TaskResult, full: TaskResult | None) -> float | None:
 
 
 def is_baseline(variant: str) -> bool:
-    """Tell whether a variant is the full cache, by its name."""
+    """Return whether a variant is the full cache, by its name."""
     return variant == BASELINE or variant.startswith(f"{BASELINE},")
 
 

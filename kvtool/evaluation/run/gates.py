@@ -27,7 +27,7 @@ class Gate:
     max_drop: float | None = None
 
     def covers(self, task: str) -> bool:
-        """Tell whether the gate is about a task."""
+        """Return whether the gate is about a task."""
         return covers(self.task, task)
 
 

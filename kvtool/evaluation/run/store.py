@@ -181,7 +181,7 @@ class Store:
             path.unlink()
 
     def is_empty(self) -> bool:
-        """Tell whether the folder holds nothing but a lock and half-written files."""
+        """Return whether the folder holds nothing but a lock and half-written files."""
         if not self.folder.is_dir():
             return True
         begun = {".lock", *(path.name for path in self._temporaries())}

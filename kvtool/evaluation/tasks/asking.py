@@ -87,7 +87,7 @@ class Asking(Task):
         return False
 
     def knows_query(self, protocol: Protocol) -> bool:
-        """Tell whether the question is in the prompt that is compressed."""
+        """Return whether the question is in the prompt that is compressed."""
         return not self.same_context and super().knows_query(protocol)
 
     def ask_options(self, protocol: Protocol) -> AskOptions:

@@ -90,11 +90,11 @@ class Task(BaseModel, ABC):
         """
 
     def knows_query(self, protocol: Protocol) -> bool:
-        """Tell whether the question is in the prompt that is compressed."""
+        """Return whether the question is in the prompt that is compressed."""
         return self.query_aware if protocol.query_aware is None else protocol.query_aware
 
     def keeps_question(self, protocol: Protocol) -> bool:
-        """Tell whether a question that is not in that prompt is kept whole."""
+        """Return whether a question that is not in that prompt is kept whole."""
         return protocol.keep_question and not self.knows_query(protocol)
 
     def work(self, sample: Sample) -> int:

@@ -29,7 +29,7 @@ class HeadSplit(Allocator):
 
     @property
     def across_layers(self) -> bool:
-        """Tell whether heads of different layers compete for one budget."""
+        """Return whether heads of different layers compete for one budget."""
         return False
 
     def split(self, problem: AllocationProblem) -> Allocation:

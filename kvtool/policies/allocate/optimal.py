@@ -32,7 +32,7 @@ def convex_hull(points: Sequence[Point]) -> list[Point]:
 
 
 def _above(left: Point, middle: Point, right: Point) -> bool:
-    """Tell whether a point lies on or above the line between its neighbours."""
+    """Return whether a point lies on or above the line between its neighbours."""
     rise = (right[1] - left[1]) * (middle[0] - left[0])
     return (middle[1] - left[1]) * (right[0] - left[0]) >= rise
 

@@ -145,7 +145,7 @@ class CaM(Merging):
 
     @property
     def draws(self) -> bool:
-        """Tell whether it draws, by its `seed`."""
+        """Return whether it draws, by its `seed`."""
         return not self.deterministic
 
     def absorb(self, memory: State, eviction: Eviction) -> Tensor:

@@ -57,7 +57,7 @@ class Eviction:
 
     @property
     def decoded(self) -> bool:
-        """Tell whether one token leaves for one that was decoded: kept slots are in no order."""
+        """Return whether one token leaves for one that was decoded: kept slots are in no order."""
         return self.importance is None
 
 

@@ -127,7 +127,7 @@ class RowsRead(Read):
 
 
 def reads_together(reader: Read) -> bool:
-    """Tell whether rows of different lengths are read at once: no subclass reads one by one.
+    """Return whether rows of different lengths are read at once: no subclass reads one by one.
 
     A class that has its own `choose` or `append`, but takes over another's for rows, would be
     read as that other one.
