@@ -1,9 +1,8 @@
-"""The features that keep something beside the slots of a layer: a line for each."""
+"""What layers keep beside their slots: a line for each feature, and one for when they are cut."""
 
 from __future__ import annotations
 
 from kvtool.cache.features.calidrop import Calibration
-from kvtool.cache.features.cut_schedule import CutSchedule
 from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.features.merge_memory import MergeMemory
@@ -11,6 +10,7 @@ from kvtool.cache.features.parents import Parents
 from kvtool.cache.features.queries import LastQueries, Moments, QueryWindow
 from kvtool.cache.features.rope_shift import RopeShift
 from kvtool.cache.features.sparse_index import SparseIndex
+from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.part import LayerSite, Part
 
 FEATURES: tuple[type[Part], ...] = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.features.cut_schedule import CutSchedule
+from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import SLICE, CodedForm, Stored
 from kvtool.cache.steps.attend_triton import can_count, can_count_codes, count_slots

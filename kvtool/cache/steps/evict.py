@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.cache.features.calidrop import Calibration, offload_evicted
-from kvtool.cache.features.cut_schedule import CutSchedule
 from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.features.merge_memory import MergeMemory
 from kvtool.cache.slots.buffers import Slots
+from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import take_stored
 from kvtool.cache.steps.view import (

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.features.calidrop import Calibration
-from kvtool.cache.features.cut_schedule import CutSchedule
+from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.evict import evict_decoded, offload_decoded, part_block
 from kvtool.cache.steps.view import (

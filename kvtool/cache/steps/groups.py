@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from kvtool.cache.features.cut_schedule import CutSchedule
 from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.features.parents import Parents
 from kvtool.cache.settings import ForwardState
+from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.grouped import LayerGroup, PacedGroup, may_pace
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.cut_schedule import CutSchedule
 from kvtool.cache.slots.counts import Addresses
+from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
 
 

@@ -12,9 +12,9 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.cut_schedule import CutSchedule
 from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.features.parents import Parents
+from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import Form, Stored
 from kvtool.maths.columns import add_columns

@@ -1,4 +1,8 @@
-"""When a layer that is not cut after every token is cut next."""
+"""When a layer that is not cut after every token is cut next.
+
+It is a part of the layer, and no feature: when a layer is cut decides how many slots it reserves,
+which layers are grouped, and whether a token needs its weights. So the steps ask for it by name.
+"""
 
 from __future__ import annotations
 
