@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings, PromptSettings
 from kvtool.errors import KvtoolError
-from kvtool.models.placement import resolve_device, resolve_dtype
+from kvtool.models.placement import device_memory, resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
     from kvtool.documents.memory import RunMemory
@@ -32,9 +32,9 @@ def estimate_run(
         KvtoolError: a folder's configuration that cannot be read.
     """
     from kvtool.documents.memory import RunMemory
-    from kvtool.evaluation.bench.estimate import device_memory, estimate_memory
-    from kvtool.evaluation.bench.variants import Variant
     from kvtool.planning.bytes import Text
+    from kvtool.planning.estimate import estimate_memory
+    from kvtool.planning.variants import Variant
 
     device = resolve_device(settings.device or "auto", settings.device_map)
     dtype = resolve_dtype(settings.dtype or "auto", device)

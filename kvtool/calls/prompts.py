@@ -175,9 +175,9 @@ def _check_answer(
 def _row_bytes(request: Request, loaded: Loaded, tokens: int, new: int) -> int:
     """Forecast what the cache holds of a prompt and its answer, policy state included."""
     from kvtool.documents.memory import DeviceMemory
-    from kvtool.evaluation.bench.estimate import estimate_memory
-    from kvtool.evaluation.bench.variants import Variant
     from kvtool.planning.bytes import Text
+    from kvtool.planning.estimate import estimate_memory
+    from kvtool.planning.variants import Variant
 
     config = loaded.model.config
     dtype = str(loaded.model.dtype).removeprefix("torch.")

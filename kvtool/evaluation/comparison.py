@@ -15,10 +15,10 @@ from kvtool.documents.settings import Asking, Protocol
 from kvtool.documents.source import Source
 from kvtool.documents.tree import Problem
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.variants import BASELINE, Variant, make_variants
 from kvtool.evaluation.run.gates import Gate, check_gates
 from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
 from kvtool.evaluation.tasks.task import Task
+from kvtool.planning.variants import BASELINE, Variant, make_variants
 from kvtool.policies.outside import check_imported
 from kvtool.sizes import DEFAULT_BUDGET, Budget
 

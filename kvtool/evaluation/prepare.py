@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.documents.recipe import ModelChoice
-from kvtool.evaluation.bench.estimate import Estimate, check_bytes, device_memory, largest_batch_of
+from kvtool.evaluation.bench.estimate import Estimate, largest_batch_of
 from kvtool.evaluation.comparison import Comparison
 from kvtool.evaluation.folder import is_named, run_folder
 from kvtool.evaluation.run.runner import Job, draw_jobs
@@ -17,8 +17,9 @@ from kvtool.model_shape import stored_dtype, trained_length
 from kvtool.models.attached import ModelSource
 from kvtool.models.chat import make_frame
 from kvtool.models.notes import handful_note, length_note
-from kvtool.models.placement import check_attention, resolve_device, resolve_dtype
+from kvtool.models.placement import check_attention, device_memory, resolve_device, resolve_dtype
 from kvtool.planning.derived import check_derived
+from kvtool.planning.estimate import check_bytes
 from kvtool.planning.held import beyond_plan, check_run, use_plan
 from kvtool.sizes import DEFAULT_TOKENS
 from kvtool.transformers_versions import check_transformers

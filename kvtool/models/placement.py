@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from kvtool.documents.memory import DeviceMemory
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.model_shape import layer_shapes, stored_dtype
 from kvtool.models.folder import in_one_line, library_output_on_stderr
@@ -219,3 +220,22 @@ def weight_bytes(
         model = AutoModelForCausalLM.from_config(config, dtype=wanted, **more)
     tensors = {id(each): each for each in [*model.parameters(), *model.buffers()]}
     return sum(each.numel() * each.element_size() for each in tensors.values())
+
+
+def device_memory(
+    config: Any,
+    dtype: str,
+    device: str,
+    where: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    spread: bool = False,
+) -> DeviceMemory:
+    """Tell what a model's weights will take of a device, and what is free there.
+
+    Args:
+        device: `cpu`, `cuda` or `cuda:1`.
+        spread: whether the model is spread over all GPUs.
+    """
+    name, free = free_memory(device, spread=spread)
+    weights = weight_bytes(config, dtype, where)
+    return DeviceMemory(device=name, free_bytes=free, weights_bytes=weights)

@@ -7,6 +7,9 @@ layer's buffers grow. A token takes in a slot its key and value as they are stor
 its numbers. "Held" is what a report calls `allocated_bytes` + `state_bytes`, at its most from the
 end of the prompt to the last new token; host memory and what exists only while the prompt is read
 are not in it.
+
+A buffer that is appended to grows by a quarter each time, so that appending copies O(1) per token.
+A cache allocates by that rule, and a forecast counts by it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,18 @@ if TYPE_CHECKING:
 
 NUMBER = 4
 """Bytes of a position, and of a number of a policy beside a slot."""
+
+STEP = 16
+"""Slots that a buffer grows by beyond its quarter."""
+
+
+def grown(capacity: int, slots: int) -> int:
+    """Count the slots of a full buffer once it has taken in enough to hold `slots`.
+
+    >>> grown(0, 100), grown(100, 101), grown(100, 400)
+    (100, 141, 400)
+    """
+    return max(slots, capacity + capacity // 4 + STEP) if capacity else slots
 
 
 def stored_bytes(layer: LayerShape, codec: Codec | None) -> int:
@@ -273,8 +288,8 @@ def _held(policy: Policy, tokens: int, text: Text) -> int:
 def _read(policy: Policy, tokens: int, text: Text) -> int:
     """Return the tokens of a head that the last decoded token reads, where it reads all."""
     if policy.cuts is not None:
-        grown = min(text.prompt, tokens) + max(text.new, 1) - tokens
-        over = grown if grown <= policy.spare else (grown - 1) % policy.spare + 1
+        more = min(text.prompt, tokens) + max(text.new, 1) - tokens
+        over = more if more <= policy.spare else (more - 1) % policy.spare + 1
         return tokens + over  # cut back to the budget each time that it has read the spare ones
     if policy.score.when == "always":
         return tokens + (policy.score.layer_tokens != "same")  # a slot more takes in the token

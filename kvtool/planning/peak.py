@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtool.model_shape import LayerShape
-from kvtool.planning.bytes import Text, slot_bytes
-from kvtool.planning.growth import grown
+from kvtool.planning.bytes import Text, grown, slot_bytes
 from kvtool.sizes import LONG_PROMPT
 
 if TYPE_CHECKING:

@@ -29,11 +29,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 import kvtool
 from kvtool.documents.memory import DeviceMemory
-from kvtool.evaluation.bench.estimate import estimate_memory
-from kvtool.evaluation.bench.variants import Variant
 from kvtool.generation.feeding import wait
 from kvtool.generation.serving import Served, Waiting, serve
 from kvtool.planning.bytes import Text
+from kvtool.planning.estimate import estimate_memory
+from kvtool.planning.variants import Variant
 from kvtool.sizes import Budget
 from tests.benchmarks.models import build_models
 

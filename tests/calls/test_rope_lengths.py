@@ -16,12 +16,12 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.bench.ask import AskOptions, ask
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.shared import SharedPrompts
-from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Sample, Turn
 from kvtool.evaluation.tasks.fidelity import compare_with_full
 from kvtool.generation import Conversation
 from kvtool.identity import config_hash
 from kvtool.models.load import Loaded, load
+from kvtool.planning.variants import Variant
 from kvtool.policies.grammar import parse_policy
 from kvtool.profiling.output_error import output_error
 from kvtool.sizes import Budget

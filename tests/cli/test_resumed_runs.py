@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from kvtool.documents.settings import Protocol
-from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.run import fingerprint
 from kvtool.evaluation.run.runner import Place
 from kvtool.evaluation.tasks.niah import Needle
+from kvtool.planning.variants import Variant
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
 from tests.cli.test_outside_policies import SCORE

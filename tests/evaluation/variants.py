@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvtool.evaluation.bench import variants
+from kvtool.planning import variants
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
 

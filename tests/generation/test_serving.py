@@ -128,9 +128,9 @@ def test_samples_are_drawn_from_the_seed_of_each_prompt(loaded):
 @pytest.mark.parametrize("policy", ["full", "h2o", "snapkv(window=8)", "h2o+int8"])
 def test_rows_in_flight_hold_no_more_than_is_forecast_of_them(policy, loaded):
     from kvtool.documents.memory import DeviceMemory
-    from kvtool.evaluation.bench.estimate import estimate_memory
-    from kvtool.evaluation.bench.variants import Variant
     from kvtool.planning.bytes import Text
+    from kvtool.planning.estimate import estimate_memory
+    from kvtool.planning.variants import Variant
     from kvtool.sizes import Budget
 
     made, budget = [], None if policy == "full" else Budget.parse(32)

@@ -10,11 +10,11 @@ import kvtool
 from kvtool.documents.memory import DeviceMemory, ModelShape
 from kvtool.documents.plan import Target
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.batch_size import largest_batch
-from kvtool.evaluation.bench.estimate import bytes_held, check_bytes, estimate_memory
 from kvtool.generation import compress, decode_step, prefill
 from kvtool.model_shape import layer_shapes
+from kvtool.planning.batch_size import largest_batch
 from kvtool.planning.bytes import Text
+from kvtool.planning.estimate import bytes_held, check_bytes, estimate_memory
 from kvtool.planning.held import check_run
 from kvtool.planning.peak import reading_bytes
 from kvtool.planning.plan import make_plan

@@ -9,8 +9,7 @@ from kvtool.documents.memory import ModelShape
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
-from kvtool.planning.bytes import Text, forecast
-from kvtool.planning.growth import grown
+from kvtool.planning.bytes import Text, forecast, grown
 from kvtool.planning.held import even_budgets
 from kvtool.policies.table import ALLOCATORS, BASES, MODIFIERS
 from tests.models_for_tests import any_cache, family_model, peaky_model, random_ids

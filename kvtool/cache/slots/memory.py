@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots.slot_form import Form, Stored
-from kvtool.planning.growth import STEP, grown
+from kvtool.planning.bytes import STEP, grown
 from kvtool.policies.numbers import ALL_HERE, KVHeads
 
 

@@ -17,11 +17,11 @@ from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.meter import Meter, Peak, watched_devices
 from kvtool.evaluation.bench.prompts import text_before
 from kvtool.evaluation.bench.shared import SharedPrompts
-from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Json
 from kvtool.generation import Generation, compress, generate, token_logprobs
 from kvtool.model_shape import trained_length
 from kvtool.models.chat import Piece, piece_ids
+from kvtool.planning.variants import Variant
 from kvtool.policies.policy import drawn_for
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvtool.cache.cache import KVCache
-    from kvtool.evaluation.bench.variants import Variant
+    from kvtool.planning.variants import Variant
 
 
 class Reader(Protocol):

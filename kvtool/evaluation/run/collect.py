@@ -18,10 +18,10 @@ from kvtool.documents.results import (
     TaskResult,
 )
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.variants import BASELINE
 from kvtool.evaluation.metrics.summary import Statistic, Summary
 from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.task import Task
+from kvtool.planning.variants import BASELINE
 
 
 @dataclass(frozen=True)

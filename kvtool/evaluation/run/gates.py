@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvtool.documents.results import GateResult, TaskResult
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.variants import BASELINE
 from kvtool.evaluation.tasks.task import covers
+from kvtool.planning.variants import BASELINE
 
 
 @dataclass(frozen=True)

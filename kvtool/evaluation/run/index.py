@@ -30,7 +30,6 @@ from kvtool.documents.results import (
 from kvtool.documents.source import SCHEMA_VERSION, reason
 from kvtool.documents.verdict import WITHIN, Interval, Paired, SampleScores
 from kvtool.errors import KvtoolError, UsageError, quote
-from kvtool.evaluation.bench.variants import Variant, make_variants
 from kvtool.evaluation.metrics.summary import LINKS, Part, Summary
 from kvtool.evaluation.run.collect import Measured, is_baseline, summarise, task_result, with_deltas
 from kvtool.evaluation.run.gates import Gate
@@ -41,6 +40,7 @@ from kvtool.evaluation.tasks.table import task_class
 from kvtool.evaluation.tasks.task import Task
 from kvtool.evaluation.verdict import Estimate, between, mean_of, ratio, shared
 from kvtool.extras import require
+from kvtool.planning.variants import Variant, make_variants
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.spelling import part_name, spell_settings
 from kvtool.sizes import Budget, spell_prefill

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.run.fingerprint import WAYS_OUT, difference
 from kvtool.evaluation.run.runner import Job, Place, sample_key
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import Json
+from kvtool.planning.variants import Variant
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from kvtool.documents.results import (
 from kvtool.documents.settings import Protocol
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.run.collect import Measured, averages
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
@@ -47,6 +46,7 @@ from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_meas
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.tasks.task import Task
 from kvtool.evaluation.verdict import differences, make_verdict
+from kvtool.planning.variants import Variant
 from kvtool.version import VERSION
 
 if TYPE_CHECKING:

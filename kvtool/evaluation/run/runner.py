@@ -13,11 +13,11 @@ from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.shared import SharedPrompts
-from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.run.fingerprint import Fingerprint, code_digests, digest
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.task import Task
+from kvtool.planning.variants import Variant
 
 if TYPE_CHECKING:
     from kvtool.models.load import Loaded

@@ -56,7 +56,7 @@ class Speed(Task):
         new_tokens: decoded steps.
         batch: prompts at a time, one number or several.
         memory: in place of `batch`, as many prompts as it holds (`512MiB`), of each variant; see
-            `kvtool.evaluation.bench.batch_size`.
+            `kvtool.planning.batch_size`.
         compile: whether decoding is compiled; graphs are made before the clock starts.
         samples: timed repetitions of each size.
         preset: the sizes that a paper measured, in place of `lengths`, `new_tokens` and `batch`.
@@ -116,7 +116,7 @@ class Speed(Task):
         return self._once(bench, *size)
 
     def _largest(self, bench: Bench, length: int, new: int, memory: str) -> int:
-        from kvtool.evaluation.bench.batch_size import largest_batch
+        from kvtool.planning.batch_size import largest_batch
 
         dtype = str(bench.model.dtype).removeprefix("torch.")
         size = Budget.parse(memory).bytes or 0  # a number of bytes, as `Memory` has checked

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 import kvtool
 from kvtool.cli.main import run as kvtool_command
-from kvtool.evaluation.bench.batch_size import prompt_bytes
 from kvtool.evaluation.bench.meter import Peak, watched_devices
-from kvtool.evaluation.bench.variants import Variant
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
+from kvtool.planning.batch_size import prompt_bytes
 from kvtool.planning.bytes import Text, forecast
 from kvtool.planning.held import even_budgets
+from kvtool.planning.variants import Variant
 from kvtool.sizes import Budget
 from tests.benchmarks.gpu.live import live_bytes
 from tests.benchmarks.gpu.results import Case, Record, Wrong

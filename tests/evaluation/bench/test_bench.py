@@ -13,10 +13,10 @@ from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.ask import ask
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.prompts import first_prompt
-from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import Sample, Turn
 from kvtool.evaluation.tasks.scbench import SharedContext
 from kvtool.models.chat import make_frame
+from kvtool.planning.variants import Variant
 from tests.chat_templates import CHANGED, WHOLE
 from tests.evaluation.variants import make_variants
 

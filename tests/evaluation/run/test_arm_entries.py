@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvtool.evaluation.bench.variants import make_variants
 from kvtool.evaluation.run.index import read_variant, variant_entry
+from kvtool.planning.variants import make_variants
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
 

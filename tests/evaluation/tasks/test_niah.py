@@ -10,9 +10,9 @@ from kvtool.cache.hooks.attach import attach
 from kvtool.documents.settings import Protocol
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.variants import Variant
 from kvtool.evaluation.samples.sample import token_counter
 from kvtool.models.load import load
+from kvtool.planning.variants import Variant
 from kvtool.policies.grammar import parse_policy
 from tests.evaluation.tasks.drawing import check_drawing, check_fill, draw, make, score
 from tests.evaluation.tokenizers import COUNTERS, REFERENCE, WORDS

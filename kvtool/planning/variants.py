@@ -45,6 +45,15 @@ class Variant:
         """The name as a folder can carry it."""
         return re.sub(r"[^A-Za-z0-9.+@=,%_-]", "_", self.name)
 
+    @property
+    def cuts_at_the_end(self) -> bool:
+        """Whether layers are cut only once all of them have read a prompt."""
+        allocator, heads = self.policy.allocator, self.policy.head_split
+        measures = allocator is not None and allocator.metric is not None
+        if self.policy.repetition is not None:
+            return True
+        return self.plan is None and self.budget is not None and (measures or heads is not None)
+
 
 def make_variants(
     policies: Sequence[Policy],
@@ -59,7 +68,6 @@ def make_variants(
     Args:
         prefill: `full` or `block:M`.
         plan: takes the place of the budgets.
-        imports: whether a module that a policy is named by is imported.
 
     Raises:
         UsageError: no policy, a budget that protected tokens fill.

@@ -6,8 +6,8 @@ import torch
 from kvtool.cache.build import build_cache
 from kvtool.cache.hooks.attach import attach
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.estimate import bytes_held, check_bytes
 from kvtool.generation import compress
+from kvtool.planning.estimate import bytes_held, check_bytes
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import FAMILIES, family_model
 

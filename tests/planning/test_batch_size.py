@@ -5,8 +5,8 @@ import torch
 
 import kvtool
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.batch_size import largest_batch, prompt_bytes
 from kvtool.generation.feeding import decode_step, prefill
+from kvtool.planning.batch_size import largest_batch, prompt_bytes
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import peaky_model, random_ids
 

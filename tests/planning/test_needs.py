@@ -6,10 +6,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import kvtool
 from kvtool.documents.memory import DeviceMemory
-from kvtool.evaluation.bench.estimate import estimate_memory
 from kvtool.generation import decode_step, prefill
 from kvtool.models.placement import weight_bytes
 from kvtool.planning.bytes import Text
+from kvtool.planning.estimate import estimate_memory
 from kvtool.sizes import LONG_PROMPT
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import FAMILIES, family_model, peaky_model, random_ids
@@ -79,7 +79,7 @@ def test_rows_take_their_share(model):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_weights_of_long_prompts_take_a_tile(model, rows, monkeypatch):
     """However many rows there are."""
-    monkeypatch.setattr("tests.evaluation.bench.test_needs.PROMPT", LONG_PROMPT)
+    monkeypatch.setattr("tests.planning.test_needs.PROMPT", LONG_PROMPT)
     arm = arm_of("h2o@64", "full")
     told = estimate_memory(
         model.config, "float32", arm, Text(LONG_PROMPT, NEW, rows), NOTHING

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.variants import Variant
 from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.planning.bytes import Text, forecast, tokens_held
 from kvtool.planning.held import even_budgets, forecast_plan
 from kvtool.planning.peak import SPARE, reading_bytes
+from kvtool.planning.variants import Variant
 from kvtool.policies.allocate.planned import PlannedSplit
 from kvtool.policies.allocate.split import AllocatedSplit
 from kvtool.sizes import parse_prefill
@@ -43,18 +43,9 @@ def prompt_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) ->
     kept = _kept(variant, layers, n)
     block = parse_prefill(variant.prefill) or n
     policy = variant.policy
-    before = reading_bytes(policy, layers, kept, n, block, waits=cuts_at_the_end(variant))
+    before = reading_bytes(policy, layers, kept, n, block, waits=variant.cuts_at_the_end)
     spare = SPARE if policy.head_split is not None else 1
     return max(before, int(_held(variant, layers, n, new) * spare))
-
-
-def cuts_at_the_end(variant: Variant) -> bool:
-    """Return whether layers are cut only once all of them have read a prompt."""
-    allocator, heads = variant.policy.allocator, variant.policy.head_split
-    measures = allocator is not None and allocator.metric is not None
-    if variant.policy.repetition is not None:
-        return True
-    return variant.plan is None and variant.budget is not None and (measures or heads is not None)
 
 
 def _held(variant: Variant, layers: list[LayerShape | None], n: int, new: int) -> int:
