@@ -15,7 +15,7 @@ _FILES = (".json", ".yaml", ".yml", ".txt")
 
 
 def is_named(comparison: Comparison, output: str | None) -> bool:
-    """Return whether somebody has named the folder of a run."""
+    """Return whether the user has named the folder of a run."""
     return output not in (None, "-") or comparison.recipe.output.dir is not None
 
 

@@ -49,7 +49,7 @@ def run_prepared(
         store = Store(prepared.folder, processes.rank, silent=silent)
         processes.lead(lambda: _open(store, held, overwrite))
         with prepared.model.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
-            chosen: list[Run] = []  # by the first process, of which the others learn the folder
+            chosen: list[Run] = []  # by the first process, which sends the folder to the others
 
             def choose() -> Path:
                 chosen.append(_choose(prepared, store, held, loaded, watcher, argv))
@@ -127,10 +127,10 @@ def _choose(
 ) -> Run:
     """Return the run in a folder that it can go on in: its own, or a new one beside it.
 
-    A folder that nobody has named is gone on in by the same command with the same inputs alone.
+    Only the same command with the same inputs goes on in a folder that the user has not named.
 
     Raises:
-        UsageError: the folder that somebody has named holds answers that depend on something else.
+        UsageError: the folder that the user has named holds answers that depend on something else.
     """
     run = _plan(prepared, store, loaded, argv)
     for number in count(2):

@@ -1,4 +1,4 @@
-"""A comparison without its samples: what a dry run tells where the hub cannot be asked."""
+"""A comparison without its samples: what a dry run shows where the hub cannot be asked."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class Prepared:
         jobs: every task with its samples.
         estimate: what prompts and caches will measure.
         model: where it comes from.
-        named: whether somebody has named the folder; else another run in it makes way for a new
-            folder beside it.
+        named: whether the user has named the folder; else a new folder is made beside one that
+            holds another run.
     """
 
     comparison: Comparison
@@ -113,7 +113,7 @@ def prepare(
         folder: of the run; None: that of the recipe, or one under `runs/` named after the work.
         source: where the model comes from, and whether its code may run; the recipe names it and
             says how it is loaded.
-        watcher: is told what a person should know before it begins.
+        watcher: gets the notes that a person should read before it begins.
 
     Raises:
         UsageError, KvtoolError: the first of these that is wrong.

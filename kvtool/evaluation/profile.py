@@ -39,7 +39,7 @@ def run_profile(
 
     Args:
         heads_path: where the numbers per head go, None for nowhere.
-        watcher: is told how it goes.
+        watcher: gets the progress.
     """
     if request.memory_alone:
         return Profiled(_memory_alone(source, watcher), {})

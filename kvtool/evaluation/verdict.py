@@ -279,7 +279,7 @@ def _why_undecided(result: TaskResult | None, full: TaskResult) -> str | None:
 
 
 def _worst(standings: Sequence[Standing]) -> Standing:
-    """Return that of the task on which a variant stands worst."""
+    """Return that of the task on which a variant does worst."""
 
     def rank(standing: Standing) -> tuple[int, float]:
         known = [each for each in (standing.low, standing.difference) if each is not None]
@@ -363,9 +363,9 @@ Because = Literal["base", "best", "asked"]
 def differences(
     results: Sequence[TaskResult], variants: Sequence[VariantEntry]
 ) -> list[Difference]:
-    """Hold each arm under a budget against its base, or else against the best of its budget.
+    """Compare each variant under a budget with its base, or else with the best of its budget.
 
-    No two arms are compared twice: a base that is second to its own variant has that row only.
+    No two variants are compared twice: a base that is second to its own variant has that row only.
     """
     found = {(result.arm, result.task): result for result in results}
     named = {variant.name: variant for variant in variants}
@@ -437,7 +437,7 @@ def parts_of(scores: SampleScores) -> list[Part | None]:
 def _partner(
     variant: VariantEntry, variants: Sequence[VariantEntry], of_task: Mapping[str, TaskResult]
 ) -> tuple[str, Because] | None:
-    """Name what an arm is held against; None for one without a budget and for the best one."""
+    """Name a variant's partner; None for one without a budget and for the best one."""
     if variant.budget is None:
         return None
     beside = [

@@ -1,8 +1,8 @@
 """How many prompts at a time fit into a memory, from the configuration alone.
 
 Counted are keys, values, positions and the score's numbers: what all layers hold, and the block of
-the prompt that runs through one of them. Weights, activations and what is kept of evicted tokens
-are not. Where heads keep different counts, stores are filled to 7/8 at least, and counted as such.
+the prompt that runs through one of them. Weights, activations and stored evicted tokens are not.
+Where heads keep different counts, stores are filled to 7/8 at least, and counted as such.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def budget_figure(document: ResultsDocument) -> Figure:
 def _places(document: ResultsDocument, unit: str) -> tuple[dict[str, float], dict[float, str]]:
     """Return the x of each variant, and the ticks: budgets, or policies if there is one budget.
 
-    Policies of the same budget stand side by side.
+    Policies of the same budget are drawn side by side.
     """
     swept, sizes = [], {}
     for family in families(document):
@@ -138,7 +138,7 @@ def _budget_line(
         [None if result is None else result.value for result in found],
         [None if result is None else whisker(result) for result in found],
         look,
-        family.told,
+        family.long_label,
         hollow=not all(fed_like_full(document, result) for result in found if result is not None),
     )
 
@@ -148,7 +148,7 @@ def _whole_lines(
 ) -> None:
     """Draw what has no budget across: the full cache, and it in fewer bits, each with its marker.
 
-    Markers stand one beside the other, for such scores are often equal.
+    Markers are drawn beside each other, because such scores are often equal.
     """
     whole = [
         (family, result.value)

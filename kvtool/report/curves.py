@@ -77,7 +77,7 @@ def curves(document: ResultsDocument) -> list[tuple[str, CurveEntry]]:
 
 
 def y_label(document: ResultsDocument, task: str, curve: CurveEntry) -> str:
-    """Return what stands on the y axis of a curve: its label, or the difference to full's."""
+    """Return the title of the y axis of a curve: its label, or the difference to full's."""
     less = ", less full's" if _is_less_full(document, task, curve) else ""
     return f"{curve.y_label}{less}"
 
@@ -162,7 +162,7 @@ def _draw_lines(
         own = layout.style(line, look[line.family.label])
         if not line.family.is_full:  # which is drawn over the others
             widen_covered(panel, {x: (x, y) for x, y in by_x.items()}, hidden, own.colour)
-        label = line.variant.name if layout.together else line.family.told
+        label = line.variant.name if layout.together else line.family.long_label
         result = document.of(line.variant.name, task)
         hollow = result is not None and not fed_like_full(document, result)
         _draw_line(panel, line, own, label, hollow)
@@ -192,7 +192,7 @@ def _curves(result: TaskResult) -> list[CurveEntry]:
 
 
 def _lines(document: ResultsDocument, task: str, name: str) -> tuple[list[_Line], list[CurveEntry]]:
-    """Return a curve of every variant that has it, for drawing and as it stands in the results."""
+    """Return a curve of every variant that has it, for drawing and as the results have it."""
     lines, found = [], []
     for family in families(document):
         for variant in family.variants:
@@ -232,7 +232,7 @@ def _less_full(
 
 
 def _first_evicting(variant: VariantEntry) -> float:
-    """Return the position from which a budget in tokens can tell, else 0."""
+    """Return the position from which a budget in tokens can change results, else 0."""
     unit, size = ("", 0) if variant.budget is None else budget_size(variant.budget)
     return float(size) if unit == "tokens" else 0.0
 

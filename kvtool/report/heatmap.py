@@ -26,7 +26,7 @@ _WIDE = 4  # panels in a row where there is no grid of policies and budgets
 def needle_figure(document: ResultsDocument, task: str) -> Figure:
     """Return a panel for every variant in a common scale: rows are policies, columns budgets.
 
-    The full cache, which others are held against, is a thin row above them: its means over depths.
+    The full cache, with which others are compared, is a thin row above them: its means over depths.
     """
     grids = needle_grids(document, task)
     results = {result.arm: result for result in results_of(document, task)}
@@ -138,7 +138,7 @@ def _number(panel: Axes, grid: NeedleGrid, best: float) -> None:
 
 
 def _cell(value: float | None, best: float) -> str:
-    """Write a score in as few characters as tell it: `.25`, `1`, `0`; `66` out of 100."""
+    """Write a score in as few characters as it takes: `.25`, `1`, `0`; `66` out of 100."""
     if value is None:
         return formats.MISSING
     if best > 1:

@@ -146,7 +146,7 @@ def _draw(
             [point.value for point in found],
             [point.whisker for point in found],
             look[family.label],
-            family.told,
+            family.long_label,
             hollow=not all(point.comparable for point in found),
         )
     _bytes_axis(panel, list(x.values()))

@@ -48,7 +48,7 @@ def check_board(tasks: Iterable[str]) -> None:
 
 
 def board_csv(document: ResultsDocument) -> str:
-    """Return a row for each arm; fields of tasks that an arm has no score of are empty.
+    """Return a row for each variant; fields of tasks that a variant has no score of are empty.
 
     Raises:
         UsageError: none of the tasks is one of RULER's.

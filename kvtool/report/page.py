@@ -1,6 +1,6 @@
 """A results document as one HTML file, to read, send and print.
 
-The file stands alone: no script, no style sheet, font or picture from elsewhere. Without
+The file needs no other: no script, no style sheet, font or picture from elsewhere. Without
 matplotlib it has the tables only, and says how to get the pictures.
 """
 

@@ -3,8 +3,8 @@
 Points and lines that would hide each other are set side by side, or widened so that both show.
 Every policy has one colour and one marker, and no state of matplotlib outlives a picture.
 
-Colours are Okabe and Ito's, which colour-blind readers tell apart, without the black, which the
-full cache has, and with Tol's grey for the yellow, which is lost on white.
+Colours are Okabe and Ito's, which colour-blind readers can distinguish, without the black, which
+the full cache has, and with Tol's grey for the yellow, which is lost on white.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def neighbours(places: Sequence[float], *, near: float) -> list[list[int]]:
 def dodge(places: Sequence[float], *, near: float, step: float) -> list[float]:
     """Return places on a log axis, moved apart where several are nearly the same.
 
-    The members of each group of `neighbours` stand `step` (a factor) apart in their order, around
-    the group's middle.
+    The members of each group of `neighbours` are drawn `step` (a factor) apart in their order,
+    around the group's middle.
 
     >>> dodge([64.0, 64.0, 256.0], near=1.0, step=4.0)
     [32.0, 128.0, 256.0]

@@ -78,7 +78,7 @@ def pictures(document: ResultsDocument) -> Iterator[Picture]:
 
 
 def _bits(document: ResultsDocument) -> str:
-    """Say how codecs are told apart, where there are any."""
+    """Say how codecs are marked, where there are any."""
     stored = any(arm.codec is not None for arm in document.arms)
     return "; a colour for each base, a marker for each codec" if stored else ""
 

@@ -148,7 +148,7 @@ def wrong(answers: Sequence[WrongAnswer]) -> Table:
 
 
 def _shortened(text: str) -> str:
-    """Strip a text, and leave out what comes after so many characters."""
+    """Strip a text, and cut it to a number of characters."""
     text = text.strip()
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} …"
 

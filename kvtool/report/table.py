@@ -20,7 +20,7 @@ class Note:
 
     Attributes:
         text: the word; empty keeps the place on a terminal only.
-        look: how it stands out.
+        look: how it is highlighted.
         kind: what it says; a terminal sets an error close to its number, and lines up the other
             kinds of a column that is `aligned`.
         width: the least characters that it takes on a terminal.
@@ -39,7 +39,7 @@ class Cell:
     Attributes:
         text: what it says.
         notes: words in small print after it.
-        look: how it stands out.
+        look: how it is highlighted.
         share: where its number lies on the scale of colours, from 0 to 1; None: not coloured.
     """
 
@@ -62,7 +62,8 @@ class Column:
         title: what its cells are.
         below: a second line, such as the unit.
         short: both lines as a terminal has them, where they differ.
-        words: whether it holds words, which stand left, and not numbers, which stand right.
+        words: whether it holds words, which are aligned left, and not numbers, which are aligned
+            right.
         folds: whether a terminal breaks what is too long, and does not cut it off.
         aligned: whether a terminal lines up the notes of its cells.
         group: columns of one group stay in one table where a terminal needs several.

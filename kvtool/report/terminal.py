@@ -118,7 +118,7 @@ def _plain(cell: Cell) -> Text:
 
 
 def _lined_up(cells: Sequence[Cell]) -> list[Text]:
-    """Return cells whose numbers stand below each other, and so do their notes by kind."""
+    """Return cells whose numbers are aligned below each other, and so are their notes by kind."""
     numbers = [cell.text + _of_kind(cell, "error").text for cell in cells]
     width = max(map(len, numbers), default=0)
     texts = [Text(number.rjust(width)) for number in numbers]

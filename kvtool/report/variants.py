@@ -1,4 +1,4 @@
-"""Arms and tasks in the order in which people read them: by policy, budgets ascending."""
+"""Variants and tasks in the order in which people read them: by policy, budgets ascending."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Family:
         return any(variant.reads for variant in self.variants)
 
     @property
-    def told(self) -> str:
+    def long_label(self) -> str:
         """The label, and whether the budget is read."""
         return f"{self.label} (budget is read)" if self.reads else self.label
 
@@ -48,13 +48,13 @@ class Family:
 def families(document: ResultsDocument) -> list[Family]:
     """Group variants by policy, in order of appearance, the full cache first.
 
-    Arms that differ in the prefill only are families of their own, and say so.
+    Variants that differ only in the prefill form families of their own, whose labels say so.
     """
     several = len({variant.prefill for variant in document.arms if variant.policy != FULL}) > 1
     groups: dict[str, list[VariantEntry]] = {}
     for variant in sorted(document.arms, key=lambda variant: variant.policy != FULL):
-        told = several and variant.policy != FULL
-        label = f"{variant.policy}, prefill {variant.prefill}" if told else variant.policy
+        named = several and variant.policy != FULL
+        label = f"{variant.policy}, prefill {variant.prefill}" if named else variant.policy
         groups.setdefault(label, []).append(variant)
     return [
         Family(label, tuple(sorted(variants, key=lambda variant: budget_order(variant.budget))))
@@ -68,7 +68,7 @@ def variants_in_order(document: ResultsDocument) -> list[VariantEntry]:
 
 
 def full_variant(document: ResultsDocument) -> VariantEntry | None:
-    """Return the variant that others are held against."""
+    """Return the variant that others are compared with."""
     return next((variant for variant in document.arms if variant.policy == FULL), None)
 
 

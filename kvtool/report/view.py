@@ -25,7 +25,7 @@ _Record = dict[str, Any]
 
 
 def text(document: Any, width: int) -> str:
-    """Return what a terminal shows of a document, without colours, in lines of so many letters."""
+    """Return what a terminal shows of a document, without colours, in lines of `width` letters."""
     written = io.StringIO()
     console = Console(
         file=written, width=width, highlight=False, color_system=None, force_jupyter=False

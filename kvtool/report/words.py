@@ -17,7 +17,7 @@ from kvtool.report.metrics import meaning, title
 from kvtool.report.table import Cell, Column, Look, Note, Row, Table
 from kvtool.report.variants import full_variant, results_of, task_names, variants_in_order
 
-_MOST = 5  # undecided arms that are named
+_MOST = 5  # undecided variants that are named
 _TITLES = {"bytes": "bytes held", "traffic": "bytes read per token", "time": "time per token"}
 
 
@@ -57,7 +57,7 @@ def choices_in_words(document: ResultsDocument) -> list[tuple[str, str]]:
 
 
 def standings_table(document: ResultsDocument) -> Table | None:
-    """Return how every variant stands on the task that decides it; None without a verdict."""
+    """Return the rating of every variant on the task that decides it; None without a verdict."""
     verdict = document.verdict
     if verdict is None or verdict.why is not None:
         return None

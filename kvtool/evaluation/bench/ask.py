@@ -31,7 +31,7 @@ class AskOptions:
         chat: whether a chat template may go around the prompt.
         stop: texts that end an answer.
         min_new_tokens: tokens that an answer has at least.
-        thinking: whether the model thinks first, for chat templates that can be told; None: theirs.
+        thinking: whether the model thinks first, for chat templates with a switch; None: theirs.
         conversation: whether the context is the JSON list of messages.
         temperature: in place of the run's.
         seed: of the draws, in place of the run's.

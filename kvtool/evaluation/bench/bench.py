@@ -43,8 +43,8 @@ class Bench:
         variant: the policy, its budget and how prompts are read.
         protocol: how prompts are put.
         shared: what the variants share about the running sample, such as the full cache's answer.
-        draws: what tells the running sample from others, for policies that draw; None: they draw
-            as the policy says.
+        draws: what identifies the running sample, for policies that draw; None: they draw as the
+            policy says.
         prompts: those that variants read together; None: each reads its own.
         meter: what the running sample has cost so far.
     """

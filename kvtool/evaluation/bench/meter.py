@@ -35,7 +35,7 @@ class Peak:
     """The growth of memory since the object was made: of the GPUs, or of the process on a CPU.
 
     Of several GPUs the peaks add up, though they need not have come at the same moment. On a CPU
-    the peak resident size is reset through Linux' /proc; elsewhere nothing is told. It is the
+    the peak resident size is reset through Linux' /proc; elsewhere nothing is measured. It is the
     operating system's view: memory that the allocator reuses does not show.
     """
 
@@ -56,7 +56,7 @@ class Peak:
             self._before = _read("VmRSS:")
 
     def growth(self) -> int | None:
-        """Return the peak since the start in bytes above the start, None if it cannot be told."""
+        """Return the peak since the start in bytes above the start, None if it is not measured."""
         if self._before is None:
             return None
         if self._gpus:
@@ -82,7 +82,7 @@ class Meter:
         peak: the growth of memory since the sample began.
         kept_per_layer: the most tokens that each layer held after a prompt or a turn.
         shared: whether a prompt was read for others, too: its seconds are those of all together,
-            and nobody can tell the memory apart.
+            and its memory cannot be measured alone.
     """
 
     peak: Peak
@@ -118,7 +118,7 @@ class Meter:
         self.read(cache)
 
     def read(self, cache: KVCache) -> None:
-        """Take the bytes of a cache as it stands now, from its tensors."""
+        """Take the bytes of a cache as it is now, from its tensors."""
         report = cache.report(of_all_processes=True)
         attended = [kept for kept in report.kept_per_layer if kept] or [0]
         now = {

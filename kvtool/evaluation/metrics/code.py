@@ -77,7 +77,7 @@ def list_options(options: Sequence[str]) -> str:
 
 
 def right_letter(answers: Sequence[str], options: Sequence[str]) -> str | None:
-    """Return the letter of the right option, None if it is not to be told.
+    """Return the letter of the right option, None if it cannot be found.
 
     Args:
         answers: the right option's text, its letter, or both in this order.
@@ -111,7 +111,7 @@ def names_function(prediction: str, letter: str, function: str) -> bool:
 
     An answer must begin with the letter or say it after a cue ("the answer is: B"). The authors'
     script takes the beginning only with a dot or colon after the letter; here the letter may also
-    stand alone or before a bracket, since a right answer often ends there.
+    be alone or before a bracket, since a right answer often ends there.
     """
     said = prediction.strip()
     bare = _BARE_LETTER.match(said)
@@ -164,7 +164,7 @@ def repeats_function(prediction: str, function: str, others: Sequence[str]) -> b
 
 
 def first_code_block(text: str) -> str:
-    """Return what stands between the first two lines of three backticks, else the whole text.
+    """Return the text between the first two lines of three backticks, else the whole text.
 
     >>> first_code_block("Here it is:\\n```python\\ndef f(): ...\\n```\\nDone.")
     'def f(): ...\\n'

@@ -4,7 +4,7 @@ Numbers and keys are read as InfiniteBench and SCBench do (https://github.com/Op
 https://github.com/microsoft/MInference, scbench). Only the digits 0 to 9 count; there a minus sign
 is read in the last word only, and here too.
 
-Final answers stand at the end of a chain of thought. GSM8K (Cobbe et al., 2021,
+Final answers are at the end of a chain of thought. GSM8K (Cobbe et al., 2021,
 https://arxiv.org/abs/2110.14168) ends answers with `#### 18`; where a model does not, its last
 number counts. MATH and AIME take the last `\boxed{..}`. The text after `</think>` is read first. In
 the thought itself only an answer that is marked as final counts, so a thought that never ends has
@@ -208,7 +208,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return, for each brace that opens, where the one that closes it stands."""
+    """Return, for each brace that opens, the place of the one that closes it."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for found in _BRACES.finditer(text):

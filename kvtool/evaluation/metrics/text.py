@@ -67,7 +67,7 @@ def answer_words(text: str) -> list[str]:
 
 
 def qa_f1(prediction: str, reference: str) -> float:
-    """Return the F1 of the words, each counted as often as it stands there, from 0 to 1.
+    """Return the F1 of the words, each counted as often as it occurs, from 0 to 1.
 
     >>> round(qa_f1("Paris, in France", "Paris"), 3)
     0.5
@@ -379,7 +379,7 @@ OPEN, CLOSE = "<think>", "</think>"
 def split_thought(prediction: str) -> tuple[str, str | None]:
     """Split an answer into the thought and what is said after it.
 
-    A tag that a chat template has opened before the answer need not stand in it.
+    A tag that a chat template has opened before the answer need not be in it.
 
     Returns:
         The thought, empty if there is none, and the rest, None if the thought never ends.

@@ -113,7 +113,7 @@ def summarise(measured: Measured) -> Summary | None:
 
 
 def _protocol(task: Task, records: list[Json]) -> str:
-    """Return what the samples say of their prompts, where only the data tell, else the task."""
+    """Return what the samples say of their prompts, where it depends on the data, else the task."""
     facts = records[0].get("facts", {}) if records else {}
     return facts.get("protocol") or task.protocol
 
@@ -167,7 +167,7 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
 
 
 def _mean_per_layer(kept: Sequence[Sequence[float]]) -> list[float]:
-    """Return the mean of each layer; nothing where samples do not tell of the same layers."""
+    """Return the mean of each layer; nothing where samples do not have the same layers."""
     if len({len(layers) for layers in kept}) != 1:
         return []
     return [statistics.fmean(layer) for layer in zip(*kept, strict=True)]

@@ -97,7 +97,7 @@ def _read(path: Path, document: type[Kind], kind: str) -> Kind:
 
 
 def variant_entry(variant: Variant) -> VariantEntry:
-    """Tell of a variant in a document."""
+    """Describe a variant in a document."""
     size = variant.budget
     budget = None if size is None else size.tokens if size.tokens is not None else str(size)
     codec = variant.policy.codec
@@ -113,12 +113,12 @@ def variant_entry(variant: Variant) -> VariantEntry:
 
 
 def read_variant(entry: VariantEntry, plan: PlanDocument | None) -> Variant:
-    """Return the variant that a document tells of.
+    """Return the variant that a document describes.
 
     Raises:
         KvtoolError: its name is not the one of its policy and budget.
-        UsageError: its policy or budget cannot be read, or its policy is of a module that nobody
-            has imported.
+        UsageError: its policy or budget cannot be read, or its policy is of a module that is not
+            imported.
     """
     variant = make_variants(
         [parse_policy(entry.policy, imports=False)],
@@ -136,7 +136,7 @@ def read_variant(entry: VariantEntry, plan: PlanDocument | None) -> Variant:
 
 
 def task_entry(job: Job) -> TaskSamples:
-    """Tell of a task and its samples in a document."""
+    """Describe a task and its samples in a document."""
     return TaskSamples(
         task=job.task.name,
         version=job.task.version,
@@ -149,7 +149,7 @@ def task_entry(job: Job) -> TaskSamples:
 
 
 def read_task(entry: TaskSamples, store: Store) -> Task:
-    """Return the task that a document tells of.
+    """Return the task that a document describes.
 
     Raises:
         KvtoolError: there is no such task, or its settings are not the task's.
@@ -170,7 +170,7 @@ def read_task(entry: TaskSamples, store: Store) -> Task:
 
 
 def gates_of(results: ResultsDocument) -> list[Gate]:
-    """Return the gates that results were held against."""
+    """Return the gates that results were checked by."""
     found = {}
     for gate in results.gates:
         limits = {"least": gate.limit} if gate.gate == "least" else {"max_drop": gate.limit}
@@ -238,7 +238,7 @@ class Head:
 
 
 def compared_results(measured: Sequence[Measured]) -> list[TaskResult]:
-    """Score the records of all variants and tasks, each held against the full cache's.
+    """Score the records of all variants and tasks, each compared with the full cache's.
 
     Raises:
         KvtoolError: records that cannot be scored.

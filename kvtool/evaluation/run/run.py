@@ -298,7 +298,7 @@ class Run:
 
 
 def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
-    """Tell these weights, run and spoken to in this way by this kvtool, from all others."""
+    """Return what identifies these weights, this way of running them, and this kvtool."""
     from kvtool.cache.files.format import weights_fingerprint
 
     names = ("id", "revision", "config_hash", "dtype", "device", "attn_implementation")

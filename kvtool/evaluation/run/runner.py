@@ -45,7 +45,7 @@ class Place:
     """What of a measurement is not in its sample: model, variant, task and protocol.
 
     Attributes:
-        model: what tells the weights and the way they run from others.
+        model: what identifies the weights and the way they run.
         model_digest: of all that decides on its answers; empty where none are recorded.
     """
 
@@ -123,7 +123,7 @@ def _hash(value: Any) -> str:
 
 
 def sample_key(configuration: str, content: str) -> str:
-    """Return what tells a finished measurement from every other one."""
+    """Return what identifies a finished measurement."""
     return _hash([configuration, content])
 
 

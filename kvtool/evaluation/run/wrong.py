@@ -24,7 +24,7 @@ class WrongAnswer:
     Attributes:
         sample: its id.
         question: which of the questions about one text, from 1; None where there is one only.
-        references: any of which would be right.
+        references: the right answers.
         score: the headline of the whole sample, out of `best`.
     """
 
@@ -40,17 +40,17 @@ class WrongAnswer:
 def wrong_answers(
     folder: Path, results: ResultsDocument, most: int = 3
 ) -> dict[str, list[WrongAnswer]]:
-    """Return at most so many wrong answers of each task; none where it asks nothing.
+    """Return at most `most` wrong answers of each task; none where it asks nothing.
 
-    They are of the arms that score best, in the middle and worst among those that err, so that a
-    near miss is seen, and a breakdown; further ones are of the same arms.
+    They are of the variants that score best, in the middle and worst among those that err. So both
+    a near miss and a breakdown are seen. Further ones are of the same variants.
 
     Args:
         folder: of the run; its files of samples are read.
 
     Raises:
         KvtoolError: files that are damaged.
-        UsageError: an arm whose policy is from a module that nobody has imported.
+        UsageError: a variant whose policy is from a module that is not imported.
     """
     store = Store(folder)
     index = read_samples(store)
@@ -70,7 +70,7 @@ def wrong_answers(
 
 
 def _chosen(results: ResultsDocument, task: Task, most: int) -> list[str]:
-    """Return the arms that score best, in the middle and worst among those that err."""
+    """Return the variants that score best, in the middle and worst among those that err."""
     best = task.best
     if best is None or task.lower_is_better:
         return []
@@ -120,7 +120,7 @@ def _first_miss(turns: list[Json]) -> tuple[int, Json]:
 
 
 def _in_turn(by_variant: list[list[WrongAnswer]], most: int) -> list[WrongAnswer]:
-    """Take one of each arm, then another of each, up to so many; return them arm by arm."""
+    """Take one of each variant, then another of each, up to `most`; return them by variant."""
     taken = [0] * len(by_variant)
     for place in range(most):
         for rank, answers in enumerate(by_variant):

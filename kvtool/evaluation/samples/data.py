@@ -102,7 +102,7 @@ class Rows:
 
     Attributes:
         rows: a dictionary each.
-        fingerprint: tells these data from others.
+        fingerprint: identifies these data.
         columns: the names in any row, in order.
         source: what to call the data in an error.
     """

@@ -20,7 +20,7 @@ def generator(seed: int, *place: str | int | float) -> np.random.Generator:
     """Return the random numbers of one sample, whatever other samples are drawn.
 
     Args:
-        place: what tells the sample from all others: name of the task, length, cell, index.
+        place: what identifies the sample: name of the task, length, cell, index.
     """
     digest = hashlib.sha256(repr(place).encode()).digest()
     return np.random.default_rng([seed, *np.frombuffer(digest, np.uint32).tolist()])

@@ -32,7 +32,7 @@ def draw_texts(
         given: texts in place of those of the source.
 
     Raises:
-        UsageError: no such file, no text of so many tokens.
+        UsageError: no such file, no text of `tokens` tokens.
         KvtoolError: data that cannot be read.
     """
     import torch
@@ -113,7 +113,7 @@ def _from_data(
 def _cut(
     none: str, tokenizer: Any, texts: Sequence[str], samples: int, tokens: int
 ) -> list[list[int]]:
-    """Cut texts into pieces of so many tokens.
+    """Cut texts into pieces of `tokens` tokens.
 
     Args:
         none: how an error begins that says that there is none.

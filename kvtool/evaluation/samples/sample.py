@@ -35,7 +35,7 @@ class Sample:
     """One context and what is asked about it.
 
     Attributes:
-        id: tells the sample from the others of its task.
+        id: identifies the sample in its task.
         context: read first; compressed before the question is known if queries are unknown.
         turns: asked one after the other; mostly one.
         cell: where the sample belongs in the tables (`{"length": 4096, "depth": 50}`).

@@ -78,7 +78,7 @@ class Asking(Task):
 
     @property
     def enable_thinking(self) -> bool | None:
-        """Whether the model thinks first, for chat templates that can be told; None: theirs."""
+        """Whether the model thinks first, for chat templates with a switch; None: theirs."""
         return None
 
     @property

@@ -30,7 +30,7 @@ class Function:
 
 
 def call_chain(rng: np.random.Generator, names: Sequence[int]) -> list[Function]:
-    """Draw functions each of which calls the next."""
+    """Draw functions that each call the next."""
     callees = [*names[1:], None]
     return [Function(name, calls, _added(rng)) for name, calls in zip(names, callees, strict=True)]
 

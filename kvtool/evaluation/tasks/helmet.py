@@ -114,5 +114,5 @@ class Helmet(ShortAnswer):
         return before, question, f"\nThe special magic {kind} for {key} in the text is"
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
-        """Return the percentage of right values that stand in the answer, letter case aside."""
+        """Return the percentage of right values that the answer contains, letter case aside."""
         return 100 * string_match_all(said(prediction), references)

@@ -85,7 +85,7 @@ class PassKeyRetrieval(HiddenNumber):
 
 
 class NumberRetrieval(HiddenNumber):
-    """`number_string`: ten digits, every one of which stands next to itself."""
+    """`number_string`: ten digits, each written twice in a row."""
 
     def plant(self, rng: np.random.Generator) -> tuple[str, int]:
         """Draw five digits and double each."""

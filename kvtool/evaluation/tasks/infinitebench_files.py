@@ -6,7 +6,7 @@ and scores are the benchmark's, the wording of the prompts is our own in their s
 context is cut in the middle, as there, when it meets a model.
 
 Differences: a name of several words in a play (`MRS SMITH`) can be found; the benchmark looks for
-it among single words. In `code_debug` the letter may stand alone, see `names_function`.
+it among single words. In `code_debug` the letter may be alone, see `names_function`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Form:
     """How one task is put and scored.
 
     Attributes:
-        before: what stands before the context.
+        before: the text before the context.
         question: what follows it; `{input}` and `{options}` are the row's.
         score: the score of an answer against one reference, from 0 to 1.
     """
@@ -49,7 +49,7 @@ class Form:
 
 
 def speaks(prediction: str, reference: str) -> float:
-    """Return 1 if a name stands in an answer as whole words, letter case aside, else 0.
+    """Return 1 if an answer contains a name as whole words, letter case aside, else 0.
 
     >>> speaks("It is Mrs. Smith.", "MRS SMITH"), speaks("Smithers", "SMITH")
     (1.0, 0.0)

@@ -183,7 +183,7 @@ def contained(seed: int = 0) -> Iterator[None]:
 
 
 def hash_of(document: Any) -> str:
-    """Return what tells a document from others."""
+    """Return what identifies a document."""
     text = json.dumps(document, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
@@ -200,7 +200,7 @@ class LmEval(Task):
     """A task of the lm-evaluation-harness.
 
     Attributes:
-        samples: the first so many documents; None: all.
+        samples: number of documents, from the first; None: all.
         fewshot: examples in front of each question; None: as many as the task says.
         include_path: a folder with tasks of one's own, in the harness' YAML.
     """

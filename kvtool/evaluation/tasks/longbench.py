@@ -70,7 +70,7 @@ def benchmarks() -> dict[str, Benchmark]:
 
 
 def split_prompt(template: str, question: str) -> tuple[str, str]:
-    """Fill in the question and return what stands before and after the context.
+    """Fill in the question and return the texts before and after the context.
 
     >>> split_prompt("Text: {context} Question: {input}", "Why?")
     ('Text: ', ' Question: Why?')

@@ -75,7 +75,7 @@ class LongBenchV2(ShortAnswer):
             yield self._sample(row, number, template, facts, where)
 
     def _template(self) -> tuple[tuple[str, str], Json]:
-        """Return what stands before and after the text, and the facts of all samples."""
+        """Return the texts before and after the context, and the facts of all samples."""
         text, facts = _TEMPLATE, {"protocol": self.protocol}
         if self.prompts is not None:
             file = expand(self.prompts)
@@ -125,7 +125,7 @@ class LongBenchV2(ShortAnswer):
         )
 
     def places(self, cell: Place) -> list[Place]:
-        """Return difficulty and length apart, as the benchmark tells them."""
+        """Return difficulty and length apart, as the benchmark gives them."""
         return [{name: value} for name, value in cell.items()]
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:

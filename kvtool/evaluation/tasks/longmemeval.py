@@ -6,11 +6,11 @@ was never said), `question_type`, `question`, `answer`, `question_date`, `haysta
 `haystack_sessions`, lists of messages with `role` and `content`. All sessions are the context, in
 the order of their dates.
 
-Differences: there, a large language model judges the answers. Here nobody judges: an answer has the
-F1 of its words, and contains the reference or does not; where nothing was said it has to say so, in
-one of the usual phrases, which the prompt asks for. So scores do not compare with published ones,
-only with each other. Questions about preferences are left out, since their `answer` is a rubric for
-a judge.
+Differences: there, a large language model judges the answers. Here no model judges: an answer has
+the F1 of its words, and contains the reference or does not. Where nothing was said it has to say
+so, in one of the usual phrases, which the prompt asks for. So scores do not compare with published
+ones, only with each other. Questions about preferences are left out, since their `answer` is a
+rubric for a judge.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class LongMemEval(ShortAnswer):
         return 100 * best(qa_f1, said(prediction), references)
 
     def score(self, record: Json) -> dict[str, float]:
-        """Return `qa_f1`, and `string_match_part`: whether the reference stands in the answer."""
+        """Return `qa_f1`, and `string_match_part`: whether the answer contains the reference."""
         scores = super().score(record)
         if record["facts"]["abstain"]:
             return {**scores, "string_match_part": scores[self.metric]}

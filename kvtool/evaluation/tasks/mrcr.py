@@ -35,7 +35,7 @@ class Mrcr(ShortAnswer):
 
     Attributes:
         samples: how many rows of those that are taken, from the first; all by default.
-        needles: take only rows with so many texts of one kind; all by default.
+        needles: take only rows with this number of texts of one kind; all by default.
         longest: tokens of a prompt with its answer; by default what the model was trained for.
     """
 

@@ -2,7 +2,7 @@
 
 Kamradt, 2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack, whose answers a large model
 judges. Here the needle is a random number of seven digits, as in RULER, so that no model knows it
-and reading it off is enough. The needle stands between sentences, at the first gap with at least
+and reading it off is enough. The needle is between sentences, at the first gap with at least
 `depth` percent of the haystack's tokens before it.
 """
 
@@ -98,7 +98,7 @@ class Needle(Drawn):
         return needles.state(keys[0], values[0]), needles.ask(keys, values, _NEW_TOKENS)
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
-        """Return 1 if the number is in the answer, whatever stands around it, else 0."""
+        """Return 1 if the number is in the answer, whatever is around it, else 0."""
         return contains(prediction, references[0])
 
     def score(self, record: Json) -> dict[str, float]:

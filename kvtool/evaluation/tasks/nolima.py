@@ -6,9 +6,9 @@ published: a list of needles with `id`, `needle` (a sentence with `{CHAR}` and `
 `questions` by kind (`onehop`, `twohop`), `tests` with `input_args` (and `gold_answers`, where no
 character is drawn), `character_set`, and `task_template` and `system_prompt` where it has them.
 
-Answers are right if they contain the character, in the same letter case. Needles stand between
+Answers are right if they contain the character, in the same letter case. Needles are between
 sentences, and a length is that of the whole prompt with its answer; there it is one of the book
-alone. A system prompt stands at the beginning of the user's message.
+alone. A system prompt is put at the beginning of the user's message.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class HiddenFact:
     """A needle and a question about it.
 
     Attributes:
-        name: tells it from the others.
-        characters: any of which takes the needle's `{CHAR}` and is the answer; empty: `answers`.
+        name: identifies it.
+        characters: one of them takes the needle's `{CHAR}` and is the answer; empty: `answers`.
         template: the prompt, with `{haystack}` and `{question}`.
     """
 
@@ -117,7 +117,7 @@ class NoLiMa(ShortAnswer):
         return fit(build, costs(sentences, tokens), length, tokens, self.name)
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
-        """Return 100 if one of the right answers stands in the answer, else 0."""
+        """Return 100 if the answer contains one of the right answers, else 0."""
         return 100.0 * any(reference in said(prediction) for reference in references)
 
 

@@ -78,7 +78,7 @@ class Form:
 
     Attributes:
         instruction: what follows the problem.
-        new_tokens: of the longest answer, unless the task is told.
+        new_tokens: of the longest answer, unless the task sets it.
         reference: the right answer of a row; a ValueError says what the column is not.
         find: the answer in what a model writes, None if there is none.
     """
@@ -108,7 +108,7 @@ class Reasoning(Read):
         samples: answers to each problem. One is greedy, several are drawn.
         temperature: of the answers; by default that of the run, and 0.6 where several are drawn.
         max_new_tokens: of an answer; by default 4096 (GSM8K), 16384 (MATH-500) or 32768 (AIME), and
-            no more than the model was trained for. That of the run stands above it.
+            no more than the model was trained for. That of the run overrides it.
         thinking: whether the model thinks before it answers, for chat templates that know
             `enable_thinking`; None leaves it to them.
     """
@@ -193,7 +193,7 @@ class Reasoning(Read):
             rng = generator(bench.protocol.seed, self.name, sample.id, index)
             draw = replace(options, temperature=temperature, seed=int(rng.integers(2**62)))
             (turn,) = ask(bench, sample, draw)
-            if frame.thinks:  # the tag stands in the prompt
+            if frame.thinks:  # the tag is in the prompt
                 turn["prediction"] = OPEN + turn["prediction"]
             turns.append(turn)
         return {"turns": turns, "facts": sample.facts}

@@ -30,14 +30,14 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _DOTS = "..."
 _CODE_LETTERS = 6
 _ASKED = slice(1, 4)  # ranks 2 to 4: the most frequent word is dots
-_FEWEST = 27  # coded words, of which one is of rank 4: 27 / 4^2 / zeta(2) is just above 1
+_FEWEST = 27  # coded words, one of them of rank 4: 27 / 4^2 / zeta(2) is just above 1
 _ZETA_2 = math.pi**2 / 6
 
 
 class CommonWords(Ruler):
     """`cwe`: name the ten words of a numbered list that occur more often than the others.
 
-    A worked example comes first, from 4096 tokens on and if it leaves room for the common words.
+    A worked example comes first, from 4096 tokens on and if the common words still fit.
     """
 
     def draw_one(

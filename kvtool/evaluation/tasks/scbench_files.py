@@ -76,7 +76,7 @@ def _pass_key(prediction: str, reference: str, facts: Json) -> float:
 
 @dataclass(frozen=True)
 class Form:
-    """What stands before the context of a task, and its kinds of questions.
+    """The text before the context of a task, and its kinds of questions.
 
     A turn of a task with several kinds says in its `task` which one it is.
     """

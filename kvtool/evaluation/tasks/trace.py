@@ -1,4 +1,4 @@
-"""Reasoning: a chain of steps that must be written out, each of which needs an earlier result.
+"""Reasoning: a chain of steps that must be written out, where each needs an earlier result.
 
 Our own. It asks what R-KV asks (https://arxiv.org/abs/2505.24133), how much of its own trace a
 model still needs, without data and without a judge. Half of the variables follow the one before,
@@ -76,7 +76,7 @@ class Trace(Asking):
 
 
 def _right(prediction: str, references: Sequence[str]) -> list[bool]:
-    """Tell of each variable and its word whether the answer gives that word first."""
+    """Return, for each variable and its word, whether the answer gives that word first."""
     stated: dict[str, str] = {}
     for name, word in _STATED.findall(prediction):
         stated.setdefault(name, word)

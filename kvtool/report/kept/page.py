@@ -1,7 +1,7 @@
 """The kept text as one HTML file, to read, send and switch through layers and heads.
 
-The file stands alone. What every layer and head holds is in it, one bit a token, compressed; its
-script unpacks that, shades the tokens and answers the switches.
+The file needs no other file. It holds the tokens of every layer and head, one bit each, compressed.
+Its script unpacks them, shades the tokens and answers the switches.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ PART = "⋯"
 """A token that ends inside a character; the character stands at the last of its tokens."""
 
 _BROKEN = "�"
-_BEFORE = 4  # tokens in front, which a tokenizer may need to know what a token stands for
+_BEFORE = 4  # tokens in front, which a tokenizer may need to decode a token
 
 
 def token_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -59,7 +59,7 @@ def token_pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     def decode(start: int, end: int) -> str:
         return str(tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False))
 
-    pieces, done = [], 0  # the text of ids[:done] is told
+    pieces, done = [], 0  # the text of ids[:done] has been returned
     for end in range(1, len(ids) + 1):
         start = max(0, done - _BEFORE)
         told, text = decode(start, done), decode(start, end)

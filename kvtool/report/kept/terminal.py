@@ -21,9 +21,9 @@ _HALF = 0.5  # of the layers and heads
 
 
 def coloured_text(shown: ShadedText) -> Text:
-    """Return the text, each token on a background that tells its shade: see `KeptTokens.shade`.
+    """Return the text, each token on a background of its shade: see `KeptTokens.shade`.
 
-    Tokens that nobody holds are dim; merged and offloaded ones are underlined.
+    Tokens that no head holds are dim; merged and offloaded ones are underlined.
     """
     kept = shown.kept
     under = [False] * kept.tokens
@@ -59,7 +59,7 @@ def legend(shown: ShadedText) -> Text:
 def in_brackets(shown: ShadedText) -> str:
     """Return the text with what at least half of the layers and heads hold in brackets.
 
-    Of a reader, with what so many of them have read lately.
+    Of a reader, with what at least half of them have read lately.
     """
     shades = shown.kept.shade.tolist()
     pairs = zip(shown.pieces, (shade >= _HALF for shade in shades), strict=True)

@@ -29,7 +29,7 @@ class KeptText(ShadedText):
 
     @property
     def html(self) -> str:
-        """The page, one file that stands alone."""
+        """The page, one file that needs no other."""
         return kept_page([self])
 
     def save(self, path: str | Path) -> None:
@@ -62,14 +62,15 @@ def kept_text(
 
     Args:
         tokenizer: None takes that of the folder or hub ID that the model came from.
-        input_ids: (batch, n) the text, padding on its left; None takes what `generate`, kvtool or
-            a file has told the cache; nobody knows on which side plain forwards were padded.
+        input_ids: (batch, n) the text, padding on its left; None takes the text that the cache has
+            from `generate`, kvtool or a file. After plain forwards it is unknown on which side they
+            were padded.
         row: the batch entry.
         prompt_tokens: how many tokens of it are the prompt; None: all.
         answer: to the prompt.
 
     Raises:
-        UsageError: nothing has been read, nobody knows the text, or it is another one.
+        UsageError: nothing has been read, the text is unknown, or it is another one.
         KvtoolError: the tokenizer cannot be loaded.
     """
     ids = _ids(cache, input_ids, row)
