@@ -230,7 +230,7 @@ def device_memory(
     *,
     spread: bool = False,
 ) -> DeviceMemory:
-    """Tell what a model's weights will take of a device, and what is free there.
+    """Estimate what a model's weights will take of a device, and what is free there.
 
     Args:
         device: `cpu`, `cuda` or `cuda:1`.

@@ -73,7 +73,7 @@ def estimate_memory(
 def layer_budgets(
     variant: Variant, policy: Policy, layers: Sequence[LayerShape | None], text: Text
 ) -> list[LayerBudget]:
-    """Return what the layers of free budget have to go by, as the cache fixes it for a prompt.
+    """Return the budgets of the layers of free budget, as the cache fixes them for a prompt.
 
     Where a split follows from the prompt, it is the mean in every layer.
 
