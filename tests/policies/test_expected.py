@@ -75,13 +75,25 @@ def test_worked_attention_and_scores():
     expected = torch.tensor([[0, 0.371701, 0.511969, 0.282667, 0.290672, 0.439227]])
     found = scores("expected(sinks=1,future=2,values=false)", view)
     torch.testing.assert_close(found, attention, atol=1e-6, rtol=0)
-    found = scores("expected(sinks=1,future=2)", view)
+    found = scores("expected(sinks=1,future=2,epsilon=0)", view)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    options = {"sinks": 1, "future": 2, "turn": halves(FREQUENCIES)}
+    options = {"sinks": 1, "future": 2, "epsilon": 0, "turn": halves(FREQUENCIES)}
     twin = slow(keys, queries, values, **options)
     torch.testing.assert_close(twin, expected, atol=1e-6, rtol=0)
     twin = slow(keys, queries, values, **options | {"values": False})
     torch.testing.assert_close(twin, attention, atol=1e-6, rtol=0)
+
+
+def test_epsilon_is_added_before_the_length_of_the_value_counts():
+    """(0.170656 + 0.25) * 3 = 1.261968; the sink, whose attention does not count, keeps 0."""
+    keys, values = torch.tensor(KEYS)[None].float(), torch.tensor(VALUES)[None].float()
+    queries = torch.tensor([[9.0] * 4, *QUERIES])[None]
+    view = view_of(keys, values, moments_of(queries, 1, Rotation(torch.tensor(FREQUENCIES), False)))
+    found = scores("expected(sinks=1,future=2,epsilon=0.25)", view)
+    weighed = torch.tensor([[0, 0.871702, 1.261968, 0.532667, 0.644225, 1.146333]])
+    torch.testing.assert_close(found, weighed, atol=2e-6, rtol=0)
+    options = {"sinks": 1, "future": 2, "epsilon": 0.25, "turn": halves(FREQUENCIES)}
+    torch.testing.assert_close(slow(keys, queries, values, **options), weighed, atol=2e-6, rtol=0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,6 +113,7 @@ def test_scores_equal_the_slow_twin_in_any_order_of_slots(seed, data):
         "future": data.draw(st.integers(1, 9)),
         "covariance": data.draw(st.booleans()),
         "values": data.draw(st.booleans()),
+        "epsilon": data.draw(st.sampled_from([0.0, 0.01, 2.0])),
     }
     scale = data.draw(st.sampled_from([None, 0.2]))
     moments = moments_of(queries, sinks, rotation, scale)
@@ -122,20 +135,21 @@ def test_an_empty_slot_gets_nothing_and_takes_nothing():
     stored = places >= 0
     moments = moments_of(queries, 2, Rotation(torch.tensor(FREQUENCIES), True))
     held = torch.tensor([[[7], [7]]])
-    found = scores("expected(sinks=2)", view_of(keys, values, moments, places, held))
+    found = scores("expected(sinks=2,epsilon=1)", view_of(keys, values, moments, places, held))
     kept = view_of(keys[:, stored], values[:, stored], moments, places[stored])
     assert (found[:, ~stored] == 0).all()
-    torch.testing.assert_close(found[:, stored], scores("expected(sinks=2)", kept))
+    assert (found[:, stored][:, 2:] > 0).all()
+    torch.testing.assert_close(found[:, stored], scores("expected(sinks=2,epsilon=1)", kept))
 
 
 def test_many_slots_are_scored_as_few_are():
     source = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(1, 2500, 4, generator=source) for _ in range(2))
     moments = moments_of(torch.randn(1, 30, 4, generator=source), 0)  # one head: one softmax
-    whole = scores("expected(sinks=0)", view_of(keys, values, moments))
+    whole = scores("expected(sinks=0,epsilon=0)", view_of(keys, values, moments))
     odd = torch.arange(2500) % 7 == 3
     some = view_of(keys[:, odd], values[:, odd], moments)
-    ratio = whole[:, odd] / scores("expected(sinks=0)", some)
+    ratio = whole[:, odd] / scores("expected(sinks=0,epsilon=0)", some)
     torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio), atol=0, rtol=1e-4)
 
 
@@ -158,6 +172,8 @@ def test_caote_takes_the_attention_alone(modifier):
     ("settings", "told"),
     [
         ("sinks=-1", "expected: sinks must be 0 or more, got -1"),
+        ("epsilon=-0.1", "expected: epsilon must be 0 or more, got -0.1"),
+        ("epsilon=1e999", "expected: epsilon must be a finite number, got inf"),
         ("future=0", "expected: future must be 1 or more, got 0"),
         ("future=3000000000", "expected: future must be at most 2147483647"),
         ("values=2", "values"),

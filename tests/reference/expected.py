@@ -24,11 +24,19 @@ class Expected(Reference):
     prompt_only = True
 
     def __init__(
-        self, budget, sinks=4, future=512, covariance=True, values=True, turn=None, scale=None
+        self,
+        budget,
+        sinks=4,
+        future=512,
+        covariance=True,
+        values=True,
+        epsilon=0.0,
+        turn=None,
+        scale=None,
     ):
         super().__init__(budget)
         self.sinks, self.future = sinks, future
-        self.covariance, self.values = covariance, values
+        self.covariance, self.values, self.epsilon = covariance, values, epsilon
         self.turn, self.scale = turn, scale
 
     def look(self, keys):
@@ -43,8 +51,11 @@ class Expected(Reference):
         attention = self.importance(head, positions)
         if not self.values:
             return attention
-        lengths = [math.sqrt(sum(number * number for number in values[p])) for p in positions]
-        return [a * length for a, length in zip(attention, lengths, strict=True)]
+        found = []
+        for a, p in zip(attention, positions, strict=True):
+            length = math.sqrt(sum(number * number for number in values[p]))
+            found.append((a + self.epsilon) * length if p >= self.sinks else 0.0)
+        return found
 
     def importance(self, head, positions):
         group = len(self.queries) // len(self.keys)

@@ -7,8 +7,9 @@ the expectation exp(l) with
 
     l = (R m).k * scale + k^T (R C R^T) k * scale^2 / 2
 
-for each query head. Its softmax over the slots is the attention that they are expected to get; a
-slot's score is the mean of that over the group, times the length of its value.
+for each query head. Its softmax over the slots is the attention that they are expected to get. With
+`a` for the mean of that over the group, a slot's score is (a + epsilon) |v|: `epsilon` lets the
+length of the value decide among the many slots whose attention is close to 0.
 
 Differences from the paper: `scale` is the layer's own, 1 / sqrt(head_dim) in most models. A cap on
 the logits and sink logits are left out. In a prompt run in blocks, and in later turns, moments are
@@ -68,12 +69,14 @@ class Expected(Score):
         future: positions, from the end of the text on, at which queries are expected.
         covariance: whether queries vary about their mean.
         values: whether the expected attention is weighed by the length of the value.
+        epsilon: what is added to the expected attention before it is weighed; 0 or more.
     """
 
     sinks: int = 4
     future: int = 512
     covariance: bool = True
     values: bool = True
+    epsilon: float = 0.0
 
     name: ClassVar = "expected"
     paper: ClassVar = "https://arxiv.org/abs/2510.00636"
@@ -81,7 +84,7 @@ class Expected(Score):
     when: ClassVar = "prompt"
 
     def __post_init__(self) -> None:
-        check_least(self, {"sinks": 0, "future": 1})
+        check_least(self, {"sinks": 0, "future": 1, "epsilon": 0})
 
     @property
     def attention(self) -> bool:
@@ -101,7 +104,10 @@ class Expected(Score):
         judged = (view.positions >= self.sinks)[:, :, None]  # neither sinks nor empty slots
         logits = logits.masked_fill(~judged, torch.finfo(logits.dtype).min)
         attention = (logits.softmax(-1) * judged).mean(2)
-        return attention * view.values[0].float().norm(dim=-1) if self.values else attention
+        if not self.values:
+            return attention
+        weighed = (attention + self.epsilon) * view.values[0].float().norm(dim=-1)
+        return weighed * judged[:, :, 0]
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
         return view.sinks(self.sinks) if self.sinks else None
