@@ -248,7 +248,7 @@ def worked(**settings):
     layer = Calibration(CaliDrop(**settings))
     query = torch.tensor([[[[9.0, 9.0], [1.0, 1.0]]]])
     layer.set_scale(2**-0.5, None)
-    layer.begin_block(query, 2, torch.tensor([[2, 3]]))
+    layer.hold_last(query, 2, torch.tensor([[2, 3]]))
     stay, gone = torch.tensor([[[0, 2]]]), torch.tensor([[[1, 3]]])
     layer.offload(
         Eviction(

@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 
-from kvtool.cache.slots.host import Store, pack, unpack
+from kvtool.cache.features.host import Store, pack, unpack
 from kvtool.errors import KvtoolError
 
 

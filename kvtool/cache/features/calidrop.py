@@ -15,23 +15,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvtool.cache.slots.host import Chunk, Store, Tokens
-from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
-from kvtool.maths.attention import (
-    attention_weights_lse,
-    dot_products,
-    group_queries,
-    join_attention,
-    weighted_values,
+from kvtool.cache.features.evicted_attention import (
+    NOTHING,
+    attend_chunks,
+    attend_tokens,
+    join_token,
 )
-from kvtool.maths.fused import can_fuse, fused_group_attention
+from kvtool.cache.features.host import Chunk, Store, Tokens
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import Correction, LayerSite, Part, tensor_bytes
+from kvtool.cache.slots.slot_form import take_stored
+from kvtool.cache.steps.block import Block
+from kvtool.cache.steps.call import Call
+from kvtool.maths.attention import group_queries, join_attention
 from kvtool.maths.selection import keep_top, take
-from kvtool.policies.evicted.calidrop import CaliDrop, calibrate, decide, query_cosine
+from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop, calibrate, decide, query_cosine
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.numbers import KVHeads, State
 
@@ -78,116 +82,6 @@ def add_decisions(memory: State, noted: Sequence[Decision]) -> State:
         "recomputed": memory["recomputed"] + recomputed,
         "calibrated": memory["calibrated"] + calibrated,
     }
-
-
-NOTHING = float("-inf")
-"""The log-sum-exp over no tokens."""
-
-
-def attend_tokens(
-    grouped: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    stored: Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Attend some tokens by queries of the same heads.
-
-    Args:
-        grouped: (batch, kv_heads, group, rows, head_dim).
-        keys, values: (batch, kv_heads, tokens, dim).
-        stored: bool (batch, kv_heads, tokens), where there is one; None: everywhere.
-        scale, softcap: as for `attention_weights`.
-
-    Returns:
-        (batch, kv_heads, group, rows, value_dim) and (batch, kv_heads, group, rows) float32.
-    """
-    if stored is None and softcap is None and can_fuse(grouped, keys, values):
-        out, lse = fused_group_attention(grouped, keys, values, scale)
-        return out.float(), lse
-    visible = None if stored is None else stored[..., None, None, :]
-    weights, lse = attention_weights_lse(
-        grouped, keys, scale=scale, softcap=softcap, visible=visible
-    )
-    return weighted_values(weights, values).float().unflatten(1, grouped.shape[1:3]), lse
-
-
-@torch.no_grad()
-def attend_chunks(
-    query: Tensor,
-    kv_heads: int,
-    value_dim: int,
-    fetched: Iterator[Chunk],
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Attend what is fetched, of the heads that it is fetched for.
-
-    Args:
-        query: (batch, heads, rows, head_dim).
-
-    Returns:
-        (batch, heads, rows, value_dim) and (batch, heads, rows) float32, the second -inf for
-        other heads.
-    """
-    grouped = group_queries(query, kv_heads)
-    out = torch.zeros(*grouped.shape[:-1], value_dim, dtype=torch.float32, device=query.device)
-    lse = torch.full(grouped.shape[:-1], NOTHING, dtype=torch.float32, device=query.device)
-    begun: set[tuple[int, int]] = set()
-    for chunk in fetched:
-        keys, values, stored = chunk.wait(query.dtype)
-        own = chunk.entry, chunk.heads
-        found = attend_tokens(
-            grouped[own][None],
-            keys[None],
-            values[None],
-            None if stored is None else stored[None],
-            scale,
-            softcap,
-        )
-        part = found[0][0], found[1][0]
-        heads = {(chunk.entry, head) for head in range(chunk.heads.start, chunk.heads.stop)}
-        if heads & begun:
-            part = join_attention(out[own], lse[own], *part)
-        out[own], lse[own] = part
-        begun |= heads
-    return out.flatten(1, 2), lse.flatten(1, 2)
-
-
-def join_token(
-    query: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key: Tensor,
-    value: Tensor,
-    stored: Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Join one token in: its weight among itself is 1, and its logit is its log-sum-exp.
-
-    Args:
-        query, out: (batch, heads, dim) float32, and what came of attending other tokens.
-        lse: (batch, heads) float32 of these.
-        key, value: (batch, kv_heads, 1, dim) of the token.
-        stored: bool (batch, kv_heads, 1), where there is one; None: everywhere.
-
-    Returns:
-        As `out` and `lse`.
-    """
-    kv_heads = key.shape[1]
-    logit = dot_products(group_queries(query[:, :, None].to(key.dtype), kv_heads), key).mul_(scale)
-    if softcap is not None:
-        logit = logit.div_(softcap).tanh_().mul_(softcap)
-    if stored is not None:
-        logit = logit.masked_fill_(~stored[..., None, None], NOTHING)
-    values = value.float().expand(-1, -1, lse.shape[1] // kv_heads, -1).flatten(1, 2)
-    if stored is not None:
-        return join_attention(out, lse, values, logit.flatten(1))
-    own = logit.flatten(1)
-    weight = torch.sigmoid(lse - own)[..., None]
-    return torch.lerp(values, out, weight), torch.logaddexp(lse, own)
 
 
 _CHUNK = 4096  # evicted tokens that are copied at a time
@@ -257,8 +151,16 @@ class Calibration(Part):
 
     # ---- blocks
 
+    def begin_block(self, layer: SlotLayer, call: Call, block: Block) -> None:
+        self.set_scale(call.scale, call.softcap)
+        self.hold_last(call.query, call.value.shape[-1], block.new)
+
+    @property
+    def corrects(self) -> bool:
+        return self.active
+
     @torch.no_grad()
-    def begin_block(self, query: Tensor, value_dim: int, new: Tensor) -> None:
+    def hold_last(self, query: Tensor, value_dim: int, new: Tensor) -> None:
         """Hold the last query of each row, which has seen no evicted token yet.
 
         Args:
@@ -279,13 +181,7 @@ class Calibration(Part):
         self._hold(inside[:, None], take(query, index)[:, :, 0], *nothing)
 
     def correct_block(self, query: Tensor, out: Tensor, lse: Tensor, start: int) -> Tensor:
-        """Join in the evicted part of every query, exactly.
-
-        Args:
-            query: (batch, heads, rows, head_dim), a chunk of the block from row `start` on.
-            out: (batch, heads, rows, value_dim) of the kept tokens and the block.
-            lse: (batch, kv_heads, group, rows) float32 of the same.
-        """
+        """Join in the evicted part of every query, exactly."""
         batch, kv_heads = lse.shape[:2]
         pairs = [(row, head) for row in range(batch) for head in range(kv_heads)]
         fetched = self.store.fetch(pairs, query.device)
@@ -316,6 +212,12 @@ class Calibration(Part):
             self._memory[name] = number
 
     # ---- decoded tokens
+
+    def begin_token(self, layer: SlotLayer, call: Call) -> Correction | None:
+        self.set_scale(call.scale, call.softcap)
+        kv_heads = call.raw_key.shape[1]
+        plan = self.begin_decode(call.query, kv_heads, call.positions, layer.slots.heads)
+        return partial(self.end_decode, plan) if plan is not None and plan.changes else None
 
     @torch.no_grad()
     def begin_decode(
@@ -381,6 +283,20 @@ class Calibration(Part):
         return calibrate(out[:, :, 0], lse.flatten(1), *self.held[1:], plan.calibrate)[:, :, None]
 
     # ---- what leaves
+
+    def take_evicted(self, layer: SlotLayer, eviction: Eviction) -> None:
+        self.offload(eviction)
+
+    @torch.no_grad()
+    def take_decoded(self, layers: Sequence[SlotLayer], positions: Tensor) -> None:
+        pairs = []
+        for layer in layers:
+            slots = layer.slots
+            assert slots.reuse_slot is not None, "nothing leaves"
+            stored = take_stored(slots.used_stored(), slots.reuse_slot[..., None])
+            pairs.append(slots.form.dequantise(stored))
+        active = [part for part in map(Calibration.of, layers) if part is not None]
+        offload_evicted(active, pairs, positions, not layers[0].masked)
 
     @torch.no_grad()
     def offload(self, eviction: Eviction) -> None:
@@ -448,6 +364,37 @@ class Calibration(Part):
     def tensors(self) -> dict[str, Tensor]:
         memory = {f"calibration.memory.{name}": t.cpu() for name, t in self.memory.items()}
         return memory | {f"calibration.store.{name}": t for name, t in self.store.tensors().items()}
+
+    def check(self, file: Any, prefix: str, shape: Any, dtype: torch.dtype) -> None:
+        name, batch, heads = f"{prefix}calibration", file.batch, shape.heads
+        width = {"query": (shape.key_dim,), "out": (shape.value_dim,), "lse": ()}
+        for key, channels in width.items():
+            sizes = (batch, heads, *channels)
+            file.take(f"{name}.memory.{key}", sizes, torch.float32, unknown=key == "lse")
+        for key in ("steps", "recomputed", "calibrated"):
+            file.take(f"{name}.memory.{key}", (batch, heads), torch.float32, 0)
+        for place in ("shelf", "gathered"):
+            if any(each.startswith(f"{name}.store.{place}.") for each in file.left):
+                self._check_store(file, f"{name}.store.{place}", shape, dtype)
+
+    def _check_store(self, file: Any, name: str, shape: Any, dtype: torch.dtype) -> None:
+        """Check what is set aside, in host memory (`shelf`) or on its way there."""
+        packed = name.endswith("shelf")
+        packed_as = {"bf16": torch.bfloat16, "int8": torch.int8}.get(self.part.store, dtype)
+        forms = []
+        for dim in (shape.key_dim, shape.value_dim):
+            forms.append((dim, packed_as if packed else dtype))
+            if packed and self.part.store == "int8":
+                forms.append((1, torch.float32))
+        first = file.left.get(f"{name}.0")
+        slots = first.shape[2] if first is not None and first.dim() == 4 else None
+        sizes = file.batch, shape.kv_heads, slots
+        for i, (dim, form) in enumerate(forms):
+            file.take(f"{name}.{i}", (*sizes, dim), form)
+        last = f"{name}.{len(forms)}"
+        file.take(last, sizes, (torch.int64, torch.int32), -1, file.seen - 1)
+        if slots == 0 or (not packed and slots is not None and slots > GATHERED):
+            raise file.bad(last, f"sets {slots} tokens aside at a time")
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         memory, store = (

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
-from kvtool.policies.evicted.eviction import Merging
+from kvtool.cache.slots.slot_form import take_stored
+from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.numbers import State
 
 
@@ -40,11 +42,33 @@ class MergeMemory(Part):
     def works_on_keys(self, layer: SlotLayer) -> str:
         return f"`{self.merging.name}`"
 
+    def take_evicted(self, layer: SlotLayer, eviction: Eviction) -> None:
+        merged = self.merging.absorb(self.state, eviction)
+        for part in layer.parts.at["note_merged"]:
+            part.note_merged(eviction.evicted_positions, merged)
+
+    @torch.no_grad()
+    def take_decoded(self, layers: Sequence[SlotLayer], positions: Tensor) -> None:
+        each_layer = zip(layers, positions.split(layers[0].slots.batch), strict=True)
+        for layer, leaving in each_layer:
+            own = MergeMemory.of(layer)
+            if own is not None:
+                own.take_evicted(layer, _evicted_token(layer, leaving))
+
     def stationary(self) -> list[Tensor]:
         return list(self.state.values())
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"memory.{name}": number for name, number in self.state.items()}
+
+    def check(self, file: Any, prefix: str, shape: Any, dtype: torch.dtype) -> None:
+        start = self.merging.start(file.batch, shape.kv_heads, torch.device("cpu"))
+        for key, first in start.items():
+            name = f"{prefix}memory.{key}"
+            found = file.left.get(name)
+            if found is not None and first.isnan().all():  # which stands for: none yet
+                file.left[name] = found.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
+            file.take(name, tuple(first.shape), first.dtype)
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.state = {name: tensors[f"memory.{name}"] for name in self.state}
@@ -52,3 +76,36 @@ class MergeMemory(Part):
     @property
     def nbytes(self) -> int:
         return tensor_bytes(list(self.state.values()))
+
+
+def _evicted_token(layer: SlotLayer, positions: Tensor) -> Eviction:
+    """Lay out what leaves for a decoded token, while its key and value are there.
+
+    Args:
+        positions: (batch, kv_heads, 1) of it.
+    """
+    slots = layer.slots
+    assert slots.reuse_slot is not None, "nothing leaves"
+    evicted = slots.reuse_slot[..., None]
+    slots.copy_on_write()
+    used, left = slots.used_slots(), evicted
+    stored, state, kept = used.stored, used.state, slots.stored_positions()
+    if slots.form.codec is not None:  # nobody changes what is kept, so only what leaves is decoded
+        stored, left = take_stored(stored, evicted), torch.zeros_like(evicted)
+        state, kept = {name: number.gather(2, evicted) for name, number in state.items()}, positions
+    keys, values = slots.form.dequantise(stored)
+    return Eviction(
+        keys=keys,
+        values=values,
+        state=state,
+        evicted=left,
+        evicted_positions=positions,
+        kept_keys=keys,
+        kept_values=values,
+        kept_state=state,
+        kept_positions=kept,
+        tokens_seen=layer.tokens_seen,
+        layer=layer.index,
+        heads=layer.slots.heads,
+        whole=not layer.masked,
+    )

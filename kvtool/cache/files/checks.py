@@ -24,8 +24,6 @@ from kvtool.errors import KvtoolError
 from kvtool.maths.quantise import MOST_EXPONENT
 from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.policies.codec.codec import Codec
-from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop
-from kvtool.policies.evicted.eviction import Merging
 from kvtool.policies.numbers import SHIFT
 from kvtool.sizes import MOST_TOKENS
 
@@ -97,9 +95,7 @@ class FileTensors:
         return positions.shape[-1] if positions is not None and positions.dim() == 3 else None
 
 
-_WEIGHED = {"query": True, "out": True, "lse": False}  # of calibration: whether it has channels
 _PLACES = (torch.int64, torch.int32)
-_COUNTED = ("steps", "recomputed", "calibrated")
 
 
 def check_layer(
@@ -130,11 +126,6 @@ def check_layer(
         if shifts and not torch.equal(number, number.round()):
             raise file.bad(f"{name}.state.{key}", "holds parts of a position")
     _check_budget(file, cache, layer, name, positions)
-    on_evict = layer.policy.on_evict
-    if isinstance(on_evict, Merging):
-        _check_memory(file, f"{name}.memory", on_evict.start(batch, heads, torch.device("cpu")))
-    if isinstance(on_evict, CaliDrop):
-        _check_calibration(file, f"{name}.calibration", on_evict, shape, dtype)
     for part in layer.parts.values():
         part.check(file, f"{name}.", shape, dtype)
     if layer.policy.select_only and layer.window is None and f"{name}.marked" in file.left:
@@ -159,16 +150,6 @@ def _check_stored(
         channels = (*sizes[:2], 1, shape.key_dim)
         file.take(f"{name}.{RANGES[0]}", channels, torch.float16)
         file.take(f"{name}.{RANGES[1]}", channels, torch.int8, 0, MOST_EXPONENT)
-
-
-def _check_memory(file: FileTensors, name: str, start: dict[str, Tensor]) -> None:
-    """Check what merging keeps beside the slots, by what it starts with."""
-    for key, first in start.items():
-        kind = f"{name}.{key}"
-        found = file.left.get(kind)
-        if found is not None and first.isnan().all():  # which stands for: none yet
-            file.left[kind] = found.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
-        file.take(kind, tuple(first.shape), first.dtype)
 
 
 def _check_marked(file: FileTensors, name: str, sizes: tuple[int, int, None]) -> None:
@@ -255,37 +236,6 @@ def _check_filled(
     keeps_all = when == "never" or (layer.policy.select_only and layer.window is None)
     if keeps_all and (filled != expected[:, None]).any():
         raise file.bad(name, "lacks tokens, and its policy keeps all")
-
-
-def _check_calibration(
-    file: FileTensors, name: str, part: CaliDrop, shape: LayerShape, dtype: torch.dtype
-) -> None:
-    """Check what a layer has set aside; nothing, or all of it."""
-    batch, heads, kv_heads = file.batch, shape.heads, shape.kv_heads
-    width = {"query": shape.key_dim, "out": shape.value_dim}
-    for key, channels in _WEIGHED.items():
-        sizes = (batch, heads, width[key]) if channels else (batch, heads)
-        file.take(f"{name}.memory.{key}", sizes, torch.float32, unknown=key == "lse")
-    for key in _COUNTED:
-        file.take(f"{name}.memory.{key}", (batch, heads), torch.float32, 0)
-    packed_as = {"bf16": torch.bfloat16, "int8": torch.int8}.get(part.store, dtype)
-    for place in ("shelf", "gathered"):
-        if not any(each.startswith(f"{name}.store.{place}.") for each in file.left):
-            continue
-        packed = place == "shelf"
-        forms = []
-        for dim in (shape.key_dim, shape.value_dim):
-            forms.append((dim, packed_as if packed else dtype))
-            if packed and part.store == "int8":
-                forms.append((1, torch.float32))
-        first = file.left.get(f"{name}.store.{place}.0")
-        slots = first.shape[2] if first is not None and first.dim() == 4 else None
-        for i, (dim, form) in enumerate(forms):
-            file.take(f"{name}.store.{place}.{i}", (batch, kv_heads, slots, dim), form)
-        last = f"{name}.store.{place}.{len(forms)}"
-        file.take(last, (batch, kv_heads, slots), _PLACES, -1, file.seen - 1)
-        if slots == 0 or (not packed and slots is not None and slots > GATHERED):
-            raise file.bad(last, f"sets {slots} tokens aside at a time")
 
 
 _FLOATS = (torch.float32, torch.float64)

@@ -15,10 +15,16 @@ import torch
 from torch import Tensor
 
 from kvtool.maths.rotation import Rotation
+from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.policy import Policy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+Correction = Callable[[Tensor, Tensor], Tensor]
+"""Of the output of a decoded token, (batch, heads, 1, value_dim), and its log-sum-exp (batch,
+kv_heads, group, 1) float32, what becomes of it."""
 
 
 class HasParts(Protocol):
@@ -46,6 +52,33 @@ class LayerSite:
     above: Sequence[Any] = ()
 
 
+HOOKS = (
+    "works_on_keys",
+    "place_block",
+    "begin_block",
+    "correct_block",
+    "note_queries",
+    "postpone",
+    "before_block",
+    "show_block",
+    "end_block",
+    "begin_token",
+    "note_token",
+    "place_token",
+    "stationary",
+    "allows_static",
+    "show",
+    "note_scores",
+    "take_evicted",
+    "take_decoded",
+    "note_merged",
+    "note_reads",
+    "slot_left",
+    "slots_left",
+)
+"""The methods of `Part` that a step runs, where a part defines them."""
+
+
 class Part:
     """What one feature keeps beside the slots; empty until the feature has something to keep.
 
@@ -55,10 +88,16 @@ class Part:
     Attributes:
         name: by which a layer knows it.
         joins_decode: whether it has a say while a decoded token is written and attended.
+        hooks: those that it defines.
     """
 
     name: ClassVar[str]
     joins_decode: ClassVar[bool] = True
+    hooks: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        own = (hook for hook in HOOKS if getattr(cls, hook) is not getattr(Part, hook))
+        cls.hooks = tuple(own)
 
     @classmethod
     def of(cls, layer: HasParts) -> Self | None:
@@ -122,6 +161,24 @@ class Part:
         """Return the call with keys and queries where they are to be attended."""
         return call
 
+    def begin_block(self, layer: Any, call: Any, block: Any) -> None:
+        """Prepare for a block that is about to be attended."""
+
+    @property
+    def corrects(self) -> bool:
+        """Whether `correct_block` changes anything now."""
+        return False
+
+    def correct_block(self, query: Tensor, out: Tensor, lse: Tensor, start: int) -> Tensor:
+        """Return the output of some queries with what the part adds to it.
+
+        Args:
+            query: (batch, heads, rows, head_dim), a chunk of the block from row `start` on.
+            out: (batch, heads, rows, value_dim) of the kept tokens and the block.
+            lse: (batch, kv_heads, group, rows) float32 of the same.
+        """
+        return out
+
     def note_queries(self, layer: Any, call: Any, block: Any) -> None:
         """Take note of the queries of a block that has been attended."""
 
@@ -147,6 +204,14 @@ class Part:
 
     # ---- decoded tokens
 
+    def begin_token(self, layer: Any, call: Any) -> Correction | None:
+        """Prepare for a decoded token that is about to be attended.
+
+        Returns:
+            What corrects its output then; None: nothing.
+        """
+        return None
+
     def note_token(self, layer: Any, call: Any) -> None:
         """Take note of the query of a decoded token, which has just been counted."""
 
@@ -170,6 +235,17 @@ class Part:
 
     def note_scores(self, importance: Tensor, positions: Tensor, protected: Tensor | None) -> None:
         """Take note of the scores by which slots are cut, (batch, kv_heads, slots)."""
+
+    def take_evicted(self, layer: Any, eviction: Eviction) -> None:
+        """Make something of what leaves a block and the slots before it."""
+
+    def take_decoded(self, layers: Sequence[Any], positions: Tensor) -> None:
+        """Make something of the slot to reuse of each of some layers, before it is written over.
+
+        Args:
+            layers: that have a part of this kind; this one is that of the first.
+            positions: (layers * batch, kv_heads, 1) of what leaves.
+        """
 
     def note_merged(self, positions: Tensor, merged: Tensor) -> None:
         """Take note of the evicted tokens, and of which of them were merged into others."""
@@ -204,32 +280,10 @@ class Parts(dict[str, Part]):
 
     def __init__(self, parts: Iterable[Part]) -> None:
         super().__init__({part.name: part for part in parts})
-        self.at = {hook: _defining(hook, tuple(self.values())) for hook in HOOKS}
-
-
-def _defining(hook: str, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    return tuple(part for part in parts if getattr(type(part), hook) is not getattr(Part, hook))
-
-
-HOOKS = (
-    "works_on_keys",
-    "place_block",
-    "note_queries",
-    "postpone",
-    "before_block",
-    "show_block",
-    "end_block",
-    "note_token",
-    "place_token",
-    "stationary",
-    "allows_static",
-    "show",
-    "note_scores",
-    "note_merged",
-    "note_reads",
-    "slot_left",
-    "slots_left",
-)
+        self.at: dict[str, tuple[Part, ...]] = dict.fromkeys(HOOKS, ())
+        for part in self.values():
+            for hook in part.hooks:
+                self.at[hook] += (part,)
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.attend import attend_codes, attend_unseen, call_weights, call_weights_lse
 from kvtool.cache.steps.attend_triton import can_count, can_run, count_block
@@ -216,13 +215,12 @@ class OwnBlock:
 
     def attend(self, layer: SlotLayer, block: Block, observed: bool) -> Tensor:
         """Attend, and show all rows to whoever observes: (batch, heads, q_len, value_dim)."""
-        call, calibration = self.call, Calibration.of(layer)
+        call = self.call
         if call.context.shares_kv:
             share_kv(SharedKV(layer, call.key, call.context, block))
-        if calibration is not None:
-            calibration.set_scale(call.scale, call.softcap)
-            calibration.begin_block(call.query, call.value.shape[-1], block.new)
-        corrected = calibration is not None and calibration.active
+        for part in layer.parts.at["begin_block"]:
+            part.begin_block(layer, call, block)
+        corrected = any(part.corrects for part in layer.parts.at["correct_block"])
         summed = observed and not (corrected or block.kept or layer.policy.observes_rows)
         known = call.columns if summed else None
         if known is None or call.attended is None:
@@ -346,21 +344,21 @@ def explicit_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -
     plain = not (layer.padded or _odd(layer, call))
     causal = plain and layer.window is None  # all but the chunk's own keys are visible
     watch = RowWatcher(layer, block) if observed else None
-    calibration = Calibration.of(layer)
-    if calibration is not None and not calibration.active:
-        calibration = None
+    correcting = [part for part in layer.parts.at["correct_block"] if part.corrects]
     for start, stop in _chunks(layer, call.q_len, _EXPLICIT_ROWS):
         low, high = _reach(layer, call, block, start, stop)
         visible = _visible(layer, call, block, start, stop, low, high)
         query, key = call.query[:, :, start:stop], call.key[:, :, low:high]
         unsure = visible[..., block.kept + start :] if causal else visible
-        if calibration is None:
+        if not correcting:
             weights = call_weights(call, query, key, unsure)
             parts.append(weighted_values(weights, call.value[:, :, low:high]))
         else:
             weights, lse = call_weights_lse(call, query, key, unsure)
             out = weighted_values(weights, call.value[:, :, low:high])
-            parts.append(calibration.correct_block(query, out, lse, start))
+            for part in correcting:
+                out = part.correct_block(query, out, lse, start)
+            parts.append(out)
         if watch is not None:
             seen = None if valid is None else valid[:, start:stop]
             watch.see(make_rows(layer, weights, visible[:, :, 0], seen))

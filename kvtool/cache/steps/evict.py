@@ -6,20 +6,16 @@ tokens are separated from kept ones, and the policy may merge them or set them a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.features.calidrop import Calibration, offload_evicted
 from kvtool.cache.features.head_budgets import HeadBudgets
-from kvtool.cache.features.merge_memory import MergeMemory
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.slot_form import take_stored
 from kvtool.cache.steps.view import (
     held_slots,
     observe,
@@ -29,9 +25,9 @@ from kvtool.cache.steps.view import (
     with_empty_slots,
 )
 from kvtool.maths.selection import keep_top, lowest
-from kvtool.policies.evicted.eviction import Eviction, Merging
+from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
+from kvtool.policies.numbers import State
 from kvtool.policies.parts import SlotView
 
 
@@ -56,32 +52,32 @@ def part_block(
     """
     stored = layer.slots.chosen(chosen, slots)
     kept = Slots(stored, positions, {k: t.gather(2, chosen) for k, t in state.items()})
-    if layer.policy.on_evict is not None:
+    taking = layer.parts.at["take_evicted"]
+    if taking:
         keys, values = layer.slots.dequantised() if slots is None else slots
         kept_keys, kept_values = layer.slots.form.dequantise(stored)
         heads = HeadBudgets.of(layer)
         split = None if heads is None else heads.tokens
         fewest = layer.budget.min_budget if split is None else int(split.min())
         evicted, evicted_positions = _evicted_slots(view.positions, chosen, positions, fewest)
-        _hand_over(
-            layer,
-            Eviction(
-                keys=keys,
-                values=values,
-                state=state,
-                evicted=evicted,
-                evicted_positions=evicted_positions,
-                kept_keys=kept_keys,
-                kept_values=kept_values,
-                kept_state=kept.state,
-                kept_positions=positions,
-                tokens_seen=view.tokens_seen,
-                layer=layer.index,
-                heads=layer.slots.heads,
-                whole=not layer.masked and split is None,
-                importance=importance,
-            ),
+        eviction = Eviction(
+            keys=keys,
+            values=values,
+            state=state,
+            evicted=evicted,
+            evicted_positions=evicted_positions,
+            kept_keys=kept_keys,
+            kept_values=kept_values,
+            kept_state=kept.state,
+            kept_positions=positions,
+            tokens_seen=view.tokens_seen,
+            layer=layer.index,
+            heads=layer.slots.heads,
+            whole=not layer.masked and split is None,
+            importance=importance,
         )
+        for part in taking:
+            part.take_evicted(layer, eviction)
     for part in layer.parts.at["slots_left"]:
         part.slots_left(kept.state, view.positions, chosen)
     return kept
@@ -105,76 +101,6 @@ def _evicted_slots(
     count = positions.shape[2] - min(fewest, chosen.shape[2])
     evicted_positions = evicted_positions[..., :count]
     return evicted[..., :count], evicted_positions.masked_fill(evicted_positions == last, -1)
-
-
-@torch.no_grad()
-def evict_decoded(layer: SlotLayer, tokens_seen: Count) -> None:
-    """Let the policy make something of the slot to reuse while its key and value are there.
-
-    Args:
-        tokens_seen: tokens of each batch entry so far.
-    """
-    slots = layer.slots
-    if slots.reuse_slot is None or layer.policy.on_evict is None:
-        return
-    evicted = slots.reuse_slot[..., None]
-    positions = slots.positions.gather(2, evicted)
-    if Calibration.of(layer) is not None:
-        offload_decoded([layer], positions)
-        return
-    if isinstance(layer.policy.on_evict, Merging):
-        slots.copy_on_write()
-    used, left = slots.used_slots(), evicted
-    stored, state, kept = used.stored, used.state, slots.stored_positions()
-    if slots.form.codec is not None:  # nobody changes what is kept, so only what leaves is decoded
-        stored, left = take_stored(stored, evicted), torch.zeros_like(evicted)
-        state, kept = {name: number.gather(2, evicted) for name, number in state.items()}, positions
-    keys, values = slots.form.dequantise(stored)
-    _hand_over(
-        layer,
-        Eviction(
-            keys=keys,
-            values=values,
-            state=state,
-            evicted=left,
-            evicted_positions=positions,
-            kept_keys=keys,
-            kept_values=values,
-            kept_state=state,
-            kept_positions=kept,
-            tokens_seen=tokens_seen,
-            layer=layer.index,
-            heads=layer.slots.heads,
-            whole=not layer.masked,
-        ),
-    )
-
-
-@torch.no_grad()
-def offload_decoded(layers: Sequence[SlotLayer], positions: Tensor) -> None:
-    """Let layers that set tokens aside do so with the slot to reuse, together.
-
-    Args:
-        positions: (layers * batch, kv_heads, 1) of what leaves.
-    """
-    pairs = []
-    for layer in layers:
-        slots = layer.slots
-        assert slots.reuse_slot is not None, "nothing leaves"
-        stored = take_stored(slots.used_stored(), slots.reuse_slot[..., None])
-        pairs.append(slots.form.dequantise(stored))
-    active = [part for part in map(Calibration.of, layers) if part is not None]
-    offload_evicted(active, pairs, positions, not layers[0].masked)
-
-
-def _hand_over(layer: SlotLayer, eviction: Eviction) -> None:
-    calibration, memory = Calibration.of(layer), MergeMemory.of(layer)
-    if calibration is not None:
-        calibration.offload(eviction)
-    elif memory is not None:
-        merged = memory.merging.absorb(memory.state, eviction)
-        for part in layer.parts.at["note_merged"]:
-            part.note_merged(eviction.evicted_positions, merged)
 
 
 @torch.no_grad()
@@ -245,8 +171,8 @@ def evict_after_token(
     slots.mark_for_reuse(evicted, static=layer.seen_device is not None)
     for part in layer.parts.at["slot_left"]:
         part.slot_left(state, view.positions, evicted)
-    if layer.parts:
-        evict_decoded(layer, view.tokens_seen)
+    for part in layer.parts.at["take_decoded"]:
+        part.take_decoded([layer], view.positions.gather(2, evicted[..., None]))
 
 
 def _may_be_cut(layer: SlotLayer, schedule: CutSchedule) -> bool:

@@ -18,10 +18,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.steps.evict import evict_decoded, offload_decoded, part_block
+from kvtool.cache.steps.evict import part_block
 from kvtool.cache.steps.view import (
     make_view,
     observe,
@@ -116,8 +115,8 @@ class LayerGroup:
         evicted = lowest(importance, positions, protected, distinct)
         for layer, slot in zip(self.layers, evicted.split(self._batch), strict=True):
             layer.slots.mark_for_reuse(slot, static=False)
-        if first.parts:
-            self._hand_over(positions.gather(2, evicted[..., None]))
+        for part in first.parts.at["take_decoded"]:
+            part.take_decoded(self.layers, positions.gather(2, evicted[..., None]))
         for part in first.parts.at["slot_left"]:
             part.slot_left(state, positions, evicted)
         self._reuse(evicted, seen)
@@ -133,14 +132,6 @@ class LayerGroup:
         if first.lengths is None:
             return first.seen
         return first.lengths.repeat(len(self.layers))[:, None, None]
-
-    def _hand_over(self, positions: Tensor) -> None:
-        """Let the policy make something of the tokens that leave: (layers * batch, kv_heads, 1)."""
-        if Calibration.of(self.layers[0]) is not None:
-            offload_decoded(self.layers, positions)
-            return
-        for layer in self.layers:
-            evict_decoded(layer, layer.tokens_seen)
 
     def _reuse(self, evicted: Tensor, seen: Count) -> None:
         """Clear what is beside the slots to reuse and give them the position of the next token."""

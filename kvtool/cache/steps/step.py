@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.ragged import RaggedBuffers
@@ -181,24 +180,25 @@ def _check_split(call: Call) -> None:
 
 def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
     """Decode a token where something beside the slots has a say."""
-    calibration, index, plan = Calibration.of(layer), SparseIndex.of(layer), None
-    if calibration is not None:
-        calibration.set_scale(call.scale, call.softcap)
-        kv_heads = call.raw_key.shape[1]
-        plan = calibration.begin_decode(call.query, kv_heads, call.positions, layer.slots.heads)
-        plan = plan if plan is not None and plan.changes else None
+    index = SparseIndex.of(layer)
+    corrections = []
+    for part in layer.parts.at["begin_token"]:
+        correct = part.begin_token(layer, call)
+        if correct is not None:
+            corrections.append(correct)
     layer.enter_token(call.positions)
     for part in layer.parts.at["note_token"]:
         part.note_token(layer, call)
     if isinstance(layer.ragged, RaggedBuffers):
-        token = _decode_ragged(layer, layer.ragged, call, plan is not None)
+        token = _decode_ragged(layer, layer.ragged, call, bool(corrections))
     elif index is not None and index.entries is not None:
         return sparse_decode(layer, index.entries, call)
     else:
-        token = attend_token(layer, call, plan is not None)
+        token = attend_token(layer, call, bool(corrections))
     out = token.out
-    if calibration is not None and plan is not None and token.lse is not None:
-        out = calibration.end_decode(plan, out, token.lse)
+    for correct in corrections:
+        if token.lse is not None:
+            out = correct(out, token.lse)
     if layer.ragged is None:
         end_token(layer, token, call.value, call.context.group)
     return out

@@ -1,0 +1,127 @@
+"""Attention of held queries to evicted tokens: to some, to what is fetched, to one more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvtool.cache.features.host import Chunk
+from kvtool.maths.attention import (
+    attention_weights_lse,
+    dot_products,
+    group_queries,
+    join_attention,
+    weighted_values,
+)
+from kvtool.maths.fused import can_fuse, fused_group_attention
+
+NOTHING = float("-inf")
+"""The log-sum-exp over no tokens."""
+
+
+def attend_tokens(
+    grouped: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    stored: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend some tokens by queries of the same heads.
+
+    Args:
+        grouped: (batch, kv_heads, group, rows, head_dim).
+        keys, values: (batch, kv_heads, tokens, dim).
+        stored: bool (batch, kv_heads, tokens), where there is one; None: everywhere.
+        scale, softcap: as for `attention_weights`.
+
+    Returns:
+        (batch, kv_heads, group, rows, value_dim) and (batch, kv_heads, group, rows) float32.
+    """
+    if stored is None and softcap is None and can_fuse(grouped, keys, values):
+        out, lse = fused_group_attention(grouped, keys, values, scale)
+        return out.float(), lse
+    visible = None if stored is None else stored[..., None, None, :]
+    weights, lse = attention_weights_lse(
+        grouped, keys, scale=scale, softcap=softcap, visible=visible
+    )
+    return weighted_values(weights, values).float().unflatten(1, grouped.shape[1:3]), lse
+
+
+@torch.no_grad()
+def attend_chunks(
+    query: Tensor,
+    kv_heads: int,
+    value_dim: int,
+    fetched: Iterator[Chunk],
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend what is fetched, of the heads that it is fetched for.
+
+    Args:
+        query: (batch, heads, rows, head_dim).
+
+    Returns:
+        (batch, heads, rows, value_dim) and (batch, heads, rows) float32, the second -inf for
+        other heads.
+    """
+    grouped = group_queries(query, kv_heads)
+    out = torch.zeros(*grouped.shape[:-1], value_dim, dtype=torch.float32, device=query.device)
+    lse = torch.full(grouped.shape[:-1], NOTHING, dtype=torch.float32, device=query.device)
+    begun: set[tuple[int, int]] = set()
+    for chunk in fetched:
+        keys, values, stored = chunk.wait(query.dtype)
+        own = chunk.entry, chunk.heads
+        found = attend_tokens(
+            grouped[own][None],
+            keys[None],
+            values[None],
+            None if stored is None else stored[None],
+            scale,
+            softcap,
+        )
+        part = found[0][0], found[1][0]
+        heads = {(chunk.entry, head) for head in range(chunk.heads.start, chunk.heads.stop)}
+        if heads & begun:
+            part = join_attention(out[own], lse[own], *part)
+        out[own], lse[own] = part
+        begun |= heads
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def join_token(
+    query: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stored: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Join one token in: its weight among itself is 1, and its logit is its log-sum-exp.
+
+    Args:
+        query, out: (batch, heads, dim) float32, and what came of attending other tokens.
+        lse: (batch, heads) float32 of these.
+        key, value: (batch, kv_heads, 1, dim) of the token.
+        stored: bool (batch, kv_heads, 1), where there is one; None: everywhere.
+
+    Returns:
+        As `out` and `lse`.
+    """
+    kv_heads = key.shape[1]
+    logit = dot_products(group_queries(query[:, :, None].to(key.dtype), kv_heads), key).mul_(scale)
+    if softcap is not None:
+        logit = logit.div_(softcap).tanh_().mul_(softcap)
+    if stored is not None:
+        logit = logit.masked_fill_(~stored[..., None, None], NOTHING)
+    values = value.float().expand(-1, -1, lse.shape[1] // kv_heads, -1).flatten(1, 2)
+    if stored is not None:
+        return join_attention(out, lse, values, logit.flatten(1))
+    own = logit.flatten(1)
+    weight = torch.sigmoid(lse - own)[..., None]
+    return torch.lerp(values, out, weight), torch.logaddexp(lse, own)
