@@ -25,6 +25,7 @@ class HeadBudgets(Part):
     """
 
     name = "head_budgets"
+    joins_padded = False
 
     def __init__(self, split: HeadSplit, *, exact: bool) -> None:
         self.split, self.exact = split, exact

@@ -26,6 +26,7 @@ class Parents(Part):
     """The first layer of free budget and the one right above; none above the first."""
 
     name = "parents"
+    joins_padded = False
 
     def __init__(self, first: Parent | None = None, above: Parent | None = None) -> None:
         self.first, self.above = first, above
@@ -41,6 +42,9 @@ class Parents(Part):
             return view
         kept = self.kept(view.positions, layer.seen)
         return replace(view, kept_in_parent=kept, first_layer_budget=self.first.budget.tokens)
+
+    def voting_budget(self, budget: LayerBudget) -> LayerBudget:
+        return budget if self.first is None else self.first.budget
 
     def kept(self, positions: Tensor, seen: int) -> Tensor | None:
         """Which of these slots hold tokens that the layer above keeps: bool (batch, 1, slots).

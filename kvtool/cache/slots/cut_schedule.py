@@ -26,6 +26,7 @@ class CutSchedule(Part):
 
     name = "due"
     joins_decode = False
+    joins_padded = False
 
     def __init__(self, spare: int) -> None:
         self.spare = spare

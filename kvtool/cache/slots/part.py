@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from kvtool.cache.slots.memory import LayerBudget
 from kvtool.maths.rotation import Rotation
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.policy import Policy
@@ -68,6 +69,7 @@ HOOKS = (
     "stationary",
     "allows_static",
     "show",
+    "voting_budget",
     "note_scores",
     "take_evicted",
     "take_decoded",
@@ -88,11 +90,13 @@ class Part:
     Attributes:
         name: by which a layer knows it.
         joins_decode: whether it has a say while a decoded token is written and attended.
+        joins_padded: whether layers that have it may evict together while a batch is padded.
         hooks: those that it defines.
     """
 
     name: ClassVar[str]
     joins_decode: ClassVar[bool] = True
+    joins_padded: ClassVar[bool] = True
     hooks: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
@@ -232,6 +236,10 @@ class Part:
     def show(self, layer: Any, view: Any) -> Any:
         """Return a view of slots with what the policy sees of the part."""
         return view
+
+    def voting_budget(self, budget: LayerBudget) -> LayerBudget:
+        """Return the budget by which the last queries of a prompt that vote are counted."""
+        return budget
 
     def note_scores(self, importance: Tensor, positions: Tensor, protected: Tensor | None) -> None:
         """Take note of the scores by which slots are cut, (batch, kv_heads, slots)."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from kvtool.cache.features.head_budgets import HeadBudgets
-from kvtool.cache.features.parents import Parents
 from kvtool.cache.settings import ForwardState
 from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
@@ -62,6 +60,6 @@ def _is_steady(layer: SlotLayer) -> bool:
     """Whether nothing but contents of slots changes with a token, or their count until a cut."""
     if layer.ragged is not None:
         return False
-    if layer.padded and any(part.of(layer) for part in (CutSchedule, HeadBudgets, Parents)):
+    if layer.padded and not all(part.joins_padded for part in layer.parts.values()):
         return False
     return layer.slots.reuse_slot is not None or may_pace(layer)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.features.head_budgets import HeadBudgets
-from kvtool.cache.features.parents import Parents
 from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import Form, Stored
@@ -251,9 +250,10 @@ def last_query_columns(layer: SlotLayer, new: Tensor) -> Tensor:
     Args:
         new: (batch or 1, q_len) positions of all queries, -1 = padding.
     """
-    parents = Parents.of(layer)
-    first = layer if parents is None or parents.first is None else parents.first
-    count = min(layer.policy.ranking.voters(first.budget.max_budget), new.shape[1])
+    budget = layer.budget
+    for part in layer.parts.at["voting_budget"]:
+        budget = part.voting_budget(budget)
+    count = min(layer.policy.ranking.voters(budget.max_budget), new.shape[1])
     place = torch.arange(new.shape[1], device=new.device)[None]
     if layer.padded:
         place = torch.where(new >= 0, place, -1).argsort(-1)
