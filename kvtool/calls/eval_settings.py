@@ -169,7 +169,8 @@ class EvalSettings(_AskingFlags, _HowSettings):
         Flag(
             "--depths",
             metavar="N|PCT,..",
-            help="Needle depths: how many from 0 to 100 %, or which (0,25,90); of trace: steps.",
+            help="Needle depths: how many from 0 to 100 %, or which (50%; 0,25,90); of trace: "
+            "steps.",
         ),
     ] = None
     samples: Annotated[
@@ -196,7 +197,8 @@ class EvalSettings(_AskingFlags, _HowSettings):
         Flag(
             "--data",
             metavar="TASK=FILE|HUB_ID",
-            help="Data of a task, a suite or a glob; repeat it.",
+            help="Data of a task, a suite or a glob; repeat it. haystack=FILE: the text around "
+            "needles.",
         ),
     ] = field(default_factory=list)
     prompts: Annotated[

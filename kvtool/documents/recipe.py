@@ -211,10 +211,10 @@ def _named(value: Any) -> Any:
 
 
 TASK_SETTINGS = (
-    *("batch", "chunk", "compile", "data", "depths", "example", "golden", "haystack"),
-    *("instruction", "lengths", "longest", "max_new_tokens", "memory", "mode", "needles"),
-    *("new_tokens", "preset", "prompts", "questions", "reference", "samples", "shots", "skip"),
-    *("temperature", "thinking", "turns"),
+    *("batch", "chunk", "compile", "data", "depths", "digits", "example", "golden"),
+    *("haystack", "instruction", "lengths", "longest", "max_new_tokens", "memory", "mode"),
+    *("needles", "new_tokens", "preset", "prompts", "questions", "reference", "samples"),
+    *("shots", "skip", "temperature", "thinking", "turns"),
 )
 
 

@@ -112,6 +112,11 @@ def test_what_happens_is_told_to_the_watcher(tmp_path):
         ({"policies": ["h2oo"]}, "no policy named `h2oo`"),
         ({"policies": ["h2o"], "tasks": "niahh"}, "no task `niahh`"),
         ({"policies": ["h2o"], "data": {"ppl": "x"}}, "--data ppl=..: no such task"),
+        (
+            {"tasks": "ppl", "depths": None, "data": {"haystack": "x"}},
+            "--data haystack=..: no such task",
+        ),
+        ({"policies": ["h2o"], "data": {"haystack": "gone.txt"}}, "gone.txt` is neither builtin"),
         ({"policies": ["h2o"], "fail_under": {"ppl": 1}}, "gate on `ppl`: no such task"),
         ({"policies": ["h2o"], "max_drop": 3, "baseline": False}, "a largest drop is one from"),
     ],

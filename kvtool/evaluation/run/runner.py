@@ -22,7 +22,7 @@ from kvtool.planning.variants import Variant
 if TYPE_CHECKING:
     from kvtool.models.load import Loaded
 
-WHICH_SAMPLES = frozenset({"name", "seed", "samples", "lengths", "depths", "data"})
+WHICH_SAMPLES = frozenset({"name", "seed", "samples", "lengths", "depths", "data", "digits"})
 """Settings that only choose samples; what a sample holds is in its key by itself."""
 
 

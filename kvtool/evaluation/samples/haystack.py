@@ -41,25 +41,36 @@ class Haystack:
     Attributes:
         name: `builtin`, `noise`, or the user's file.
         pool: each sentence with the white space before it, so that they are simply joined.
-        shuffled: drawn at random with repeats, instead of in order and from the start again.
+        shuffled: drawn at random with repeats, instead of in order; the first follows the last.
+        own: whether it is the user's text, of which each sample begins at a drawn sentence.
     """
 
     name: str
     pool: tuple[str, ...] = field(repr=False)
     shuffled: bool
+    own: bool = False
 
     def draw(self, rng: np.random.Generator, tokens: int) -> list[str]:
         """Return more than enough sentences for `tokens` tokens, whatever the tokenizer."""
-        count = tokens // _SHORTEST_SENTENCE + 1
+        count, size = tokens // _SHORTEST_SENTENCE + 1, len(self.pool)
         if self.shuffled:
-            return [self.pool[index] for index in rng.integers(0, len(self.pool), count)]
-        return [self.pool[index % len(self.pool)] for index in range(count)]
+            return [self.pool[index] for index in rng.integers(0, size, count)]
+        first = int(rng.integers(size)) if self.own else 0
+        return [self.pool[index % size] for index in range(first, first + count)]
 
     def sentences(self, rng: np.random.Generator, tokens: int, counter: TokenCounter) -> list[str]:
         """Return the sentences that, joined, come nearest to `tokens` tokens from below."""
         drawn = self.draw(rng, tokens)
         count = longest(lambda n: counter.count("".join(drawn[:n])), costs(drawn, counter), tokens)
         return drawn[:count]
+
+
+def samples_version(source: str) -> int:
+    """Return the version of the samples of a task that hides something in a haystack.
+
+    It is 2 where that is the user's text: in version 1 each sample began with its first sentence.
+    """
+    return 1 if source in ("builtin", "noise") else 2
 
 
 def haystack(source: str = "builtin") -> Haystack:
@@ -86,7 +97,7 @@ def _builtin() -> Haystack:
 
 @lru_cache(maxsize=2)
 def _from_text(name: str, text: str) -> Haystack:
-    return Haystack(name, tuple(split_sentences(text)), shuffled=False)
+    return Haystack(name, tuple(split_sentences(text)), shuffled=False, own=True)
 
 
 def _read(source: str) -> str:

@@ -18,7 +18,7 @@ from kvtool.errors import KvtoolError
 from kvtool.evaluation.samples.sample import Turn
 from kvtool.models.reference.vocabulary import ADJECTIVES, NOUNS
 
-_SMALLEST, _LARGEST = 1_000_000, 9_999_999  # seven digits, as in RULER
+DIGITS = 7  # as in RULER
 
 
 def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
@@ -43,10 +43,11 @@ def _name(index: int, adjectives: int) -> str:
     return " ".join([*words, NOUNS[index]])
 
 
-def draw_numbers(rng: np.random.Generator, count: int) -> list[str]:
-    """Draw different numbers of seven digits, the first not 0."""
-    drawn = rng.choice(_LARGEST - _SMALLEST + 1, count, replace=False)
-    return [str(_SMALLEST + number) for number in drawn.tolist()]
+def draw_numbers(rng: np.random.Generator, count: int, digits: int = DIGITS) -> list[str]:
+    """Draw different numbers of so many digits, the first not 0."""
+    smallest = 10 ** (digits - 1)
+    drawn = rng.choice(9 * smallest, count, replace=False)
+    return [str(smallest + number) for number in drawn.tolist()]
 
 
 def draw_uuids(rng: np.random.Generator, count: int) -> list[str]:

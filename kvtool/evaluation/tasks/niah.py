@@ -1,48 +1,52 @@
 """Needle in a haystack: one fact at a given depth of a text of a given length.
 
 Kamradt, 2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack, whose answers a large model
-judges. Here the needle is a random number of seven digits, as in RULER, so that no model knows it
-and reading it off is enough. The needle is between sentences, at the first gap with at least
-`depth` percent of the haystack's tokens before it.
+judges. Here the needle is a random number, of seven digits as in RULER, so that no model knows it
+and reading it off is enough; or the city that somebody lives in, which is one word. The needle
+is between sentences, at the first gap with at least `depth` percent of the haystack's tokens
+before it.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from kvtool.errors import UsageError, quote
 from kvtool.evaluation.metrics.text import contains, word_share
-from kvtool.evaluation.samples import needles
+from kvtool.evaluation.samples import facts, needles
 from kvtool.evaluation.samples.fit import fit
-from kvtool.evaluation.samples.haystack import costs, haystack, insert
+from kvtool.evaluation.samples.haystack import costs, haystack, insert, samples_version
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Cell, Drawn, length_of
 from kvtool.evaluation.tasks.task import Lengths, Samples
 
 _NEW_TOKENS = 32  # seven digits and a full stop take up to 9 tokens
+_MOST_DIGITS = 15
 _MOST_DEPTHS = 1001  # every tenth of a percent
 _PASS_KEY_TOKENS = 128  # as in RocketKV's measurement
 
 
-def _percentages(value: Any) -> list[float]:
+def _percentages(given: Any) -> list[float]:
+    value = given
     try:
-        if isinstance(value, str) and "," in value:
+        if isinstance(value, str) and ("," in value or "%" in value):
             value = value.split(",")
         if isinstance(value, (str, int)) and not isinstance(value, bool):
             count = int(value)
             if not 1 <= count <= _MOST_DEPTHS:
                 raise UsageError(f"depths must be 1 to {_MOST_DEPTHS}, got {quote(value)}")
             value = np.linspace(0, 100, count).round(1).tolist() if count > 1 else [50]
-        depths = [float(depth) for depth in value]
+        depths = [_percentage(depth) for depth in value]
     except UsageError:
         raise
     except (TypeError, ValueError, OverflowError):
-        given = quote(value)
-        raise UsageError(f"depths must be a number or percentages, got {given}") from None
+        message = f"depths must be a number or percentages, got {quote(given)}"
+        raise UsageError(message) from None
     if not depths:
         raise UsageError("depths must be 1 or more, got 0")
     for depth in depths:
@@ -51,12 +55,16 @@ def _percentages(value: Any) -> list[float]:
     return list(dict.fromkeys(depths))
 
 
+def _percentage(depth: Any) -> float:
+    return float(depth.strip().removesuffix("%") if isinstance(depth, str) else depth)
+
+
 Depths = Annotated[tuple[float, ...], BeforeValidator(_percentages)]
-"""Percentages (`[0, 50, 100]`), or how many of them from 0 to 100."""
+"""Percentages (`50%`, `0,50,100` or `[0, 50, 100]`), or how many of them from 0 to 100."""
 
 
-class Needle(Drawn):
-    """Find one number in a text.
+class Hidden(Drawn):
+    """Find one fact in a text.
 
     Attributes:
         lengths: tokens of a prompt and the longest answer together.
@@ -72,6 +80,10 @@ class Needle(Drawn):
 
     metric: ClassVar[str] = "em"
     best: ClassVar[float | None] = 1.0
+
+    @property
+    def version(self) -> int:
+        return samples_version(self.haystack)
 
     def cells(self) -> Iterator[Cell]:
         """Return every length and depth."""
@@ -92,20 +104,34 @@ class Needle(Drawn):
 
         return fit(build, costs(sentences, tokens), length_of(cell), tokens, self.name)
 
+    @abstractmethod
     def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
         """Draw a needle and the question about it."""
-        keys, values = needles.draw_keys(rng, 1), needles.draw_numbers(rng, 1)
-        return needles.state(keys[0], values[0]), needles.ask(keys, values, _NEW_TOKENS)
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
-        """Return 1 if the number is in the answer, whatever is around it, else 0."""
+        """Return 1 if the fact is in the answer, whatever is around it, else 0."""
         return contains(prediction, references[0])
 
     def score(self, record: Json) -> dict[str, float]:
-        """Return `em`, and `word_set`: whether the number is a word of the answer by itself."""
+        """Return `em`, and `word_set`: whether the fact is a word of the answer by itself."""
         (turn,) = record["turns"]
         words = word_share(turn["prediction"], turn["references"][0])
         return {**super().score(record), "word_set": words}
+
+
+class Needle(Hidden):
+    """Find one number in a text.
+
+    Attributes:
+        digits: of the number.
+    """
+
+    digits: Annotated[PositiveInt, Field(le=_MOST_DIGITS)] = needles.DIGITS
+
+    def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
+        """Draw a number and the question about it."""
+        keys, values = needles.draw_keys(rng, 1), needles.draw_numbers(rng, 1, self.digits)
+        return needles.state(keys[0], values[0]), needles.ask(keys, values, _NEW_TOKENS)
 
 
 class PassKey(Needle):
@@ -117,7 +143,16 @@ class PassKey(Needle):
 
     def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
         """Draw a pass key and the question about it."""
-        (number,) = needles.draw_numbers(rng, 1)
+        (number,) = needles.draw_numbers(rng, 1, self.digits)
         stated = f" The pass key is {number}. Remember it: {number} is the pass key."
         question = "\n Question: What is the pass key? Answer:"
         return stated, Turn(question, (number,), _PASS_KEY_TOKENS, " The pass key is")
+
+
+class City(Hidden):
+    """Find the city that somebody lives in: one word, which small models can read off, too."""
+
+    def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
+        """Draw a name, a city and the question about them."""
+        name, city = facts.draw_fact(rng)
+        return facts.state(name, city), facts.ask(name, city)

@@ -23,7 +23,7 @@ from pydantic import Field
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.metrics.text import said
 from kvtool.evaluation.samples.fit import fit, generator
-from kvtool.evaluation.samples.haystack import costs, haystack, insert
+from kvtool.evaluation.samples.haystack import costs, haystack, insert, samples_version
 from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import ShortAnswer
@@ -74,6 +74,10 @@ class NoLiMa(ShortAnswer):
     haystack: str = "builtin"
 
     metric: ClassVar[str] = "accuracy"
+
+    @property
+    def version(self) -> int:
+        return samples_version(self.haystack)
 
     @property
     def missing(self) -> str | None:

@@ -27,7 +27,7 @@ import numpy as np
 from kvtool.evaluation.metrics.text import words_match_all
 from kvtool.evaluation.samples import needles
 from kvtool.evaluation.samples.fit import fit
-from kvtool.evaluation.samples.haystack import costs, haystack, insert
+from kvtool.evaluation.samples.haystack import costs, haystack, insert, samples_version
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Cell, Ruler, length_of
 from kvtool.models.reference.vocabulary import VARIABLES
@@ -81,6 +81,10 @@ class RulerNeedles(Ruler):
     """
 
     haystack: str = "builtin"
+
+    @property
+    def version(self) -> int:
+        return samples_version(self.haystack)
 
     def draw_one(
         self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter

@@ -15,6 +15,8 @@ from kvtool.evaluation.tasks.table import expand, task_class
 from kvtool.evaluation.tasks.task import Task, covers
 from kvtool.extras import require
 
+_HAYSTACK = "haystack"  # where the data of a task are named, the text that it hides things in
+
 
 @dataclass(frozen=True)
 class TaskFlags:
@@ -22,7 +24,8 @@ class TaskFlags:
 
     Attributes:
         values: by the name of the setting, such as `lengths`.
-        data: a file or dataset by task, suite or glob.
+        data: a file or dataset by task, suite or glob; the text of `haystack` is for all tasks that
+            hide something in one.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -95,8 +98,9 @@ class _Settings:
         given = {key: value for key, value in self._flags.items() if key in fields}
         self._used |= given.keys()
         for pattern, place in self._data.items():
-            if covers(pattern, name) and "data" in fields:
-                given["data"] = place
+            field = _HAYSTACK if pattern == _HAYSTACK else "data"
+            if field in fields and (field == _HAYSTACK or covers(pattern, name)):
+                given[field] = place
                 self._used.add(f"data {pattern}")
         return given
 

@@ -57,6 +57,7 @@ _HELMET_RECALL = ["json_kv", "ruler_niah_mk_2", "ruler_niah_mk_3", "ruler_niah_m
 TASKS: dict[str, str] = {
     "niah": "niah:Needle",
     "niah/passkey": "niah:PassKey",
+    "niah/city": "niah:City",
     **{f"ruler/{name}": "ruler:RulerNeedles" for name in _NEEDLES},
     "ruler/vt": "ruler:VariableTracking",
     "ruler/cwe": "ruler_words:CommonWords",

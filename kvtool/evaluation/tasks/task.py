@@ -34,7 +34,6 @@ class Task(BaseModel, ABC):
     """A benchmark. Fields are settings; a subclass says below what it measures.
 
     Attributes:
-        version: bumped whenever samples, prompt or score change.
         metric: the headline score.
         droppable: whether a loss in percent of the full cache's headline means something.
         record: the keys of a record that `score` needs; None: only the task itself knows.
@@ -45,11 +44,15 @@ class Task(BaseModel, ABC):
     name: str
     seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)] = 0
 
-    version: ClassVar[int] = 1
     metric: ClassVar[str]
     droppable: ClassVar[bool] = True
     query_aware: ClassVar[bool] = True
     record: ClassVar[type[BaseModel] | None] = None
+
+    @property
+    def version(self) -> int:
+        """A number that rises whenever samples, prompt or score change."""
+        return 1
 
     @property
     def best(self) -> float | None:

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.samples.haystack import costs, haystack, insert, split_sentences
+from kvtool.evaluation.samples.haystack import (
+    costs,
+    haystack,
+    insert,
+    samples_version,
+    split_sentences,
+)
 from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.vocabulary import decode, encode
 from tests.evaluation.tokenizers import COUNTERS, REFERENCE, WORDS
@@ -53,13 +59,22 @@ def test_own_sentences_are_words_that_the_reference_model_knows(source):
         assert REFERENCE.encode(sentence) == encode(sentence)
 
 
-def test_a_file_is_read_from_its_start_and_again_when_it_is_too_short(tmp_path):
+def test_a_file_is_read_from_a_drawn_sentence_and_again_when_it_is_too_short(tmp_path):
     file = tmp_path / "book.txt"
     file.write_text("One two. Three four five!\n\nSix seven eight nine?\n")
     hay = haystack(str(file))
     assert hay.pool == (" One two.", " Three four five!", "\n\nSix seven eight nine?")
     assert hay.name == str(file)
-    assert hay.sentences(rng(), 12, WORDS) == [*hay.pool, hay.pool[0]]  # 2 + 3 + 4, 2, then 3
+    again = [*hay.pool, *hay.pool]  # sentences of 2, 3 and 4 words
+    expected = {0: again[:4], 1: again[1:4], 2: again[2:5]}
+    found = [hay.sentences(rng(seed), 12, WORDS) for seed in range(20)]
+    assert {hay.pool.index(each[0]) for each in found} == {0, 1, 2}
+    assert all(each == expected[hay.pool.index(each[0])] for each in found)
+    assert found == [hay.sentences(rng(seed), 12, WORDS) for seed in range(20)]
+
+
+def test_samples_in_a_file_are_of_another_version_than_those_in_other_text(tmp_path):
+    assert [samples_version(source) for source in ("builtin", "noise", "my.txt")] == [1, 1, 2]
 
 
 def test_splitting_loses_no_text():
