@@ -11,8 +11,7 @@ from kvtool.calls.base_settings import ModelSettings
 from kvtool.calls.from_python import check_keywords, keywords_of, takes
 from kvtool.documents.files import expand
 from kvtool.documents.settings import MODEL_SETTINGS, Flag
-from kvtool.evaluation.profile_request import POLICY, SHARES, read_request
-from kvtool.profiling.names import DEFAULT, METRICS
+from kvtool.profiling.request import DEFAULT, METRICS, POLICY, SHARES, ProfileRequest, read_request
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher
 
@@ -72,6 +71,34 @@ class ProfileSettings(ModelSettings):
         return self.output_path and self.output_path.with_suffix(".heads.safetensors")
 
 
+def request_of(
+    settings: ProfileSettings, metrics: str | Sequence[str], budgets: Sequence[str] | None
+) -> ProfileRequest:
+    """Check the settings of a profile, and that the texts which it reads are there.
+
+    Args:
+        metrics, budgets: take the place of those of the settings.
+
+    Raises:
+        UsageError: the first setting that is wrong, a file that is not there.
+    """
+    request = read_request(
+        metrics,
+        data=settings.data,
+        samples=settings.samples,
+        tokens=settings.tokens,
+        decode=settings.decode,
+        policy=settings.policy,
+        budgets=budgets,
+        seed=settings.seed or 0,
+    )
+    if not request.memory_alone:
+        from kvtool.evaluation.samples.profile_texts import check_source
+
+        check_source(settings.data)
+    return request
+
+
 @takes(ProfileSettings)
 def profile(
     model: Any = None,
@@ -106,16 +133,8 @@ def profile(
 
     loading = {*MODEL_SETTINGS, *ModelSettings().checkpoint()}
     asked = ProfileSettings(**{key: settings[key] for key in settings.keys() - loading})
-    request = read_request(
-        metrics,
-        data=asked.data,
-        samples=asked.samples,
-        tokens=asked.tokens,
-        decode=asked.decode,
-        policy=asked.policy,
-        budgets=None if budgets is None else [str(Budget.parse(budget)) for budget in budgets],
-        seed=asked.seed or 0,
-    )
+    sizes = None if budgets is None else [str(Budget.parse(budget)) for budget in budgets]
+    request = request_of(asked, metrics, sizes)
     if texts is not None:
         request = replace(request, texts=tuple(texts))
     source = ModelSource.of(

@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.profile import ProfileSettings
+from kvtool.calls.profile import ProfileSettings, request_of
 from kvtool.cli.output import write_configuration, write_shown
 from kvtool.cli.terminal import Terminal, TerminalWatcher
 from kvtool.documents.files import check_unicode, check_writable
 from kvtool.errors import UsageError
-from kvtool.evaluation.profile_request import ProfileRequest, read_request
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.processes import check_alone
+from kvtool.profiling.request import ProfileRequest, parse_metrics
 from kvtool.transformers_versions import check_transformers
 
 if TYPE_CHECKING:
     from kvtool.evaluation.profile import Profiled
-from kvtool.profiling.names import parse_metrics
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -84,16 +83,7 @@ def _check_paths(options: ProfileSettings, terminal: Terminal) -> None:
 
 def _read_request(options: ProfileSettings) -> ProfileRequest:
     budgets = options.budgets.split(",") if options.budgets else None
-    return read_request(
-        options.metrics,
-        data=options.data,
-        samples=options.samples,
-        tokens=options.tokens,
-        decode=options.decode,
-        policy=options.policy,
-        budgets=[] if options.budgets == "" else budgets,
-        seed=options.seed or 0,
-    )
+    return request_of(options, options.metrics, [] if options.budgets == "" else budgets)
 
 
 def _configuration(options: ProfileSettings, request: ProfileRequest) -> dict[str, Any]:

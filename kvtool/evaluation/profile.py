@@ -12,7 +12,6 @@ from kvtool.cache.files.tensor_file import digest_of_file, write_tensors
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.profile import HeadsFile, Metrics, ProfileDocument
 from kvtool.errors import UsageError
-from kvtool.evaluation.profile_request import ProfileRequest
 from kvtool.evaluation.run.environment import without_home
 from kvtool.evaluation.samples.profile_texts import draw_texts
 from kvtool.model_shape import trained_length
@@ -20,6 +19,7 @@ from kvtool.models.attached import ModelSource
 from kvtool.models.folder import REFERENCE
 from kvtool.profiling.measure import measure
 from kvtool.profiling.memory import memory_table
+from kvtool.profiling.request import ProfileRequest
 from kvtool.profiling.summary import summarise
 from kvtool.watcher import Watcher
 

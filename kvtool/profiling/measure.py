@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,43 +13,18 @@ from kvtool.cache.hooks.attachment import attachment
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.finite import broken_entries, explain
-from kvtool.policies.policy import Policy
 from kvtool.profiling.column_sums import Density
 from kvtool.profiling.jaccard import Jaccard
 from kvtool.profiling.key_basis import KeyMoments, with_basis
-from kvtool.profiling.names import ON_PROMPTS
 from kvtool.profiling.output_error import OutputError
 from kvtool.profiling.query_cosine import QueryCosine
 from kvtool.profiling.recompute_frequency import RecomputeFrequency
+from kvtool.profiling.request import Plan
 from kvtool.profiling.robustness import Robustness
 from kvtool.profiling.seen import Seen, Study
 from kvtool.profiling.topk_union import TopKUnion
 
 _BATCH = 32768  # tokens that are read together: decoding several texts costs little more than one
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure.
-
-    Attributes:
-        metrics: names, without `memory`.
-        decode: tokens generated after each text, greedily, with the full cache.
-        policy: the policy of `output_error`, None where that is not measured.
-        budgets: its budgets, in tokens, ascending.
-        memory: whether the table of memory is wanted, which reads no text.
-    """
-
-    metrics: tuple[str, ...]
-    decode: int
-    policy: Policy | None = None
-    budgets: tuple[int, ...] = ()
-    memory: bool = False
-
-    @property
-    def steps(self) -> int:
-        """Tokens to generate: none where every metric reads prompts alone."""
-        return 0 if set(self.metrics) <= ON_PROMPTS else self.decode
 
 
 def measure(

@@ -20,8 +20,8 @@ from kvtool.documents.profile import (
 )
 from kvtool.profiling.jaccard import RATES, SCORES
 from kvtool.profiling.key_basis import leading_share
-from kvtool.profiling.measure import Plan
 from kvtool.profiling.recompute_frequency import GRID, replays_prompt
+from kvtool.profiling.request import Plan
 from kvtool.profiling.topk_union import TOP_K
 
 _DIGITS = 6  # significant ones; float32 has 7

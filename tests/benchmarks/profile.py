@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
-from kvtool.profiling.measure import Plan, measure
-from kvtool.profiling.names import DEFAULT, METRICS
+from kvtool.profiling.measure import measure
+from kvtool.profiling.request import DEFAULT, METRICS, Plan
 from tests.benchmarks.models import build_models
 from tests.benchmarks.speed import reset_peak, resident_mib
 

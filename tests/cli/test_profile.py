@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.source import Source
 from kvtool.models import reference
-from kvtool.profiling.names import METRICS
+from kvtool.profiling.request import METRICS
 
 QUICK = ("--samples", "2", "--tokens", "200", "--decode", "20")
 

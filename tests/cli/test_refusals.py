@@ -14,7 +14,7 @@ from kvtool.evaluation.tasks.table import TASKS, task_class
 from kvtool.models import reference
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.policies.grammar import parse_policy
-from kvtool.profiling.names import METRICS
+from kvtool.profiling.request import METRICS
 
 REFUSED = {  # arguments after `generate`: exit code, the error line, what the hint says
     "unknown policy": (["-p", "snapvk"], 2, "no policy named `snapvk`; choose", "`snapkv`"),

@@ -6,7 +6,8 @@ import kvtool
 import kvtool.models.load
 from kvtool.generation import decode_step, prefill
 from kvtool.profiling.key_basis import KeyMoments, leading_share, with_basis
-from kvtool.profiling.measure import Plan, measure
+from kvtool.profiling.measure import measure
+from kvtool.profiling.request import Plan
 from kvtool.profiling.summary import summarise
 from tests.models_for_tests import peaky_model, random_ids
 from tests.profiling.watching import watch

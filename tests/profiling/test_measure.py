@@ -5,8 +5,8 @@ import kvtool
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.policies.grammar import parse_policy
 from kvtool.profiling import measure as module
-from kvtool.profiling.measure import Plan, measure
-from kvtool.profiling.names import DEFAULT, METRICS, parse_metrics
+from kvtool.profiling.measure import measure
+from kvtool.profiling.request import DEFAULT, METRICS, Plan, parse_metrics
 from kvtool.profiling.summary import summarise
 from tests.models_for_tests import family_model, peaky_model, random_ids
 

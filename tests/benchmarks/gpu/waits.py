@@ -13,8 +13,8 @@ from rich.table import Table
 
 from kvtool.evaluation.bench.meter import Peak, watched_devices
 from kvtool.generation import decode_step
-from kvtool.profiling.measure import Plan, measure
-from kvtool.profiling.names import DEFAULT
+from kvtool.profiling.measure import measure
+from kvtool.profiling.request import DEFAULT, Plan
 from kvtool.sizes import Budget
 from tests.benchmarks.calidrop import calibrated_lines
 from tests.benchmarks.gpu import speed

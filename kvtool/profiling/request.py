@@ -1,4 +1,4 @@
-"""What a profile measures, on which texts, checked without the model."""
+"""Check the settings of a profile without the model, and name its measurements."""
 
 from __future__ import annotations
 
@@ -7,19 +7,79 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvtool.errors import UsageError
-from kvtool.profiling.names import parse_metrics
+from kvtool.errors import UsageError, did_you_mean
 from kvtool.sizes import Budget, parse_count
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
-    from kvtool.profiling.measure import Plan
+
+METRICS = (
+    "f_variance",
+    "entropy",
+    "query_cosine",
+    "recompute_frequency",
+    "topk_union",
+    "jaccard",
+    "robustness",
+    "output_error",
+    "key_basis",
+    "memory",
+)
+DEFAULT = ("f_variance", "entropy", "query_cosine", "topk_union")
+ON_PROMPTS = {"f_variance", "entropy", "key_basis"}
+"""What reads prompts alone, without anything generated."""
 
 POLICY = "h2o"
 """Whose output error is measured, unless another is named."""
 
 SHARES = ("1/16", "1/8", "1/4", "1/2")
 """Its budgets, unless others are named."""
+
+
+def parse_metrics(text: str | Sequence[str]) -> tuple[str, ...]:
+    """Read names separated by commas, in the order of the table, each once.
+
+    >>> parse_metrics("entropy,f_variance")
+    ('f_variance', 'entropy')
+
+    Raises:
+        UsageError: no name, or one that does not exist.
+    """
+    parts = text.split(",") if isinstance(text, str) else text
+    names = [part.strip().lower().replace("-", "_") for part in parts if part.strip()]
+    for name in names:
+        if name not in METRICS:
+            raise UsageError(
+                f"no metric `{name}`; choose from: {', '.join(METRICS)}",
+                hint=did_you_mean(name, METRICS),
+            )
+    if not names:
+        raise UsageError("--metrics names nothing", hint=f"choose from: {', '.join(METRICS)}")
+    return tuple(name for name in METRICS if name in names)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        metrics: names, without `memory`.
+        decode: tokens generated after each text, greedily, with the full cache.
+        policy: the policy of `output_error`, None where that is not measured.
+        budgets: its budgets, in tokens, ascending.
+        memory: whether the table of memory is wanted, which reads no text.
+    """
+
+    metrics: tuple[str, ...]
+    decode: int
+    policy: Policy | None = None
+    budgets: tuple[int, ...] = ()
+    memory: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Tokens to generate: none where every metric reads prompts alone."""
+        return 0 if set(self.metrics) <= ON_PROMPTS else self.decode
 
 
 @dataclass(frozen=True)
@@ -77,12 +137,6 @@ def read_request(
                     f"{flag} is that of output_error, which is not measured",
                     hint=f"--metrics {typed},output_error",
                 )
-    if names != ("memory",):
-        from kvtool.evaluation.samples.profile_texts import check_source
-
-        check_source(data)
-    from kvtool.profiling.measure import Plan
-
     measured = tuple(name for name in names if name != "memory")
     plan = Plan(measured, steps, chosen, sizes, memory="memory" in names)
     return ProfileRequest(plan, data, samples, length, seed)
