@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.features.repetition import RepeatedWeights
-from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.tensor_parallel import heads_of_layer
 from kvtool.cache.state import CacheState
@@ -32,7 +31,6 @@ from kvtool.cache.steps.call import (
     set_pending,
 )
 from kvtool.cache.steps.repeat import cut_repeated
-from kvtool.cache.steps.sparse import build_index
 from kvtool.cache.steps.static import may_grow, reserve_slots
 from kvtool.documents.document import view
 from kvtool.documents.generation import CacheSection
@@ -194,7 +192,7 @@ class KVCache(InWords, CacheState):
             block, last, group = None, True, self.groups.by_layer.get(layer.index)
             notify, norms = placement is not None or watcher is not None, None
             if group is None and layer.parts:
-                self.build_index(layer)
+                self.prepare_decode(layer)
             raw_key, raw_value = layer.write_token(key_states, value_states)
         kernel, shares_kv = self.settings.kernel, layer.index in self.settings.kv_sharing
         context = StepContext(kernel, block, last, placement, group, notify, shares_kv, norms)
@@ -265,13 +263,10 @@ class KVCache(InWords, CacheState):
         """Show somebody (None: nobody) every step that has run, with the norms of rows."""
         self._watcher = None if show is None else StepWatcher(show, norms)
 
-    def build_index(self, layer: SlotLayer) -> None:
-        """Make a reader's tables for a layer that has none yet since the last prompt."""
-        index = SparseIndex.of(layer)
-        if index is None or index.entries is not None or not layer.is_initialized:
-            return
-        if self.budgets.traffic is not None:
-            build_index(layer, self.budgets.traffic)
+    def prepare_decode(self, layer: SlotLayer) -> None:
+        """Let a layer's parts prepare for decoded tokens."""
+        for part in layer.parts.at["prepare_decode"]:
+            part.prepare_decode(layer, self.budgets.traffic)
 
     def begin_block(
         self, layer: SlotLayer, query_heads: int, positions: Tensor | None, q_len: int
@@ -289,9 +284,8 @@ class KVCache(InWords, CacheState):
             if self.repetition.running is not None:
                 return
             layer.grow_exactly(layer.window is None and not self.repetition.ended)
-        index = SparseIndex.of(layer)
-        if index is not None:
-            index.forget_tables()
+        for part in layer.parts.at["begin_prompt"]:
+            part.begin_prompt()
         shards = self.link.shards
         if shards.processes > 1:
             kv_heads = layer.slots.kv_heads
@@ -347,7 +341,7 @@ class KVCache(InWords, CacheState):
             yield
             self._cut_deferred()
             for layer in self.slot_layers:
-                self.build_index(layer)
+                self.prepare_decode(layer)
             self._expect(new_tokens)
         except BaseException:
             if self.first_layer.seen != before:  # it is not cut as at a prompt's end

@@ -45,7 +45,7 @@ def replay(
         raise KvtoolError("a model with latent attention cannot be replayed layer by layer")
     layer = cache.slot_layer(step.layer.index)
     if step.decoding:
-        cache.build_index(layer)
+        cache.prepare_decode(layer)
         key, value = layer.write_token(step.new_key, step.new_value)
     else:
         key, value = layer.update(step.new_key, step.new_value)

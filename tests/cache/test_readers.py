@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.features.sparse_index import IndexedEntries, PaddedEntries, SparseIndex
+from kvtool.cache.features.sparse_index import SparseIndex
+from kvtool.cache.features.sparse_tables import IndexedEntries, PaddedEntries
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.basis import moments, principal_components
 from kvtool.policies.parts import Read

@@ -1,42 +1,38 @@
-"""The tables of a sparse reader beside the slots of a layer, updated in place as tokens come.
+"""A layer with a reader, and its decode step: note the token, choose, gather, attend.
 
-In a padded batch the tables of all rows are side by side in the same tensors.
+Nothing but the reader's estimate grows with what is stored. Batch entries of different
+lengths are read together, where the reader can; each has its own pages, counted from its own
+first token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from kvtool.cache.features.sparse_tables import (
+    Entries,
+    IndexedEntries,
+    PaddedEntries,
+    take_slots,
+    widened,
+)
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
-from kvtool.policies.numbers import State
+from kvtool.cache.steps.attend import call_weights, packed_attention
+from kvtool.cache.steps.attend_triton import attend_chosen, can_run
+from kvtool.cache.steps.call import Call
+from kvtool.cache.traffic import TrafficBudgets
+from kvtool.errors import KvtoolError
+from kvtool.kernels.kind import Family
+from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.parts import Read
-from kvtool.policies.read.rows import PerRow, RowsRead
-from kvtool.policies.read.view import Stored
-
-
-class Entries(Protocol):
-    """Batch entries of a layer and their tables: `IndexedEntries`, or rows of a padded batch."""
-
-    @property
-    def rows(self) -> slice: ...
-
-    @property
-    def longest(self) -> int: ...
-
-    def candidates(self, buffer: Tensor) -> Tensor: ...
-
-    def tensors(self) -> list[Tensor]: ...
-
-    def append(self, keys: Tensor, values: Tensor) -> None: ...
-
-    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> Entries: ...
+from kvtool.policies.read.rows import RowsView, drop_beyond, reads_together
+from kvtool.policies.read.view import Choice, ReadView
 
 
 class SparseIndex(Part):
@@ -68,17 +64,44 @@ class SparseIndex(Part):
         self.entries: Sequence[Entries] | None = None
         self.selected: Tensor | None = None
 
-    def forget_tables(self) -> None:
+    def begin_prompt(self) -> None:
         """Drop the tables: a prompt goes on."""
         self.entries = None
-
-    def start(self, entries: Sequence[Entries]) -> None:
-        """Read by these from here on."""
-        self.entries = entries
 
     def select(self, positions: Tensor | None) -> None:
         """Choose among these tokens only, and those that come behind them."""
         self.selected = positions
+
+    @torch.no_grad()
+    def prepare_decode(self, layer: SlotLayer, traffic: TrafficBudgets | None) -> None:
+        """Lay out the slots for the reader and make its tables, unless they are there."""
+        if self.entries is not None or not layer.is_initialized or traffic is None:
+            return
+        if layer.padded:
+            counts = _align(layer)
+            parts = [(slice(row, row + 1), count) for row, count in enumerate(counts)]
+        else:
+            parts = [(slice(0, layer.batch_size), layer.slots.used)]
+        entries = [_entries(layer, self.selected, traffic, *each) for each in parts]
+        keys, values = layer.slots.keys, layer.slots.values
+        if layer.padded and reads_together(self.reader):
+            padded = PaddedEntries.of(entries, layer.slots.device)
+            padded.build(keys, values)
+            self.entries = [padded]
+            return
+        for each in entries:
+            each.build(keys[each.rows], values[each.rows])
+        self.entries = entries
+
+    def check_rows(self, layer: SlotLayer, new: Tensor) -> None:
+        if not bool(new.all()):
+            raise KvtoolError(
+                f"policy `{layer.policy}` cannot leave out a row among decoded tokens",
+                hint="leave the mask of a row that has ended at 1",
+            )
+
+    def attend_token(self, layer: SlotLayer, call: Call) -> Tensor | None:
+        return None if self.entries is None else sparse_decode(layer, self.entries, call)
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         self.selected = None if self.selected is None else change(self.selected)
@@ -87,6 +110,17 @@ class SparseIndex(Part):
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.selected is None else {"marked": self.selected}
+
+    def check(self, file: Any, prefix: str, shape: Any, dtype: torch.dtype) -> None:
+        name = f"{prefix}marked"
+        if name not in file.left:
+            return
+        places = (torch.int64, torch.int32)
+        marked = file.take(name, (file.batch, shape.kv_heads, None), places, -1, file.seen - 1)
+        file.check_places(name, marked)
+        counts = (marked >= 0).sum(-1)
+        if (counts != counts[:, :1]).any() or (counts < 1).any():
+            raise file.bad(name, "chooses unequal counts in the heads of a layer")
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.selected = tensors.get("marked")
@@ -98,100 +132,6 @@ class SparseIndex(Part):
         return tensor_bytes([*selected, *tables])
 
 
-@dataclass
-class IndexedEntries:
-    """Batch entries of a layer that are read alike. Token j of each is in slot j.
-
-    Attributes:
-        rows: which of the layer's batch entries.
-        reader: with all its sizes.
-        budget: pairs of key and value; where all tokens fit, all are read.
-        prompt: how many of `tokens` there were when the prompt ended.
-        stored: tokens that each row holds.
-        tokens: of these, how many there are to choose from.
-        index: (rows, kv_heads, capacity) int64, the slots of those tokens; None: all that are
-            stored.
-        tables: the reader's; None while all tokens fit into the budget.
-        basis: (kv_heads, head_dim, head_dim) of the layer, from the reader's file.
-    """
-
-    rows: slice
-    reader: Read
-    budget: int
-    prompt: int
-    stored: int
-    tokens: int
-    index: Tensor | None = None
-    tables: State | None = None
-    basis: Tensor | None = None
-
-    @property
-    def dense(self) -> bool:
-        """Whether the next step reads all tokens."""
-        return self.tokens <= self.budget
-
-    @property
-    def longest(self) -> int:
-        """Slots that have stored tokens in the longest row: all rows are as long."""
-        return self.stored
-
-    def tensors(self) -> list[Tensor]:
-        """What takes memory."""
-        index = [] if self.index is None else [self.index]
-        return [*index, *(self.tables or {}).values()]
-
-    @torch.no_grad()
-    def build(self, keys: Tensor, values: Tensor) -> None:
-        """Make the tables, if not all tokens fit into the budget.
-
-        Args:
-            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
-        """
-        if self.dense:
-            return
-        with torch.inference_mode(False):
-            stored = Stored(self.candidates(keys), self.candidates(values), self.prompt, self.basis)
-            self.tables = self.reader.start(stored)
-
-    def candidates(self, buffer: Tensor) -> Tensor:
-        """The tokens to choose from: (rows, kv_heads, tokens, dim)."""
-        if self.index is None:
-            return buffer[:, :, : self.tokens]
-        return take_slots(buffer, self.index[..., : self.tokens])
-
-    @torch.no_grad()
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take in the token that stands behind the stored ones.
-
-        Args:
-            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
-        """
-        slot, at = self.stored, self.tokens
-        self.stored, self.tokens = slot + 1, at + 1
-        room = at + keys.shape[2] - slot  # as for the tokens that the buffers have room for
-        if self.index is not None:
-            self.index = with_columns(self.index, room)
-            self.index[..., at] = slot
-        made = self.tables is not None
-        if not made:
-            self.build(keys, values)
-        if self.tables is None:
-            return
-        self.tables = _with_room(self.tables, self.reader.columns(room))
-        if made:
-            self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
-
-    def of_entry(self, row: int, rows: slice) -> IndexedEntries:
-        """A copy for one of the rows, which goes its own way as `rows` of another batch."""
-        return self.mapped(lambda t: t[row : row + 1].clone(), rows)
-
-    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> IndexedEntries:
-        """The same for other batch entries, which `change` brings about."""
-        tables = self.tables and {name: change(table) for name, table in self.tables.items()}
-        index = None if self.index is None else change(self.index)
-        return replace(self, rows=rows, tables=tables, index=index)
-
-
 def _reordered(entries: Sequence[Entries], change: Callable[[Tensor], Tensor]) -> Sequence[Entries]:
     rows = change(torch.arange(entries[-1].rows.stop))
     if len(entries) == 1:
@@ -201,195 +141,212 @@ def _reordered(entries: Sequence[Entries], change: Callable[[Tensor], Tensor]) -
     return [alone[old].of_entry(0, slice(i, i + 1)) for i, old in enumerate(new)]
 
 
-def take_slots(buffer: Tensor, slots: Tensor) -> Tensor:
-    """Copy tokens out of a contiguous buffer of slots, each as a whole.
+def _align(layer: SlotLayer) -> list[int]:
+    """Put token j of every batch entry into slot j, and let each go on behind its last."""
+    slots = layer.slots
+    slots.replace(layer.sorted_slots())
+    counts = (slots.positions[:, 0, : slots.used] >= 0).sum(-1)
+    known: list[int] = counts.tolist()
+    slots.use(max(known))
+    slots.fill_to(slots.used + 1)
+    behind = counts[:, None].expand(-1, slots.kv_heads).contiguous()
+    slots.mark_for_reuse(behind, static=False)
+    return known
 
-    Args:
-        buffer: (batch, kv_heads, capacity, dim).
-        slots: (batch, kv_heads, count) int64, or (batch, kv_heads, group, count).
+
+def _entries(
+    layer: SlotLayer,
+    allowed: Tensor | None,
+    budgets: TrafficBudgets,
+    rows: slice,
+    stored: int,
+) -> IndexedEntries:
+    lengths, selected = layer.lengths, None
+    seen = layer.seen if lengths is None else int(lengths[rows.start])
+    generated = max(0, seen - budgets.end(rows.start))
+    if allowed is not None:
+        chosen = allowed[rows].long()
+        chosen = chosen[..., : int((chosen[0, 0] >= 0).sum())]
+        new = torch.arange(stored - generated, stored, device=chosen.device)
+        selected = torch.cat([chosen, new.expand(*chosen.shape[:2], -1)], 2)
+    tokens = stored if selected is None else selected.shape[2]
+    reader, budget = budgets.reader(layer, rows.start, stored - generated)
+    basis = budgets.basis(layer)
+    return IndexedEntries(
+        rows, reader, budget, tokens - generated, stored, tokens, index=selected, basis=basis
+    )
+
+
+def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> Tensor:
+    """Attend to what the reader chooses, for one new token that the layer has taken in.
 
     Returns:
-        (batch, kv_heads, count, dim), or (batch, kv_heads * group, count, dim).
+        (batch, heads, 1, value_dim).
     """
-    batch, heads, capacity, dim = buffer.shape
-    first = torch.arange(0, batch * heads * capacity, capacity, device=buffer.device)
-    first = first.view(batch, heads, *[1] * (slots.dim() - 2))
-    taken = buffer.view(-1, dim).index_select(0, (slots + first).flatten())
-    return taken.view(batch, slots.shape[1:-1].numel(), slots.shape[-1], dim)
+    out, read, slots = [], 0, layer.slots
+    chosen: list[Tensor | None] = []
+    for each in entries:
+        keys, values = slots.keys[each.rows], slots.values[each.rows]
+        each.append(keys, values)
+        part, numbers, choice = _attend_entries(each, call, keys, values)
+        out.append(part)
+        chosen.append(choice)
+        read += numbers
+    pair = slots.keys.shape[-1] + slots.values.shape[-1]
+    layer.read(read / (slots.batch * slots.kv_heads * pair))
+    for part in layer.parts.at["note_reads"]:
+        part.note_reads([_positions(layer, *each) for each in zip(entries, chosen, strict=True)])
+    if layer.padded and slots.written is not None:
+        slots.fill_to(max(each.longest for each in entries) + 1)
+        slots.mark_for_reuse(slots.written[..., 0] + 1, static=False)
+    return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def _with_room(tables: State, columns: Mapping[str, int]) -> State:
-    return tables | {name: with_columns(tables[name], count) for name, count in columns.items()}
+def _attend_entries(
+    entries: Entries, call: Call, keys: Tensor, values: Tensor
+) -> tuple[Tensor, int, Tensor | None]:
+    """Attend to what is chosen: the output, how many numbers that reads, and which slots."""
+    if isinstance(entries, PaddedEntries):
+        return _attend_padded(entries, call, keys, values)
+    if isinstance(entries, IndexedEntries):
+        return _attend_rows(entries, call, keys, values)
+    raise TypeError(f"no entries of a layer: {type(entries)}")
 
 
-def with_columns(table: Tensor, count: int) -> Tensor:
-    """The table itself, or a longer copy where its last axis has no room for so many columns."""
-    columns = table.shape[-1]
-    if count <= columns:
-        return table
-    with torch.inference_mode(False):
-        longer = table.new_zeros(*table.shape[:-1], count)
-    longer[..., :columns] = table
-    return longer
+def _positions(layer: SlotLayer, entries: Entries, slots: Tensor | None) -> Tensor:
+    """Positions of the tokens that were attended to, (rows, kv_heads, read), -1 = none."""
+    positions = layer.slots.positions[entries.rows]
+    if slots is None:
+        return entries.candidates(positions[..., None])[..., 0]
+    found = positions.gather(2, slots.flatten(2).clamp(min=0))
+    return found.masked_fill(slots.flatten(2) < 0, -1)
 
 
-@dataclass
-class PaddedEntries:
-    """Batch entries of a layer that differ in length and are read together.
+def _attend_rows(
+    entries: IndexedEntries, call: Call, keys: Tensor, values: Tensor
+) -> tuple[Tensor, int, Tensor | None]:
+    """The output of some rows, (rows, heads, 1, value_dim), and what was read.
 
-    Attributes:
-        alone: what each row would be by itself, without its index and tables.
-        rows: which of the layer's batch entries.
-        budget, stored, tokens: as of `IndexedEntries`, of each row.
-        sizes: those of each row's reader.
-        index: (rows, kv_heads, capacity) int64, as there, 0 beyond a row's own; None: all.
-        tables: each axis as long as that of the longest row; None while all rows are dense.
-        capacity: slots that the tables have room for.
+    That is how many numbers, and which slots, as `Choice` has them; None: all.
     """
-
-    alone: list[IndexedEntries]
-    rows: slice
-    budget: PerRow
-    stored: PerRow
-    tokens: PerRow
-    sizes: dict[str, PerRow]
-    index: Tensor | None = None
-    tables: State | None = None
-    capacity: int = 0
-
-    @classmethod
-    def of(cls, alone: list[IndexedEntries], device: torch.device) -> PaddedEntries:
-        """Put rows side by side."""
-        readers = [each.reader for each in alone]
-        names = [field.name for field in fields(readers[0])]  # type: ignore[arg-type]
-        sizes = {name: [getattr(reader, name) for reader in readers] for name in names}
-        numbers = {
-            name: PerRow.of(own, device)
-            for name, own in sizes.items()
-            if all(type(number) is int for number in own)
-        }
-        parts = [each.index for each in alone if each.index is not None]
-        return cls(
-            [replace(each, index=None) for each in alone],
-            slice(0, len(alone)),
-            PerRow.of([each.budget for each in alone], device),
-            PerRow.of([each.stored for each in alone], device),
-            PerRow.of([each.tokens for each in alone], device),
-            numbers,
-            index=_side_by_side(parts) if parts else None,
-        )
-
-    @property
-    def reader(self) -> RowsRead:
-        """One of the readers, which differ in their sizes alone."""
-        reader = self.alone[0].reader
-        assert isinstance(reader, RowsRead), "this reader reads rows one by one"
-        return reader
-
-    @property
-    def dense(self) -> list[bool]:
-        """Whether the next step reads all tokens of a row."""
-        pairs = zip(self.tokens.known, self.budget.known, strict=True)
-        return [tokens <= budget for tokens, budget in pairs]
-
-    @property
-    def longest(self) -> int:
-        """Slots that the longest row has stored tokens in."""
-        return self.stored.most
-
-    def tensors(self) -> list[Tensor]:
-        """What takes memory."""
-        index = [] if self.index is None else [self.index]
-        return [*index, *(self.tables or {}).values()]
-
-    @torch.no_grad()
-    def build(self, keys: Tensor, values: Tensor) -> None:
-        """Make the tables of all rows, if one of them does not fit into its budget."""
-        if all(self.dense):
-            return
-        made: list[State] = []
-        counts = zip(self.alone, self.tokens.known, strict=True)
-        for row, (each, tokens) in enumerate(counts):
-            own = slice(row, row + 1)
-            index = None if self.index is None else self.index[own]
-            entry = replace(each, budget=-1, tokens=tokens, index=index)  # not even of no tokens
-            entry.build(keys[own], values[own])
-            made.append(entry.tables or {})
-        self.tables = {
-            name: _side_by_side([tables.pop(name) for tables in made]) for name in list(made[0])
-        }
-        self.capacity = 0
-
-    def candidates(self, buffer: Tensor) -> Tensor:
-        """The tokens to choose from, of each row as many as the longest has."""
-        if self.index is None:
-            return buffer[:, :, : self.tokens.most]
-        return take_slots(buffer, self.index[..., : self.tokens.most])
-
-    @torch.no_grad()
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take in the token of each row that stands behind those it has stored."""
-        slot, at = self.stored.tensor.expand(-1, keys.shape[1], 1), self.tokens.tensor
-        if self.capacity != keys.shape[2]:
-            self._make_room(keys.shape[2])
-        if self.index is not None:
-            self.index.scatter_(2, at.expand_as(slot), slot)
-        self.stored, self.tokens = self.stored.plus(1), self.tokens.plus(1)
-        if self.tables is None:
-            self.build(keys, values)
-            return
-        key, value = (_token(buffer, slot) for buffer in (keys, values))
-        self.reader.append_rows(self.tables, key, value, at, self.sizes)
-
-    def _make_room(self, capacity: int) -> None:
-        """Let index and tables grow as the buffers have."""
-        counts = zip(self.tokens.known, self.stored.known, strict=True)
-        rooms = [tokens + capacity - stored for tokens, stored in counts]
-        if self.index is not None:
-            self.index = with_columns(self.index, max(rooms))
-        if self.tables is not None:
-            for each, room in zip(self.alone, rooms, strict=True):
-                for name, count in each.reader.columns(room).items():
-                    self.tables[name] = with_columns(self.tables[name], count)
-        self.capacity = capacity
-
-    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> PaddedEntries:
-        """The same for other batch entries, which `change` brings about."""
-        order = change(torch.arange(len(self.alone))).tolist()
-
-        def moved(numbers: PerRow) -> PerRow:
-            return PerRow([numbers.known[old] for old in order], change(numbers.tensor))
-
-        return PaddedEntries(
-            [self.alone[old] for old in order],
-            rows,
-            moved(self.budget),
-            moved(self.stored),
-            moved(self.tokens),
-            {name: moved(size) for name, size in self.sizes.items()},
-            None if self.index is None else change(self.index),
-            self.tables and {name: change(table) for name, table in self.tables.items()},
-        )
+    query = call.query[entries.rows]
+    grouped = group_queries(query, keys.shape[1])[:, :, :, 0]
+    choice = Choice(None) if entries.dense else _choose(entries, call, grouped, keys)
+    slots = choice.slots
+    if slots is not None and entries.index is not None:
+        slots = entries.index.gather(2, slots.flatten(2)).view(slots.shape)
+    if slots is not None and can_run(call, Family.SLOTS):
+        out, pairs = attend_chosen(call, query, keys, values, slots), slots.numel()
+    else:
+        if slots is None:
+            key, value = entries.candidates(keys), entries.candidates(values)
+        else:
+            key, value = take_slots(keys, slots), take_slots(values, slots)
+        out, pairs = _attend_pairs(call, query, key, value), key[..., 0].numel()
+    out = _with_rest(out, grouped, choice.weight, choice.rest)
+    rows_and_heads = keys.shape[0] * keys.shape[1]
+    pair = keys.shape[-1] + values.shape[-1]
+    return out, choice.estimate * rows_and_heads + pairs * pair, slots
 
 
-def _token(buffer: Tensor, slot: Tensor) -> Tensor:
-    """The content of one slot of each row and head, (rows, kv_heads, dim)."""
-    return buffer.gather(2, slot[..., None].expand(*slot.shape, buffer.shape[-1]))[:, :, 0]
+def _with_rest(out: Tensor, query: Tensor, weight: Tensor | None, rest: Tensor | None) -> Tensor:
+    """Let what stands for the tokens that are not read have its part of the output."""
+    if weight is None or rest is None:
+        return out
+    own = out.view(*query.shape[:3], -1)
+    mixed = torch.lerp(rest[:, :, None], own.float(), weight[..., None])
+    return mixed.to(out.dtype).view_as(out)
 
 
-def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
-    """Put tensors of one row each into one, with 0 where another is longer."""
-    shape = [max(sizes) for sizes in zip(*(row.shape for row in rows), strict=True)]
-    with torch.inference_mode(False):
-        joined = rows[0].new_zeros(len(rows), *shape[1:])
-    for place, row in enumerate(rows):
-        part = joined[place]
-        for axis, size in enumerate(row.shape[1:]):
-            part = part.narrow(axis, 0, size)
-        part.copy_(row[0])
-    return joined
+def _attend_padded(
+    entries: PaddedEntries, call: Call, keys: Tensor, values: Tensor
+) -> tuple[Tensor, int, Tensor]:
+    """The same for rows of different lengths at once; of the slots, -1 stands for none."""
+    grouped = group_queries(call.query, keys.shape[1])[:, :, :, 0]
+    choice = _choose_padded(entries, call, grouped, keys)
+    slots = choice.slots
+    stands = slots >= 0
+    if entries.index is not None:
+        slots = entries.index.gather(2, slots.clamp(min=0).flatten(2)).view(slots.shape)
+        slots = slots.masked_fill(~stands, -1)
+    if can_run(call, Family.SLOTS):
+        out = attend_chosen(call, call.query, keys, values, slots, padded=True)
+    else:
+        there = slots.clamp(min=0)  # a slot in use, whose numbers are finite
+        key, value = take_slots(keys, there), take_slots(values, there)
+        out = _attend_pairs(call, call.query, key, value, stands.flatten(1, -2))
+    out = _with_rest(out, grouped, choice.weight, choice.rest)
+    return out, choice.numbers, slots
 
 
-def widened(slots: Tensor, width: int) -> Tensor:
-    """Lists of slots with -1 behind them, up to a width."""
-    return functional.pad(slots, (0, width - slots.shape[-1]), value=-1)
+@dataclass(frozen=True)
+class _PaddedChoice:
+    """Slots of all rows, those that read all included, and how many numbers that reads."""
+
+    slots: Tensor
+    numbers: int
+    weight: Tensor | None = None
+    rest: Tensor | None = None
+
+
+def _choose_padded(
+    entries: PaddedEntries, call: Call, query: Tensor, keys: Tensor
+) -> _PaddedChoice:
+    dense, tokens, heads = entries.dense, entries.tokens, keys.shape[1]
+    pair = keys.shape[-1] + call.value.shape[-1]
+    whole = [count for count, alone in zip(tokens.known, dense, strict=True) if alone]
+    every = None
+    if whole:
+        every = torch.arange(max(whole), device=keys.device).expand(len(dense), heads, -1)
+        every = drop_beyond(every, tokens)
+    if every is not None and all(dense):
+        return _PaddedChoice(every, sum(whole) * heads * pair)
+    view = RowsView(
+        query=query,
+        keys=entries.candidates(keys) if entries.index is None else keys,
+        tables=entries.tables or {},
+        tokens=tokens,
+        sizes=entries.sizes,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=None if call.sinks is None else call.sinks.view(heads, -1),
+    )
+    choice = entries.reader.choose_rows(view)
+    slots, weight = choice.slots, choice.weight
+    lists = slots[0, ..., 0].numel()
+    sparse = zip(choice.pairs, choice.estimate, dense, strict=True)
+    numbers = sum(n * lists * pair + looked * heads for n, looked, alone in sparse if not alone)
+    if every is not None:
+        width = max(every.shape[2], slots.shape[-1])
+        every, slots = widened(every, width), widened(slots, width)
+        alone = tokens.tensor <= entries.budget.tensor
+        by_query = slots.dim() == 4  # each query head of a group has its list
+        of_lists, whole_rows = (alone[..., None], every[:, :, None]) if by_query else (alone, every)
+        slots = torch.where(of_lists, whole_rows, slots)
+        weight = None if weight is None else torch.where(alone, 1.0, weight)
+    return _PaddedChoice(slots, numbers + sum(whole) * heads * pair, weight, choice.rest)
+
+
+def _attend_pairs(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, stands: Tensor | None = None
+) -> Tensor:
+    """Attend pairs, all of them or those that stand for a token: bool (rows, lists, pairs)."""
+    if call.needs_weights:
+        visible = None if stands is None else stands[:, :, None, None]
+        return weighted_values(call_weights(call, query, key, visible), value)
+    mask = None if stands is None else stands[:, :, None]
+    return packed_attention(query, key, value, mask, call.scale)
+
+
+def _choose(entries: IndexedEntries, call: Call, query: Tensor, keys: Tensor) -> Choice:
+    sinks = None if call.sinks is None else call.sinks.view(query.shape[1], -1)
+    view = ReadView(
+        query=query,
+        keys=entries.candidates(keys) if entries.index is None else keys,
+        tables=entries.tables or {},
+        tokens=entries.tokens,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=sinks,
+    )
+    return entries.reader.choose(view)

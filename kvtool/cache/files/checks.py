@@ -89,13 +89,19 @@ class FileTensors:
             raise self.bad(name, "holds numbers out of their range")
         return tensor
 
+    def check_places(self, name: str, positions: Tensor) -> None:
+        """Refuse positions, (batch, kv_heads, slots), that are not of seen tokens in order."""
+        ordered = positions.masked_fill(positions < 0, self.seen)
+        before, after = ordered[..., :-1], ordered[..., 1:]
+        if not ((before < after) | (before == self.seen)).all():
+            raise self.bad(name, "are not in ascending order, empty slots last")
+        if self.lengths is not None and (positions >= self.lengths[:, None, None]).any():
+            raise self.bad(name, "holds tokens that its row has not seen")
+
     def kept(self, layer: int) -> int | None:
         """Slots of a layer."""
         positions = self.left.get(f"layer.{layer}.positions")
         return positions.shape[-1] if positions is not None and positions.dim() == 3 else None
-
-
-_PLACES = (torch.int64, torch.int32)
 
 
 def check_layer(
@@ -116,7 +122,7 @@ def check_layer(
     positions = file.take(
         f"{name}.positions", (batch, heads, slots), torch.int64, -1, file.seen - 1
     )
-    _check_positions(file, f"{name}.positions", positions)
+    file.check_places(f"{name}.positions", positions)
     for key in layer.policy.statistics:
         shifts = key == SHIFT
         low = -MOST_TOKENS if shifts else 0
@@ -128,8 +134,6 @@ def check_layer(
     _check_budget(file, cache, layer, name, positions)
     for part in layer.parts.values():
         part.check(file, f"{name}.", shape, dtype)
-    if layer.policy.select_only and layer.window is None and f"{name}.marked" in file.left:
-        _check_marked(file, f"{name}.marked", (batch, heads, None))
 
 
 def _check_stored(
@@ -150,30 +154,6 @@ def _check_stored(
         channels = (*sizes[:2], 1, shape.key_dim)
         file.take(f"{name}.{RANGES[0]}", channels, torch.float16)
         file.take(f"{name}.{RANGES[1]}", channels, torch.int8, 0, MOST_EXPONENT)
-
-
-def _check_marked(file: FileTensors, name: str, sizes: tuple[int, int, None]) -> None:
-    """Check the positions that each head reads, as many in all heads."""
-    marked = file.take(name, sizes, _PLACES, -1, file.seen - 1)
-    _check_positions(file, name, marked)
-    counts = (marked >= 0).sum(-1)
-    if (counts != counts[:, :1]).any() or (counts < 1).any():
-        raise file.bad(name, "chooses unequal counts in the heads of a layer")
-
-
-def _check_positions(file: FileTensors, name: str, positions: Tensor) -> None:
-    _check_ascending(file, name, positions)
-    if file.lengths is not None:
-        over = positions >= file.lengths[:, None, None]
-        if over.any():
-            raise file.bad(name, "holds tokens that its row has not seen")
-
-
-def _check_ascending(file: FileTensors, name: str, positions: Tensor) -> None:
-    ordered = positions.masked_fill(positions < 0, file.seen)
-    before, after = ordered[..., :-1], ordered[..., 1:]
-    if not ((before < after) | (before == file.seen)).all():
-        raise file.bad(name, "are not in ascending order, empty slots last")
 
 
 def _check_codes(

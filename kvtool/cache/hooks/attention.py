@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.hooks.masks import is_callers, note_own
 from kvtool.cache.hooks.training import dropout_refused
 from kvtool.cache.slots.layer import SlotLayer
@@ -125,11 +124,9 @@ def _padded_positions(
     if attention_mask is None or (decoding and not layer.padded):
         return None
     new = attention_mask[:, q_offset : q_offset + q_length].bool()
-    if decoding and SparseIndex.of(layer) is not None and not bool(new.all()):
-        raise KvtoolError(
-            f"policy `{layer.policy}` cannot leave out a row among decoded tokens",
-            hint="leave the mask of a row that has ended at 1",
-        )
+    if decoding:
+        for part in layer.parts.at["check_rows"]:
+            part.check_rows(layer, new)
     if not layer.padded and bool(new.all()):  # the one device sync of a prompt block
         return None
     start = q_offset if layer.lengths is None else layer.lengths[:, None].to(new.device)

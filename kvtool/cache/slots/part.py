@@ -55,6 +55,7 @@ class LayerSite:
 
 HOOKS = (
     "works_on_keys",
+    "begin_prompt",
     "place_block",
     "begin_block",
     "correct_block",
@@ -62,10 +63,14 @@ HOOKS = (
     "postpone",
     "before_block",
     "show_block",
+    "select",
     "end_block",
+    "prepare_decode",
+    "check_rows",
     "begin_token",
     "note_token",
     "place_token",
+    "attend_token",
     "stationary",
     "allows_static",
     "show",
@@ -161,6 +166,9 @@ class Part:
 
     # ---- blocks of a prompt
 
+    def begin_prompt(self) -> None:
+        """Note that a block of a prompt comes, so that what was made to decode is of no use."""
+
     def place_block(self, layer: Any, call: Any, block: Any) -> Any:
         """Return the call with keys and queries where they are to be attended."""
         return call
@@ -203,10 +211,31 @@ class Part:
         """Return the view of a block that has been attended, with what the policy goes by."""
         return view
 
+    def select(self, positions: Tensor | None) -> None:
+        """Note which tokens of a block a score has chosen that evicts none; None: all.
+
+        Args:
+            positions: (batch, kv_heads, slots), -1 = empty.
+        """
+
     def end_block(self) -> None:
         """Note that a block has been stored, and cut if it was over the budget."""
 
     # ---- decoded tokens
+
+    def prepare_decode(self, layer: Any, traffic: Any) -> None:
+        """Prepare for decoded tokens, unless that was done since the last prompt.
+
+        Args:
+            traffic: the `kvtool.cache.traffic.TrafficBudgets` of the cache; None: it has none.
+        """
+
+    def check_rows(self, layer: Any, new: Tensor) -> None:
+        """Refuse a decoded token that some batch entries do not have.
+
+        Args:
+            new: bool (batch, 1), which of them have one.
+        """
 
     def begin_token(self, layer: Any, call: Any) -> Correction | None:
         """Prepare for a decoded token that is about to be attended.
@@ -222,6 +251,14 @@ class Part:
     def place_token(self, layer: Any, call: Any) -> Any:
         """Return the call with the keys and the query where they are to be attended."""
         return call
+
+    def attend_token(self, layer: Any, call: Any) -> Tensor | None:
+        """Attend a decoded token in place of the layer; None: the layer attends it itself.
+
+        Returns:
+            (batch, heads, 1, value_dim).
+        """
+        return None
 
     def stationary(self) -> list[Tensor]:
         """Return the tensors that a static step reads or writes, where they are."""

@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.features.head_budgets import HeadBudgets
-from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.steps.evict import part_block
@@ -265,7 +264,7 @@ def leave_block(
     if layer.policy.codec is not None:
         keys, values = raw_key[:, :, block.kept :], raw_value[:, :, block.kept :]
         layer.slots.fit(layer.index, keys, values, block.new, padded=layer.padded)
-    view, waiting, index = block.view, deferred(layer), SparseIndex.of(layer)
+    view, waiting = block.view, deferred(layer)
     for part in layer.parts.at["show_block"]:
         view = part.show_block(view)
     if waiting is not None:
@@ -273,8 +272,8 @@ def leave_block(
         waiting.wait(importance, view.block)
         store_block(layer, block, raw_key, raw_value)
         return None
-    if index is not None:
-        index.select(None)
+    for part in layer.parts.at["select"]:
+        part.select(None)
     if not _over_budget(layer, block):
         store_block(layer, block, raw_key, raw_value)
         heads = HeadBudgets.of(layer)
@@ -287,8 +286,8 @@ def leave_block(
     if layer.policy.select_only:
         slots = min(layer.budget.max_budget, view.positions.shape[2])
         budget = layer.budget.tokens
-        if index is not None:
-            index.select(keep_top(importance, view.positions, budget, protected, slots)[1])
+        for part in layer.parts.at["select"]:
+            part.select(keep_top(importance, view.positions, budget, protected, slots)[1])
         store_block(layer, block, raw_key, raw_value)
         return None
     return cut(layer, view, block.state, (raw_key, raw_value), importance, protected)

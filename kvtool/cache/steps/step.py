@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.ragged import RaggedBuffers
 from kvtool.cache.steps.attend import attend_token
@@ -30,7 +29,6 @@ from kvtool.cache.steps.evict import evict_after_token
 from kvtool.cache.steps.grouped import LayerGroup
 from kvtool.cache.steps.masked import check_mask, mask_by_slot, masked_attention
 from kvtool.cache.steps.repeat import attend_repetition
-from kvtool.cache.steps.sparse import sparse_decode
 from kvtool.cache.steps.view import values_by_kv_head
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import group_queries
@@ -180,7 +178,6 @@ def _check_split(call: Call) -> None:
 
 def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
     """Decode a token where something beside the slots has a say."""
-    index = SparseIndex.of(layer)
     corrections = []
     for part in layer.parts.at["begin_token"]:
         correct = part.begin_token(layer, call)
@@ -191,9 +188,11 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
         part.note_token(layer, call)
     if isinstance(layer.ragged, RaggedBuffers):
         token = _decode_ragged(layer, layer.ragged, call, bool(corrections))
-    elif index is not None and index.entries is not None:
-        return sparse_decode(layer, index.entries, call)
     else:
+        for part in layer.parts.at["attend_token"]:
+            found = part.attend_token(layer, call)
+            if found is not None:
+                return found
         token = attend_token(layer, call, bool(corrections))
     out = token.out
     for correct in corrections:

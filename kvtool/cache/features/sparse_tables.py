@@ -1,0 +1,325 @@
+"""The tables of a sparse reader beside the slots of a layer, updated in place as tokens come.
+
+In a padded batch the tables of all rows are side by side in the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Read
+from kvtool.policies.read.rows import PerRow, RowsRead
+from kvtool.policies.read.view import Stored
+
+
+class Entries(Protocol):
+    """Batch entries of a layer and their tables: `IndexedEntries`, or rows of a padded batch."""
+
+    @property
+    def rows(self) -> slice: ...
+
+    @property
+    def longest(self) -> int: ...
+
+    def candidates(self, buffer: Tensor) -> Tensor: ...
+
+    def tensors(self) -> list[Tensor]: ...
+
+    def append(self, keys: Tensor, values: Tensor) -> None: ...
+
+    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> Entries: ...
+
+
+@dataclass
+class IndexedEntries:
+    """Batch entries of a layer that are read alike. Token j of each is in slot j.
+
+    Attributes:
+        rows: which of the layer's batch entries.
+        reader: with all its sizes.
+        budget: pairs of key and value; where all tokens fit, all are read.
+        prompt: how many of `tokens` there were when the prompt ended.
+        stored: tokens that each row holds.
+        tokens: of these, how many there are to choose from.
+        index: (rows, kv_heads, capacity) int64, the slots of those tokens; None: all that are
+            stored.
+        tables: the reader's; None while all tokens fit into the budget.
+        basis: (kv_heads, head_dim, head_dim) of the layer, from the reader's file.
+    """
+
+    rows: slice
+    reader: Read
+    budget: int
+    prompt: int
+    stored: int
+    tokens: int
+    index: Tensor | None = None
+    tables: State | None = None
+    basis: Tensor | None = None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the next step reads all tokens."""
+        return self.tokens <= self.budget
+
+    @property
+    def longest(self) -> int:
+        """Slots that have stored tokens in the longest row: all rows are as long."""
+        return self.stored
+
+    def tensors(self) -> list[Tensor]:
+        """What takes memory."""
+        index = [] if self.index is None else [self.index]
+        return [*index, *(self.tables or {}).values()]
+
+    @torch.no_grad()
+    def build(self, keys: Tensor, values: Tensor) -> None:
+        """Make the tables, if not all tokens fit into the budget.
+
+        Args:
+            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
+        """
+        if self.dense:
+            return
+        with torch.inference_mode(False):
+            stored = Stored(self.candidates(keys), self.candidates(values), self.prompt, self.basis)
+            self.tables = self.reader.start(stored)
+
+    def candidates(self, buffer: Tensor) -> Tensor:
+        """The tokens to choose from: (rows, kv_heads, tokens, dim)."""
+        if self.index is None:
+            return buffer[:, :, : self.tokens]
+        return take_slots(buffer, self.index[..., : self.tokens])
+
+    @torch.no_grad()
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Take in the token that stands behind the stored ones.
+
+        Args:
+            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
+        """
+        slot, at = self.stored, self.tokens
+        self.stored, self.tokens = slot + 1, at + 1
+        room = at + keys.shape[2] - slot  # as for the tokens that the buffers have room for
+        if self.index is not None:
+            self.index = with_columns(self.index, room)
+            self.index[..., at] = slot
+        made = self.tables is not None
+        if not made:
+            self.build(keys, values)
+        if self.tables is None:
+            return
+        self.tables = _with_room(self.tables, self.reader.columns(room))
+        if made:
+            self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
+
+    def of_entry(self, row: int, rows: slice) -> IndexedEntries:
+        """A copy for one of the rows, which goes its own way as `rows` of another batch."""
+        return self.mapped(lambda t: t[row : row + 1].clone(), rows)
+
+    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> IndexedEntries:
+        """The same for other batch entries, which `change` brings about."""
+        tables = self.tables and {name: change(table) for name, table in self.tables.items()}
+        index = None if self.index is None else change(self.index)
+        return replace(self, rows=rows, tables=tables, index=index)
+
+
+def take_slots(buffer: Tensor, slots: Tensor) -> Tensor:
+    """Copy tokens out of a contiguous buffer of slots, each as a whole.
+
+    Args:
+        buffer: (batch, kv_heads, capacity, dim).
+        slots: (batch, kv_heads, count) int64, or (batch, kv_heads, group, count).
+
+    Returns:
+        (batch, kv_heads, count, dim), or (batch, kv_heads * group, count, dim).
+    """
+    batch, heads, capacity, dim = buffer.shape
+    first = torch.arange(0, batch * heads * capacity, capacity, device=buffer.device)
+    first = first.view(batch, heads, *[1] * (slots.dim() - 2))
+    taken = buffer.view(-1, dim).index_select(0, (slots + first).flatten())
+    return taken.view(batch, slots.shape[1:-1].numel(), slots.shape[-1], dim)
+
+
+def _with_room(tables: State, columns: Mapping[str, int]) -> State:
+    return tables | {name: with_columns(tables[name], count) for name, count in columns.items()}
+
+
+def with_columns(table: Tensor, count: int) -> Tensor:
+    """The table itself, or a longer copy where its last axis has no room for so many columns."""
+    columns = table.shape[-1]
+    if count <= columns:
+        return table
+    with torch.inference_mode(False):
+        longer = table.new_zeros(*table.shape[:-1], count)
+    longer[..., :columns] = table
+    return longer
+
+
+@dataclass
+class PaddedEntries:
+    """Batch entries of a layer that differ in length and are read together.
+
+    Attributes:
+        alone: what each row would be by itself, without its index and tables.
+        rows: which of the layer's batch entries.
+        budget, stored, tokens: as of `IndexedEntries`, of each row.
+        sizes: those of each row's reader.
+        index: (rows, kv_heads, capacity) int64, as there, 0 beyond a row's own; None: all.
+        tables: each axis as long as that of the longest row; None while all rows are dense.
+        capacity: slots that the tables have room for.
+    """
+
+    alone: list[IndexedEntries]
+    rows: slice
+    budget: PerRow
+    stored: PerRow
+    tokens: PerRow
+    sizes: dict[str, PerRow]
+    index: Tensor | None = None
+    tables: State | None = None
+    capacity: int = 0
+
+    @classmethod
+    def of(cls, alone: list[IndexedEntries], device: torch.device) -> PaddedEntries:
+        """Put rows side by side."""
+        readers = [each.reader for each in alone]
+        names = [field.name for field in fields(readers[0])]  # type: ignore[arg-type]
+        sizes = {name: [getattr(reader, name) for reader in readers] for name in names}
+        numbers = {
+            name: PerRow.of(own, device)
+            for name, own in sizes.items()
+            if all(type(number) is int for number in own)
+        }
+        parts = [each.index for each in alone if each.index is not None]
+        return cls(
+            [replace(each, index=None) for each in alone],
+            slice(0, len(alone)),
+            PerRow.of([each.budget for each in alone], device),
+            PerRow.of([each.stored for each in alone], device),
+            PerRow.of([each.tokens for each in alone], device),
+            numbers,
+            index=_side_by_side(parts) if parts else None,
+        )
+
+    @property
+    def reader(self) -> RowsRead:
+        """One of the readers, which differ in their sizes alone."""
+        reader = self.alone[0].reader
+        assert isinstance(reader, RowsRead), "this reader reads rows one by one"
+        return reader
+
+    @property
+    def dense(self) -> list[bool]:
+        """Whether the next step reads all tokens of a row."""
+        pairs = zip(self.tokens.known, self.budget.known, strict=True)
+        return [tokens <= budget for tokens, budget in pairs]
+
+    @property
+    def longest(self) -> int:
+        """Slots that the longest row has stored tokens in."""
+        return self.stored.most
+
+    def tensors(self) -> list[Tensor]:
+        """What takes memory."""
+        index = [] if self.index is None else [self.index]
+        return [*index, *(self.tables or {}).values()]
+
+    @torch.no_grad()
+    def build(self, keys: Tensor, values: Tensor) -> None:
+        """Make the tables of all rows, if one of them does not fit into its budget."""
+        if all(self.dense):
+            return
+        made: list[State] = []
+        counts = zip(self.alone, self.tokens.known, strict=True)
+        for row, (each, tokens) in enumerate(counts):
+            own = slice(row, row + 1)
+            index = None if self.index is None else self.index[own]
+            entry = replace(each, budget=-1, tokens=tokens, index=index)  # not even of no tokens
+            entry.build(keys[own], values[own])
+            made.append(entry.tables or {})
+        self.tables = {
+            name: _side_by_side([tables.pop(name) for tables in made]) for name in list(made[0])
+        }
+        self.capacity = 0
+
+    def candidates(self, buffer: Tensor) -> Tensor:
+        """The tokens to choose from, of each row as many as the longest has."""
+        if self.index is None:
+            return buffer[:, :, : self.tokens.most]
+        return take_slots(buffer, self.index[..., : self.tokens.most])
+
+    @torch.no_grad()
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Take in the token of each row that stands behind those it has stored."""
+        slot, at = self.stored.tensor.expand(-1, keys.shape[1], 1), self.tokens.tensor
+        if self.capacity != keys.shape[2]:
+            self._make_room(keys.shape[2])
+        if self.index is not None:
+            self.index.scatter_(2, at.expand_as(slot), slot)
+        self.stored, self.tokens = self.stored.plus(1), self.tokens.plus(1)
+        if self.tables is None:
+            self.build(keys, values)
+            return
+        key, value = (_token(buffer, slot) for buffer in (keys, values))
+        self.reader.append_rows(self.tables, key, value, at, self.sizes)
+
+    def _make_room(self, capacity: int) -> None:
+        """Let index and tables grow as the buffers have."""
+        counts = zip(self.tokens.known, self.stored.known, strict=True)
+        rooms = [tokens + capacity - stored for tokens, stored in counts]
+        if self.index is not None:
+            self.index = with_columns(self.index, max(rooms))
+        if self.tables is not None:
+            for each, room in zip(self.alone, rooms, strict=True):
+                for name, count in each.reader.columns(room).items():
+                    self.tables[name] = with_columns(self.tables[name], count)
+        self.capacity = capacity
+
+    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> PaddedEntries:
+        """The same for other batch entries, which `change` brings about."""
+        order = change(torch.arange(len(self.alone))).tolist()
+
+        def moved(numbers: PerRow) -> PerRow:
+            return PerRow([numbers.known[old] for old in order], change(numbers.tensor))
+
+        return PaddedEntries(
+            [self.alone[old] for old in order],
+            rows,
+            moved(self.budget),
+            moved(self.stored),
+            moved(self.tokens),
+            {name: moved(size) for name, size in self.sizes.items()},
+            None if self.index is None else change(self.index),
+            self.tables and {name: change(table) for name, table in self.tables.items()},
+        )
+
+
+def _token(buffer: Tensor, slot: Tensor) -> Tensor:
+    """The content of one slot of each row and head, (rows, kv_heads, dim)."""
+    return buffer.gather(2, slot[..., None].expand(*slot.shape, buffer.shape[-1]))[:, :, 0]
+
+
+def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
+    """Put tensors of one row each into one, with 0 where another is longer."""
+    shape = [max(sizes) for sizes in zip(*(row.shape for row in rows), strict=True)]
+    with torch.inference_mode(False):
+        joined = rows[0].new_zeros(len(rows), *shape[1:])
+    for place, row in enumerate(rows):
+        part = joined[place]
+        for axis, size in enumerate(row.shape[1:]):
+            part = part.narrow(axis, 0, size)
+        part.copy_(row[0])
+    return joined
+
+
+def widened(slots: Tensor, width: int) -> Tensor:
+    """Lists of slots with -1 behind them, up to a width."""
+    return functional.pad(slots, (0, width - slots.shape[-1]), value=-1)
