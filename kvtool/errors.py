@@ -11,7 +11,7 @@ _LONGEST = 1200  # characters of a message
 
 
 class KvtoolError(ValueError):
-    """A failure that is told in one line: what is wrong with the value given, what would work.
+    """A failure that takes one line: what is wrong with the value given, what would work.
 
     >>> str(KvtoolError("no model", hint="--model DIR"))
     'no model; --model DIR'

@@ -1,4 +1,4 @@
-"""Tell models apart by a hash of what their configuration computes, and nothing else."""
+"""Identify models by a hash of what their configuration computes, and nothing else."""
 
 from __future__ import annotations
 

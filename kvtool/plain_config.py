@@ -2,7 +2,7 @@
 
 The only file that knows what transformers makes of the entries of these families. A config.json
 that holds any other entry, lacks one that has a default worth knowing, or has a value of an
-unexpected kind is left to transformers, which tells what is wrong with it.
+unexpected kind is left to transformers, which says what is wrong with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is told how a long piece of work goes."""
+"""The interface through which a long piece of work reports its progress."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class Watcher:
-    """Is told what happens, and says nothing of it; subclasses show it.
+    """Receives the notes, progress and results of a command and drops them; subclasses show them.
 
     Attributes:
-        shows_progress: whether progress is worth telling.
-        listens: whether it is worth finding out what would only be told.
+        shows_progress: whether `progress` shows anything.
+        listens: whether notes are shown, so that work done only for a note is worth it.
     """
 
     shows_progress = False
@@ -38,4 +38,4 @@ class Watcher:
         """Take kept texts (`kvtool.report.kept.text`) that are to be read on a terminal."""
 
     def show_results(self, results: ResultsDocument, folder: Path) -> None:
-        """Take the results of a run once they are written, while nobody else writes there."""
+        """Take the results of a run once they are written, while no other process writes there."""

@@ -73,7 +73,7 @@ def _hash_model(model: torch.nn.Module) -> str:
 
 
 def _spot(name: str, leaf: Any) -> tuple:
-    """Where a tensor is; all else is told apart by its name."""
+    """Where a tensor is; everything else is identified by its name."""
     if not isinstance(leaf, Tensor) or leaf.is_meta:
         return (name,)
     return leaf.data_ptr(), str(leaf.device), leaf.dtype, leaf.shape, leaf.stride()
@@ -148,7 +148,7 @@ def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _hash_leaf(leaf: Any, known: Mapping[tuple, str]) -> tuple[tuple | None, str]:
-    """Return what tells that a tensor is unchanged, and its hash."""
+    """Return the signs that a tensor is unchanged, and its hash."""
     if callable(leaf):
         leaf = leaf()
     if not isinstance(leaf, Tensor):

@@ -55,7 +55,7 @@ def compression_ratio(context: int, token_budget: int) -> float:
 
 
 def stage1_tokens(context: int, token_budget: int, split_factor: float, max_new_tokens: int) -> int:
-    """Return C, the tokens that stage 1 leaves, room for generated ones included: S / c^r.
+    """Return C, the tokens that stage 1 leaves, the generated ones included: S / c^r.
 
     >>> stage1_tokens(32768, 512, 0.56, 128)
     3191

@@ -59,7 +59,7 @@ class CompileReport:
 
 
 def pays(model: PreTrainedModel, new_tokens: int) -> bool:
-    """Whether to compile where nobody has said: many tokens on one CUDA device, in one process.
+    """Whether to compile by default: many tokens on one CUDA device, in one process.
 
     There a step of many small operations waits for the host; on a CPU it waits for the weights.
     """
@@ -72,8 +72,8 @@ class CompiledDecoding:
     """Decode steps of one model; those that find fixed shapes run compiled.
 
     Args:
-        tokens: how many are to come. Layers that append take room for them, or for 2048 at a time;
-            two more graphs serve all rooms after the first.
+        tokens: how many are to come. Layers that append take slots for them, or for 2048 at a time;
+            two more graphs serve all larger buffers.
         backend: of torch.compile.
         required: whether what cannot be compiled is an error; else it runs as it is.
     """

@@ -82,7 +82,7 @@ def compress(
         prompt_ids: (batch, n) int64.
         attention_mask: (batch, n), 0 = padding; None: no padding.
         new_tokens: how many will be generated from the cache, as far as is known.
-        tokenizer: for a policy that tells the model to repeat its prompt (kvzip).
+        tokenizer: for a policy that asks the model to repeat its prompt (kvzip).
 
     Raises:
         UsageError: the prompt is empty; no tokenizer where one is needed.
@@ -124,7 +124,8 @@ def generate(
         on_text: called with pieces of text as they come; one row only.
         compare_full: also run the full cache over the same tokens and measure the difference.
         stop: texts that end a row where they come up; they stay in the text.
-        min_new_tokens: before so many tokens neither the end-of-text token nor `stop` ends a row.
+        min_new_tokens: before this number of tokens, neither the end-of-text token nor `stop` ends
+            a row.
         compiled: run the steps through torch.compile once the cache's shapes no longer change; the
             first such steps take the seconds that compiling takes. None: where it pays, which is
             for many tokens on a CUDA device, and where it can be done.

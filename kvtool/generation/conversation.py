@@ -38,9 +38,9 @@ _LINES = Frame(next="\n")  # without a template a line end parts what is said
 class Conversation:
     """A conversation whose cache goes from turn to turn.
 
-    A loaded cache is gone on from where its conversation stands: in a message that is still open,
-    behind an answer, or behind a text that is no conversation. One that does not say where it
-    stands is inside a conversation if its text has the chat template's marks or there is none.
+    A loaded cache goes on where its conversation ended: in a message that is still open, behind an
+    answer, or behind a text that is no conversation. One that does not record where is inside a
+    conversation if its text has the chat template's marks or there is none.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Conversation:
             self._recall(cache.input_ids)
 
     def _recall(self, known: Tensor) -> None:
-        """Find out where the text of a loaded cache stands, and what has been said in it."""
+        """Find out where the text of a loaded cache ended, and what has been said in it."""
         if self.cache.chat is not None:
             self._behind = self.cache.chat
         else:
@@ -262,7 +262,7 @@ class Conversation:
         self._messages, self._answered = messages, answered
 
     def _go_on(self, tokens: int) -> None:
-        """Remember that the last answer has gone on, or that nobody knows what has been said."""
+        """Remember that the last answer has gone on, or that it is unknown what has been said."""
         if self._behind == "answer" and self._answered:
             self._answered += tokens
         elif self._behind in ("open", "answer"):
@@ -285,7 +285,7 @@ class Conversation:
         self.cache.end_with(None if behind == "text" else behind, said)
 
     def _lead(self) -> str:
-        """Return what comes before what the user says, where nobody knows what was said before."""
+        """Return what comes before what the user says, where earlier messages are unknown."""
         frame = self._frame
         if isinstance(frame, TemplateFrame) and not frame.is_regular():
             raise UsageError(

@@ -144,7 +144,7 @@ class Callback(TextStreamer):
             self._forget()
 
     def _forget(self) -> None:
-        """Hand out what is held but for the last tokens, which tell how the next ones read."""
+        """Return the held tokens but for the last ones, which decide how the next ones read."""
         last = self.token_cache[-_CONTEXT:]
         text, rest = (
             self.tokenizer.decode(t, skip_special_tokens=True) for t in (self.token_cache, last)

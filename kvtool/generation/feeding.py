@@ -36,7 +36,7 @@ def prefill(
         input_ids: (batch, n) new tokens only.
         attention_mask: (batch, n), 0 = padding, on any side; None: no padding.
         new_tokens: how many will be generated after it, as far as is known.
-        tokenizer: for a policy that tells the model to repeat its prompt (kvzip).
+        tokenizer: for a policy that asks the model to repeat its prompt (kvzip).
 
     Returns:
         (batch, vocab) float32 logits after the last token of each row.
@@ -127,7 +127,7 @@ def _tokens(input_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _run(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, valid: Tensor | None) -> None:
-    """Run a forward whose logits nobody wants."""
+    """Run a forward whose logits are not used."""
     forward(model, cache, input_ids, valid, [0] * len(input_ids))
 
 
@@ -213,6 +213,6 @@ def decode_step(
 
 
 def wait(model: PreTrainedModel) -> None:
-    """Wait for what runs on the model's device, so that a clock read now tells the truth."""
+    """Wait for what runs on the model's device, so that a clock read now is right."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)

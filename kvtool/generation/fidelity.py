@@ -50,7 +50,7 @@ def compare_logits(full: Tensor, logits: Tensor) -> Fidelity:
 
 
 def join_fidelities(parts: Sequence[tuple[Fidelity | None, int]]) -> Fidelity | None:
-    """Put together what parts of a run, each of so many steps, have shown; None if one has not."""
+    """Join the measurements of parts of a run, each with its steps; None if one has none."""
     measured = [(part, steps) for part, steps in parts if part is not None]
     if len(measured) < len(parts):
         return None

@@ -1,7 +1,7 @@
-"""Tell a model whose numbers are broken: NaN or infinite weights, or sums that overflow.
+"""Recognise a model whose numbers are broken: NaN or infinite weights, or sums that overflow.
 
-Logits are looked at where somebody waits for them anyway. Only when they are broken is the text run
-once more, module by module, to find out where it begins.
+Logits are looked at where the caller waits for them anyway. Only when they are broken is the text
+run once more, module by module, to find out where it begins.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_logits(model: PreTrainedModel, logits: Tensor, input_ids: Tensor) -> N
 
 @contextmanager
 def explaining(model: PreTrainedModel, input_ids: Tensor) -> Iterator[None]:
-    """Let a failure inside be told as broken numbers, where they are what it comes from.
+    """Report a failure inside as broken numbers, where they are its cause.
 
     Args:
         input_ids: (batch, n) what the model reads inside.
@@ -77,7 +77,7 @@ def explaining(model: PreTrainedModel, input_ids: Tensor) -> Iterator[None]:
 def explain(
     model: PreTrainedModel, input_ids: Tensor, found: tuple[str, str] | None = None
 ) -> BrokenNumbers:
-    """Return what tells where a model's numbers break.
+    """Return the place where a model's numbers break.
 
     Args:
         input_ids: (1, n) the text that they break in.

@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 def plain_instructions(tokenizer: PreTrainedTokenizerBase, asked: RepetitionAsked) -> Instructions:
-    """Return what goes around a prompt that stands in no chat template."""
+    """Return what goes around a prompt without a chat template."""
     first, later = (continued_ids(tokenizer, text) for text in (asked.first, asked.later))
     return Instructions(first, later)
 
@@ -32,7 +32,7 @@ def chat_instructions(
     ids: Sequence[int],
     ending: str,
 ) -> Instructions:
-    """Return what goes around a prompt that stands in a chat template.
+    """Return what goes around a prompt in a chat template.
 
     The instruction ends the user's message that is still open, or is the next one.
 
@@ -64,7 +64,7 @@ def _shared(ids: Sequence[int], others: Sequence[int]) -> int:
 def instruct_chat(
     cache: KVCache, tokenizer: PreTrainedTokenizerBase, frame: Frame, ids: Tensor, ending: str
 ) -> None:
-    """Tell a cache how a prompt of one row in a chat template is repeated, if it is.
+    """Give a cache the instructions by which one prompt in a chat template is repeated, if it is.
 
     Args:
         ids: (1, n) int64.
@@ -77,10 +77,10 @@ def instruct_chat(
 
 
 def begin_prompt(cache: KVCache, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Tell a cache that the prompt which comes will be repeated, if its policy has it so.
+    """Give a cache the instructions to repeat the next prompt, if its policy repeats prompts.
 
     Raises:
-        UsageError: nobody has said how, and there is no tokenizer.
+        UsageError: there are no instructions, and no tokenizer.
     """
     part = cache.repetition
     if part is None:

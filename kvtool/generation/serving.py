@@ -1,4 +1,4 @@
-"""Answer many prompts over one cache: a row that ends makes room for the next prompt.
+"""Answer many prompts over one cache: an answer that ends frees its row for the next prompt.
 
 Every prompt is read alone, and its entry joins those that run (`kvtool.cache.batching`). So an
 answer is the one that the prompt gets alone, and short answers do not wait for long ones.
@@ -57,7 +57,7 @@ class Served:
         most_sequences: in flight at a time.
         new_tokens: of all answers, those that run included.
         seconds: from the first prompt to the last token.
-        reading_seconds: of these, those in which prompts were read and nobody wrote.
+        reading_seconds: of these, those in which prompts were read and no answer was written.
     """
 
     most_sequences: int = 0
@@ -70,12 +70,12 @@ class Served:
         self.reading_seconds += seconds
 
     def count(self, sequences: int, seconds: float) -> None:
-        """Count a token of each row, so many seconds after the beginning."""
+        """Count a token of each sequence, at a number of seconds after the beginning."""
         self.most_sequences = max(self.most_sequences, sequences)
         self.new_tokens, self.seconds = self.new_tokens + sequences, seconds
 
     def in_words(self, answers: int) -> str:
-        """Say what so many answers have taken."""
+        """Say what a number of answers has taken."""
         if self.seconds <= 0:
             return "nothing was left to answer"
         speed = self.new_tokens / self.seconds
@@ -100,7 +100,7 @@ class _Sequence:
     """A prompt in flight.
 
     Attributes:
-        text: (1, tokens and room for more) int64 on the CPU.
+        text: (1, tokens and empty places for more) int64 on the CPU.
     """
 
     prompt: Waiting

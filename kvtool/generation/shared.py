@@ -27,9 +27,9 @@ from kvtool.model_shape import stores_latents
 def can_share(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
     """Return whether an empty cache can take a prompt in from another one's run.
 
-    Not where it reads the prompt in blocks, goes by logits, has the prompt repeated or numbers
-    tokens anew; nor on a model with other layers than those of full attention, or whose keys are
-    stored in latent form.
+    Not where it reads the prompt in blocks, uses logits, has the prompt repeated or numbers tokens
+    anew; nor on a model with other layers than those of full attention, or whose keys are stored in
+    latent form.
 
     Args:
         tokens: of the prompt.
@@ -65,7 +65,7 @@ def prefill_shared(
     """Feed a prompt to several empty caches by one run of the model.
 
     Args:
-        caches: those of which `can_share` says so.
+        caches: those that `can_share` accepts.
         input_ids: (batch, n), without padding.
         new_tokens: how many will be generated after it, as far as is known.
         length: tokens of the whole text; see `KVCache.expect_length`.

@@ -39,7 +39,7 @@ def check_positions(model: PreTrainedModel, lengths: Sequence[int], new_tokens: 
 
     Args:
         lengths: tokens of each row, with those of earlier turns.
-        new_tokens: that will be generated after them; the last one is fed to nobody.
+        new_tokens: that will be generated after them; the last one is not fed.
 
     Raises:
         UsageError: it says how many tokens fit.

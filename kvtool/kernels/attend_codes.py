@@ -32,7 +32,7 @@ _LEAST = tl.constexpr(2.0**-14)  # of all scales but 0: float16's smallest norma
 
 @triton.jit
 def channel_of(columns, DIM: tl.constexpr, NIBBLES: tl.constexpr):
-    """Find the channel that stands in each column of a tile."""
+    """Find the channel in each column of a tile."""
     channels = columns
     if NIBBLES:
         channels = columns // 2 + columns % 2 * (DIM // 2)
@@ -275,7 +275,8 @@ def attend_codes(
 
     Returns:
         (batch, heads, 1, value_dim) in the dtype of the query, rotated if the values were, and the
-        weights, (batch, heads, slots) float32, 0 in rows of padding; None if nobody wants them.
+        weights, (batch, heads, slots) float32, 0 in rows of padding; None if they are not asked
+        for.
     """
     query = dense(query[:, :, 0])
     codes = [dense(tensor) for tensor in (key_codes, key_scales, value_codes, value_scales)]

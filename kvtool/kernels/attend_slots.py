@@ -155,7 +155,7 @@ def attend_slots(
 
     Returns:
         (batch, heads, 1, value_dim) in the dtype of the values, and the weights, (batch, heads,
-        slots) float32, 0 in rows of padding; None if nobody wants them.
+        slots) float32, 0 in rows of padding; None if they are not asked for.
     """
     query, key, value = dense(query[:, :, 0]), dense(key), dense(value)
     batch, heads, head_dim = query.shape

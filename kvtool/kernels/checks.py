@@ -72,7 +72,7 @@ class _Draw:
         return self.normal(*sizes, self.kind.head_dim), self.normal(*sizes, self.kind.value_dim)
 
     def stored(self) -> Tensor:
-        """Draw positions of slots, of which some and whole tiles are empty."""
+        """Draw positions of slots; some slots and whole tiles are empty."""
         stored = self.order(_ROWS, _HEADS, _STORED)
         stored[..., ::5] = -1
         stored[0, :, :130] = -1
@@ -140,7 +140,7 @@ def _check_rows(draw: _Draw) -> Iterator[tuple[str, Pair]]:
 
 
 def _ragged(draw: _Draw) -> Pair:
-    """Draw positions of new tokens behind some padding, and of slots of which some are empty."""
+    """Draw positions of new tokens behind some padding, and of slots, some of them empty."""
     padding = torch.arange(_ROWS)[:, None] * 9
     place = torch.arange(_NEW) - padding
     new = (2 * _KEPT + place).masked_fill(place < 0, -1)

@@ -14,7 +14,7 @@ def tile_edge(*operands: Tensor, rows: int = 0) -> int:
     """Count the rows of a tile: few enough for a GPU's shared memory to hold all operands.
 
     Some are read ahead: the memory holds three tiles of each. Products of float32 in full precision
-    take several times the room of halves.
+    take several times the memory of halves.
 
     Args:
         rows: of the tile that they are multiplied with, where it may be tall.

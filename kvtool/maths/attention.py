@@ -225,7 +225,7 @@ def visible_keys(
             softmax stays finite.
         key_positions: (batch, kv_heads, kv_len); -1 marks an empty slot.
         window: width of a sliding window, in tokens, the query itself included.
-        chunked: whether windows stand side by side in place of sliding: a query at position p sees
+        chunked: whether windows are side by side in place of sliding: a query at position p sees
             keys from p - p % window on.
         spans: (batch, q_len, 2) positions of a first and a last key that a query sees as well,
             whatever the rest says.

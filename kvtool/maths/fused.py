@@ -1,4 +1,4 @@
-"""The fused attention kernel of a CPU, which tells the log-sum-exp of its rows as well."""
+"""The fused attention kernel of a CPU, which returns the log-sum-exp of its rows as well."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def widen_pages(bounds: Tensor, key: Tensor, at: Tensor, page: Tensor) -> None:
 
 
 def pages_of(tokens: int, page: int) -> int:
-    """Count the pages that so many tokens fill, the last one perhaps not whole.
+    """Count the pages that `tokens` tokens fill, the last one perhaps not whole.
 
     >>> pages_of(7, 3), pages_of(6, 3)
     (3, 2)

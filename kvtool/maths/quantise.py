@@ -214,7 +214,7 @@ def channel_ranges(keys: Tensor, valid: Tensor) -> ChannelRanges:
 
     Args:
         keys: (batch, kv_heads, tokens, dim).
-        valid: bool (batch or 1, tokens), False for padding; fewer than `FEWEST` tell nothing.
+        valid: bool (batch or 1, tokens), False for padding; fewer than `FEWEST` show nothing.
     """
     import torch
 

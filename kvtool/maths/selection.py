@@ -1,7 +1,7 @@
 """The only top-k: ties go to the lower position, protection is a mask, empty slots come last.
 
-Slots need not be in order of position: after some decoding they are not. Every choice here goes by
-position.
+Slots need not be in order of position: after some decoding they are not. Every choice here uses
+positions.
 """
 
 from __future__ import annotations

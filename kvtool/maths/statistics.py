@@ -5,10 +5,10 @@ weight of a key is exp(logit - log-sum-exp). So one product of queries and keys 
 tiles that stay in a core's second cache, above whose diagonal nothing is computed. No row of
 weights is written.
 
-Moments: mean and scatter of vectors that come in parts, none of which is kept. Chan, Golub &
-LeVeque, 1979, "Updating formulae and a pairwise algorithm for computing sample variances". Each
-part is centred on its own mean before it is multiplied out, so that nothing cancels, however far
-the mean is from 0.
+Moments: mean and scatter of vectors that come in parts, without storing any. Chan, Golub & LeVeque,
+1979, "Updating formulae and a pairwise algorithm for computing sample variances". Each part is
+centred on its own mean before it is multiplied out, so that nothing cancels, however far the mean
+is from 0.
 
 Surprisal: how unexpected a token was to the model, -log p in nats.
 """
@@ -113,7 +113,7 @@ def add_moments(
     Args:
         count: (batch, heads) float32.
         mean: (batch, heads, dim) float32; 0 where nothing has been counted.
-        scatter: (batch, heads, dim, dim) float32; None: nobody wants it.
+        scatter: (batch, heads, dim, dim) float32; None: not asked for.
         vectors: (batch, heads, tokens, dim) float32.
         valid: bool (batch or 1, tokens), which of them count.
 

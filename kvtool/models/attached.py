@@ -24,7 +24,7 @@ class ModelSource:
     Attributes:
         name: a folder or a hub ID; None is the bundled reference model.
         settings: further arguments of `kvtool.models.load.load`; None is its default.
-        loaded: the model, where somebody has loaded it.
+        loaded: the model, once it is loaded.
     """
 
     name: str | None
@@ -67,7 +67,7 @@ class ModelSource:
         return self.loaded is None and Path(find_source(self.name)[1]).is_dir()
 
     def note(self) -> str | None:
-        """Say which model it is, where nobody has named one or the hub is asked."""
+        """Say which model it is, where the user has named none or the hub is asked."""
         return None if self.loaded is not None else model_note(self.name)
 
     def check(self, *, config_only: bool = False) -> None:
@@ -101,7 +101,7 @@ class ModelSource:
         uses it here.
 
         Args:
-            note: is told what the model's family limits.
+            note: gets the limits of the model's family.
             progress: show on stderr how far a download is.
             keep: leave the model attached, unless what is done with it fails.
         """
@@ -129,7 +129,7 @@ _USES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def _attach_for_a_while(model: Any) -> None:
-    """Attach a model until it is given back as often as it was borrowed."""
+    """Attach a model until it is released as often as it was taken."""
     from kvtool.cache.hooks.attach import attach
     from kvtool.cache.hooks.attachment import attachment
 
@@ -179,7 +179,7 @@ def load_attached(
 
     Args:
         settings: further arguments of `kvtool.models.load.load`; None is its default.
-        note: is told what the model's family limits.
+        note: gets the limits of the model's family.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     loaded = load(model, **given, progress=progress)

@@ -78,7 +78,7 @@ class Frame:
         return self.closing.rstrip().endswith("<think>")
 
     def message(self, text: str) -> str:
-        """Return what stands in the template for a message."""
+        """Return the template's text for a message."""
         return text.strip() if self.trims else text
 
     def prompt(self, messages: Sequence[Message]) -> str:
@@ -101,7 +101,7 @@ class Frame:
         """Return what goes on from an answer up to where the next one begins.
 
         Args:
-            messages: all of them, the last two of which are the answer and what is said to it.
+            messages: all of them; the last two are the answer and the reply to it.
         """
         asked = self.message(messages[-1].content)
         return Piece("", answer.cut_from(self.next) + asked + self.closing)
@@ -248,7 +248,7 @@ def make_frame(
         wanted: `auto` uses the tokenizer's chat template if it has one and the task takes one.
         chat: whether the task takes one.
         system: the system message.
-        thinking: what templates that know `enable_thinking` are told; None: their own default.
+        thinking: `enable_thinking` for templates that know it; None: their own default.
 
     Raises:
         UsageError: a template is wanted, or needed for a system message, and there is none, or it
@@ -319,7 +319,7 @@ def _read_frame(
 
 
 def _split(text: str, marks: Sequence[str]) -> list[str]:
-    """Cut a text at marks, each of which it holds once."""
+    """Cut a text at marks that it holds once each."""
     parts = [text]
     for mark in marks:
         last = parts.pop()
@@ -348,7 +348,7 @@ def continued_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text that goes on from another.
 
     Some tokenizers (Llama 2, Mistral, Phi-3) put a space in front of whatever they encode, which
-    has no place inside a text; what stands behind a line end gets none.
+    has no place inside a text; text behind a line end gets none.
     """
 
     def encode(text: str) -> list[int]:

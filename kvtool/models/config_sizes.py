@@ -76,7 +76,7 @@ def _check_rope(name: str, rope: Mapping[str, Any], rotated: int | None) -> None
     """Refuse factors of a rotation that are no numbers, or not one for each pair of channels.
 
     Args:
-        rotated: channels that are rotated; None: nobody knows.
+        rotated: channels that are rotated; None: unknown.
     """
     for key in _ROPE_NUMBERS:
         value = rope.get(key)

@@ -268,7 +268,7 @@ def _translate(part: str, name: str, error: Exception, where: Mapping[str, Any])
 
 
 def translate_hub(name: str, text: str, error: Exception) -> KvtoolError:
-    """Say what is wrong with a model of the hub, of which `text` tells."""
+    """Say what is wrong with a model of the hub, from the `text` of an error."""
     if "gated repo" in text or "403 " in text:
         return KvtoolError(f"access to model `{name}` is restricted", hint="log in: hf auth login")
     if any(sign in text for sign in ("couldn't connect", "Connection", "offline", "resolve")):
@@ -336,7 +336,7 @@ def check_hub(model: str | None, revision: str | None = None) -> None:
     except (GatedRepoError, RepositoryNotFoundError) as error:
         raise translate_hub(model, str(error), error) from error
     except (EntryNotFoundError, RevisionNotFoundError, HfHubHTTPError):
-        return  # of which transformers tells more
+        return  # transformers will say more
     except ValueError as error:  # no name of a model
         raise translate_hub(model, str(error), error) from error
     except Exception as error:  # any: of the network, by whichever client the hub's package has
@@ -359,6 +359,6 @@ def check_hub_data(name: str) -> None:
             return
         get_hf_file_metadata(hf_hub_url(name, "README.md", repo_type="dataset"))
     except (HfHubHTTPError, ValueError):
-        return  # of which the reader of the data tells more
+        return  # the reader of the data will say more
     except Exception as error:  # any: of the network, by whichever client the hub's package has
         raise Unreachable(f"the hub cannot be reached for data `{name}`") from error

@@ -164,7 +164,7 @@ def load_config(
 
 
 def _where(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    """Return how transformers is told what to load."""
+    """Return transformers' arguments for what to load."""
     return {"trust_remote_code": trust_remote_code} | ({"revision": revision} if revision else {})
 
 

@@ -1,4 +1,4 @@
-"""What a user is told of a model, a budget or a text before anything runs."""
+"""Notes for the user about a model, a budget or a text, before anything runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HANDFUL = 16  # a budget below it is one of a handful of tokens
 
 
 def model_note(model: str | None) -> str | None:
-    """Say that the bundled model is used where nobody asked for it, or that the hub is asked."""
+    """Say that the bundled model is used where the user named none, or that the hub is asked."""
     if model is None:
         return f"model: {REFERENCE} (bundled; choose another with --model)"
     if not is_bundled(model) and not expand(model).is_dir():

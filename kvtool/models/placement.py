@@ -109,7 +109,7 @@ def check_processes(device: str, device_map: str | None) -> None:
 
 
 def split_over_processes(config: Any) -> dict[str, Any]:
-    """Return how transformers is told to split a model over all processes.
+    """Return transformers' arguments for splitting a model over all processes.
 
     Raises:
         UsageError: heads that cannot be split into equal parts.
@@ -142,7 +142,7 @@ def free_memory(device: str, *, spread: bool = False) -> tuple[str, int | None]:
         spread: whether a model is spread over all GPUs, if there are any.
 
     Returns:
-        The device or devices, and None where the system does not tell.
+        The device or devices, and None where the system does not say.
     """
     import torch
 

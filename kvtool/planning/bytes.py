@@ -70,7 +70,7 @@ def slot_bytes(layer: LayerShape, numbers: int, codec: Codec | None) -> int:
 def kv_bytes(
     layers: Sequence[LayerShape | None], tokens: Sequence[int], codec: Codec | None = None
 ) -> int:
-    """Count the bytes of one row's keys and values, so many tokens in each layer."""
+    """Count the bytes of one sequence's keys and values, with a number of tokens for each layer."""
     pairs = zip(layers, tokens, strict=True)
     return sum(
         layer.kv_heads * stored_bytes(layer, codec) * count
@@ -132,7 +132,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class LayerBudget:
-    """What a layer whose budget is free has to go by.
+    """The budget of a layer whose budget is free.
 
     Attributes:
         tokens: that it may hold (and then appends to or not, as the policy does it), or that are

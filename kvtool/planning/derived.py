@@ -207,7 +207,7 @@ def _check_stages(plan: PlanDocument, own: PlanDocument | None) -> None:
 
 
 def _costs_of(plan: PlanDocument, section: RocketKVSection) -> tuple[Cost, Cost]:
-    """Return what the stages store and read as they stand."""
+    """Return what the stages of the section store and read."""
     from kvtool.documents.plan import compression_ratio
     from kvtool.planning.rocketkv import split_factor
 
@@ -254,7 +254,7 @@ def _check_totals(
 
 
 def _check_size(plan: PlanDocument, policy: Policy | None, shapes: list[LayerShape | None]) -> None:
-    """Refuse a target in bytes that has room for tokens that the plan does not give out."""
+    """Refuse a target in bytes that would hold more tokens than the plan gives out."""
     size, count = plan.target.bytes, len(plan.free_layers)
     everything = policy is not None and (policy.stores_all or not policy.takes_budget)
     planned = sum(plan.layers.tokens[i] for i in plan.free_layers)

@@ -150,7 +150,7 @@ def least_allowed(attempt: Callable[[int], object], least: int, most: int) -> in
 def tokens_for_bytes(
     policy: Policy, layers: Sequence[LayerShape | None], text: Text, size: int
 ) -> int:
-    """Return the budget that holds no more than so many bytes, equal in all layers.
+    """Return the budget that holds no more than `size` bytes, equal in all layers.
 
     For a policy that stores everything, bytes only have to suffice, and the budget is the default
     of what is read. A policy that stores its budget holds no more whatever the prompt's length,
@@ -202,7 +202,7 @@ class PlanInUse:
     Attributes:
         sequences: prompts at a time.
         tokens: of every layer.
-        stages: RocketKV's, where the policy goes by them.
+        stages: RocketKV's, where the policy uses them.
         held: bytes that will be held at most.
     """
 
@@ -215,7 +215,7 @@ class PlanInUse:
 def use_plan(
     plan: PlanDocument, policy: Policy, *, prompt: int, new: int, rows: int = 1, dtype: str | None
 ) -> PlanInUse:
-    """Return what a run goes by.
+    """Return the sizes that a run uses.
 
     Args:
         prompt: tokens of the longest prompt.
@@ -260,7 +260,7 @@ def check_run(plan: PlanDocument, policy: Policy, dtype: str | None = None) -> l
         dtype: of the cache, by name; None: not known yet.
 
     Returns:
-        What a user should be told, one line each.
+        Notes for the user, one line each.
 
     Raises:
         UsageError: a policy whose own sizes are not the plan's; a target in bytes that the run

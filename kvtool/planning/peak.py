@@ -71,7 +71,7 @@ def _slot_sizes(
 
 
 def _appended(slots: int, step: int, tokens: int) -> int:
-    """Return the slots of a full buffer once so many tokens more were appended by `step`s."""
+    """Return the slots of a full buffer once `tokens` more were appended by `step`s."""
     used, most = slots, slots + tokens
     while used < most:
         used = min(used + step, most)

@@ -166,7 +166,7 @@ def make_section(
         budget: pairs that a step reads of a layer and KV head.
 
     Raises:
-        UsageError: there can be none, and the policy goes by it.
+        UsageError: there can be none, and the policy uses it.
     """
     try:
         per_head = 2 * model.head_dim * DTYPE_BYTES.get(model.dtype or "", 0)
@@ -213,7 +213,7 @@ LEAST = 8
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what its reader should be told, one line each."""
+    """A plan, and the notes for its reader, one line each."""
 
     document: PlanDocument
     notes: list[str]
@@ -291,7 +291,7 @@ class Drafts:
         return 1 if self.policy is None else self.policy.min_budget
 
     def of(self, total: int) -> Draft:
-        """Split so many tokens over the free layers."""
+        """Split a total of tokens over the free layers."""
         layers, target, policy = self.layers, self.target, self.policy
         least = _least(self, total)
         scale = Fraction(1)

@@ -229,7 +229,7 @@ def _share(budget: Budget, policy: Policy, prompt: float, kept: float | None) ->
     """Return a budget as a share of the prompts that it was measured on.
 
     Raises:
-        UsageError: bytes, and nobody counted the tokens that they kept.
+        UsageError: bytes, without a count of the tokens that they kept.
     """
     if budget.ratio is not None:
         return budget.ratio

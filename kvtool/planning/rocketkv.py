@@ -40,7 +40,7 @@ class RocketKVPlan:
         dense: everything fits into the budget, and nothing is selected or dropped.
         compression_ratio: c = S / t.
         split_factor: r, the share of log c that stage 1 takes.
-        stage1_tokens: C, tokens that stage 1 leaves, room for generated ones included.
+        stage1_tokens: C, tokens that stage 1 leaves, the generated ones included.
         prompt_tokens: tokens of the prompt that stage 1 keeps.
         page_size: P.
         head_dims: k1, channels of a key that stage 2 reads to estimate.
@@ -178,8 +178,8 @@ def nominal_storage(
 ) -> float:
     """Return the stored share of a full cache by the real-valued formula.
 
-    The paper's table 1 (`doubled`) weighs the page tensors against the keys alone, though a page
-    of P tokens holds one pair of vectors where P pairs of key and value stand.
+    The paper's table 1 (`doubled`) weighs the page tensors against the keys alone, though a page of
+    P tokens holds one pair of vectors for P pairs of key and value.
 
     >>> round(nominal_storage(64, 0.56), 6), round(nominal_storage(64, 0.56, doubled=True), 6)
     (0.136406, 0.175416)
@@ -239,13 +239,13 @@ def split_of(policy: Policy) -> float | None:
 def planned_stages(plan: PlanDocument, policy: Policy, n: int) -> PlannedStages | None:
     """Return RocketKV's stages for a prompt of `n` tokens.
 
-    Of L layers, layer l has C * L * f_l / sum f of stage 1's tokens C, room for the planned new
-    ones included, by the fractions f of the layers; none keeps less than the window, and none more
-    than all. Without a stage 1 the pairs that a step reads are shared out so. The token counts of a
-    plan made from a share are scaled to the prompt.
+    Of L layers, layer l has C * L * f_l / sum f of stage 1's tokens C, the planned new ones
+    included, by the fractions f of the layers; none keeps less than the window, and none more than
+    all. Without a stage 1 the pairs that a step reads are shared out so. The token counts of a plan
+    made from a share are scaled to the prompt.
 
     Returns:
-        None if the policy goes by no stages, or the plan has no such section.
+        None if the policy uses no stages, or the plan has no such section.
     """
     section, new = plan.rocketkv, plan.target.max_new_tokens
     if section is None or not goes_by_stages(policy):

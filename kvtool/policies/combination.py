@@ -58,7 +58,7 @@ def check_select(select: Select, score: Score, split: HeadSplit | None) -> None:
 
 
 def check_budget_split(split: Allocator, over: str, score: Score) -> None:
-    """Refuse to split a budget that nobody holds, that is shared, or that has a schedule.
+    """Refuse to split the budget of a score that keeps everything, shares or schedules it.
 
     Args:
         over: what it is split over, `layers` or `heads`.

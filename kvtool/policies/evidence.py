@@ -65,7 +65,7 @@ class MomentsAsked:
     """What a score wants of the queries.
 
     Args:
-        sinks: queries of so many first tokens are left out.
+        sinks: number of first tokens whose queries are left out.
         covariance: whether their covariance is wanted beside their mean.
     """
 
@@ -86,9 +86,9 @@ class QueryMoments:
 
     Attributes:
         mean: (batch, heads, head_dim) float32.
-        covariance: (batch, heads, head_dim, head_dim) float32; None where nobody asked for it.
+        covariance: (batch, heads, head_dim, head_dim) float32; None where it was not asked for.
         scale: what the layer multiplies its logits by.
-        rotation: how the layer turns queries and keys; None: it does not.
+        rotation: how the layer rotates queries and keys; None: it does not.
     """
 
     mean: Tensor
@@ -123,9 +123,10 @@ class RepetitionAsked:
 
     Args:
         chunk: tokens that are repeated at a time.
-        sinks: so many first tokens are not repeated; they are attended to beside every chunk.
-        instruction: what the model is told; None: KVzip's words.
-        lead: tokens of the chunk before that stand before those of a chunk.
+        sinks: number of first tokens that are not repeated; they are attended to beside every
+            chunk.
+        instruction: the text that asks the model to repeat; None: KVzip's words.
+        lead: tokens of the chunk before that are put before those of a chunk.
     """
 
     chunk: int = 2048

@@ -46,7 +46,7 @@ def guarded_select(select: Select) -> Select:
 
 
 def run_hook(part: object, hook: str, call: Callable[[], Result]) -> Result:
-    """Run a hook of a part, and tell what it raises in one line.
+    """Run a hook of a part, and report what it raises in one line.
 
     Raises:
         PolicyError: anything that the author's code raised, or that it tried to exit.

@@ -46,7 +46,7 @@ class _Guard:
     def __init__(self, cls: type) -> None:
         self.cls = cls
         self._unseen = 0  # what was made and not looked at yet
-        self._decoded: set[int] = set()  # layers of which a decoded token was looked at
+        self._decoded: set[int] = set()  # layers with a decoded token that was looked at
         own = [name for name in _CHECKS if _is_theirs(cls, name)]
         if issubclass(cls, Read):
             own.append("start")  # which says that new tables are there to choose by

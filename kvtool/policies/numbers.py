@@ -20,7 +20,7 @@ Count = Union[
     int, "Tensor"
 ]  # one number, or one per row (batch, 1, 1), or per head (batch, kv_heads, 1)
 PROMPT = "prompt"  # beside a slot where the prompt stays: 1 for its tokens
-SHIFT = "turn"  # beside a slot where `positions=cache`: its place, minus where its key stands
+SHIFT = "turn"  # beside a slot where `positions=cache`: its place minus its key's rotation
 
 
 @overload
@@ -83,7 +83,7 @@ class KVHeads:
         """Bring together what belongs to all heads: (batch, kv_heads, slots) of those held here.
 
         Args:
-            empty: stands where another process has fewer slots.
+            empty: fills in where another process has fewer slots.
         """
         return slots
 

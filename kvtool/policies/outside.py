@@ -99,7 +99,7 @@ def _find(name: str, imports: bool) -> Any:
 
 
 def _named(module: ModuleType, name: str) -> Any:
-    """Return what a module has under a name, of which it may be asked by a function of its own."""
+    """Return what a module has under a name; the module may have a function of its own for it."""
     try:
         return getattr(module, name, None)
     except (Exception, SystemExit) as error:
@@ -134,10 +134,10 @@ def _current_folder() -> Iterator[None]:
 
 
 def check_imported(choices: Sequence[Any], where: str, what: str = "a run or a plan") -> None:
-    """Refuse scores from outside the package that nobody has imported.
+    """Refuse scores from outside the package that are not imported.
 
     Args:
-        choices: policies as they stand in a document, strings or mappings.
+        choices: policies as a document has them, strings or mappings.
         where: they stand, for the error.
         what: document names them, for the error.
 

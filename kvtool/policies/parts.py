@@ -59,9 +59,9 @@ class Score:
         draws: of its own where it draws at random: True, beside a setting `seed` (see `draws.py`).
         distinct: whether no two tokens of a head ever have the same number.
         layer_tokens: which tokens a layer may keep: `own`, whichever it chooses; `nested`, only
-            such that the layer above keeps, of which the view tells, and budgets must not grow with
+            such that the layer above keeps (the view shows them), and budgets must not grow with
             depth; `same`, those of all layers, which are cut at once, before a forward.
-        positions: what keys and queries are turned by, see `Positions`.
+        positions: what keys and queries are rotated by, see `Positions`.
     """
 
     name: ClassVar[str]
@@ -93,7 +93,7 @@ class Score:
         """Add a chunk of rows to the statistics, in place; only with ALL_ROWS."""
 
     def voters(self, first_layer_budget: int) -> int:
-        """Count the last rows of LAST_ROWS, where the first layer may keep so many tokens."""
+        """Count the last rows of LAST_ROWS, by the tokens that the first layer may keep."""
         return self.window
 
     def vote_weights(self, rows: int, first_layer_budget: Count) -> Tensor | None:
@@ -230,7 +230,7 @@ class Evicted:
     Attributes:
         statistics: columns of attention (`kvtool.maths.columns.COLUMNS`) that it needs beside each
             slot; one that the score keeps under the same name is shared, and the score's.
-        works_on_keys: whether it works on keys, which must stand still for it.
+        works_on_keys: whether it works on keys, whose rotation must not change then.
     """
 
     name: ClassVar[str]
@@ -246,7 +246,7 @@ class Evicted:
         raise NotImplementedError
 
     def host_bytes(self, layer: HeadSizes, tokens: int) -> int:
-        """Bound the bytes of so many evicted tokens of one row in host memory."""
+        """Bound the bytes of `tokens` evicted tokens of one sequence in host memory."""
         return 0
 
 
@@ -260,7 +260,7 @@ class Read:
         divisor: a step attends to the budget divided by this; the rest of it pays for choosing.
         planned: whether sizes come from RocketKV's plan.
         k: tokens to attend to; None: from the budget.
-        skip_layers: so many first layers read all that they store.
+        skip_layers: number of first layers that read all that they store.
         basis: a file of key bases for `start`; None: none.
     """
 
@@ -286,11 +286,11 @@ class Read:
         return {}
 
     def columns(self, tokens: int) -> Mapping[str, int]:
-        """Return the length of the last axis of the tables that grow, for so many tokens."""
+        """Return the length of the last axis of the tables that grow, for `tokens` tokens."""
         return {}
 
     def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
-        """Add token number `at`, (batch, kv_heads, dim), to the tables, in place; there is room."""
+        """Add token number `at`, (batch, kv_heads, dim), to the tables, in place."""
 
     def choose(self, view: ReadView) -> Choice:
         """Choose the tokens to attend to; there are more of them than the budget."""

@@ -73,7 +73,7 @@ class Policy:
 
     Raises:
         UsageError: a number that is not finite or too large; the rescore, or the split over heads,
-            needs attention scores and the score has none; a split of a budget that nobody holds,
+            needs attention scores and the score has none; a split of a budget that evicts nothing,
             that all layers share, or that has a schedule of its own; something to be made of
             evicted tokens where none are, where all layers are cut at once, where the score makes
             something else of them, or where they leave heads of unequal counts while decoding; a
@@ -414,7 +414,7 @@ def drawn_for(policy: Policy, text: str) -> Policy:
     """Return the policy with the draws of one text; the same object where it draws nothing.
 
     Args:
-        text: anything that tells the text from others.
+        text: anything that identifies the text.
     """
     score, evicted = policy.score, policy.evicted
     if draws(score):

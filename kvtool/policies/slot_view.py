@@ -68,14 +68,14 @@ class SlotView:
         held: slots of the row that are not empty; where heads differ, of each head.
         layer: index of the layer, one number or one per row.
         block: tokens of the row in the running block.
-        heads: all KV heads of the layer, of which a process may hold a part.
+        heads: all KV heads of the layer; a process may hold a part of them.
         kept_in_parent: which slots hold tokens that the layer above keeps, bool (batch, 1, slots),
             for a score whose layers are nested; None: no layer is above.
         first_layer_budget: what the first layer may keep, for such a score.
         keys: (batch, kv_heads, slots, key_dim) of each layer, as they are stored, for a score that
             needs keys; else none.
         queries: of the newest tokens of each layer, for a score that looks back from them.
-        moments: of the queries of the text's prompts, for a score that goes by them.
+        moments: of the queries of the text's prompts, for a score that uses them.
     """
 
     values: Sequence[Tensor]

@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,100}\.?[0-9]{0,100}|\.[0-9]{1,100})(?:e[+
 
 
 def computed(default: str) -> Any:
-    """Declare a parameter whose default, None, stands for a number that is computed.
+    """Declare a parameter whose default, None, is replaced by a number that is computed.
 
     Args:
         default: what from, as a reader of `kvtool policies` should see it: `budget/2`.
@@ -84,7 +84,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def read_settings(name: str, cls: type, text: str) -> dict[str, Any]:
-    """Read what stands between the parentheses of a part, `recent=8,positions=cache`.
+    """Read the text between the parentheses of a part, `recent=8,positions=cache`.
 
     Args:
         name: of the part, for messages.

@@ -92,7 +92,7 @@ class Entry:
     """One line of the policy table.
 
     Attributes:
-        parameters: defaults by name; one that is computed is told as what it comes from.
+        parameters: defaults by name; a computed one is shown as what it is computed from.
         goes_on: bases that take the modifier, with the setting under which they do; empty for a
             base.
     """
@@ -207,7 +207,7 @@ class Setting:
     """A parameter.
 
     Attributes:
-        default: one that is computed is told as what it comes from.
+        default: a computed one is shown as what it is computed from.
         values: that it may have; empty: any of its type.
     """
 

@@ -1,7 +1,7 @@
 """Whether evicting step by step keeps what a score would keep with all at hand (RoCo, figure 2).
 
 After each token the set that is kept under the budget (its members' attention renormalised, what
-is gone stays gone) is held against the top of the same score with nothing evicted; the overlap is
+is gone stays gone) is compared with the top of the same score with nothing evicted; the overlap is
 their Jaccard index, averaged over all tokens beyond the budget, which is a share of the whole text.
 The paper evicts in earnest, so that errors run through the layers; here each layer reads the full
 run's attention. https://arxiv.org/abs/2402.06262

@@ -69,7 +69,7 @@ def measure(
 
 
 def make_studies(model: PreTrainedModel, plan: Plan, tokens: int) -> list[Study]:
-    """Return what will watch one text of so many tokens."""
+    """Return the studies that will watch one text of `tokens` tokens."""
     wanted, steps = set(plan.metrics), plan.steps
     studies: list[Study] = []
     if wanted & {"f_variance", "entropy"}:

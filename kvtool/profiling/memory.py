@@ -13,7 +13,7 @@ from kvtool.planning.bytes import kv_bytes, tokens_held
 BATCHES = (1, 4, 16, 64)
 MEMORY = tuple(size * 2**30 for size in (1, 4, 8, 16, 24, 48, 80))
 _CONTEXTS = (2**10, 2**12, 2**14, 2**15, 2**16, 2**17)
-_UNENDING = 2**40  # tokens or rows that nobody will reach
+_UNENDING = 2**40  # tokens or rows that no run reaches
 
 
 def memory_table(config: Any, dtype: str | None = None) -> MemoryTable:

@@ -46,7 +46,7 @@ class OutputError:
     """Error of every layer under each of several caches, which read the full run's layers."""
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
-        """Take empty caches, whose budgets are tokens unless they are told of the prompt."""
+        """Take empty caches, whose budgets are tokens unless they know the prompt."""
         self._caches = caches
         self._sums = [_Sums() for _ in caches]
 

@@ -16,7 +16,7 @@ DISTANCES = 64
 
 
 def lag_sums(vectors: Tensor, lags: int) -> Tensor:
-    """Return the sums of the dot products of vectors that stand 1, 2 .. `lags` apart.
+    """Return the sums of the dot products of vectors that are 1, 2 .. `lags` apart.
 
     Blocks of `lags` vectors meet themselves and the block before in one product summed over all
     blocks, whose diagonals are the answer.

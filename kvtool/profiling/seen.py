@@ -53,7 +53,7 @@ class Seen:
 
     @property
     def lse(self) -> Tensor | None:
-        """(heads, q_len) float32 log-sum-exp of the rows; None: the kernel has not told it."""
+        """(heads, q_len) float32 log-sum-exp of the rows; None: the kernel has not returned it."""
         norms = self.call.context.norms
         return None if norms is None or norms.lse is None else norms.lse[self.row]
 
@@ -123,8 +123,7 @@ def row_weights(
         query: (kv_heads, group, rows, head_dim), those of the last `rows` keys.
         key: (kv_heads, kv_len, head_dim).
         window: width of a sliding window, the query itself included.
-        chunks_from: position of the first key, where windows stand side by side in place of
-            sliding.
+        chunks_from: position of the first key, where windows are side by side in place of sliding.
         softcap, sinks: as for `attention_weights`, the sinks as (kv_heads, group).
 
     Returns:

@@ -106,7 +106,7 @@ def _frequent(rng: np.random.Generator, tokens: int) -> Example:
 
 
 def _trace(rng: np.random.Generator, tokens: int) -> Example:
-    """Draw steps of which problem and answer together have at most `tokens` tokens."""
+    """Draw steps whose problem and answer together have at most `tokens` tokens."""
     problem = draw_trace(rng, longest_within(tokens))
     context, question = encode(problem.context), encode(problem.question)
     return Example([BOS, *context], question, encode(problem.answer))

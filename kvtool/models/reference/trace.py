@@ -121,7 +121,7 @@ EXAMPLE = (
 
 
 def longest_within(tokens: int, words: int = 12) -> int:
-    """Return the most steps of which problem and answer together have at most `tokens` tokens.
+    """Return the most steps whose problem and answer together have at most `tokens` tokens.
 
     Raises:
         KvtoolError: not even one step has.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PROXY = "proxy"
-_SINK, _RECENT = 128, 512  # of streaming heads, where the budget has room for them
+_SINK, _RECENT = 128, 512  # of streaming heads, where the budget is large enough
 _SINK_DIVISOR = 5  # sinks are this part of a budget of 256 tokens and less
 
 

@@ -38,7 +38,7 @@ class HeadSplit(Allocator):
     def forecast(
         self, budget: int, prompt: int, kv_heads: int, place: tuple[int, int]
     ) -> list[int]:
-        """Forecast the tokens of each head of a layer, of which only the sum need be right.
+        """Forecast the tokens of each head of a layer; only their sum need be right.
 
         Args:
             budget: mean tokens per head, fewer than the prompt has.

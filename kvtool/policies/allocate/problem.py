@@ -1,6 +1,6 @@
 """What there is to split, and what may be known about it: all that an allocator is shown.
 
-Only layers whose budget is free stand here: not those with a sliding window or without attention.
+Only layers whose budget is free are here: not those with a sliding window or without attention.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Heads:
         min_free: tokens that every head must have beside the protected ones.
         tokens_seen: tokens of the text so far, one number or (batch, 1, 1).
         rank: (kv_heads,) int64, place of each head among all heads of the model, 0 for the one that
-            most needs the whole text; None where nobody has ranked them.
+            most needs the whole text; None where heads are not ranked.
         of: how many heads were ranked.
     """
 

@@ -35,7 +35,7 @@ class Codec:
             cls.kernel_form = None  # a kernel would read the codes as the base does
 
     def check_dim(self, dim: int) -> None:
-        """Refuse keys or values of so many channels, if they cannot be stored.
+        """Refuse keys or values of `dim` channels, if they cannot be stored.
 
         Raises:
             UsageError: they cannot.
@@ -49,11 +49,11 @@ class Codec:
         """
 
     def scales(self, dim: int) -> int:
-        """Count the scales of a key or value of so many channels."""
+        """Count the scales of a key or value of `dim` channels."""
         return 1
 
     def vector_bytes(self, dim: int) -> int:
-        """Count the bytes of codes and scales of a key or value of so many channels."""
+        """Count the bytes of codes and scales of a key or value of `dim` channels."""
         return dim * self.code_bits // 8 + SCALE_BYTES * self.scales(dim)
 
     def rotation(self, layer: int, dim: int, device: torch.device) -> RandomRotation | None:

@@ -47,7 +47,7 @@ def query_cosine(
     Args:
         query, held: (batch, heads, head_dim), after RoPE.
         granularity: `head`, or `layer` for one number per row, of the heads put end to end.
-        heads: all heads of the layer, of which these may be a part.
+        heads: all heads of the layer; these may be a part of them.
 
     Returns:
         (batch, heads) float32.

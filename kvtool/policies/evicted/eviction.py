@@ -34,7 +34,7 @@ class Eviction:
         kept_positions: their true positions, -1 = empty; ascending, unless one token was decoded.
         tokens_seen: tokens of the row so far.
         layer: index of the layer.
-        heads: all KV heads of the layer, of which these may be a part.
+        heads: all KV heads of the layer; these may be a part of them.
         whole: whether every head loses equally many.
         importance: (batch, kv_heads, slots) float32 by which a block was judged; None for a decoded
             token.

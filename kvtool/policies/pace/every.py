@@ -1,7 +1,7 @@
-"""Cut every so many decoded tokens, not after each.
+"""Cut every few decoded tokens, not after each.
 
 Holding a budget after every token costs a selection a token. Here decoded tokens are appended, and
-once `steps` of them stand above the budget, one selection cuts back to it. So up to budget + steps
+once `steps` of them are above the budget, one selection cuts back to it. So up to budget + steps
 tokens are held, and a token attends to all of them; a prompt is cut to the budget at its end. R-KV
 (Cai et al., 2025, https://arxiv.org/abs/2505.24133) holds its budget so.
 """
@@ -15,7 +15,7 @@ from kvtool.policies.parts import Pace
 
 @dataclass(frozen=True)
 class Every(Pace):
-    """Cut every so many decoded tokens, from the budget and these back to the budget.
+    """Cut every `steps` decoded tokens, from the budget and these back to the budget.
 
     Args:
         steps: decoded tokens between two cuts.

@@ -19,7 +19,7 @@ def table_bytes(reader: Read, layer: HeadSizes, tokens: int) -> int:
 
     Args:
         reader: with all its sizes.
-        tokens: how many there are to choose from, or room for.
+        tokens: how many there are to choose from, or can be.
     """
     return sum(table.numel() * table.element_size() for table in _tables(reader, layer, tokens))
 

@@ -1,7 +1,7 @@
 """Exact top-k: the tokens of highest attention, known by computing all of it.
 
-The oracle that Quest, SparQ and RocketKV (https://arxiv.org/abs/2502.14051, section 4) are held
-against: choosing reads every key, and is counted as free.
+The oracle that Quest, SparQ and RocketKV (https://arxiv.org/abs/2502.14051, section 4) are
+compared with. Choosing reads every key, and is counted as free.
 
 By default every query head chooses for itself, as RocketKV's authors run it, so that a group of G
 heads reads up to G times the budget. All other readers choose once for a group; `scope=group` does
@@ -27,7 +27,7 @@ class ExactTopK(RowsRead):
     Args:
         scope: `query_head` chooses for every query head, `group` for all that share a KV head.
         k: tokens to attend to; None: the budget.
-        skip_layers: so many first layers read all that they store.
+        skip_layers: number of first layers that read all that they store.
     """
 
     scope: Literal["query_head", "group"] = "query_head"

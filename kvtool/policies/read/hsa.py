@@ -42,7 +42,7 @@ class HSA(Paged):
         page: tokens of a page; None: by RocketKV's plan, as the next two.
         k1: channels to estimate with.
         k: tokens to attend to; by the plan half the budget.
-        skip_layers: so many first layers read all that they store.
+        skip_layers: number of first layers that read all that they store.
     """
 
     page: int | None = computed("by RocketKV's plan")

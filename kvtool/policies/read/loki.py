@@ -44,7 +44,7 @@ class Loki(RowsRead):
         k: tokens to attend to; None: half the budget.
         basis: a safetensors file of bases that `kvtool profile` wrote; None: the prompt's own.
         scope: `group` chooses for all query heads that share a KV head, `query_head` for each.
-        skip_layers: so many first layers read all that they store.
+        skip_layers: number of first layers that read all that they store.
     """
 
     d: int | None = computed("head_dim*budget/prompt")

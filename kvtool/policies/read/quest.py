@@ -34,7 +34,7 @@ class Quest(Paged):
     Args:
         page: tokens of a page; None: ceil(2 S / budget) for a prompt of S tokens.
         k: tokens to attend to, in whole pages; None: half the budget.
-        skip_layers: so many first layers read all that they store.
+        skip_layers: number of first layers that read all that they store.
     """
 
     page: int | None = computed("2*prompt/budget")

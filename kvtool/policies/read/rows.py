@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PerRow:
-    """A number of which each row has its own, known on both sides so that nobody waits.
+    """A number for each batch entry, known on CPU and device, so that neither waits.
 
     Attributes:
         known: one a row.

@@ -2,7 +2,7 @@
 
 Ribar et al., 2024, https://arxiv.org/abs/2312.04985. The r channels of largest |q| give an estimate
 of the attention weights; the k tokens of highest estimate are read, and the mean value of all
-tokens stands for the rest, by the estimated share that it receives.
+tokens replaces the rest, by the estimated share that it receives.
 
 Where the sources differ: the estimates of a group of query heads are averaged after the softmax
 (the authors' code for groups sums logits). With a token budget t and a prompt of S tokens,
@@ -44,8 +44,8 @@ class SparQ(RowsRead):
         r: channels to estimate with; None: head_dim x budget / prompt, rounded.
         k: tokens to attend to; None: half the budget.
         local: newest tokens among them that are always read.
-        reallocate: whether the mean value stands for what is not read.
-        skip_layers: so many first layers read all that they store.
+        reallocate: whether the mean value replaces the values of tokens that are not read.
+        skip_layers: number of first layers that read all that they store.
     """
 
     r: int | None = computed("head_dim*budget/prompt")

@@ -55,7 +55,7 @@ def output_change(share: Tensor, distance: Tensor) -> Tensor:
     Args:
         share: (batch, kv_heads, slots) float32, rows sum to 1.
         distance: (batch, kv_heads, slots) float32, of each value from the output, or from its
-            stand-in.
+            replacement.
 
     Returns:
         (batch, kv_heads, slots) float32; infinity where a token holds all but 1e-6 of the row.

@@ -2,8 +2,8 @@
 
 Wan et al., 2024, https://arxiv.org/abs/2406.13035, sections 4.1 to 4.3. The score is accumulated
 attention (H2O); the budget of a layer is split 3:1 between heavy hitters and the newest tokens,
-sinks beside them. Layers get their budgets from `kvtool.policies.allocate.d2o`, and what leaves is
-merged by `kvtool.policies.evicted.d2o_merge`.
+sinks beside them. Layers get their budgets from `kvtool.policies.allocate.d2o`, and evicted tokens
+are merged by `kvtool.policies.evicted.d2o_merge`.
 
 Differences from the authors' code: it compresses at the first decoded token, not at the prompt's
 end, keeps keys and values once per query head, and puts the sinks inside the heavy hitters. Its
@@ -50,7 +50,7 @@ def recent_tokens(budget: Count, sinks: int) -> Count:
 
 @dataclass(frozen=True)
 class D2O(Score):
-    """Keep sinks, heavy hitters and the newest; give dense layers more, merge what leaves.
+    """Keep sinks, heavy hitters and the newest; give dense layers more, merge evicted tokens.
 
     Args:
         sinks: first tokens that are always kept.

@@ -39,7 +39,7 @@ class KVzip(Score):
         chunk: tokens that are repeated at a time.
         layers: whether the KV heads of all layers compete for the budget (`joint`), or those of
             `each` layer.
-        instruction: what tells the model to repeat; None: the words of its authors.
+        instruction: the text that asks the model to repeat; None: the words of its authors.
     """
 
     sinks: int = 4

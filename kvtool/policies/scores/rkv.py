@@ -1,4 +1,4 @@
-"""R-KV: keep what the newest tokens attend to and nothing else says, cutting every so many tokens.
+"""R-KV: keep what the newest tokens attend to and nothing else says, cutting every few tokens.
 
 Cai et al., 2025, https://arxiv.org/abs/2505.24133, for models that fill their cache by reasoning.
 Importance: the logits of the newest queries, their maximum over the query heads of a group, softmax
@@ -91,7 +91,7 @@ def redundancy(keys: Tensor, positions: Tensor, threshold: float) -> Tensor:
 
 @dataclass(frozen=True)
 class RKV(Score):
-    """Keep what the newest tokens attend to and no other token repeats; cut every so many tokens.
+    """Keep what the newest tokens attend to and no other token repeats; cut every few tokens.
 
     Args:
         window: newest tokens, which vote and are kept themselves.

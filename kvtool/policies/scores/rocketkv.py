@@ -46,7 +46,7 @@ class RocketKV(Score):
         kernel: odd width of the pooling, in tokens; 1 = none.
         pool: `max` or `avg`.
         split: share of the compression that the first stage takes; None: by the compression.
-        skip_layers: so many first layers read all that they store.
+        skip_layers: number of first layers that read all that they store.
     """
 
     window: int = 32
