@@ -1,4 +1,4 @@
 """Storage of a compressed cache, and the one step that every layer runs.
 
-The only rooms that know transformers' cache and attention interfaces.
+The only subpackages that know transformers' cache and attention interfaces.
 """

@@ -128,7 +128,7 @@ def _heads(layer: SlotLayer) -> Tensor | None:
 
 
 def _spread_over_heads(layer: SlotLayer) -> None:
-    """Say of heads that have not been told apart yet that each may keep the layer's budget."""
+    """Give each head the layer's budget, where heads have no budgets of their own yet."""
     part, tokens = HeadBudgets.of(layer), torch.as_tensor(layer.budget.tokens)
     if part is not None:
         entries = tokens.flatten()[:, None].to(layer.slots.device)
@@ -148,7 +148,7 @@ def _packed(layer: SlotLayer) -> Slots:
 
 
 def _hold(layer: SlotLayer, slots: Slots, width: int) -> None:
-    """Have buffers of just so many slots, and counts by row, which can be put behind others."""
+    """Have buffers of exactly `width` slots, and counts by row, which can be put behind others."""
     layer.count_apart(layer.batch_size, layer.slots.device)
     layer.set_budget(LayerBudget())
     layer.slots.set_growth(Growth("never", exact=True))
@@ -170,7 +170,7 @@ def _tensors(layer: SlotLayer) -> Iterator[Tensor]:
 
 
 def _joined(budgets: Sequence[tuple[LayerBudget, int]], device: torch.device) -> LayerBudget:
-    """Put the budgets of so many rows each behind each other."""
+    """Put budgets, each with its number of rows, behind each other."""
     low = min(budget.min_budget for budget, _ in budgets)
     high = max(budget.max_budget for budget, _ in budgets)
     if low == high:

@@ -92,7 +92,7 @@ class RaisedBudgets:
         """
         end = layer.seen + q_len
         if self._ends.get(layer.index) == end:
-            return  # raised before its forward, for a policy that makes room there
+            return  # raised before its forward, for a policy that frees slots there
         self._ends[layer.index] = end
         new = [q_len] * layer.batch_size
         if positions is not None:
@@ -108,8 +108,8 @@ class StoredBudgets:
 
     Attributes:
         new_tokens: tokens that will be generated, as far as is known.
-        spreads: how each row's attention was spread over the last prompt of which it had a part,
-            for an allocator that looks at it.
+        spreads: how each row's attention was spread over the last prompt that it had a part of, for
+            an allocator that looks at it.
         traffic: what a reader may look at; None: no reader.
     """
 
@@ -195,13 +195,13 @@ class StoredBudgets:
             self.spreads = [self.spreads[row] for row in rows]
 
     def _expected(self) -> int:
-        """Tokens to come; what the plan counts on where nobody says."""
+        """Tokens to come; by default the plan's number."""
         if self._plan is not None and self.new_tokens == 0:
             return self._plan.target.max_new_tokens
         return self.new_tokens
 
     def check(self, lengths: list[int]) -> None:
-        """Refuse a prompt of which an entry or layer would keep no more than what always stays.
+        """Refuse a prompt, if an entry or layer would keep only its protected tokens.
 
         Raises:
             UsageError: the first such entry.

@@ -52,8 +52,8 @@ def build_cache(
         prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
             cutting after each. A policy that looks at the prompt to split the budget
             (`+d2o-alloc`, `+ada`), or whose queries vote by its length (`pyramidinfer`), reads it
-            at once and cuts at its end; one that goes by the model's logits (`sirllm`) reads it in
-            blocks in any case.
+            at once and cuts at its end; one that scores by the model's logits (`sirllm`) reads it
+            in blocks in any case.
         plan: what `kvtool plan-budget` decided, or its file: budgets of the layers and RocketKV's
             stages, in place of `budget` and of the policy's own allocator.
         head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole

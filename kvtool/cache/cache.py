@@ -53,7 +53,7 @@ class InWords:
     def show(self, tokenizer: Any = None, *, input_ids: Tensor | None = None, row: int = 0) -> Any:
         """Show the text token by token, each with the share of layers and heads that hold it.
 
-        Scores, merged tokens and those that a reader has read are told of where `record` was called
+        Scores, merged tokens and those that a reader has read are shown where `record` was called
         before the text was read.
 
         Args:
@@ -67,7 +67,7 @@ class InWords:
             notebook show it.
 
         Raises:
-            UsageError: nothing has been read, or nobody knows the text.
+            UsageError: nothing has been read, or the text is unknown.
             KvtoolError: the tokenizer cannot be loaded.
         """
         return view().kept_text(self, tokenizer, input_ids=input_ids, row=row)
@@ -130,7 +130,7 @@ def _free(cache: CacheState) -> list[SlotLayer]:
     return [layer for layer in cache.slot_layers if layer.window is None]
 
 
-_PARTS = 512  # ids of so many forwards are held apart
+_PARTS = 512  # forwards whose ids are held apart
 
 
 class StepWatcher(NamedTuple):
@@ -201,7 +201,7 @@ class KVCache(InWords, CacheState):
         return raw_key, raw_value
 
     def decodes(self, layer: SlotLayer, q_len: int) -> bool:
-        """Whether so many new tokens are one decoded token, and not a block of a prompt."""
+        """Whether `q_len` new tokens are one decoded token, and not a block of a prompt."""
         begun = layer.seen_device is not None or layer.seen > 0
         return q_len == 1 and begun and not self.running.in_prompt
 
@@ -221,7 +221,7 @@ class KVCache(InWords, CacheState):
         """Note that a forward has run through all layers.
 
         Args:
-            ids: (batch, q_len) its tokens; None: nobody knows them.
+            ids: (batch, q_len) its tokens; None: unknown.
         """
         self.changing = False
         if ids is None or torch.compiler.is_compiling():
@@ -260,7 +260,7 @@ class KVCache(InWords, CacheState):
     def watch_steps(
         self, show: Callable[[PendingStep, Call, Tensor], None] | None, *, norms: bool = True
     ) -> None:
-        """Show somebody (None: nobody) every step that has run, with the norms of rows."""
+        """Pass every step that has run to `show`, with the norms of rows; None stops that."""
         self._watcher = None if show is None else StepWatcher(show, norms)
 
     def prepare_decode(self, layer: SlotLayer) -> None:
@@ -375,7 +375,7 @@ class KVCache(InWords, CacheState):
             self.surprisals.fit()
 
     def expect_logits(self, tokens: Tensor, mask: Tensor | None) -> None:
-        """Make room for the tokens of the coming forward, for a policy that goes by logits.
+        """Free slots for the tokens of the coming forward, for a policy that scores by logits.
 
         Args:
             tokens: (batch, q_len) int64.

@@ -47,7 +47,7 @@ class KeptTokens:
     Attributes:
         tokens: of the text, as far as it has been read.
         mark: what the marks mean; None: there are none.
-        reads: decoded tokens that `read` marks tell of.
+        reads: decoded tokens that `read` marks cover.
         score: (tokens,) uint8, the rank of each token's importance when it was last judged, as the
             mean over layers and heads, ranked among all tokens of the text; 0 where no cut has
             judged a token. None where nothing was recorded or cut.
@@ -97,7 +97,7 @@ def kept_tokens(cache: CacheState, row: int = 0) -> KeptTokens:
 
 
 def _mark(layers: list[SlotLayer]) -> Mark | None:
-    """Return what there is to tell beside what is held."""
+    """Return what there is to show beside what is held."""
     traces = [trace for trace in map(Trace.of, layers) if trace is not None]
     if any(map(_is_active, map(Calibration.of, layers))):
         return "offloaded"

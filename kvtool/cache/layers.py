@@ -1,4 +1,5 @@
-"""The layers of a cache: which of a model's can be compressed, and what stands for each."""
+"""The layers of a cache: those of the model that can be compressed, and the layer object of
+each."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def check_shared(config: PreTrainedConfig, policy: Policy) -> None:
     """Refuse a policy that does more than evict, where layers read the keys of another.
 
     Raises:
-        KvtoolError: one that reads a part of the keys, changes what is kept, or keeps different
+        KvtoolError: one that reads a part of the keys, changes kept tokens, or keeps different
             counts in the heads of a layer.
     """
     if not kv_sharing_layers(config):

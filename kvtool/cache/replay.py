@@ -33,7 +33,7 @@ def replay(
 
     Raises:
         KvtoolError: keys that are stored in another form than they are attended in; a policy that
-            goes by the model's logits.
+            scores by the model's logits.
     """
     if cache.surprisals is not None:
         raise KvtoolError(

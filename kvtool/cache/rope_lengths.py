@@ -29,7 +29,7 @@ class LengthRope:
     grows: bool
 
     def factors_for(self, length: int) -> int:
-        """Return the length that stands for all lengths with the factors of this one."""
+        """Return one length for all lengths with the factors of this one."""
         for threshold in self.thresholds:
             if length <= threshold:
                 return threshold

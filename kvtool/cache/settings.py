@@ -30,9 +30,9 @@ class CacheSettings:
 
     Attributes:
         config: of the text model.
-        budget: None for policies that keep everything, and where nobody has given any.
+        budget: None for policies that keep everything, and where none was given.
         block: tokens of a prompt that are read at once; None: all.
-        kernel: what runs where nobody asks for weights.
+        kernel: what runs where weights are not asked for.
         plan: in place of a budget.
     """
 
@@ -67,7 +67,7 @@ class ModelLink:
         model: returns it, None once it is gone.
         shards: how its heads are split over processes.
         head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
-            text; None where nobody has ranked them.
+            text; None where heads are not ranked.
         rope: how its RoPE depends on the length of the text; None: it does not.
     """
 
@@ -85,7 +85,7 @@ class Text:
     """The text so far, where kvtool drove it or loaded it.
 
     Attributes:
-        input_ids: (batch, n) all tokens; None where nobody knows them.
+        input_ids: (batch, n) all tokens; None where they are unknown.
         next_logits: (batch, vocab) after the last one, where all of them have been fed.
         chat: what it ends with, where it is a conversation in the words of a chat template.
         said: the messages of this conversation, where they are known.
@@ -101,7 +101,7 @@ class Text:
 
 
 class FedTokens:
-    """Ids of forwards that nobody has noted as text yet; joined when somebody asks.
+    """Ids of forwards that are not noted as text yet; joined on request.
 
     Attributes:
         start: tokens of the text that were noted before; None: it is not known what came before.
@@ -158,7 +158,7 @@ class ForwardState:
         fed: ids of forwards since the text was noted.
         placement: where it has placed its tokens; None: by their place in the text.
         logits_asked: its `logits_to_keep`.
-        in_prompt: whether it is a part of a prompt that somebody has announced.
+        in_prompt: whether it is a part of a prompt that was announced.
         prompt_lengths: tokens that each batch entry will have seen at the end of that prompt.
         last_block: whether it ends its prompt.
         rope: for which lengths of the text the factors of a RoPE were chosen.
@@ -183,7 +183,7 @@ class ForwardState:
         self.prompt_lengths = None
 
     def note_text(self, tokens: int | None) -> None:
-        """Say that so many tokens of the text have been noted; None: it is not known."""
+        """Say how many tokens of the text have been noted; None: it is not known."""
         self.fed = FedTokens(tokens)
 
     def say_last(self, last: bool) -> None:
@@ -191,7 +191,7 @@ class ForwardState:
         self.last_block = last
 
     def check_placed(self, layer: SlotLayer) -> None:
-        """Refuse a forward that nobody has placed, over a layer that places tokens anew.
+        """Refuse a forward without a placement, over a layer that places tokens anew.
 
         Raises:
             KvtoolError: it is such a one.

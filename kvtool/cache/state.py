@@ -48,7 +48,7 @@ class CacheState(Cache):
         linear: which layers have nothing else.
         meter: bytes of keys and values of all layers.
         budgets: what layers and batch entries may keep.
-        surprisals: of a policy that goes by the model's logits.
+        surprisals: of a policy that scores by the model's logits.
         repetition: of a policy that has its prompt repeated.
         running: what is known of the running forward.
         changing: whether a forward has begun to change the cache and has not ended.
@@ -117,12 +117,12 @@ class CacheState(Cache):
         return self.settings.block
 
     def read_in_blocks(self, block: int | None) -> None:
-        """Read prompts from here on in blocks of so many tokens; None: whole."""
+        """Read prompts from here on in blocks of `block` tokens; None: whole."""
         self.settings = replace(self.settings, block=block)
 
     @property
     def renumbers(self) -> bool:
-        """Whether keys stand at their places in the cache."""
+        """Whether keys are rotated by their places in the cache."""
         return self.policy.score.positions == "cache"
 
     @property
@@ -187,7 +187,7 @@ class CacheState(Cache):
         return positions[..., :filled]
 
     def record(self) -> None:
-        """Note from here on what `show` tells beside what is held: ranks, merges and reads.
+        """Note from here on what `show` shows beside what is held: ranks, merges and reads.
 
         It takes three bytes of host memory a token, layer and KV head.
         """
@@ -318,7 +318,7 @@ class CacheState(Cache):
         self.running.note_rope(replace(self.rope, chosen=rope, serves=0))
 
     def forget_rope(self) -> None:
-        """Let the factors be chosen anew, for a text of which nothing has been fed."""
+        """Let the factors be chosen anew, for a text that has not been fed at all."""
         self.resume_rope(None)
 
     # ---- batch entries

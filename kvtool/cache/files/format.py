@@ -101,7 +101,7 @@ def digest_of(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
 
 
 def check_one_process(cache: KVCache) -> None:
-    """Refuse a cache of which each process holds a part of the heads."""
+    """Refuse a cache whose heads are spread over processes."""
     if cache.link.shards.processes > 1:
         raise UsageError(
             "a cache file holds all KV heads, and each of the "

@@ -48,7 +48,7 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
 
     Returns:
         The cache, with the text's tokens in `input_ids`, `next_logits` if all of them had been fed,
-        and in `chat` where its conversation stands, if it is one.
+        and in `chat` where its conversation ended, if it is one.
 
     Raises:
         KvtoolError: no such file, not a whole and untouched cache file, or one of another model.

@@ -42,7 +42,7 @@ def save_cache(
     Args:
         model: the model that filled it, which loading checks; by default the one it was built for.
         input_ids: (batch, n) all tokens of the text; those beyond what the cache has seen have not
-            been fed. By default what `kvtool.generation` has fed; where nobody knows it, a loaded
+            been fed. By default what `kvtool.generation` has fed; where it is unknown, a loaded
             cache can take further turns, but not go on by itself.
         next_logits: (batch, vocab) of the token after the last, where all tokens have been fed.
         model_name: what to call the model; by default its own name or path.

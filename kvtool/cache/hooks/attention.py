@@ -43,8 +43,8 @@ def later_columns(
         options: what else it makes a mask from.
 
     Returns:
-        (batch, q_len, 2) int64, the columns of the first and the last new token seen; None where
-        nobody sees a later one.
+        (batch, q_len, 2) int64, the columns of the first and the last new token seen; None where no
+        token sees a later one.
     """
     options = {**options, "allow_is_causal_skip": False, "local_size": None}
     spans = []

@@ -1,6 +1,6 @@
 """Open blocks of `kvtool.compressed`, and the one that a call of `generate` is made in.
 
-A context variable tells coroutines of one thread apart: each task has a context of its own, which
+A context variable distinguishes coroutines of one thread: each task has a context of its own, which
 `asyncio.to_thread` copies. Generators share the context of whoever drives them, so that for a block
 opened in one, the stack is asked as well. A call from a context without any open block (a
 streamer's thread, an executor's) belongs to the blocks that are open, if they agree.
@@ -33,7 +33,7 @@ class CacheMaker:
     """What every call is given a cache of.
 
     Attributes:
-        settings: what tells two of them apart.
+        settings: what distinguishes two of them.
         make: returns an empty cache for the model.
     """
 

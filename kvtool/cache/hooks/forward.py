@@ -3,7 +3,7 @@
 Three forwards are refused: one that asks not to use its cache, one over a cache that another
 forward has left changed in some layers only, and one that sets its cache aside.
 
-Logits: for a policy that scores by them, the cache makes room for the new tokens before the
+Logits: for a policy that scores by them, the cache frees slots for the new tokens before the
 forward, and all logits are computed. After it the cache sees them, and the caller gets those that
 it asked for.
 
@@ -74,7 +74,7 @@ def _asked_for(logits: Tensor, asked: int | Tensor) -> Tensor:
 
 
 def check_running(cache: KVCache, given: dict[str, Any], position_ids: Tensor) -> None:
-    """Refuse position ids that do not count a block's tokens on, for a policy that goes by them.
+    """Refuse position ids that do not count a block's tokens on, for a policy that uses them.
 
     Raises:
         KvtoolError: positions of packed texts, of a tree, or with gaps.

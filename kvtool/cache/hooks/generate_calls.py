@@ -1,7 +1,7 @@
 """`generate` of an attached model: it looks at the cache it is given, or makes one for each call.
 
 transformers cuts off as many tokens of a text as its cache has seen, whatever they are. So a used
-cache that comes with another text would go on from the old one, and nobody would notice.
+cache that comes with another text would go on from the old one, unnoticed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvtool.policies.policy import Policy
 
 LOCK = threading.RLock()  # of all models: a lock on a model could not be copied with it
 _NAME = "generate"
-_DEFAULT_NEW_TOKENS = 20  # of transformers, where nobody says
+_DEFAULT_NEW_TOKENS = 20  # of transformers, by default
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
 
 
 class GenerateCalls:
-    """Stands in for `generate` on a model that runs kvtool's attention.
+    """Replaces `generate` on a model that runs kvtool's attention.
 
     Called as transformers' own. A call that brings no cache gets a fresh one, where `set_maker` or
     `open_block` says of what.
 
     Attributes:
-        replaced: what somebody else had put in its place on this model, None for nothing.
+        replaced: what other code had put in its place on this model, None for nothing.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -113,7 +113,7 @@ class GenerateCalls:
         return model
 
     def _own(self, **kwargs: Any) -> Any:
-        """Call what this stands in for."""
+        """Call what this replaces."""
         if self.replaced is not None:
             return self.replaced(**kwargs)
         model = self.model
@@ -159,7 +159,7 @@ class GenerateCalls:
     def _announced(
         self, cache: KVCache, kwargs: dict[str, Any], ids: Tensor | None
     ) -> Iterator[None]:
-        """Tell a cache how long the texts of a call get, where the factors of a RoPE need it."""
+        """Give a cache the final length of a call's texts, where the factors of a RoPE need it."""
         if cache.link.rope is not None:
             cache.choose_rope(self._lengths(kwargs, ids))
         try:
@@ -195,7 +195,7 @@ class GenerateCalls:
         return None if padding is None or padding in ends else ids != padding
 
     def _entries_are_texts(self, kwargs: dict[str, Any], cache: KVCache, texts: Tensor) -> bool:
-        """Tell whether the rows that are returned are what the cache's batch entries have read."""
+        """Return whether the returned rows are what the cache's batch entries have read."""
         beams = (self._setting(kwargs, "num_beams") or 1) > 1
         whole = texts.shape[1] >= cache.get_seq_length()  # embeddings are no part of them
         return whole and not beams and len(texts) == len(cache.tokens_seen())
@@ -244,13 +244,13 @@ class GenerateCalls:
 
 
 def generate_calls(model: PreTrainedModel) -> GenerateCalls | None:
-    """Return what stands in for a model's `generate`, None if nothing does."""
+    """Return what replaces a model's `generate`, None if nothing does."""
     found = vars(model).get(_NAME)
     return found if isinstance(found, GenerateCalls) else None
 
 
 def stand_in_for_generate(model: PreTrainedModel) -> None:
-    """Let a `GenerateCalls` stand in for a model's `generate`, if it has one."""
+    """Replace a model's `generate` by a `GenerateCalls`, if it has one."""
     if hasattr(model, "generate"):
         setattr(model, _NAME, GenerateCalls(model))
 

@@ -36,7 +36,7 @@ def _own() -> WeakValueDictionary[int, Tensor]:
 
 
 def is_callers(mask: Tensor) -> bool:
-    """Tell whether a mask that comes to an attention function says what is seen."""
+    """Return whether a mask that comes to an attention function says what is seen."""
     return mask.dtype != torch.int64
 
 
@@ -101,7 +101,7 @@ def _check_policy(cache: KVCache, what: str) -> None:
 
 
 def _hides_read_tokens(cache: KVCache, given: Mapping[str, Any], mask: Tensor) -> bool:
-    """Tell whether a mask says something else of the tokens read so far than was said before."""
+    """Return whether a mask says something else of the tokens read so far than before."""
     layer, running = cache.first_layer, cache.running
     if layer.seen_device is not None:
         return False

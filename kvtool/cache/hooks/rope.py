@@ -124,7 +124,7 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> None:
 
 
 def _check(cache: KVCache, rope: LengthRope, given: dict[str, Any]) -> None:
-    """Choose the factors for a text that nobody has announced; refuse one that outgrows them."""
+    """Choose the factors for a text that was not announced; refuse one that outgrows them."""
     tokens = given.get("input_ids")
     tokens = given["inputs_embeds"] if tokens is None else tokens
     running, end = cache.running, cache.first_layer.seen + tokens.shape[1]

@@ -72,12 +72,12 @@ def holding(model: PreTrainedModel, cache: KVCache | None) -> Iterator[None]:
 
 
 class PreparedInputs:
-    """Stands in for `prepare_inputs_for_generation` on a model that runs kvtool's attention.
+    """Replaces `prepare_inputs_for_generation` on a model that runs kvtool's attention.
 
     It looks at the cache of every forward in a call of `generate`.
 
     Attributes:
-        replaced: what somebody else had put in its place on this model, None for nothing.
+        replaced: what other code had put in its place on this model, None for nothing.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -97,7 +97,7 @@ class PreparedInputs:
 
     @property
     def _own(self) -> Any:
-        """What this stands in for."""
+        """What this replaces."""
         model = self._model()
         if model is None:
             raise KvtoolError("the model is gone")
@@ -128,7 +128,7 @@ def _without(inputs: dict[str, Any], cache: KVCache) -> bool:
 
 
 def stand_in(model: PreTrainedModel) -> None:
-    """Let a `PreparedInputs` stand in for what a model prepares its forwards with."""
+    """Replace what a model prepares its forwards with by a `PreparedInputs`."""
     if hasattr(model, _NAME):
         setattr(model, _NAME, PreparedInputs(model))
 
