@@ -1,5 +1,4 @@
-"""The layers of a cache: those of the model that can be compressed, and the layer object of
-each."""
+"""The layers of a cache: which layers of a model can be compressed, and the object for each."""
 
 from __future__ import annotations
 
