@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import Growth, LayerBudget
@@ -92,13 +91,13 @@ def keep_entries(cache: KVCache, entries: Tensor, coming: int = 0) -> None:
 def _join(layer: SlotLayer, others: Sequence[SlotLayer], coming: int) -> None:
     layers = (layer, *others)
     budgets = [(each.budget, each.batch_size) for each in layers]
-    split = any(_heads(each) is not None for each in layers)
+    split = any(each.budget.by_head is not None for each in layers)
     packed = [_packed(each) for each in layers]
     width = max(slots.positions.shape[2] for slots in packed)
     forms = [each.slots.form for each in layers]
     shifted = any(isinstance(form, CodedForm) and form.shifted for form in forms)
     for each, slots in zip(layers, packed, strict=True):
-        if split and _heads(each) is None:
+        if split and each.budget.by_head is None:
             _spread_over_heads(each)
         _hold(each, slots, width)
     met = [_tensors(other) for other in others]
@@ -109,7 +108,7 @@ def _join(layer: SlotLayer, others: Sequence[SlotLayer], coming: int) -> None:
     if isinstance(form, CodedForm):
         layer.slots.set_form(form.with_ranges(form.ranges, shifted=shifted))
     layer.count_from(max(each.seen for each in layers), layer.lengths)
-    layer.set_budget(_joined(budgets, layer.slots.device))
+    layer.set_budget(_joined(budgets, layer.slots.device).split(layer.budget.by_head))
     if split:
         to_ragged(layer, layer.sorted_slots())
     layer.expect(coming)
@@ -121,18 +120,11 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _heads(layer: SlotLayer) -> Tensor | None:
-    """What each head of a layer may keep, where heads differ."""
-    part = HeadBudgets.of(layer)
-    return None if part is None else part.tokens
-
-
 def _spread_over_heads(layer: SlotLayer) -> None:
     """Give each head the layer's budget, where heads have no budgets of their own yet."""
-    part, tokens = HeadBudgets.of(layer), torch.as_tensor(layer.budget.tokens)
-    if part is not None:
-        entries = tokens.flatten()[:, None].to(layer.slots.device)
-        part.assign(entries.expand(layer.batch_size, layer.slots.kv_heads).clone())
+    tokens = torch.as_tensor(layer.budget.tokens).flatten()[:, None].to(layer.slots.device)
+    by_head = tokens.expand(layer.batch_size, layer.slots.kv_heads).clone()
+    layer.set_budget(layer.budget.split(by_head))
 
 
 def _packed(layer: SlotLayer) -> Slots:
@@ -150,7 +142,7 @@ def _packed(layer: SlotLayer) -> Slots:
 def _hold(layer: SlotLayer, slots: Slots, width: int) -> None:
     """Have buffers of exactly `width` slots, and counts by row, which can be put behind others."""
     layer.count_apart(layer.batch_size, layer.slots.device)
-    layer.set_budget(LayerBudget())
+    layer.set_budget(LayerBudget(by_head=layer.budget.by_head))
     layer.slots.set_growth(Growth("never", exact=True))
     layer.slots.replace(slots)
     layer.slots.shrink(slots.positions.shape[2])

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvtool.cache.features.deferred_cut import Deferred
-from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
 from kvtool.cache.traffic import TrafficBudgets
@@ -98,9 +97,6 @@ class RaisedBudgets:
         if positions is not None:
             new = (positions >= 0).sum(1).tolist()
         layer.set_budget(layer.budget.raised(new, layer.slots.device))
-        heads = HeadBudgets.of(layer)
-        if heads is not None:
-            heads.raise_by(new)
 
 
 class StoredBudgets:
@@ -247,17 +243,17 @@ class StoredBudgets:
             return
         by_length = self._split is not None or self.budget.ratio is not None
         if not (by_length or self._needs_length):
-            layer.set_budget(LayerBudget.of([self._tokens(layer)]))
+            self._set(layer, [self._tokens(layer)])
             return
         lengths = lengths or self._count(layer, positions, q_len)
         if not by_length:
-            layer.set_budget(LayerBudget.of([self._tokens(layer, max(lengths))]))
+            self._set(layer, [self._tokens(layer, max(lengths))])
         elif self.deferred:
             part = Deferred.of(layer)
             if part is not None and not part.active:
                 part.start()
                 layer.grow_exactly(True)
-            layer.set_budget(LayerBudget.of([max(lengths)]))
+            self._set(layer, [max(lengths)])
         else:
             self._set(layer, self._of_entries(layer, lengths))
 
@@ -326,7 +322,7 @@ class StoredBudgets:
         return layers
 
     def _set(self, layer: SlotLayer, rows: list[int]) -> None:
-        budget = LayerBudget.of(rows, layer.slots.device)
+        budget = LayerBudget.of(rows, layer.slots.device, layer.budget.by_head)
         layer.set_budget(budget)
         if budget.min_budget < budget.max_budget:
             # no entry may be padded yet, but they will keep different counts

@@ -72,15 +72,12 @@ def make_layers(
     config: PreTrainedConfig,
     policy: Policy,
     meter: ByteMeter,
-    *,
-    exact: bool = False,
     rotations: Sequence[Rotation | None] = (),
 ) -> list:
     """Make a slot layer for each attention layer, and transformers' own for the others.
 
     Args:
         meter: counts the bytes of all.
-        exact: whether bytes have been promised, so that no head takes a slot more than it holds.
         rotations: of each attention layer, where something turns keys or queries.
     """
     sliding = Policy(Recency(positions=policy.score.positions), codec=policy.codec)
@@ -95,7 +92,7 @@ def make_layers(
             layers += stock_layers(kind, options)
             continue
         rotation = rotations[len(slot_layers)] if rotations else None
-        parts = make_parts(LayerSite(own, i, exact, rotation, above=tuple(free)))
+        parts = make_parts(LayerSite(own, i, rotation, above=tuple(free)))
         if kind.startswith("hybrid"):
             states = options.get("number_of_states", 1)
             layer: SlotLayer = HybridSlotLayer(i, own, window, parts, meter, states, shown=shown)

@@ -68,9 +68,9 @@ class CacheState(Cache):
         link: ModelLink | None = None,
         rotations: Sequence[Rotation | None] = (),
     ) -> None:
-        self.meter = ByteMeter()
-        exact = plan is not None or (budget is not None and budget.bytes is not None)
-        layers = make_layers(config, policy, self.meter, exact=exact, rotations=rotations)
+        promised = plan is not None or (budget is not None and budget.bytes is not None)
+        self.meter = ByteMeter(promised=promised)
+        layers = make_layers(config, policy, self.meter, rotations)
         super().__init__(layers=layers)
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]

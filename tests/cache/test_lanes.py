@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.slots.ragged import _bins
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
@@ -171,7 +170,7 @@ def test_a_turn_that_fits_beside_what_is_kept_drops_nothing(policy):
     prefill(model, cache, random_ids(40))
     before = [cache.kept_positions(layer) for layer in range(2)]
     for layer in cache.layers:  # room for one turn more
-        HeadBudgets.of(layer).tokens += 30
+        layer.set_budget(layer.budget.split(layer.budget.by_head + 30))
     cache.budgets._in_tokens._budget = type(cache.budget)(tokens=60)
     prefill(model, cache, random_ids(9, seed=2))
     for layer in range(2):

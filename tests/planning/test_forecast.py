@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.documents.memory import ModelShape
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
@@ -53,10 +52,7 @@ def model():
 def most_held(model, policy, budget, n, new, batch=2, mode="full", tight=True):
     """Bytes that are held at most, after the prompt and after every new token; and the cache."""
     cache = any_cache(model, policy, budget, prefill=mode)
-    for layer in cache.slot_layers:
-        part = HeadBudgets.of(layer)
-        if part is not None:
-            part.exact = tight
+    cache.meter.promised = tight
     prefill(model, cache, random_ids(n, batch=batch), new_tokens=new)
     held = [bytes_of(cache)]
     for token in random_ids(new + 1, seed=1)[0][:new]:
@@ -147,10 +143,7 @@ def test_padded_rows_hold_no_more_than_so_many_of_the_longest(model, name, n):
     ids, mask = random_ids(n, batch=3), torch.ones(3, n, dtype=torch.long)
     mask[1, :11], mask[2, :20] = 0, 0
     cache = any_cache(model, policy, BUDGET)
-    for layer in cache.slot_layers:
-        part = HeadBudgets.of(layer)
-        if part is not None:
-            part.exact = True
+    cache.meter.promised = True
     prefill(model, cache, ids, mask, new_tokens=new)
     found = forecast_of(model, policy, BUDGET, n, new, batch=3).storage
     for token in random_ids(new, seed=1)[0]:

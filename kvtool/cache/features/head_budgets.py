@@ -1,15 +1,16 @@
-"""What each KV head of a layer may keep, where heads differ."""
+"""How the budget of a layer is split over its KV heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import LayerSite, Part
 from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.allocate.problem import Heads
+from kvtool.policies.parts import SlotView
 
 
 class HeadBudgets(Part):
@@ -17,9 +18,6 @@ class HeadBudgets(Part):
 
     Attributes:
         split: how it is split.
-        exact: whether heads of different counts take no slot more than they hold, each count in
-            buffers of its own: bytes have been promised.
-        tokens: (batch, kv_heads) int64, what each head may keep; None before the first cut.
         rank: (kv_heads,) integers, place of each head among the `ranked` of the model, 0 for the
             one that most needs the whole text; None where nobody has ranked them.
     """
@@ -27,42 +25,43 @@ class HeadBudgets(Part):
     name = "head_budgets"
     joins_padded = False
 
-    def __init__(self, split: HeadSplit, *, exact: bool) -> None:
-        self.split, self.exact = split, exact
-        self.tokens: Tensor | None = None
+    def __init__(self, split: HeadSplit) -> None:
+        self.split = split
         self.rank: Tensor | None = None
         self.ranked = 0
 
     @classmethod
     def make(cls, site: LayerSite) -> HeadBudgets | None:
         split = site.policy.head_split
-        return None if split is None else cls(split, exact=site.exact)
+        return None if split is None else cls(split)
 
     def set_ranks(self, rank: Tensor, ranked: int) -> None:
         """Say which heads most need the whole text, among so many of the model."""
         self.rank, self.ranked = rank, ranked
 
-    def assign(self, tokens: Tensor | None) -> None:
-        """Say what each head may keep."""
-        self.tokens = tokens
+    def split_heads(
+        self, layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
+    ) -> Tensor | None:
+        heads = layer.slots.heads
+        if view.positions.shape[1] * heads.processes == 1:
+            return None
+        return heads.own(self.split.tokens(self.heads_of(layer, view, importance, protected)))
 
-    def raise_by(self, new: list[int]) -> None:
-        """Let every head of a batch entry keep so many tokens more."""
-        if self.tokens is not None:
-            more = torch.tensor(new, device=self.tokens.device)
-            self.tokens = self.tokens + more[:, None]
-
-    def clear(self) -> None:
-        self.tokens = None
-
-    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.tokens = None if self.tokens is None else change(self.tokens)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {} if self.tokens is None else {self.name: self.tokens}
-
-    def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self.tokens = tensors.get(self.name)
+    def heads_of(
+        self, layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
+    ) -> Heads:
+        """Return what the split goes by, of all heads in all processes."""
+        heads = layer.slots.heads
+        return Heads(
+            budget=layer.budget.tokens,
+            importance=heads.all(importance, 0),
+            positions=heads.all(view.positions, -1),
+            protected=None if protected is None else heads.all(protected, False),
+            min_free=not layer.appends,
+            tokens_seen=view.tokens_seen,
+            rank=None if self.rank is None else self.rank.to(view.positions.device),
+            of=self.ranked,
+        )
 
 
 def rank_heads(layers: Sequence[SlotLayer], ranks: Tensor) -> None:

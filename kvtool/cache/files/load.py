@@ -15,7 +15,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvtool.cache.build import make_cache
 from kvtool.cache.cache import KVCache
-from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.files.checks import check_ranks, check_tensors
 from kvtool.cache.files.format import (
     bad_file,
@@ -152,14 +151,14 @@ def _fill_layer(
         layer.slots.set_form(form.with_ranges(ranges, shifted=True))
     for part in layer.parts.values():
         part.load(own, device)
-    layer.set_budget(LayerBudget.of(own["budget"].tolist(), device))
+    budget = LayerBudget.of(own["budget"].tolist(), device, own.get("head_budgets"))
+    layer.set_budget(budget)
     state = {key: own[f"state.{key}"] for key in layer.slots.state}
     positions = own["positions"].to(torch.int32)
     stored = {key: own[key] for key in layer.slots.stored}
     layer.slots.replace(Slots(stored, positions, state))
     layer.count_from(seen, tensors["lengths"].to(device) if "lengths" in tensors else None)
-    heads = HeadBudgets.of(layer)
-    if heads is not None and heads.tokens is not None:
+    if budget.by_head is not None:
         to_ragged(layer, layer.sorted_slots())
 
 

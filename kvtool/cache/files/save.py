@@ -155,6 +155,8 @@ def _layer_tensors(layer: SlotLayer, name: str) -> dict[str, Tensor]:
         "positions": slots.positions.long(),
         "budget": torch.as_tensor(layer.budget.tokens).reshape(-1),
     }
+    if layer.budget.by_head is not None:
+        tensors["head_budgets"] = layer.budget.by_head
     tensors |= {f"state.{key}": number for key, number in slots.state.items()}
     form = layer.form
     if isinstance(form, CodedForm) and form.shifted:  # files without them say: nothing is shifted

@@ -150,8 +150,7 @@ class SlotLayer(TokenCounts, BatchLayer):
             self.compact()
         self.slots.reindex(change)
         self.reindex_counts(change)
-        if isinstance(self.budget.tokens, Tensor):
-            self.budget = replace(self.budget, tokens=change(self.budget.tokens))
+        self.budget = self.budget.reindexed(change)
         for part in self.parts.values():
             part.reindex(change)
         if ragged is not None:

@@ -22,11 +22,14 @@ class ByteMeter:
     """The bytes that all layers of a cache hold, and the most that they have held.
 
     Attributes:
+        promised: whether bytes have been promised, so that heads which hold different counts take
+            no slot more than they hold: each count has buffers of its own.
         held: bytes of all key and value buffers now.
         peak: the most that there were while a block of a prompt ran, the block itself included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, promised: bool = False) -> None:
+        self.promised = promised
         self.held = self.peak = 0
 
     def change(self, by: int) -> None:
@@ -50,26 +53,50 @@ class LayerBudget:
         tokens: one number, or int64 (batch, 1, 1); 0 where nothing is ever evicted.
         min_budget, max_budget: the smallest and the largest of them, known to the host.
         whole: whether the running block has been added to it, and nothing is cut at its end.
+        by_head: (batch, kv_heads) int64, what each KV head may keep, where heads have been told
+            apart; `tokens` is their mean then. None: what the layer may.
     """
 
     tokens: int | Tensor = 0
     min_budget: int = 0
     max_budget: int = 0
     whole: bool = False
+    by_head: Tensor | None = None
 
     @classmethod
-    def of(cls, entries: list[int], device: torch.device | None = None) -> LayerBudget:
+    def of(
+        cls,
+        entries: list[int],
+        device: torch.device | None = None,
+        by_head: Tensor | None = None,
+    ) -> LayerBudget:
         """Make the budget of batch entries that may keep so many tokens each."""
         low, high = min(entries), max(entries)
         if low == high:
-            return cls(high, low, high)
-        return cls(torch.tensor(entries, device=device)[:, None, None], low, high)
+            return cls(high, low, high, by_head=by_head)
+        tokens = torch.tensor(entries, device=device)[:, None, None]
+        return cls(tokens, low, high, by_head=by_head)
 
     def raised(self, new: list[int], device: torch.device) -> LayerBudget:
         """Return the budget with so many tokens more for each batch entry."""
         more = new[0] if len(set(new)) == 1 else torch.tensor(new, device=device)[:, None, None]
         low, high = self.min_budget + min(new), self.max_budget + max(new)
-        return LayerBudget(self.tokens + more, low, high, whole=True)
+        by_head = self.by_head
+        if by_head is not None:
+            by_head = by_head + torch.tensor(new, device=by_head.device)[:, None]
+        return LayerBudget(self.tokens + more, low, high, whole=True, by_head=by_head)
+
+    def split(self, by_head: Tensor | None) -> LayerBudget:
+        """Return the same budget, of which each KV head may keep so much."""
+        return replace(self, by_head=by_head)
+
+    def reindexed(self, change: Callable[[Tensor], Tensor]) -> LayerBudget:
+        """Return the budget of other batch entries, which `change` brings about."""
+        tokens, by_head = self.tokens, self.by_head
+        if by_head is None and not isinstance(tokens, Tensor):
+            return self
+        tokens = change(tokens) if isinstance(tokens, Tensor) else tokens
+        return replace(self, tokens=tokens, by_head=None if by_head is None else change(by_head))
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,12 @@ class LayerSite:
     Attributes:
         policy: of the layer.
         index: of the layer in the model.
-        exact: whether bytes have been promised, so that no head takes a slot more than it holds.
         rotation: by which the layer turns keys and queries, where the policy asks; None: by none.
         above: the layers of free budget before this one.
     """
 
     policy: Policy
     index: int
-    exact: bool = False
     rotation: Rotation | None = None
     above: Sequence[Any] = ()
 
@@ -63,6 +61,7 @@ HOOKS = (
     "postpone",
     "before_block",
     "show_block",
+    "split_heads",
     "select",
     "end_block",
     "prepare_decode",
@@ -210,6 +209,17 @@ class Part:
     def show_block(self, view: Any) -> Any:
         """Return the view of a block that has been attended, with what the policy goes by."""
         return view
+
+    def split_heads(
+        self, layer: Any, view: Any, importance: Tensor, protected: Tensor | None
+    ) -> Tensor | None:
+        """Return what each KV head may keep, (batch, kv_heads), as a layer is cut; None: the same.
+
+        Args:
+            view: the slots as the policy sees them.
+            importance, protected: the scores by which they are cut, and what stays in any case.
+        """
+        return None
 
     def select(self, positions: Tensor | None) -> None:
         """Note which tokens of a block a score has chosen that evicts none; None: all.

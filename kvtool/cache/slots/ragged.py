@@ -12,7 +12,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
@@ -90,17 +89,16 @@ class RaggedBuffers:
 def to_ragged(layer: SlotLayer, slots: Slots) -> None:
     """Store the kept slots of a layer by lanes, in place of what it has stored.
 
-    Its part `HeadBudgets` says what each lane may keep. One device sync.
+    Its budget says what each lane may keep. One device sync.
 
     Args:
         slots: (batch, kv_heads, slots, ..), in ascending position, -1 at the end where a head keeps
             fewer.
     """
-    part = HeadBudgets.of(layer)
-    if part is None or part.tokens is None:
+    if layer.budget.by_head is None:
         raise RuntimeError("the heads of this layer keep equally many tokens")
     heads = slots.positions.shape[1]
-    budgets: list[int] = part.tokens.flatten().tolist()
+    budgets: list[int] = layer.budget.by_head.flatten().tolist()
     filled: list[int] = (slots.positions >= 0).sum(-1).flatten().tolist()
     needs = filled if layer.appends else budgets
     needs = [min(need, slots.positions.shape[2]) for need in needs]
@@ -108,7 +106,8 @@ def to_ragged(layer: SlotLayer, slots: Slots) -> None:
     growing = [lane for lane, budget in enumerate(budgets) if budget >= UNLIMITED]
     limited = [lane for lane, budget in enumerate(budgets) if budget < UNLIMITED]
     buckets, order = [], []
-    for lanes in _bins(growing, needs, part.exact) + _bins(limited, needs, part.exact):
+    exact = layer.sizing.meter.promised
+    for lanes in _bins(growing, needs, exact) + _bins(limited, needs, exact):
         index = torch.tensor(lanes, device=slots.positions.device)
         uneven = len({(filled[lane], budgets[lane]) for lane in lanes}) > 1
         width = max(filled[lane] for lane in lanes)

@@ -13,14 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.cache.features.deferred_cut import Deferred
-from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.steps.evict import part_block
 from kvtool.cache.steps.view import make_view, observe, score, used_view, values_by_kv_head
 from kvtool.errors import UsageError
 from kvtool.maths.selection import keep_top
-from kvtool.policies.allocate.problem import Heads
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import PROMPT, Count, State, at_least_zero
 from kvtool.policies.parts import Evidence, SlotView
@@ -28,10 +26,10 @@ from kvtool.policies.parts import Evidence, SlotView
 
 def cut_deferred(layer: SlotLayer) -> None:
     """Cut what was deferred to the budget that the layer has got meanwhile."""
-    part, heads = Deferred.of(layer), HeadBudgets.of(layer)
+    part = Deferred.of(layer)
     scores = None if part is None else part.end()
     layer.grow_exactly(False)
-    split = heads is not None and heads.tokens is not None
+    split = layer.budget.by_head is not None
     if scores is None or (layer.slots.used <= layer.budget.min_budget and not split):
         return
     used = layer.slots.used_slots()
@@ -68,11 +66,10 @@ def cut(
         split: (batch, kv_heads) tokens of each head, where that is settled; None: as the policy
             splits what the layer has.
     """
-    part = HeadBudgets.of(layer)
     if split is None:
         split = _split_heads(layer, view, importance, protected)
-    if part is not None:
-        part.assign(split)
+    if split is not layer.budget.by_head:
+        layer.set_budget(layer.budget.split(split))
     if split is None:
         budget, most = layer.budget.tokens, layer.budget.max_budget
     else:
@@ -96,36 +93,9 @@ def _split_heads(
     layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
 ) -> Tensor | None:
     """What each KV head may keep, (batch, kv_heads); None: all the same."""
-    part = HeadBudgets.of(layer)
-    if part is None:
-        return None
-    part.assign(None)
-    if view.positions.shape[1] * layer.slots.heads.processes == 1:
-        return None
-    return layer.slots.heads.own(
-        part.split.tokens(heads_of(layer, part, view, importance, protected))
-    )
-
-
-def heads_of(
-    layer: SlotLayer,
-    part: HeadBudgets,
-    view: SlotView,
-    importance: Tensor,
-    protected: Tensor | None,
-) -> Heads:
-    """What a split of a layer's budget goes by, of all heads in all processes."""
-    heads = layer.slots.heads
-    return Heads(
-        budget=layer.budget.tokens,
-        importance=heads.all(importance, 0),
-        positions=heads.all(view.positions, -1),
-        protected=None if protected is None else heads.all(protected, False),
-        min_free=not layer.appends,
-        tokens_seen=view.tokens_seen,
-        rank=None if part.rank is None else part.rank.to(view.positions.device),
-        of=part.ranked,
-    )
+    for part in layer.parts.at["split_heads"]:
+        return part.split_heads(layer, view, importance, protected)
+    return None
 
 
 @dataclass(frozen=True)
@@ -151,8 +121,7 @@ def enter_block(
     """Count the block's tokens and lay out the kept slots and the block as a policy sees them."""
     slots = layer.slots
     device = raw_key.device
-    heads = HeadBudgets.of(layer)
-    if positions is not None or (heads is not None and heads.tokens is not None):
+    if positions is not None or layer.budget.by_head is not None:
         layer.count_apart(slots.batch, device)
     count: Count = q_len
     if layer.lengths is not None:
@@ -276,8 +245,7 @@ def leave_block(
         part.select(None)
     if not _over_budget(layer, block):
         store_block(layer, block, raw_key, raw_value)
-        heads = HeadBudgets.of(layer)
-        if heads is not None and heads.tokens is not None:
+        if layer.budget.by_head is not None:
             to_ragged(layer, layer.sorted_slots())
         return None
     evicted = at_least_zero(view.held - layer.budget.tokens)
@@ -306,8 +274,7 @@ def _over_budget(layer: SlotLayer, block: Block) -> bool:
         return False
     if score.evidence is Evidence.REPETITION:
         return False  # it is cut once it has been repeated
-    heads = HeadBudgets.of(layer)
-    if heads is not None and heads.tokens is not None:
+    if layer.budget.by_head is not None:
         return True  # heads that were cut are full, whatever the mean over all heads
     return block.view.positions.shape[2] > layer.budget.min_budget
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
@@ -56,8 +55,7 @@ def part_block(
     if taking:
         keys, values = layer.slots.dequantised() if slots is None else slots
         kept_keys, kept_values = layer.slots.form.dequantise(stored)
-        heads = HeadBudgets.of(layer)
-        split = None if heads is None else heads.tokens
+        split = layer.budget.by_head
         fewest = layer.budget.min_budget if split is None else int(split.min())
         evicted, evicted_positions = _evicted_slots(view.positions, chosen, positions, fewest)
         eviction = Eviction(

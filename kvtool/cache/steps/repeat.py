@@ -17,7 +17,7 @@ from kvtool.cache.features.repetition import RepeatedWeights
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.attend import call_weights
 from kvtool.cache.steps.attend_block import attend_plain
-from kvtool.cache.steps.block import Block, cut, heads_of, note_scores
+from kvtool.cache.steps.block import Block, cut, note_scores
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.view import make_view, score, used_view
 from kvtool.maths.selection import take
@@ -94,9 +94,8 @@ def cut_repeated(
         evicted = at_least_zero(view.held - layer.budget.tokens)
         importance, protected = score(layer.policy, view, used.state, None, evicted)
         note_scores(layer, view, importance, protected)
-        judged.append(
-            (view, importance, protected, heads_of(layer, part, view, importance, protected))
-        )
+        heads = part.heads_of(layer, view, importance, protected)
+        judged.append((view, importance, protected, heads))
     split = HeadBudgets.of(layers[0])
     if split is None:
         raise RuntimeError("heads that compete have budgets of their own")

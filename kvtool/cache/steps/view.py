@@ -12,7 +12,6 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import Form, Stored
@@ -136,10 +135,8 @@ def used_state(layer: SlotLayer) -> State:
 
 def held_slots(layer: SlotLayer, positions: Tensor) -> Count:
     """Stored slots of each batch entry, or of each head where heads hold different counts."""
-    if layer.parts:
-        split = HeadBudgets.of(layer)
-        if split is not None and split.tokens is not None:
-            return (positions >= 0).sum(-1, keepdim=True)
+    if layer.budget.by_head is not None:
+        return (positions >= 0).sum(-1, keepdim=True)
     if layer.lengths is None:
         return positions.shape[2]
     return (positions[:, :1] >= 0).sum(-1, keepdim=True)
