@@ -283,16 +283,18 @@ def _settings(cls: type) -> tuple[Setting, ...]:
 
 
 def _meanings(cls: type) -> dict[str, str]:
-    """Read what the docstring of a class says of its arguments."""
+    """Read what the docstrings of a class and of its bases say of its arguments."""
     found: dict[str, str] = {}
-    name = ""
-    for line in inspect.cleandoc(cls.__doc__ or "").partition("Args:\n")[2].splitlines():
-        begins = _ARGUMENT.fullmatch(line)
-        if begins:
-            name = begins[1]
-            found[name] = begins[2]
-        elif name:
-            found[name] += f" {line.strip()}"
+    for base in reversed(cls.__mro__):
+        name = ""
+        text = inspect.cleandoc(base.__doc__ or "")
+        for line in text.partition("Args:\n")[2].splitlines():
+            begins = _ARGUMENT.fullmatch(line)
+            if begins:
+                name = begins[1]
+                found[name] = begins[2]
+            elif name:
+                found[name] += f" {line.strip()}"
     return {name: text.strip() for name, text in found.items()}
 
 

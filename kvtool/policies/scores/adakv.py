@@ -8,60 +8,35 @@ their votes on the whole of it; with a plan that splits the budget, after every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from kvtool.policies.allocate.ada import Ada
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evidence, Score, SlotView
-from kvtool.policies.scores.shared import check_voting, pooled_votes, voting_window
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvtool.policies.scores.shared import Voting
 
 
 @dataclass(frozen=True)
-class AdaKV(Score):
+class AdaKV(Voting):
     """SnapKV whose heads compete for their layer's budget; the budget is the mean over heads.
 
     Args:
-        window: last queries of the prompt, which vote and are kept themselves.
-        kernel: odd width of the pooling, in tokens; 1 = none.
-        pool: `max` or `avg`.
         share: part of the budget that every head has for sure.
         safeguard: `mix` moves the heads' counts towards the mean by the share, `force` lets every
             head keep its own best tokens first.
         normalise: weigh each head by how much of its score its best tokens hold.
     """
 
-    window: int = 32
-    kernel: int = 7
-    pool: Literal["max", "avg"] = "max"
     share: float = 0.2
     safeguard: Literal["mix", "force"] = "mix"
     normalise: bool = False
 
     name: ClassVar = "adakv"
     paper: ClassVar = "https://arxiv.org/abs/2407.11550"
-    evidence: ClassVar = Evidence.LAST_ROWS
-    when: ClassVar = "prompt"
-    attention: ClassVar = True
 
     def __post_init__(self) -> None:
-        check_voting(self)
+        super().__post_init__()
         Ada(share=self.share)  # checks it
 
     @property
     def head_split(self) -> Ada:
         return Ada(share=self.share, safeguard=self.safeguard, normalise=self.normalise)
-
-    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        return pooled_votes(self, view, rows)
-
-    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
-        return voting_window(self, view)
-
-    def reserved(self, budget: int) -> Mapping[str, int]:
-        return {"window": self.window}

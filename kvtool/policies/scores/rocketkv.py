@@ -12,65 +12,46 @@ after every block); survivors stay in order. What fits into t is kept and read i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar
 
 from kvtool.errors import UsageError
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.read.hsa import HSA
-from kvtool.policies.scores.shared import check_voting, pooled_votes, voting_window
+from kvtool.policies.scores.shared import Voting
 from kvtool.policies.spelling import computed
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-def check_split(name: str, split: float | None) -> None:
-    """Refuse a share of the compression that is no share.
-
-    Raises:
-        UsageError: it is below 0 or above 1.
-    """
-    if split is not None and not 0 <= split <= 1:
-        raise UsageError(f"{name}: split must be between 0 and 1, got {split}")
 
 
 @dataclass(frozen=True)
-class RocketKV(Score):
-    """SnapKV on the prompt, then hybrid sparse attention over what is left.
+class TwoStages(Voting):
+    """Choose tokens of a prompt by votes, and read a part of them at every step.
 
     Args:
-        window: last queries of the prompt, which vote and are kept themselves.
-        kernel: odd width of the pooling, in tokens; 1 = none.
-        pool: `max` or `avg`.
         split: share of the compression that the first stage takes; None: by the compression.
         skip_layers: number of first layers that read all that they store.
     """
 
-    window: int = 32
     kernel: int = 63
-    pool: Literal["max", "avg"] = "max"
     split: float | None = computed("min(0.8, 0.2 + 0.06 log2 compression)")
     skip_layers: int = 0
 
-    name: ClassVar = "rocketkv"
     paper: ClassVar = "https://arxiv.org/abs/2502.14051"
-    evidence: ClassVar = Evidence.LAST_ROWS
-    when: ClassVar = "prompt"
-    attention: ClassVar = True
 
     def __post_init__(self) -> None:
-        check_voting(self)
-        check_split(self.name, self.split)
+        super().__post_init__()
+        if self.split is not None and not 0 <= self.split <= 1:
+            raise UsageError(f"{self.name}: split must be between 0 and 1, got {self.split}")
 
     @property
     def reader(self) -> HSA:
         return HSA(skip_layers=self.skip_layers)
 
-    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        return pooled_votes(self, view, rows)
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {}  # the budget is read, not stored
 
-    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
-        return voting_window(self, view)
+
+@dataclass(frozen=True)
+class RocketKV(TwoStages):
+    """SnapKV on the prompt, then hybrid sparse attention over what is left."""
+
+    name: ClassVar = "rocketkv"

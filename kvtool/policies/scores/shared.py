@@ -1,66 +1,65 @@
-"""What scores share: votes of the last queries, and the masks and checks of windows and sinks.
+"""Declare once what several scores share.
 
-One half serves scores that let the last queries of a prompt vote, the other those that always keep
-the first and the newest tokens.
+Some scores let the last queries of a prompt vote, others always keep the first and the newest
+tokens.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from kvtool.errors import UsageError
 from kvtool.maths.votes import pool_votes
 from kvtool.policies.evidence import AttentionRows, asked
-from kvtool.policies.numbers import minimum
-from kvtool.policies.parts import SlotView
+from kvtool.policies.numbers import Count, State, minimum
+from kvtool.policies.parts import Evidence, Score, SlotView
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Voting(Protocol):
-    """The settings of such a score.
+@dataclass(frozen=True)
+class Voting(Score):
+    """Score the tokens of a prompt by the votes of its last queries, which spread to neighbours.
 
-    Attributes:
+    Args:
         window: last queries of the prompt, which vote and are kept themselves.
         kernel: odd width of the pooling, in tokens; 1 = none.
         pool: `max` or `avg`.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def kernel(self) -> int: ...
-    @property
-    def pool(self) -> str: ...
+    window: int = 32
+    kernel: int = 7
+    pool: Literal["max", "avg"] = "max"
 
+    evidence: ClassVar = Evidence.LAST_ROWS
+    when: ClassVar = "prompt"
+    attention: ClassVar = True
 
-def pooled_votes(score: Voting, view: SlotView, rows: AttentionRows | None) -> Tensor:
-    """Sum the votes of the last queries, and pool them: (batch, kv_heads, slots) float32."""
-    weights = asked(rows).weights
-    votes = weights.sum((2, 3)) / weights.shape[2]
-    return pool_votes(
-        votes, view.positions, voting_window(score, view), kernel=score.kernel, pool=score.pool
-    )
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise UsageError(f"{self.name}: window must be 1 or more, got {self.window}")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise UsageError(f"{self.name}: kernel must be odd and 1 or more, got {self.kernel}")
 
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
+        """Sum the votes of the last queries, and pool them: (batch, kv_heads, slots) float32."""
+        weights = asked(rows).weights
+        votes = weights.sum((2, 3)) / weights.shape[2]
+        window = self._window(view)
+        return pool_votes(votes, view.positions, window, kernel=self.kernel, pool=self.pool)
 
-def voting_window(score: Voting, view: SlotView) -> Tensor:
-    """Mark the tokens whose queries vote: bool (batch, kv_heads, slots)."""
-    return view.recent(minimum(score.window, view.block))
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
+        return self._window(view)
 
+    def _window(self, view: SlotView) -> Tensor:
+        """Mark the tokens whose queries vote: bool (batch, kv_heads, slots)."""
+        return view.recent(minimum(self.window, view.block))
 
-def check_voting(score: Voting) -> None:
-    """Refuse a window that is empty, and a kernel that has no middle.
-
-    Raises:
-        UsageError: such a setting.
-    """
-    if score.window < 1:
-        raise UsageError(f"{score.name}: window must be 1 or more, got {score.window}")
-    if score.kernel < 1 or score.kernel % 2 == 0:
-        raise UsageError(f"{score.name}: kernel must be odd and 1 or more, got {score.kernel}")
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"window": self.window}
 
 
 class KeepsEnds(Protocol):
