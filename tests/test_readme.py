@@ -192,7 +192,7 @@ def test_a_chat_of_100k_tokens_in_8_gb_is_what_its_dry_run_says(folder, monkeypa
     chat_words = shlex.split(with_local_model(chat_line))[1:]
     assert main([*chat_words, "--dry-run", "-q", "-f", "json"]) == 0
     chat = json.loads(capsys.readouterr().out)
-    assert chat["policy"] == plan["policy"] == "roco"
+    assert chat["policy"] == plan["policy"] == "keydiff"
     assert chat["budget"] == "5GiB"
     assert len(chat["turns"]) == len(CHAT)
     assert plan["target"]["bytes"] == 5 * 2**30

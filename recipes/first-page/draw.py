@@ -18,6 +18,7 @@ from pathlib import Path
 SIZE = (760, 330)
 LEFT, RIGHT, TOP, BOTTOM = 64, 520, 44, 276  # edges of the panel, in pixels
 SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0)  # ticks of the x axis
+NAMES = {"reference": "the bundled model"}  # what the title calls a model
 LEAST, MOST = 0.05, 1.12  # ends of the x axis, as shares of the full cache
 FONT = "-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 
@@ -75,7 +76,11 @@ def draw(results: dict, theme: Theme) -> str:
     full = next(result for result in results["results"] if result["arm"] == "full")
     settings = full["settings"]
     points = read_points(results)
-    label = f"Codes found in texts of {settings['lengths'][0]} tokens, by memory the cache holds"
+    model = results["model"]["id"]
+    label = (
+        f"Codes that {NAMES.get(model, model)} finds in texts of {settings['lengths'][0]} tokens, "
+        "by memory the cache holds"
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE[0]} {SIZE[1]}" '
         f'width="{SIZE[0]}" height="{SIZE[1]}" role="img" font-family="{FONT}" font-size="13">',
