@@ -13,27 +13,19 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.cache import KVCache
+from kvtool.cache.layers import why_not
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import Growth, LayerBudget
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.slots.slot_form import CodedForm
 from kvtool.errors import KvtoolError
-from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.policy import Policy
 
 
 def why_apart(policy: Policy) -> str | None:
     """Say why rows under a policy cannot join a batch that runs; None: they can."""
-    if policy.reader is not None:
-        return "its tables are made for the rows that were read together"
-    if isinstance(policy.on_evict, CaliDrop):
-        return "what it evicts is in host memory, by the rows that were read together"
-    if policy.repetition is not None:
-        return "it reads each prompt a second time"
-    if policy.score.layer_tokens == "same":
-        return "its cuts go by the logits of the tokens to come"
-    return None
+    return why_not(policy, "joined")
 
 
 @torch.no_grad()

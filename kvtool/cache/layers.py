@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
 
-from kvtool.cache.features.table import make_parts
+from kvtool.cache.features.table import features_of, make_parts
 from kvtool.cache.slots.layer import ChunkedSlotLayer, HybridSlotLayer, SlotLayer
 from kvtool.cache.slots.memory import ByteMeter
-from kvtool.cache.slots.part import LayerSite
+from kvtool.cache.slots.part import LayerSite, refusal
 from kvtool.cache.steps.call import IMPLEMENTATION
 from kvtool.errors import KvtoolError
 from kvtool.maths.rotation import Rotation
@@ -44,6 +44,11 @@ def check_layers(config: PreTrainedConfig) -> None:
         )
 
 
+def why_not(policy: Policy, what: str, model: str = "") -> str | None:
+    """Say why a policy's features refuse something; None: they do not. See `refusal`."""
+    return refusal(features_of(policy), what, policy, model)
+
+
 def check_shared(config: PreTrainedConfig, policy: Policy) -> None:
     """Refuse a policy that does more than evict, where layers read the keys of another.
 
@@ -53,19 +58,13 @@ def check_shared(config: PreTrainedConfig, policy: Policy) -> None:
     """
     if not kv_sharing_layers(config):
         return
-    asked = {
-        "reads a part of the keys": policy.reader,
-        "changes or sets aside what is evicted": policy.on_evict,
-        "keeps different counts in the heads of a layer": policy.head_split,
-        "places tokens anew": policy.score.positions == "cache" or None,
-    }
-    for what, part in asked.items():
-        if part is not None:
-            raise KvtoolError(
-                f"policy `{policy}` {what}, which layers of `{config.model_type}` that read "
-                "the keys of another layer cannot follow",
-                hint="take a policy that evicts only, such as h2o or snapkv",
-            )
+    why = why_not(policy, "shared")
+    if why is not None:
+        raise KvtoolError(
+            f"policy `{policy}` {why}, which layers of `{config.model_type}` that read "
+            "the keys of another layer cannot follow",
+            hint="take a policy that evicts only, such as h2o or snapkv",
+        )
 
 
 def make_layers(

@@ -96,6 +96,13 @@ class Calibration(Part):
     """
 
     name = "calibration"
+    refusals: Mapping[str, str] = {
+        "eager": "`{policy.on_evict.name}` compares queries, "
+        "and the eager attention of `{model}` does not show them",
+        "latents": "`{policy.on_evict.name}`",
+        "shared": "changes or sets aside what is evicted",
+        "joined": "what it evicts is in host memory, by the rows that were read together",
+    }
 
     def __init__(self, part: CaliDrop) -> None:
         self.part = part
@@ -107,9 +114,6 @@ class Calibration(Part):
     def make(cls, site: LayerSite) -> Calibration | None:
         part = site.policy.on_evict
         return cls(part) if isinstance(part, CaliDrop) else None
-
-    def works_on_keys(self, layer: SlotLayer) -> str:
-        return f"`{self.part.name}`"
 
     def allows_static(self, layer: SlotLayer) -> bool:
         return False  # what is evicted is fetched when the host decides

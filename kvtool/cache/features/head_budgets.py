@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ class HeadBudgets(Part):
 
     name = "head_budgets"
     joins_padded = False
+    refusals: Mapping[str, str] = {"shared": "keeps different counts in the heads of a layer"}
 
     def __init__(self, split: HeadSplit) -> None:
         self.split = split

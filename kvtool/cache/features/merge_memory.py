@@ -19,6 +19,10 @@ class MergeMemory(Part):
     """Tensors of a policy that merges what it evicts; the first axis of each is the batch."""
 
     name = "memory"
+    refusals: Mapping[str, str] = {
+        "latents": "`{policy.on_evict.name}`",
+        "shared": "changes or sets aside what is evicted",
+    }
 
     def __init__(self, merging: Merging) -> None:
         self.merging = merging
@@ -38,9 +42,6 @@ class MergeMemory(Part):
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         self.state = {name: change(number) for name, number in self.state.items()}
-
-    def works_on_keys(self, layer: SlotLayer) -> str:
-        return f"`{self.merging.name}`"
 
     def take_evicted(self, layer: SlotLayer, eviction: Eviction) -> None:
         merged = self.merging.absorb(self.state, eviction)

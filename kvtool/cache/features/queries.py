@@ -45,6 +45,11 @@ class QueryWindow(Part):
     """
 
     name = "query_window"
+    refusals: Mapping[str, str] = {
+        "eager": "`{policy.score.name}` looks back from queries, "
+        "and the eager attention of `{model}` does not show them",
+        "latents": "`{policy.score.name}`",
+    }
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -110,9 +115,6 @@ class QueryWindow(Part):
             row = position % self.rows
             self.query.narrow(2, row, 1).copy_(query)
             self.positions.narrow(1, row, 1).fill_(position)
-
-    def works_on_keys(self, layer: SlotLayer) -> str:
-        return f"`{layer.policy.score.name}`"
 
     def note_queries(self, layer: SlotLayer, call: Call, block: Block) -> None:
         self.see(call.query, block.new, call.scale, call.softcap)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -99,6 +100,12 @@ class Repetition:
         running: what notes the weights of the running forward, which repeats; None: it does not.
     """
 
+    refusals: ClassVar[Mapping[str, str]] = {
+        "eager": "`{policy.score.name}` looks back from queries, "
+        "and the eager attention of `{model}` does not show them",
+        "joined": "it reads each prompt a second time",
+    }
+
     def __init__(self, asked: RepetitionAsked, name: str) -> None:
         self.asked, self._name = asked, name
         self.instructions: Instructions | None = None
@@ -110,6 +117,11 @@ class Repetition:
         """Return it for a policy that has its prompt repeated; None for others."""
         asked = policy.repetition
         return None if asked is None else cls(asked, policy.score.name)
+
+    @classmethod
+    def serves(cls, policy: Policy) -> bool:
+        """Whether a policy has its prompt repeated."""
+        return policy.repetition is not None
 
     def reset(self) -> None:
         """Forget the text, and what stood around it."""

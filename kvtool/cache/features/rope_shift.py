@@ -8,6 +8,7 @@ has turned it. Each step turns copies, so that nothing adds up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -29,9 +30,12 @@ class RopeShift(Part):
     """
 
     name = "rope_shift"
+    refusals: Mapping[str, str] = {"latents": "positions=cache", "shared": "places tokens anew"}
 
     def __init__(self, rotation: Rotation | None) -> None:
         self.rotation = rotation
+        if rotation is None:  # so nothing is placed
+            self.refusals = {"shared": self.refusals["shared"]}
 
     @classmethod
     def make(cls, site: LayerSite) -> RopeShift | None:
@@ -39,9 +43,6 @@ class RopeShift(Part):
 
     def for_heads(self) -> RopeShift:
         return RopeShift(self.rotation)
-
-    def works_on_keys(self, layer: SlotLayer) -> str | None:
-        return None if self.rotation is None else "positions=cache"
 
     @torch.no_grad()
     def place_block(self, layer: SlotLayer, call: Call, block: Block) -> Call:

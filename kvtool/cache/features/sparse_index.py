@@ -27,7 +27,6 @@ from kvtool.cache.steps.attend import call_weights, packed_attention
 from kvtool.cache.steps.attend_triton import attend_chosen, can_run
 from kvtool.cache.steps.call import Call
 from kvtool.cache.traffic import TrafficBudgets
-from kvtool.errors import KvtoolError
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.parts import Read
@@ -46,6 +45,14 @@ class SparseIndex(Part):
     """
 
     name = "sparse_index"
+    refusals: Mapping[str, str] = {
+        "eager": "policy `{policy}` reads a part of the keys, and the own attention of `{model}` "
+        "always reads all",
+        "latents": "`{policy.reader.name}`",
+        "shared": "reads a part of the keys",
+        "joined": "its tables are made for the rows that were read together",
+        "left_out": "policy `{policy}` cannot leave out a row among decoded tokens",
+    }
 
     def __init__(self, reader: Read) -> None:
         self.reader = reader
@@ -56,9 +63,6 @@ class SparseIndex(Part):
         reader = site.policy.reader
         reads_part = reader is not None and site.index >= reader.skip_layers
         return cls(reader) if reader is not None and reads_part else None
-
-    def works_on_keys(self, layer: SlotLayer) -> str:
-        return f"`{self.reader.name}`"
 
     def clear(self) -> None:
         self.entries: Sequence[Entries] | None = None
@@ -92,13 +96,6 @@ class SparseIndex(Part):
         for each in entries:
             each.build(keys[each.rows], values[each.rows])
         self.entries = entries
-
-    def check_rows(self, layer: SlotLayer, new: Tensor) -> None:
-        if not bool(new.all()):
-            raise KvtoolError(
-                f"policy `{layer.policy}` cannot leave out a row among decoded tokens",
-                hint="leave the mask of a row that has ended at 1",
-            )
 
     def attend_token(self, layer: SlotLayer, call: Call) -> Tensor | None:
         return None if self.entries is None else sparse_decode(layer, self.entries, call)
@@ -194,8 +191,8 @@ def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> T
         read += numbers
     pair = slots.keys.shape[-1] + slots.values.shape[-1]
     layer.read(read / (slots.batch * slots.kv_heads * pair))
-    for part in layer.parts.at["note_reads"]:
-        part.note_reads([_positions(layer, *each) for each in zip(entries, chosen, strict=True)])
+    for noting in layer.parts.at["note_reads"]:
+        noting.note_reads([_positions(layer, *each) for each in zip(entries, chosen, strict=True)])
     if layer.padded and slots.written is not None:
         slots.fill_to(max(each.longest for each in entries) + 1)
         slots.mark_for_reuse(slots.written[..., 0] + 1, static=False)

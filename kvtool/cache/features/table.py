@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.features.merge_memory import MergeMemory
 from kvtool.cache.features.parents import Parents
 from kvtool.cache.features.queries import LastQueries, Moments, QueryWindow
+from kvtool.cache.features.repetition import Repetition
 from kvtool.cache.features.rope_shift import RopeShift
 from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.slots.cut_schedule import CutSchedule
-from kvtool.cache.slots.part import LayerSite, Part
+from kvtool.cache.slots.part import LayerSite, Part, Refusing
+from kvtool.cache.steps.surprisal import Surprisals
+from kvtool.policies.policy import Policy
 
 FEATURES: tuple[type[Part], ...] = (
     Calibration,
@@ -26,6 +31,16 @@ FEATURES: tuple[type[Part], ...] = (
     Moments,
     Parents,
 )
+
+
+OF_CACHES: tuple[type[Repetition] | type[Surprisals], ...] = (Repetition, Surprisals)
+"""The features that keep something for all layers of a cache."""
+
+
+def features_of(policy: Policy) -> list[Refusing]:
+    """Return what a policy's features keep in a layer that none of them skips, and in a cache."""
+    parts: list[Refusing] = [*make_parts(LayerSite(policy, sys.maxsize))]
+    return parts + [feature for feature in OF_CACHES if feature.serves(policy)]
 
 
 def make_parts(site: LayerSite) -> list[Part]:

@@ -19,6 +19,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from kvtool.cache.hooks.masks import is_callers, note_own
 from kvtool.cache.hooks.training import dropout_refused
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import refusal
 from kvtool.cache.steps.attend_block import attend_shared_kv
 from kvtool.cache.steps.call import Call, StepContext, take_mask_target, take_pending
 from kvtool.cache.steps.shared_kv import any_shared_kv, find_shared_kv
@@ -124,9 +125,9 @@ def _padded_positions(
     if attention_mask is None or (decoding and not layer.padded):
         return None
     new = attention_mask[:, q_offset : q_offset + q_length].bool()
-    if decoding:
-        for part in layer.parts.at["check_rows"]:
-            part.check_rows(layer, new)
+    refused = refusal(layer.parts.values(), "left_out", layer.policy) if decoding else None
+    if refused is not None and not bool(new.all()):
+        raise KvtoolError(refused, hint="leave the mask of a row that has ended at 1")
     if not layer.padded and bool(new.all()):  # the one device sync of a prompt block
         return None
     start = q_offset if layer.lengths is None else layer.lengths[:, None].to(new.device)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.features.calidrop import Calibration
-from kvtool.cache.features.queries import QueryWindow
+from kvtool.cache.layers import why_not
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
 from kvtool.cache.steps.call import AttendedToken, PendingStep, take_pending
@@ -61,23 +60,11 @@ def _before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None
     cache = kwargs.get("layer_past")
     if not isinstance(cache, KVCache):
         return None
-    if cache.policy.reader is not None:
-        raise KvtoolError(
-            f"policy `{cache.policy}` reads a part of the keys, and the own attention of "
-            f"`{cache.config.model_type}` always reads all"
-        )
     layer = cache.slot_layer(module.layer_idx)
-    aside = Calibration.of(layer)
-    if aside is not None:
-        raise KvtoolError(
-            f"`{aside.part.name}` compares queries, "
-            f"and the eager attention of `{cache.config.model_type}` does not show them"
-        )
-    if QueryWindow.of(layer) is not None or cache.repetition is not None:
-        raise KvtoolError(
-            f"`{cache.policy.score.name}` looks back from queries, "
-            f"and the eager attention of `{cache.config.model_type}` does not show them"
-        )
+    if layer is cache.first_layer:
+        refused = why_not(cache.policy, "eager", cache.config.model_type)
+        if refused is not None:
+            raise KvtoolError(refused)
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     batch, q_len = hidden.shape[:2]
     if cache.layer_block is not None and q_len > cache.layer_block:

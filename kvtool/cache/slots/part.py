@@ -52,7 +52,6 @@ class LayerSite:
 
 
 HOOKS = (
-    "works_on_keys",
     "begin_prompt",
     "place_block",
     "begin_block",
@@ -65,7 +64,6 @@ HOOKS = (
     "select",
     "end_block",
     "prepare_decode",
-    "check_rows",
     "begin_token",
     "note_token",
     "place_token",
@@ -95,12 +93,14 @@ class Part:
         name: by which a layer knows it.
         joins_decode: whether it has a say while a decoded token is written and attended.
         joins_padded: whether layers that have it may evict together while a batch is padded.
+        refusals: what it does not work with, and why; see `refusal`.
         hooks: those that it defines.
     """
 
     name: ClassVar[str]
     joins_decode: ClassVar[bool] = True
     joins_padded: ClassVar[bool] = True
+    refusals: Mapping[str, str] = {}
     hooks: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
@@ -156,12 +156,6 @@ class Part:
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Take back what `tensors` gave, from all tensors of the layer."""
-
-    # ---- what it does not work with
-
-    def works_on_keys(self, layer: Any) -> str | None:
-        """Name what needs keys that are stored as they are attended; None: nothing does."""
-        return None
 
     # ---- blocks of a prompt
 
@@ -238,13 +232,6 @@ class Part:
 
         Args:
             traffic: the `kvtool.cache.traffic.TrafficBudgets` of the cache; None: it has none.
-        """
-
-    def check_rows(self, layer: Any, new: Tensor) -> None:
-        """Refuse a decoded token that some batch entries do not have.
-
-        Args:
-            new: bool (batch, 1), which of them have one.
         """
 
     def begin_token(self, layer: Any, call: Any) -> Correction | None:
@@ -339,6 +326,36 @@ class Parts(dict[str, Part]):
         for part in self.values():
             for hook in part.hooks:
                 self.at[hook] += (part,)
+
+
+class Refusing(Protocol):
+    """A feature, as far as it says what it does not work with."""
+
+    @property
+    def refusals(self) -> Mapping[str, str]: ...
+
+
+REFUSALS = {
+    "eager": "a model whose own eager attention runs: the whole error",
+    "latents": "keys that are stored in another form than they are attended: what needs them",
+    "shared": "layers that read the keys of another: what the policy does",
+    "joined": "rows that join a running batch: why they cannot",
+    "left_out": "rows without a decoded token: the whole error",
+}
+"""What features may refuse, and which part of the error they say."""
+
+
+def refusal(features: Iterable[Refusing], what: str, policy: Policy, model: str = "") -> str | None:
+    """Say why features refuse something; None: they do not.
+
+    Args:
+        what: one of `REFUSALS`.
+        policy, model: what stands for `{policy}` and `{model}` in their words.
+    """
+    for feature in features:
+        if what in feature.refusals:
+            return feature.refusals[what].format(policy=policy, model=model)
+    return None
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:

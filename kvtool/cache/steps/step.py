@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import refusal
 from kvtool.cache.slots.ragged import RaggedBuffers
 from kvtool.cache.steps.attend import attend_token
 from kvtool.cache.steps.attend_block import OwnBlock
@@ -79,7 +80,7 @@ def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
         KvtoolError: evicted tokens should be merged or kept aside, or a reader chooses keys, and
             the model stores latents.
     """
-    if call.key is not call.raw_key:
+    if layer.parts and call.key is not call.raw_key:
         _check_latent(layer)
     if call.mask is not None:
         return _run_masked(layer, call, call.mask, decoding)
@@ -152,13 +153,11 @@ def _run_masked(layer: SlotLayer, call: Call, mask: Tensor, decoding: bool) -> T
 
 def _check_latent(layer: SlotLayer) -> None:
     """Refuse parts that work on keys, in a layer whose keys are not stored as they are attended."""
-    for part in layer.parts.at["works_on_keys"]:
-        name = part.works_on_keys(layer)
-        if name is not None:
-            raise KvtoolError(
-                f"{name} needs keys that are stored as they are attended, "
-                "and this model stores latents"
-            )
+    name = refusal(layer.parts.values(), "latents", layer.policy)
+    if name is not None:
+        raise KvtoolError(
+            f"{name} needs keys that are stored as they are attended, and this model stores latents"
+        )
 
 
 def _check_split(call: Call) -> None:

@@ -8,8 +8,9 @@ token is known, whose surprisal they give.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -101,6 +102,10 @@ class Surprisals:
         arriving: what the running forward reads, None between forwards.
     """
 
+    refusals: ClassVar[Mapping[str, str]] = {
+        "joined": "its cuts go by the logits of the tokens to come"
+    }
+
     def __init__(self, layers: list[SlotLayer], score: SirLLM) -> None:
         self._layers, self._score = layers, score
         self.reset()
@@ -110,6 +115,11 @@ class Surprisals:
         """Return the surprisals of a policy that goes by them; None for others."""
         free = [layer for layer in layers if layer.window is None]
         return cls(free, policy.score) if isinstance(policy.score, SirLLM) and free else None
+
+    @classmethod
+    def serves(cls, policy: Policy) -> bool:
+        """Whether a policy goes by the logits of a model."""
+        return policy.score.layer_tokens == "same"
 
     def check_arriving(self) -> None:
         """Refuse tokens of a forward that will show no logits.
