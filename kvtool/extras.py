@@ -10,6 +10,7 @@ _PACKAGES = {
     "eval": ("rouge_score", "sacrebleu"),
     "plots": ("matplotlib",),
     "lm-eval": ("lm_eval",),
+    "gguf": ("gguf", "accelerate"),
 }
 
 
@@ -22,7 +23,7 @@ def require(extra: str, *, needed_by: str) -> None:
     """Check that an extra is there.
 
     Args:
-        extra: `eval`, `plots` or `lm-eval`.
+        extra: `eval`, `plots`, `lm-eval` or `gguf`.
         needed_by: what cannot be done without it, as it begins a sentence.
 
     Raises:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Collection
 from typing import Any
 
 from kvtool.errors import KvtoolError
@@ -41,6 +42,20 @@ def check_transformers() -> None:
         raise KvtoolError(
             f"transformers {found} is installed, and kvtool runs on {oldest} or later", hint=hint
         )
+
+
+def gguf_splits() -> Collection[str]:
+    """Return the rules by which a GGUF file splits text that transformers knows, by name.
+
+    Raises:
+        KvtoolError: releases before 5.18 split the text of some files by other rules.
+    """
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:
+        hint = "pip install 'transformers>=5.18'"
+        raise KvtoolError("GGUF files need transformers 5.18 or later", hint=hint) from None
+    return GGUF_PRE_TOKENIZER_SPLITS.keys()
 
 
 def reads_plain_configs() -> bool:

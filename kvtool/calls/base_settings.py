@@ -124,7 +124,7 @@ class ModelSettings(_ModelFlags, RunSettings):
         str | None,
         Flag(
             "--model -m",
-            metavar="ID|DIR",
+            metavar="ID|DIR|GGUF",
             help="Model.  [default: the bundled reference]",
             key="model.id",
         ),

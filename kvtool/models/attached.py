@@ -64,7 +64,7 @@ class ModelSource:
     @property
     def is_folder(self) -> bool:
         """Whether the model comes from a folder on this machine."""
-        return self.loaded is None and Path(find_source(self.name)[1]).is_dir()
+        return self.loaded is None and find_source(self.name).is_here
 
     def note(self) -> str | None:
         """Say which model it is, where the user has named none or the hub is asked."""

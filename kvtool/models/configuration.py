@@ -25,8 +25,9 @@ def read_config(model: str | None = None, *, revision: str | None = None, **wher
     """
     check_folder(model, config_only=True)
     model, revision = base_of(model, revision)
-    file = Path(find_source(model)[1]) / "config.json"
-    if file.is_file() and reads_plain_configs():
+    source = find_source(model)
+    file = Path(source.place) / "config.json"
+    if source.gguf is None and file.is_file() and reads_plain_configs():
         plain = plain_config(json.loads(file.read_bytes()))
         if plain is not None:
             return plain

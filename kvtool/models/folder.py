@@ -12,13 +12,14 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtool.documents.files import check_name, check_unicode, expand
 from kvtool.errors import KvtoolError, UsageError, is_out_of_memory, quote
 from kvtool.models import reference
 from kvtool.models.adapter import check_adapter, find_adapter
 from kvtool.models.config_sizes import check_sizes
+from kvtool.models.gguf import GgufFile, check_gguf, find_gguf
 
 REFERENCE = "reference"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -49,18 +50,43 @@ def tokenizer_folder(model: str | None) -> str | None:
     """Return an adapter's own folder if it holds a tokenizer; None: its base has the tokenizer."""
     if base_of(model)[0] == model:
         return None
-    source = find_source(model)[1]
-    return source if any((Path(source) / file).is_file() for file in _TOKENIZERS) else None
+    place = find_source(model).place
+    return place if any((Path(place) / file).is_file() for file in _TOKENIZERS) else None
 
 
-def find_source(model: str | None) -> tuple[str, str]:
-    """Find the name to report and the place to load from; None is the bundled reference model."""
+class Source(NamedTuple):
+    """Where a model is loaded from.
+
+    Attributes:
+        name: to report.
+        place: a folder or a hub ID.
+        gguf: the file in that place which holds the whole model, where one does.
+    """
+
+    name: str
+    place: str
+    gguf: GgufFile | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on this machine, so that no hub is asked."""
+        return Path(self.place).is_dir()
+
+
+def find_source(model: str | None) -> Source:
+    """Find where a model is; None is the bundled reference model.
+
+    Raises:
+        UsageError: a name that no path can have, no such GGUF file, or several in a folder.
+    """
     if model is None:
-        return REFERENCE, str(reference.path())
+        return Source(REFERENCE, str(reference.path()))
     if is_bundled(model):
-        return model, str(reference.path(model))
-    home = expand(model)  # which refuses what is no path
-    return model, str(home) if model.startswith("~") else model
+        return Source(model, str(reference.path(model)))
+    gguf = find_gguf(model)
+    if gguf is not None:
+        return Source(model, gguf.place, gguf)
+    return Source(model, str(expand(model)) if model.startswith("~") else model)
 
 
 def check_folder(model: str | None, *, config_only: bool = False) -> None:
@@ -72,25 +98,23 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
     Raises:
         UsageError: the folder, its config.json, its weights or its tokenizer is missing.
     """
-    name, source = find_source(model)
-    if not source.strip():
+    name, place, gguf = find_source(model)
+    if not place.strip():
         raise UsageError("the model name is empty", hint="give a folder or a hub ID")
-    folder = Path(source)
+    folder = Path(place)
     check_name(folder, "--model")
     check_unicode(name, "the name of model")
-    if source.lower().endswith(".gguf") and not folder.is_dir():
-        raise _refuse_gguf(name)
+    if gguf is not None:
+        check_gguf(name, gguf)
+        return
     if not folder.is_dir():
         if folder.is_file():
             raise UsageError(f"model `{name}` is a file", hint="give the folder that holds it")
-        if source.startswith(("/", "./", "../")) or source.endswith("/") or source.count("/") > 1:
+        if place.startswith(("/", "./", "../")) or place.endswith("/") or place.count("/") > 1:
             raise UsageError(f"model folder `{name}` does not exist")
         return
     config = folder / "config.json"
-    gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
-    if gguf is not None and not _has_weights(folder):
-        raise _refuse_gguf(str(gguf))
-    adapter = find_adapter(source)
+    adapter = find_adapter(place)
     if adapter is not None:
         check_adapter(adapter)
         check_folder(adapter.base, config_only=config_only)
@@ -109,17 +133,6 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
     _check_weights(name, folder)
     if not any((folder / file).is_file() for file in _TOKENIZERS):
         raise UsageError(f"model folder `{name}` has no tokenizer (no tokenizer.json)")
-
-
-def _refuse_gguf(name: str) -> UsageError:
-    return UsageError(
-        f"`{name}` is a GGUF file, a format that kvtool does not read",
-        hint="give the checkpoint that it was made from, a folder or hub ID with safetensors",
-    )
-
-
-def _has_weights(folder: Path) -> bool:
-    return any((folder / file).is_file() for file in (*_WEIGHTS, *_INDEXES))
 
 
 def _check_weights(name: str, folder: Path) -> None:
@@ -258,11 +271,13 @@ def _translate(part: str, name: str, error: Exception, where: Mapping[str, Any])
             f"model `{name}` brings its own code, which is not run unasked",
             hint="read that code, then pass --trust-remote-code",
         )
-    if "does not recognize this architecture" in text or "Unrecognized model" in text:
+    if "does not recognize this architecture" in text or any(
+        sign in text for sign in ("Unrecognized model", "GGUF model with architecture")
+    ):
         return KvtoolError(
             f"the architecture of model `{name}` is not supported: {_one_line(error)}"
         )
-    if not Path(name).is_dir() and not is_bundled(name):
+    if not find_source(name).is_here:
         return translate_hub(name, text, error)
     return KvtoolError(f"cannot read the {part} of model `{name}`: {_one_line(error)}")
 
@@ -318,8 +333,10 @@ def check_hub(model: str | None, revision: str | None = None) -> None:
     Raises:
         UsageError, KvtoolError: as `kvtool.models.load.load`.
     """
-    if model is None or is_bundled(model) or Path(find_source(model)[1]).is_dir():
+    if model is None or find_source(model).is_here:
         return
+    _, place, gguf = find_source(model)
+    file = "config.json" if gguf is None else gguf.file
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -330,9 +347,9 @@ def check_hub(model: str | None, revision: str | None = None) -> None:
     )
 
     try:
-        if isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+        if isinstance(try_to_load_from_cache(place, file, revision=revision), str):
             return
-        get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision))
+        get_hf_file_metadata(hf_hub_url(place, file, revision=revision))
     except (GatedRepoError, RepositoryNotFoundError) as error:
         raise translate_hub(model, str(error), error) from error
     except (EntryNotFoundError, RevisionNotFoundError, HfHubHTTPError):

@@ -11,6 +11,7 @@ from kvtool.models.adapter import find_adapter, merge_adapter
 from kvtool.models.config_sizes import check_sizes
 from kvtool.models.folder import (
     UNQUANTISED,
+    Source,
     base_of,
     check_folder,
     check_hub,
@@ -19,6 +20,12 @@ from kvtool.models.folder import (
     library_output_on_stderr,
     named_if_quantised,
     tokenizer_folder,
+)
+from kvtool.models.gguf_load import (
+    bring_here,
+    load_gguf_config,
+    load_gguf_tokenizer,
+    load_gguf_weights,
 )
 from kvtool.models.placement import (
     check_attention,
@@ -84,21 +91,27 @@ def load(
                 f"model folder `{given}` is an adapter, and --tensor-parallel takes whole models"
             )
     check_attention(attn_implementation, place)
-    name, source = find_source(model)
-    where = _where(revision, trust_remote_code)
+    source = find_source(model)
+    name, where = source.name, _where(revision, trust_remote_code)
+    if tensor_parallel and source.gguf is not None:
+        raise UsageError(
+            f"model `{name}` is a GGUF file, and --tensor-parallel takes folders",
+            hint=f"kvtool convert {name} FOLDER",
+        )
     with library_output_on_stderr(progress):
         with in_one_line("configuration", name, where):
-            config = _load_config(name, source, where)
+            source = _bring_here(source, where)
+            config = _load_config(source, where)
             split = split_over_processes(config) if tensor_parallel else {}
         with in_one_line("tokenizer", name, where):
-            tokenizer = _load_tokenizer(tokenizer_folder(given) or source, where)
+            tokenizer = _load_tokenizer(source, tokenizer_folder(given), where)
         with (
             in_one_line("weights", name, where),
             named_if_quantised(name, config),
         ):
             loaded = _load_weights(
-                name,
                 source,
+                progress,
                 config=config,
                 dtype=torch_dtype(dtype, place, device_map),
                 device_map=device_map,
@@ -134,13 +147,14 @@ def load_tokenizer(
     own = tokenizer_folder(model)
     model, revision = base_of(model, revision)
     check_hub(model, revision)
-    name, source = find_source(model)
-    where = _where(revision, trust_remote_code)
+    source = find_source(model)
+    name, where = source.name, _where(revision, trust_remote_code)
     with library_output_on_stderr(progress=False):
         with in_one_line("configuration", name, where):
-            config = _load_config(name, source, where)
+            source = _bring_here(source, where)
+            config = _load_config(source, where)
         with in_one_line("tokenizer", name, where):
-            return _load_tokenizer(own or source, where), config
+            return _load_tokenizer(source, own, where), config
 
 
 def load_config(
@@ -154,13 +168,13 @@ def load_config(
     check_folder(model, config_only=True)
     model, revision = base_of(model, revision)
     check_hub(model, revision)
-    name, source = find_source(model)
+    source = find_source(model)
     where = _where(revision, trust_remote_code)
     with (
         library_output_on_stderr(progress=False),
-        in_one_line("configuration", name, where),
+        in_one_line("configuration", source.name, where),
     ):
-        return _load_config(name, source, where)
+        return _load_config(_bring_here(source, where), where)
 
 
 def _where(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
@@ -168,14 +182,26 @@ def _where(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
     return {"trust_remote_code": trust_remote_code} | ({"revision": revision} if revision else {})
 
 
-def _load_config(name: str, source: str, where: dict[str, Any]) -> Any:
+def _bring_here(source: Source, where: dict[str, Any]) -> Source:
+    """Download a GGUF file of the hub; all else is left to transformers."""
+    gguf = source.gguf
+    if gguf is None or gguf.here:
+        return source
+    return source._replace(gguf=bring_here(source.name, gguf, where.get("revision")))
+
+
+def _load_config(source: Source, where: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
     from kvtool.cache.hooks.families import check_supported
 
-    data, _ = PreTrainedConfig.get_config_dict(source, **where)
-    check_sizes(name, data)
-    config = AutoConfig.from_pretrained(source, **where)
+    name, place, gguf = source
+    if gguf is not None:
+        config = load_gguf_config(name, gguf)
+    else:
+        data, _ = PreTrainedConfig.get_config_dict(place, **where)
+        check_sizes(name, data)
+        config = AutoConfig.from_pretrained(place, **where)
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
         raise KvtoolError(f"model `{name}` ({config.model_type}) is not a causal language model")
@@ -183,18 +209,29 @@ def _load_config(name: str, source: str, where: dict[str, Any]) -> Any:
     return config
 
 
-def _load_tokenizer(source: str, where: dict[str, Any]) -> Any:
+def _load_tokenizer(source: Source, own: str | None, where: dict[str, Any]) -> Any:
+    """Load a tokenizer.
+
+    Args:
+        own: the folder of an adapter that brings a tokenizer along.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(source, **where)
+    if own is None and source.gguf is not None:
+        return load_gguf_tokenizer(source.name, source.gguf)
+    return AutoTokenizer.from_pretrained(own or source.place, **where)
 
 
-def _load_weights(name: str, source: str, **options: Any) -> Any:
+def _load_weights(source: Source, progress: bool, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
-        source, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
+    name, place, gguf = source
+    if gguf is not None:
+        model, info = load_gguf_weights(gguf, progress, **options)
+    else:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            place, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     if info["mismatched_keys"]:
         tensor, stored, expected = sorted(info["mismatched_keys"])[0]
         raise KvtoolError(

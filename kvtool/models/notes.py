@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtool.documents.files import expand
 from kvtool.model_shape import trained_length
-from kvtool.models.folder import REFERENCE, is_bundled
+from kvtool.models.folder import REFERENCE, find_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -15,11 +14,15 @@ _HANDFUL = 16  # a budget below it is one of a handful of tokens
 
 
 def model_note(model: str | None) -> str | None:
-    """Say that the bundled model is used where the user named none, or that the hub is asked."""
+    """Say that the user named no model, that the hub is asked, or that the file is unpacked."""
     if model is None:
         return f"model: {REFERENCE} (bundled; choose another with --model)"
-    if not is_bundled(model) and not expand(model).is_dir():
-        return f"model: {model} (no such folder here, asking the hub)"
+    source = find_source(model)
+    if not source.is_here:
+        what = "folder" if source.gguf is None else "file"
+        return f"model: {model} (no such {what} here, asking the hub)"
+    if source.gguf is not None:
+        return f"model: {model} (GGUF, unpacked at every start; once: kvtool convert {model} DIR)"
     return None
 
 

@@ -88,11 +88,10 @@ def test_a_missing_gpu_is_refused_without_transformers():
     assert "transformers" not in lines[-1]
 
 
-def test_a_gguf_file_is_refused_without_torch():
-    lines = ended("generate", "-m", "models/some.gguf")
-    assert (
-        lines[-3] == "error: `models/some.gguf` is a GGUF file, a format that kvtool does not read"
-    )
+def test_a_gguf_file_that_is_none_is_refused_without_torch(tmp_path):
+    (tmp_path / "some.gguf").write_text("<html>")
+    lines = ended("generate", "-m", str(tmp_path))
+    assert lines[-2] == f"error: `{tmp_path}` is no GGUF file"
     assert lines[-1] == "2 ['pydantic']"
 
 

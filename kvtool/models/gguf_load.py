@@ -1,0 +1,140 @@
+"""Load GGUF files through transformers, with their weights unpacked.
+
+transformers rebuilds configuration and tokenizer from the file's settings, and leaves out some of
+them. What it leaves out is put right here, or the file is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvtool.errors import KvtoolError
+from kvtool.models.config_sizes import check_sizes
+from kvtool.models.gguf import CHECKPOINT_HINT, GgufFile, read_model_header
+from kvtool.models.gguf_tokens import check_splits, repair_splits
+
+_NOT_OF_A_CONFIG = ("_model_name_or_path", "unk_token_id")
+
+
+def bring_here(name: str, gguf: GgufFile, revision: str | None) -> GgufFile:
+    """Download a file of the hub unless the hub's cache has it, and check it.
+
+    Args:
+        name: of the model.
+        revision: branch, tag or commit; None: the newest.
+
+    Raises:
+        UsageError: it is no file that holds a model.
+    """
+    from huggingface_hub import hf_hub_download
+
+    path = Path(hf_hub_download(gguf.place, gguf.file, revision=revision))
+    found = GgufFile(str(path.parent), path.name, here=True)
+    read_model_header(name, found)
+    return found
+
+
+def load_gguf_config(name: str, gguf: GgufFile) -> Any:
+    """Return the configuration, whose dtype is the one to unpack the weights into.
+
+    Raises:
+        KvtoolError: no model can have its sizes; what transformers would leave out changes answers.
+    """
+    import torch
+    from transformers import AutoConfig, PreTrainedConfig
+
+    header = read_model_header(name, gguf)
+    check_splits(name, header)
+    with _no_bars():
+        data, _ = PreTrainedConfig.get_config_dict(gguf.place, gguf_file=gguf.file)
+    check_sizes(name, data)
+    known = {key: value for key, value in data.items() if key not in _NOT_OF_A_CONFIG}
+    config = AutoConfig.for_model(**known)
+    if header.scales_rotations and not _scales_rotations(config):
+        raise KvtoolError(
+            f"`{name}` scales its rotations (RoPE), which transformers does not read from GGUF "
+            f"files of `{config.model_type}`",
+            hint=CHECKPOINT_HINT,
+        )
+    config.dtype = getattr(torch, header.dtype)
+    config._name_or_path = name
+    config._commit_hash = _commit(gguf.path)
+    return config
+
+
+def _scales_rotations(config: Any) -> bool:
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    each = rope.values() if all(isinstance(part, dict) for part in rope.values()) else [rope]
+    return any(part.get("rope_type", "default") != "default" for part in each)
+
+
+def _commit(path: Path) -> str | None:
+    """Return the commit of a file in the hub's cache, `snapshots/COMMIT/FILE`."""
+    parts = path.parts
+    if "snapshots" not in parts[:-2]:
+        return None
+    return parts[parts.index("snapshots") + 1]
+
+
+def load_gguf_tokenizer(name: str, gguf: GgufFile) -> Any:
+    """Return the tokenizer, which splits text as the file says."""
+    from transformers import AutoTokenizer
+
+    header = read_model_header(name, gguf)
+    check_splits(name, header)
+    with _no_bars():
+        tokenizer = AutoTokenizer.from_pretrained(gguf.place, gguf_file=gguf.file)
+    repair_splits(tokenizer, header)
+    return tokenizer
+
+
+def load_gguf_weights(
+    gguf: GgufFile, progress: bool, *, config: Any, dtype: Any, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return a model with unpacked weights that is like one of an ordinary folder.
+
+    Args:
+        progress: show a bar on stderr.
+        dtype: of torch, or `auto` for the configuration's.
+        options: further ones of `from_pretrained`.
+
+    Returns:
+        The model, and what `from_pretrained` tells of the weights.
+    """
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    for unused in ("revision", "trust_remote_code"):
+        options.pop(unused, None)
+    with contextlib.nullcontext() if progress else _no_bars():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            gguf.place,
+            gguf_file=gguf.file,
+            config=config,
+            dtype=config.dtype if dtype == "auto" else dtype,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    _forget_packing(model)
+    return model, info
+
+
+def _forget_packing(model: Any) -> None:
+    """Let a model whose weights are unpacked be saved, and counted in bytes, as any other."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
+        if name in vars(holder):
+            delattr(holder, name)
+
+
+@contextlib.contextmanager
+def _no_bars() -> Iterator[None]:
+    """Hide the bars that transformers shows for GGUF files whatever it is told."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
