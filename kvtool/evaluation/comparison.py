@@ -1,12 +1,19 @@
-"""What a run compares: recipe and flags put together and checked, before any model is loaded."""
+"""Put recipe and flags of a comparison together, and check them before any model is loaded.
+
+The folder that its run is written to is checked with them.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.documents.claim import Claim, check_claim
+from kvtool.documents.files import check_name, expand
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import parse_policies
@@ -18,6 +25,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.run.gates import Gate, check_gates
 from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
 from kvtool.evaluation.tasks.task import Task
+from kvtool.models.folder import REFERENCE
 from kvtool.planning.variants import BASELINE, Variant, make_variants
 from kvtool.policies.outside import check_imported
 from kvtool.sizes import DEFAULT_BUDGET, Budget
@@ -184,3 +192,37 @@ def _lock(
     data["budget"] = sizes if plan is None else {"plan": plan.to_data()}
     data["allocator"] = None
     return Recipe(**{key: value for key, value in data.items() if value is not None})
+
+
+_FILES = (".json", ".yaml", ".yml", ".txt")
+
+
+def is_named(comparison: Comparison, output: str | None) -> bool:
+    """Return whether the user has named the folder of a run."""
+    return output not in (None, "-") or comparison.recipe.output.dir is not None
+
+
+def run_folder(comparison: Comparison, output: str | None) -> Path:
+    """Return the folder of the run, once it is known that it can be one."""
+    if output is not None and not output.strip():
+        raise UsageError("--output is empty", hint="--output runs/NAME")
+    recipe = comparison.recipe
+    given = recipe.output.dir if output in (None, "-") else output
+    if given is not None:
+        folder = expand(given)
+    else:
+        model = Path(recipe.model.id or REFERENCE).name
+        tasks = "+".join(dict.fromkeys(task.name.partition("/")[0] for task in comparison.tasks))
+        name = recipe.name or f"{model}_{tasks}_{date.today()}"
+        folder = Path("runs") / re.sub(r"[^A-Za-z0-9.+_-]", "_", name)
+    check_name(folder, "--output")
+    for variant in comparison.variants:
+        check_name(Path(variant.folder), "--policy")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--output: `{folder}` is a file, a run needs a folder")
+    if folder.suffix.lower() in _FILES and not folder.exists():
+        raise UsageError(
+            f"--output is the folder of a run, `{folder}` looks like a file",
+            hint=f"--output {folder.with_suffix('')}; to save what is printed, redirect it with >",
+        )
+    return folder

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.comparison import Comparison
-from kvtool.evaluation.folder import run_folder
+from kvtool.evaluation.comparison import Comparison, run_folder
 from kvtool.evaluation.tasks.selection import hub_data
 from kvtool.models.folder import Unreachable, check_folder, check_hub, check_hub_data
 

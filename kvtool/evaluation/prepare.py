@@ -8,8 +8,7 @@ from typing import Any
 
 from kvtool.documents.recipe import ModelChoice
 from kvtool.evaluation.bench.estimate import Estimate, largest_batch_of
-from kvtool.evaluation.comparison import Comparison
-from kvtool.evaluation.folder import is_named, run_folder
+from kvtool.evaluation.comparison import Comparison, is_named, run_folder
 from kvtool.evaluation.run.runner import Job, draw_jobs
 from kvtool.evaluation.samples.sample import Json, token_counter
 from kvtool.evaluation.tasks.selection import hub_data

@@ -1,10 +1,14 @@
-"""A run: variants and tasks in, a folder with every sample and the results out."""
+"""A run: variants and tasks in, a folder with every sample and the results out.
+
+A run goes on from the records in its folder, unless they are of other inputs.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +26,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.run.collect import Measured, averages
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
-from kvtool.evaluation.run.fingerprint import model_digest
+from kvtool.evaluation.run.fingerprint import WAYS_OUT, difference, model_digest
 from kvtool.evaluation.run.gates import Gate, judge
 from kvtool.evaluation.run.index import (
     RESULTS,
@@ -41,9 +45,9 @@ from kvtool.evaluation.run.index import (
     variant_entry,
     within_of,
 )
-from kvtool.evaluation.run.resuming import Resumed, look_at_records
 from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_measurements, sample_key
 from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.task import Task
 from kvtool.evaluation.verdict import differences, make_verdict
 from kvtool.planning.variants import Variant
@@ -51,6 +55,57 @@ from kvtool.version import VERSION
 
 if TYPE_CHECKING:
     from kvtool.models.load import Loaded
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a folder holds for a run.
+
+    Attributes:
+        unknown: finished measurements of an earlier kvtool, which do not say by what code.
+        stale: why the folder cannot be gone on from; None: it can.
+    """
+
+    unknown: int = 0
+    stale: UsageError | None = None
+
+
+def look_at_records(
+    jobs: Sequence[Job], variants: Sequence[Variant], place: Place, store: Store
+) -> Resumed:
+    """Hold the records of a run's samples against what they would depend on now.
+
+    A record without a fingerprint counts if its key is the one that it would have now.
+    """
+    unknown = 0
+    for job in jobs:
+        for variant in variants:
+            shared = place.shared_fingerprint(variant, job.task)
+            configuration = place.configuration(variant, job.task)
+            there: dict[str, list[Json]] = {}
+            for record in store.records(variant.folder, job.task.name).values():
+                if record.get("error") is None:
+                    there.setdefault(_sample_name(record["id"], record.get("cell")), []).append(
+                        record
+                    )
+            for sample, content in zip(job.samples, job.hashes, strict=True):
+                now = place.fingerprint(shared, content)
+                key = sample_key(configuration, content)
+                for record in there.get(_sample_name(sample.id, dict(sample.cell)), ()):
+                    found = record.get("fingerprint")
+                    if found is None:
+                        unknown += record["key"] == key
+                    elif (message := difference(found, now)) is not None:
+                        message = (
+                            f"`{store.folder}` holds an answer of `{variant.name}` to sample "
+                            f"`{sample.id}` of {job.task.name} that {message}"
+                        )
+                        return Resumed(stale=UsageError(message, hint=WAYS_OUT))
+    return Resumed(unknown)
+
+
+def _sample_name(sample: str, cell: object) -> str:
+    return json.dumps([sample, cell or {}], sort_keys=True)
 
 
 class Run:

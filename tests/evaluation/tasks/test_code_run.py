@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtool.evaluation.tasks.calls import Function, call_chain, unrelated_functions
+from kvtool.evaluation.tasks.infinitebench import Function, call_chain, unrelated_functions
 
 
 @pytest.mark.parametrize(
