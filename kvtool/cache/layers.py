@@ -77,7 +77,7 @@ def make_layers(
 
     Args:
         meter: counts the bytes of all.
-        rotations: of each attention layer, where something turns keys or queries.
+        rotations: of each attention layer, where something rotates keys or queries.
     """
     sliding = Policy(Recency(positions=policy.score.positions), codec=policy.codec)
     shown = stores_latents(config) or config._attn_implementation != IMPLEMENTATION

@@ -1,8 +1,8 @@
 """RoPE whose factors depend on the length of the text: for which length a cache has chosen them.
 
-Such a model turns short texts by one set of factors and long texts by another (longrope), or by a
+Such a model rotates short texts by one set of factors and long texts by another (longrope), or by a
 base that grows with the text (dynamic NTK). It chooses anew in every forward. Keys in a cache are
-turned already, so a text that is read in several forwards would mix the factors. A cache therefore
+rotated already, so a text that is read in several forwards would mix the factors. A cache therefore
 chooses them once for each batch entry, for the length that the whole text will have.
 """
 

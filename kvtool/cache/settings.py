@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvtool.cache.rope_lengths import LengthRope, RopeChoice
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.call import Placement
-from kvtool.documents.messages import Said
+from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
 from kvtool.policies.numbers import ALL_HERE, KVHeads
@@ -88,7 +88,7 @@ class Text:
         input_ids: (batch, n) all tokens; None where they are unknown.
         next_logits: (batch, vocab) after the last one, where all of them have been fed.
         chat: what it ends with, where it is a conversation in the words of a chat template.
-        said: the messages of this conversation, where they are known.
+        history: the messages of this conversation, where they are known.
         plain: whether plain forwards have fed any of it: what is padding among its tokens, and on
             which side, only their caller knows.
     """
@@ -96,7 +96,7 @@ class Text:
     input_ids: Tensor | None = None
     next_logits: Tensor | None = None
     chat: Literal["open", "answer"] | None = None
-    said: Said | None = None
+    history: ChatHistory | None = None
     plain: bool = False
 
 

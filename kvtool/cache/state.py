@@ -26,7 +26,7 @@ from kvtool.cache.slots.memory import ByteMeter
 from kvtool.cache.steps.groups import LayerGroups
 from kvtool.cache.steps.static import StaticSteps
 from kvtool.cache.steps.surprisal import Surprisals
-from kvtool.documents.messages import Said
+from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.maths.rotation import Rotation
@@ -162,13 +162,15 @@ class CacheState(Cache):
         whole = input_ids is not None and input_ids.shape[1] >= seen
         self.running.note_text(seen if whole else None)
 
-    def end_with(self, chat: Literal["open", "answer"] | None, said: Said | None = None) -> None:
+    def end_with(
+        self, chat: Literal["open", "answer"] | None, history: ChatHistory | None = None
+    ) -> None:
         """Note what a conversation ends with: an `open` message, an `answer`, or nothing known.
 
         Args:
-            said: its messages, where they are known.
+            history: its messages, where they are known.
         """
-        self._text = replace(self.text, chat=chat, said=said)
+        self._text = replace(self.text, chat=chat, history=history)
 
     def kept_positions(self, layer: int) -> Tensor:
         """True positions of the tokens that a layer holds.
@@ -260,7 +262,7 @@ class CacheState(Cache):
             lengths: tokens that each batch entry will have at the end of what is fed now.
 
         Raises:
-            UsageError: keys in the cache were turned by other factors than these lengths need.
+            UsageError: keys in the cache were rotated by other factors than these lengths need.
         """
         rope, chosen = self.link.rope, self.rope.chosen
         if rope is None:
@@ -273,7 +275,7 @@ class CacheState(Cache):
             self.check_rope(lengths)
 
     def check_rope(self, lengths: Sequence[int]) -> int | None:
-        """Refuse texts that outgrow the factors by which the keys in the cache were turned.
+        """Refuse texts that outgrow the factors by which the keys in the cache were rotated.
 
         Args:
             lengths: tokens that each batch entry will have.

@@ -24,7 +24,7 @@ from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.answers import AnswerLine
 from kvtool.documents.messages import Message
-from kvtool.documents.prompts import AskedPrompt, make_prompts, read_prompts
+from kvtool.documents.prompts import PromptEntry, make_prompts, read_prompts
 from kvtool.documents.settings import MODEL_SETTINGS
 from kvtool.errors import UsageError
 from kvtool.evaluation.run.fingerprint import WAYS_OUT
@@ -60,7 +60,7 @@ def line_up(
     settings: GenerationSettings,
     request: Request,
     loaded: Loaded,
-    prompts: Sequence[AskedPrompt],
+    prompts: Sequence[PromptEntry],
     answered: Mapping[int, AnswerLine],
     watcher: Watcher,
     memory: int | None,
@@ -134,7 +134,7 @@ def _prompt_ids(
     settings: GenerationSettings,
     loaded: Loaded,
     talk: Conversation | None,
-    asked: AskedPrompt,
+    asked: PromptEntry,
     source: str,
 ) -> Tensor:
     """Return the tokens of a prompt: (1, n) int64. Without a template a line end parts messages."""
@@ -155,7 +155,7 @@ def _prompt_ids(
 
 
 def _check_answer(
-    there: AnswerLine, asked: AskedPrompt, tokens: int, new: int, *, ended: bool
+    there: AnswerLine, asked: PromptEntry, tokens: int, new: int, *, ended: bool
 ) -> None:
     """Refuse an answer that is there and cannot be one to a prompt.
 
@@ -194,7 +194,7 @@ class PromptsRun:
 
     settings: GenerationSettings
     request: Request
-    prompts: list[AskedPrompt]
+    prompts: list[PromptEntry]
 
     @property
     def why_alone(self) -> str | None:
@@ -336,7 +336,7 @@ def generate_many(
         KvtoolError: a model that cannot be used, a prompt that does not fit the memory.
     """
     if isinstance(prompts, (str, Path)):
-        given: str | list[AskedPrompt] = str(prompts)
+        given: str | list[PromptEntry] = str(prompts)
     else:
         given = make_prompts(list(prompts), keep_bad=skip_bad)
     check_keywords("generate", model_settings, MODEL_SETTINGS)

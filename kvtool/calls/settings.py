@@ -21,11 +21,11 @@ from kvtool.sizes import (
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
-    from kvtool.documents.prompts import AskedPrompt
+    from kvtool.documents.prompts import PromptEntry
     from kvtool.documents.turns import Turns
     from kvtool.policies.policy import Policy
 else:
-    KVCache = AskedPrompt = Turns = Policy = Any
+    KVCache = PromptEntry = Turns = Policy = Any
 
 _NEEDLE_ANSWER_TOKENS = 8  # at most seven digits and a full stop
 
@@ -207,7 +207,7 @@ class GenerationSettings(PromptSettings):
         ),
     ] = None
     prompts: Annotated[
-        str | list[AskedPrompt] | None,
+        str | list[PromptEntry] | None,
         Flag(
             "--prompts",
             metavar="FILE.jsonl|-",

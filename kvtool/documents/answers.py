@@ -12,7 +12,7 @@ from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, model_validator
 
 from kvtool.documents.document import Section
 from kvtool.documents.files import lock, write_text
-from kvtool.documents.prompts import AskedPrompt
+from kvtool.documents.prompts import PromptEntry
 from kvtool.documents.readers import load_json
 from kvtool.documents.source import reason
 from kvtool.errors import KvtoolError, UsageError
@@ -47,7 +47,7 @@ class AnswerLine(Section):
         return self
 
     @classmethod
-    def of_bad(cls, index: int, asked: AskedPrompt, why: str) -> AnswerLine:
+    def of_bad(cls, index: int, asked: PromptEntry, why: str) -> AnswerLine:
         """Return the line of a prompt that cannot be answered."""
         return cls(
             index=index,

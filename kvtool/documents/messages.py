@@ -175,11 +175,11 @@ def _part(part: Any, place: int) -> str:
     return text
 
 
-_LONGEST = 16 * 2**20  # characters; the head of a safetensors file has room for 100 MB
+_LONGEST = 16 * 2**20  # characters; the head of a safetensors file holds 100 MB
 
 
 @dataclass(frozen=True)
-class Said:
+class ChatHistory:
     """Messages that a cache has read in the words of a chat template.
 
     Attributes:
@@ -206,8 +206,8 @@ class Said:
         return text if len(text.encode()) <= _LONGEST else None
 
 
-def read_said(text: str) -> Said:
-    """Read what `Said.to_text` wrote.
+def read_history(text: str) -> ChatHistory:
+    """Read what `ChatHistory.to_text` wrote.
 
     Raises:
         ValueError: anything else.
@@ -215,12 +215,12 @@ def read_said(text: str) -> Said:
     data = load_json(text)
     try:
         messages = tuple(Message(role, content) for role, content in data["messages"])
-        said = Said(messages, data["answer_tokens"], data["tokens"], data["template"])
+        history = ChatHistory(messages, data["answer_tokens"], data["tokens"], data["template"])
     except (KeyError, TypeError) as error:
         raise ValueError("it holds no messages") from error
     sound = all(isinstance(each.content, str) for each in messages) and all(
-        isinstance(count, int) for count in (said.answer_tokens, said.tokens)
+        isinstance(count, int) for count in (history.answer_tokens, history.tokens)
     )
-    if not sound or not 0 <= said.answer_tokens <= said.tokens:
+    if not sound or not 0 <= history.answer_tokens <= history.tokens:
         raise ValueError("it holds no messages")
-    return said
+    return history

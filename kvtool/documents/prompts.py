@@ -42,7 +42,7 @@ class _TextLine(_Line):
     prompt: Annotated[str, StringConstraints(pattern=r"\S")]
 
 
-class AskedPrompt(Section):
+class PromptEntry(Section):
     """A prompt of many: a text, or messages, the last of which is answered.
 
     Attributes:
@@ -62,7 +62,7 @@ class AskedPrompt(Section):
     bad: str | None = None
 
 
-def read_prompts(path: str, *, keep_bad: bool = False) -> list[AskedPrompt]:
+def read_prompts(path: str, *, keep_bad: bool = False) -> list[PromptEntry]:
     """Read a file of prompts, `-` for stdin; blank lines are left out.
 
     Args:
@@ -74,7 +74,7 @@ def read_prompts(path: str, *, keep_bad: bool = False) -> list[AskedPrompt]:
     """
     name, text = read_utf8(path, "prompts file")
     shown = "<stdin>" if path == "-" else path
-    prompts: list[AskedPrompt] = []
+    prompts: list[PromptEntry] = []
     problems: list[Problem] = []
     ids: dict[str | int, Mark] = {}
     for mark, read in _items(text, shown):
@@ -85,7 +85,7 @@ def read_prompts(path: str, *, keep_bad: bool = False) -> list[AskedPrompt]:
                 raise ValueError(f"id {show(asked.id)} is given twice, {first}")
         except ValueError as error:
             problems.append(_problem(mark, error))
-            prompts.append(AskedPrompt(bad=str(problems[-1])))
+            prompts.append(PromptEntry(bad=str(problems[-1])))
             continue
         if asked.id is not None:
             ids[asked.id] = mark
@@ -125,7 +125,7 @@ def _is_list(text: str) -> bool:
         return False
 
 
-def make_prompts(items: Sequence[Any], *, keep_bad: bool = False) -> list[AskedPrompt]:
+def make_prompts(items: Sequence[Any], *, keep_bad: bool = False) -> list[PromptEntry]:
     """Return the prompts of a list, each of them as a line of a file has it.
 
     Args:
@@ -143,7 +143,7 @@ def make_prompts(items: Sequence[Any], *, keep_bad: bool = False) -> list[AskedP
         except ValueError as error:
             if not keep_bad:
                 raise UsageError(f"prompt {place}: {_reason(error)}", hint=_HINT) from None
-            asked = AskedPrompt(bad=_reason(error))
+            asked = PromptEntry(bad=_reason(error))
         ids.add(asked.id)
         prompts.append(asked)
     if not prompts:
@@ -151,16 +151,16 @@ def make_prompts(items: Sequence[Any], *, keep_bad: bool = False) -> list[AskedP
     return prompts
 
 
-def _read_prompt(value: Any) -> AskedPrompt:
+def _read_prompt(value: Any) -> PromptEntry:
     if not isinstance(value, dict) or not any(key in value for key in LISTS):
         text = {"prompt": value} if isinstance(value, str) else value
         line = _TextLine.model_validate(text)
-        return AskedPrompt(prompt=line.prompt, id=line.id, max_new_tokens=line.max_new_tokens)
+        return PromptEntry(prompt=line.prompt, id=line.id, max_new_tokens=line.max_new_tokens)
     beside = {key: value[key] for key in _Line.model_fields if key in value}
     more = _Line.model_validate(beside)
     messages = read_conversation({key: value[key] for key in value if key not in beside})
     check_order(messages)
-    return AskedPrompt(messages=tuple(messages), id=more.id, max_new_tokens=more.max_new_tokens)
+    return PromptEntry(messages=tuple(messages), id=more.id, max_new_tokens=more.max_new_tokens)
 
 
 def _reason(error: ValueError) -> str:

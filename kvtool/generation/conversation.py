@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtool.cache.cache import KVCache
-from kvtool.documents.messages import Message, Said
+from kvtool.documents.messages import ChatHistory, Message
 from kvtool.documents.turns import UserTurn
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.continuation import Compressed, Generation, compress, generate
@@ -87,18 +87,18 @@ class Conversation:
         else:
             text = self.tokenizer.decode(known[0], clean_up_tokenization_spaces=False)
             self._behind = "answer" if self._frame.closing in text else "text"
-        said, self._messages = self.cache.text.said, None
+        history, self._messages = self.cache.text.history, None
         if self._behind == "text":
             self._messages = []
-        elif said is not None and isinstance(self._frame, TemplateFrame):
-            if said.tokens != known.shape[1]:
+        elif history is not None and isinstance(self._frame, TemplateFrame):
+            if history.tokens != known.shape[1]:
                 return
-            if said.template != self._frame.fingerprint:
+            if history.template != self._frame.fingerprint:
                 raise UsageError(
                     "the chat template is not the one that the cached text was put into",
                     hint="give the tokenizer the template that it had, or --chat-template off",
                 )
-            self._messages, self._answered = list(said.messages), said.answer_tokens
+            self._messages, self._answered = list(history.messages), history.answer_tokens
 
     @property
     def in_template(self) -> bool:
@@ -278,11 +278,11 @@ class Conversation:
         self._behind = behind
         if not isinstance(self._frame, TemplateFrame):
             return
-        known, said = self.cache.input_ids, None
+        known, history = self.cache.input_ids, None
         if self._messages is not None and known is not None:
             print_ = self._frame.fingerprint
-            said = Said(tuple(self._messages), self._answered, known.shape[1], print_)
-        self.cache.end_with(None if behind == "text" else behind, said)
+            history = ChatHistory(tuple(self._messages), self._answered, known.shape[1], print_)
+        self.cache.end_with(None if behind == "text" else behind, history)
 
     def _lead(self) -> str:
         """Return what comes before what the user says, where earlier messages are unknown."""

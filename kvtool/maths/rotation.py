@@ -28,7 +28,7 @@ def cosines_and_sines(shifts: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def mean_cosines_and_sines(start: Tensor, count: int, frequencies: Tensor) -> Tensor:
-    """Average cosines and sines over the turns to `count` positions in a row.
+    """Average cosines and sines over the rotations to `count` positions in a row.
 
     The sum of exp(i p f) over p = start .. start + count - 1 is Dirichlet's kernel,
     exp(i f (start + (count - 1) / 2)) sin(count f / 2) / sin(f / 2), for any count at one price.
@@ -49,7 +49,7 @@ def mean_cosines_and_sines(start: Tensor, count: int, frequencies: Tensor) -> Te
 
 
 def rope_shift(states: Tensor, shifts: Tensor, *, interleaved: bool) -> Tensor:
-    """Turn every pair of keys or queries.
+    """Rotate every pair of keys or queries.
 
     Args:
         states: (batch, heads, tokens, head_dim), after RoPE.
@@ -91,7 +91,7 @@ class Rotation:
         return self  # what it computes never changes
 
     def shift(self, states: Tensor, by: Tensor) -> Tensor:
-        """Turn keys or queries on.
+        """Rotate keys or queries on.
 
         Args:
             states: (batch, heads, tokens, head_dim), after RoPE.
@@ -101,7 +101,7 @@ class Rotation:
         return rope_shift(states, rotations, interleaved=self.interleaved)
 
     def mean_rotation(self, start: int | Tensor, count: int) -> Tensor:
-        """Average the turns to `count` positions in a row, for `rotate`.
+        """Average the rotations to `count` positions in a row, for `rotate`.
 
         Args:
             start: the first position, one or (batch, 1, 1).
@@ -113,7 +113,7 @@ class Rotation:
         return mean_cosines_and_sines(first, count, self.frequencies)
 
     def rotate(self, states: Tensor, rotations: Tensor) -> Tensor:
-        """Turn vectors by cosines and sines, which may be averages.
+        """Rotate vectors by cosines and sines, which may be averages.
 
         Args:
             states: (batch, heads, vectors, head_dim).

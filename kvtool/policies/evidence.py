@@ -82,7 +82,7 @@ class MomentsAsked:
 
 @dataclass(frozen=True)
 class QueryMoments:
-    """The moments of the queries of each query head, before RoPE or as it will turn them.
+    """The moments of the queries of each query head, before RoPE or as it will rotate them.
 
     Attributes:
         mean: (batch, heads, head_dim) float32.
@@ -97,7 +97,7 @@ class QueryMoments:
     rotation: Rotation | None = None
 
     def ahead(self, start: Count, count: int) -> QueryMoments:
-        """Turn them by the mean rotation R of `count` positions in a row: R m and R C R^T.
+        """Rotate them by the mean rotation R of `count` positions in a row: R m and R C R^T.
 
         Args:
             start: the first of the positions.

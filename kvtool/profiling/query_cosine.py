@@ -1,4 +1,4 @@
-"""How much queries turn from token to token: their cosine by distance (CaliDrop, figure 1).
+"""How much the direction of queries changes from token to token (CaliDrop, figure 1).
 
 Queries after RoPE, as they enter the dot product, over the prompt and what is generated after it.
 https://arxiv.org/abs/2507.19906

@@ -3,7 +3,7 @@
 from kvtool.calls.prompts import line_up
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings
-from kvtool.documents.prompts import AskedPrompt
+from kvtool.documents.prompts import PromptEntry
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
@@ -22,7 +22,7 @@ class Notes(Watcher):
 
 def test_a_text_beyond_the_models_positions_is_told_of_once():
     request = Request(None, "a list", parse_policy("h2o"), Budget.parse(24), "full")
-    prompts = [AskedPrompt(prompt="The old lamp", max_new_tokens=new) for new in (5, 9000, 9000)]
+    prompts = [PromptEntry(prompt="The old lamp", max_new_tokens=new) for new in (5, 9000, 9000)]
     notes = Notes()
     lined, _ = line_up(GenerationSettings(), request, load(), prompts, {}, notes, None)
     assert [each.max_new_tokens for each in lined] == [5, 9000, 9000]

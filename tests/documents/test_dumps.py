@@ -26,7 +26,7 @@ from kvtool.documents.generation import (
 from kvtool.documents.memory import CacheMemory, DeviceMemory, RunMemory
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import ProfileDocument
-from kvtool.documents.prompts import AskedPrompt
+from kvtool.documents.prompts import PromptEntry
 from kvtool.documents.recipe import PrefillMapping, Recipe
 from kvtool.documents.results import (
     Average,
@@ -145,7 +145,7 @@ def examples() -> Iterator[BaseModel]:
         )
     yield DeviceMemory(device="cpu", free_bytes=None, weights_bytes=5)
     yield CacheMemory(**NEEDS, full_bytes=9, peak_bytes=None, fits=None)
-    yield AskedPrompt(prompt="x")
+    yield PromptEntry(prompt="x")
     yield AnswerLine(index=0, id=None, text="x", token_ids=[1], prompt_tokens=1, new_tokens=1)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvtool.documents.answers import AnswerLine, AnswersFile
 from kvtool.documents.messages import Message
-from kvtool.documents.prompts import AskedPrompt, make_prompts, read_prompts
+from kvtool.documents.prompts import PromptEntry, make_prompts, read_prompts
 from kvtool.documents.tree import DocumentError
 from kvtool.errors import UsageError
 
@@ -167,7 +167,7 @@ def test_a_line_that_is_no_prompt_may_be_kept_with_what_is_wrong_with_it(tmp_pat
 
 def test_a_line_has_tokens_or_an_error():
     assert "error" not in json.loads(answer(0).to_line())
-    bad = AnswerLine.of_bad(3, AskedPrompt(id="x"), "no text")
+    bad = AnswerLine.of_bad(3, PromptEntry(id="x"), "no text")
     assert json.loads(bad.to_line()) == {
         "index": 3,
         "id": "x",
@@ -183,7 +183,7 @@ def test_a_line_has_tokens_or_an_error():
 
 def test_an_error_in_a_file_of_answers_is_no_answer(tmp_path):
     path = tmp_path / "a.jsonl"
-    bad = AnswerLine.of_bad(0, AskedPrompt(), "no text")
+    bad = AnswerLine.of_bad(0, PromptEntry(), "no text")
     path.write_text(bad.to_line() + answer(1).to_line() + answer(0).to_line())
     file = AnswersFile(path)
     with file.opened():

@@ -31,7 +31,7 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.slots.slot_form import RANGES, CodedForm
-from kvtool.documents.messages import Said, read_said
+from kvtool.documents.messages import ChatHistory, read_history
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source
 from kvtool.errors import KvtoolError, UsageError
@@ -94,16 +94,16 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
     behind: Literal["open", "answer"] | None = (
         "open" if chat == "open" else "answer" if chat == "answer" else None
     )
-    cache.end_with(behind, _read_said(path, metadata))
+    cache.end_with(behind, _read_history(path, metadata))
     return cache
 
 
-def _read_said(path: Path, metadata: dict[str, str]) -> Said | None:
+def _read_history(path: Path, metadata: dict[str, str]) -> ChatHistory | None:
     """Read the messages of a conversation; files of earlier versions hold none."""
     if "said" not in metadata:
         return None
     try:
-        return read_said(metadata["said"])
+        return read_history(metadata["said"])
     except ValueError as error:
         raise bad_file(path, f"`said`: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Read from a cache file by which RoPE factors its keys were turned, and check that they fit."""
+"""Read from a cache file by which RoPE factors its keys were rotated, and check that they fit."""
 
 from __future__ import annotations
 

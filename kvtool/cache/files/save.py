@@ -94,8 +94,8 @@ def _metadata(
     }
     if cache.text.chat is not None and with_text:
         metadata["chat"] = cache.text.chat
-        said = None if cache.text.said is None else cache.text.said.to_text()
-        metadata |= {} if said is None else {"said": said}
+        history = None if cache.text.history is None else cache.text.history.to_text()
+        metadata |= {} if history is None else {"said": history}
     if cache.rope.chosen is not None:
         metadata["rope_lengths"] = ",".join(map(str, cache.rope.chosen.lengths))
     return metadata

@@ -37,7 +37,7 @@ _PLACE, _STEP = 3, 1000  # of the token that is read twice
 
 
 def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation | None]:
-    """Find out how each layer turns its keys, by reading one token at two positions.
+    """Find out how each layer rotates its keys, by reading one token at two positions.
 
     Args:
         layers: indices of the attention layers.
@@ -46,7 +46,7 @@ def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation |
         One for each of `layers`; None where keys do not depend on the position.
 
     Raises:
-        KvtoolError: the keys of a layer cannot be turned on from one position to another.
+        KvtoolError: the keys of a layer cannot be rotated from one position to another.
     """
     return ask_once(model, "rotations", partial(_ask_rotations, model, layers, "positions=cache"))
 
@@ -54,20 +54,20 @@ def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation |
 def find_query_rotations(
     model: PreTrainedModel, layers: list[int], policy: str
 ) -> list[Rotation | None]:
-    """Find out how each layer turns its queries, which is how it turns its keys.
+    """Find out how each layer rotates its queries, which is how it rotates its keys.
 
-    A layer whose keys the position makes longer or shorter turns nothing: positions have been added
-    to what it reads, and queries are before any rotation already.
+    A layer whose keys the position makes longer or shorter rotates nothing: positions have been
+    added to what it reads, and queries are before any rotation already.
 
     Args:
         layers: indices of the attention layers.
         policy: the name of the one that needs it.
 
     Returns:
-        One for each of `layers`; None where nothing is turned.
+        One for each of `layers`; None where nothing is rotated.
 
     Raises:
-        KvtoolError: the queries of a layer cannot be turned back.
+        KvtoolError: the queries of a layer cannot be rotated back.
     """
     asked = f"policy `{policy}`"
     ask = partial(_ask_rotations, model, layers, asked, added=True)
@@ -103,7 +103,7 @@ def _text(model: PreTrainedModel):
 
 
 def _check(model: PreTrainedModel) -> None:
-    """Refuse what cannot be turned, whatever its keys look like."""
+    """Refuse models whose keys cannot be rotated, whatever the keys look like."""
     text = _text(model)
     reason = None
     if text.model_type in EAGER_FAMILIES:
@@ -126,7 +126,7 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _rotates(buffer: str) -> bool:
-    """Whether a buffer of a model holds the frequencies that it turns by."""
+    """Whether a buffer of a model holds the frequencies of its rotation."""
     return buffer.endswith("inv_freq") and "original" not in buffer
 
 
@@ -150,7 +150,7 @@ def _read_twice(model: PreTrainedModel, step: int) -> dict[int, Tensor]:
 def _find(
     model: PreTrainedModel, keys: Tensor, step: int, found: dict[tuple, Rotation], *, added: bool
 ) -> Rotation | None:
-    """The rotation that turns the first key on to the second; equal ones are shared."""
+    """The rotation from the first key to the second; equal ones are shared."""
     first, second = keys[:1], keys[1:]
     tolerance = (1e-3 if keys.dtype == torch.float32 else 0.03) * second.float().abs().max()
     if (first.float() - second.float()).abs().max() <= tolerance:

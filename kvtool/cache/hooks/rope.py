@@ -1,4 +1,4 @@
-"""RoPE whose factors depend on the length: turn all forwards over a cache by the same factors.
+"""RoPE whose factors depend on the length: rotate in all forwards over a cache by the same ones.
 
 Transformers chooses the factors in every forward, by the last position in it. So the rotary module
 of a model is asked about one position more, the last one that the whole text will have, and that
@@ -62,7 +62,7 @@ def _rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _threshold(module: Any, layer: str | None, kind: str) -> int:
-    """The length up to which a rotary module turns as it does in a short text."""
+    """The length up to which a rotary module rotates as it does in a short text."""
     if kind == "dynamic":
         return module.original_max_seq_len
     parameters = module.config.rope_parameters
@@ -95,7 +95,7 @@ def install(model: PreTrainedModel) -> list[RemovableHandle]:
 
 @contextmanager
 def reading(lengths: RopeLengths | None) -> Iterator[None]:
-    """Turn the forwards of this thread over other caches by the factors of a kvtool cache.
+    """Rotate in this thread's forwards over other caches by the factors of a kvtool cache.
 
     Args:
         lengths: for which they were chosen; None: every forward chooses for itself.
@@ -156,7 +156,7 @@ def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object)
 
 @dataclass(frozen=True)
 class _Copy:
-    """A rotary module that turns by the factors of one length."""
+    """A rotary module that rotates by the factors of one length."""
 
     module: nn.Module
     device: torch.device
@@ -236,11 +236,11 @@ _OF_MODEL = ("forward", "_hf_hook", "_old_forward")  # what others have put on t
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a rotary module is asked: to turn states of a dtype and device, by positions.
+    """What a rotary module is asked: to rotate states of a dtype and device, by positions.
 
     Attributes:
         positions: (.., batch, q_len) int64.
-        layer: the type of layer; None: all layers turn alike.
+        layer: the type of layer; None: all layers rotate alike.
         typed: whether the type is an argument.
     """
 

@@ -1,7 +1,7 @@
 """Expected Attention: the attention that queries to come are expected to give each token.
 
 Devoto et al., 2025, https://arxiv.org/abs/2510.00636. Queries before RoPE are taken as normally
-distributed, with the mean m and the covariance C of the text so far. Turned by the mean rotation R
+distributed, with the mean m and the covariance C of the text so far. Rotated by the mean rotation R
 of the next `future` positions, they have mean R m and covariance R C R^T, and exp(q.k * scale) has
 the expectation exp(l) with
 
@@ -38,7 +38,7 @@ def expected_logits(keys: Tensor, queries: QueryMoments) -> Tensor:
 
     Args:
         keys: (batch, kv_heads, slots, head_dim).
-        queries: of all heads, as they will be turned.
+        queries: of all heads, as they will be rotated.
 
     Returns:
         (batch, kv_heads, group, slots) float32.
