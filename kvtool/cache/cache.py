@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvtool.cache.features.deferred_cut import cut_deferred
 from kvtool.cache.features.repetition import RepeatedWeights
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.tensor_parallel import heads_of_layer
 from kvtool.cache.state import CacheState
-from kvtool.cache.steps.block import cut_deferred
 from kvtool.cache.steps.call import (
     IMPLEMENTATION,
     Call,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import LayerSite, Part
+from kvtool.cache.steps.block import cut, note_scores
+from kvtool.cache.steps.view import used_view
 from kvtool.maths.columns import column_variance
-from kvtool.policies.numbers import Count, KVHeads
+from kvtool.policies.numbers import Count, KVHeads, at_least_zero
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,9 @@ class Deferred(Part):
         """Defer cuts from here on."""
         self.active = True
 
+    def waiting_cut(self) -> Deferred | None:
+        return self if self.active else None
+
     def add(self, sums: Tensor, queries: Count) -> None:
         """Add what the slots have received of a block; its own slots come behind the others."""
         if self.sums is not None:
@@ -95,3 +101,21 @@ class Deferred(Part):
         queries = torch.as_tensor(self.queries, device=held.device).expand(len(held), 1, 1)
         numbers = [heads.mean(variance), queries[:, 0, 0], heads.mean(held)]
         return torch.stack([number.double() for number in numbers], -1)
+
+
+def cut_deferred(layer: SlotLayer) -> None:
+    """Cut what was deferred to the budget that the layer has got meanwhile."""
+    part = Deferred.of(layer)
+    scores = None if part is None else part.end()
+    layer.grow_exactly(False)
+    split = layer.budget.by_head is not None
+    if scores is None or (layer.slots.used <= layer.budget.min_budget and not split):
+        return
+    used = layer.slots.used_slots()
+    view = replace(used_view(layer), block=scores.block)
+    evicted = at_least_zero(view.held - layer.budget.tokens)
+    protected = layer.policy.ranking.protected(used.state, view, evicted)
+    note_scores(layer, view, scores.importance, protected)
+    cut(layer, view, used.state, None, scores.importance, protected)
+    if layer.ragged is None:
+        layer.slots.shrink(layer.slots.used + layer.policy.spare)

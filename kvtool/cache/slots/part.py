@@ -17,6 +17,7 @@ from torch import Tensor
 from kvtool.cache.slots.memory import LayerBudget
 from kvtool.maths.rotation import Rotation
 from kvtool.policies.evicted.eviction import Eviction
+from kvtool.policies.numbers import Count
 from kvtool.policies.policy import Policy
 
 if TYPE_CHECKING:
@@ -26,6 +27,23 @@ if TYPE_CHECKING:
 Correction = Callable[[Tensor, Tensor], Tensor]
 """Of the output of a decoded token, (batch, heads, 1, value_dim), and its log-sum-exp (batch,
 kv_heads, group, 1) float32, what becomes of it."""
+
+
+class WaitingCut(Protocol):
+    """A cut that waits until all layers have seen the prompt.
+
+    Attributes:
+        sums: (batch, kv_heads, group, slots) float32, what the slots have received so far of each
+            query head; None before the first block.
+    """
+
+    sums: Tensor | None
+
+    def add(self, sums: Tensor, queries: Count) -> None:
+        """Add what the slots have received of a block with so many queries of each entry."""
+
+    def wait(self, importance: Tensor, block: Count) -> None:
+        """Keep the scores of a block with so many tokens of each entry until the cut."""
 
 
 class HasParts(Protocol):
@@ -53,6 +71,7 @@ class LayerSite:
 
 HOOKS = (
     "begin_prompt",
+    "waiting_cut",
     "place_block",
     "begin_block",
     "correct_block",
@@ -161,6 +180,10 @@ class Part:
 
     def begin_prompt(self) -> None:
         """Note that a block of a prompt comes, so that what was made to decode is of no use."""
+
+    def waiting_cut(self) -> WaitingCut | None:
+        """Return the cut that waits for other layers, so that the block is stored whole now."""
+        return None
 
     def place_block(self, layer: Any, call: Any, block: Any) -> Any:
         """Return the call with keys and queries where they are to be attended."""

@@ -23,7 +23,7 @@ from torch.nn import functional
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.attend import attend_codes, attend_unseen, call_weights, call_weights_lse
 from kvtool.cache.steps.attend_triton import can_count, can_run, count_block
-from kvtool.cache.steps.block import Block, RowWatcher, deferred, vote_weights
+from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.shared_kv import SharedKV, share_kv
 from kvtool.cache.steps.view import last_query_columns, make_rows
@@ -122,7 +122,7 @@ def sum_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:
         call.context.norms.note(lse)
     batch, kv_heads, slots = call.key.shape[:3]
     sums = {name: block.state[name] for name in layer.policy.columns}
-    waiting, by_head = deferred(layer), None
+    waiting, by_head = block.waiting, None
     if not sums and waiting is None:
         return out
     if waiting is not None:

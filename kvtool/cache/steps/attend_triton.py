@@ -14,7 +14,7 @@ from torch import Tensor
 from kvtool.cache.slots.buffers import SlotBuffers
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import CodedForm
-from kvtool.cache.steps.block import Block, deferred
+from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.view import decode_needs_rows, used_state
 from kvtool.kernels import trust
@@ -115,7 +115,7 @@ def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> T
     sums = {name: block.state[name] for name in layer.policy.columns}
     if sums:
         add(sums)
-    waiting = deferred(layer)
+    waiting = block.waiting
     if waiting is not None:
         by_head = out.new_zeros((batch, heads, total), dtype=torch.float32)
         add({"attention_sum": by_head})

@@ -6,40 +6,22 @@ attention that several caches want are made once for those of a kind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import WaitingCut
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.steps.evict import part_block
-from kvtool.cache.steps.view import make_view, observe, score, used_view, values_by_kv_head
+from kvtool.cache.steps.view import make_view, observe, score, values_by_kv_head
 from kvtool.errors import UsageError
 from kvtool.maths.selection import keep_top
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import PROMPT, Count, State, at_least_zero
 from kvtool.policies.parts import Evidence, SlotView
-
-
-def cut_deferred(layer: SlotLayer) -> None:
-    """Cut what was deferred to the budget that the layer has got meanwhile."""
-    part = Deferred.of(layer)
-    scores = None if part is None else part.end()
-    layer.grow_exactly(False)
-    split = layer.budget.by_head is not None
-    if scores is None or (layer.slots.used <= layer.budget.min_budget and not split):
-        return
-    used = layer.slots.used_slots()
-    view = replace(used_view(layer), block=scores.block)
-    evicted = at_least_zero(view.held - layer.budget.tokens)
-    protected = layer.policy.ranking.protected(used.state, view, evicted)
-    note_scores(layer, view, scores.importance, protected)
-    cut(layer, view, used.state, None, scores.importance, protected)
-    if layer.ragged is None:
-        layer.slots.shrink(layer.slots.used + layer.policy.spare)
 
 
 def note_scores(
@@ -107,12 +89,15 @@ class Block:
         view: the kept slots and the block.
         state: the policy's numbers for them.
         kept: how many slots come before the block.
+        waiting: takes the sums and scores of a block that is stored whole, and cut once all layers
+            have seen the prompt; None: the layer is cut at the block's end.
     """
 
     new: Tensor
     view: SlotView
     state: State
     kept: int
+    waiting: WaitingCut | None = None
 
 
 def enter_block(
@@ -148,7 +133,10 @@ def enter_block(
         _check_prompt(layer, state[PROMPT])
     keys = (raw_key,) if layer.policy.ranking.evidence.shows_keys else ()
     view = make_view(layer, (values_by_kv_head(layer, value),), stored, count, keys)
-    return Block(new, view, state, kept)
+    waiting = None
+    for part in layer.parts.at["waiting_cut"]:
+        waiting = part.waiting_cut()
+    return Block(new, view, state, kept, waiting)
 
 
 def _check_prompt(layer: SlotLayer, prompt: Tensor) -> None:
@@ -165,22 +153,16 @@ def _check_prompt(layer: SlotLayer, prompt: Tensor) -> None:
         )
 
 
-def deferred(layer: SlotLayer) -> Deferred | None:
-    """What waits for the other layers, if the running prompt is not cut before these."""
-    part = Deferred.of(layer)
-    return part if part is not None and part.active else None
-
-
-def block_needs_all_rows(layer: SlotLayer) -> bool:
+def block_needs_all_rows(layer: SlotLayer, block: Block) -> bool:
     """Whether the policy, or what splits the budget, wants the weights of every query."""
-    return layer.policy.needs_all_rows or deferred(layer) is not None
+    return layer.policy.needs_all_rows or block.waiting is not None
 
 
 def block_needs_last_rows(layer: SlotLayer, block: Block) -> bool:
     """Whether the policy wants the last queries' weights: only if something has to go."""
     if layer.policy.ranking.evidence is not Evidence.LAST_ROWS:
         return False
-    return deferred(layer) is not None or _over_budget(layer, block)
+    return block.waiting is not None or _over_budget(layer, block)
 
 
 def vote_weights(layer: SlotLayer, block: Block, rows: int) -> Tensor | None:
@@ -197,7 +179,6 @@ class RowWatcher:
 
     def __init__(self, layer: SlotLayer, block: Block) -> None:
         self._layer, self._block = layer, block
-        self._deferred = deferred(layer)
         self._sums: Tensor | None = None
 
     def see(self, rows: AttentionRows) -> None:
@@ -205,7 +186,7 @@ class RowWatcher:
         view = self._block.view
         if self._layer.policy.needs_all_rows:
             observe(self._layer.policy, self._block.state, view, rows)
-        if self._deferred is not None:
+        if self._block.waiting is not None:
             if self._sums is None:
                 slots = view.positions.shape[2]
                 self._sums = rows.weights.new_zeros((*rows.weights.shape[:3], slots))
@@ -213,8 +194,9 @@ class RowWatcher:
 
     def end(self) -> None:
         """Say that all rows have come."""
-        if self._sums is not None and self._deferred is not None:
-            self._deferred.add(self._sums, self._block.view.block)
+        waiting = self._block.waiting
+        if self._sums is not None and waiting is not None:
+            waiting.add(self._sums, self._block.view.block)
 
 
 def leave_block(
@@ -233,7 +215,7 @@ def leave_block(
     if layer.policy.codec is not None:
         keys, values = raw_key[:, :, block.kept :], raw_value[:, :, block.kept :]
         layer.slots.fit(layer.index, keys, values, block.new, padded=layer.padded)
-    view, waiting = block.view, deferred(layer)
+    view, waiting = block.view, block.waiting
     for part in layer.parts.at["show_block"]:
         view = part.show_block(view)
     if waiting is not None:
@@ -291,7 +273,7 @@ class KnownColumns:
 
     def give(self, layer: SlotLayer, block: Block) -> bool:
         """Add to a block's numbers what is known of them; False: nobody has summed those yet."""
-        kind, waiting = _kind(layer), deferred(layer)
+        kind, waiting = _kind(layer, block), block.waiting
         if kind not in self._known:
             return False
         sums, by_head = self._known[kind]
@@ -303,11 +285,11 @@ class KnownColumns:
 
     def note(self, layer: SlotLayer, block: Block) -> None:
         """Keep what a block of a whole prompt has just been given, for the caches to come."""
-        waiting = deferred(layer)
+        waiting = block.waiting
         sums = [block.state[name].clone() for name in layer.policy.columns]
-        self._known[_kind(layer)] = sums, None if waiting is None else waiting.sums
+        self._known[_kind(layer, block)] = sums, None if waiting is None else waiting.sums
 
 
-def _kind(layer: SlotLayer) -> tuple[tuple[str, ...], bool]:
+def _kind(layer: SlotLayer, block: Block) -> tuple[tuple[str, ...], bool]:
     """Return the names that are summed, and whether sums per query head are wanted beside them."""
-    return layer.policy.columns, deferred(layer) is not None
+    return layer.policy.columns, block.waiting is not None

@@ -122,7 +122,7 @@ def run_block(layer: SlotLayer, attention: BlockAttention, q_len: int) -> Attend
     """Attend one block and cut to the budget."""
     block = enter_block(layer, q_len, attention.positions, attention.raw[0], attention.value)
     attention = attention.placed(layer, block)
-    out = attention.attend(layer, block, block_needs_all_rows(layer))
+    out = attention.attend(layer, block, block_needs_all_rows(layer, block))
     attention.show_queries(layer, block)
     ended = attention.postpone(layer, block)
     if ended is None:
