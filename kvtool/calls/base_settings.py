@@ -1,14 +1,12 @@
-"""The settings that several commands share: output, model, recipe."""
+"""The settings that commands with a model share: which model, which recipe."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvtool.documents.files import check_writable, expand
+from kvtool.calls.output_settings import OutputSettings
 from kvtool.documents.settings import MODEL_SETTINGS, Flag, ModelFields, as_flags
-from kvtool.models.folder import check_folder
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.sizes import LARGEST_SEED
 
@@ -28,64 +26,6 @@ else:
     _ONE_PROCESS = tuple(name for name in MODEL_SETTINGS if name != "tensor_parallel")
     _ModelFlags = as_flags(ModelFields, leave_out=("tensor_parallel",), under="model")
     _SplitFlag = as_flags(ModelFields, leave_out=_ONE_PROCESS, under="model")
-
-Format = Literal["text", "json", "yaml"]
-_SUFFIXES: dict[str, Format] = {
-    ".json": "json",
-    ".yaml": "yaml",
-    ".yml": "yaml",
-    ".txt": "text",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputSettings:
-    """Where a command's data goes, in which form, and how much is said beside it."""
-
-    output: Annotated[
-        str | None,
-        Flag(
-            "--output -o",
-            metavar="PATH|-",
-            help="Write the data here, whole or not at all.",
-            python=None,
-        ),
-    ] = None
-    format: Annotated[
-        Format | None,
-        Flag(
-            "--format -f",
-            help="Form of the data.  [default: by the suffix of --output]",
-            python=None,
-        ),
-    ] = None
-    quiet: Annotated[bool, Flag("--quiet -q", help="Say nothing but errors.", python=None)] = False
-    progress: Annotated[
-        bool | None,
-        Flag(
-            "--progress/--no-progress",
-            help="Progress bars.  [default: on a terminal]",
-            python=None,
-        ),
-    ] = None
-    debug: Annotated[bool, Flag("--debug", help="Show the traceback of an error.", python=None)] = (
-        False
-    )
-
-    @property
-    def output_path(self) -> Path | None:
-        """The file to write, or None for stdout."""
-        return None if self.output in (None, "-") else expand(self.output)
-
-    def check_output(self) -> None:
-        """Refuse an output file that could not be written at the end."""
-        if self.output_path is not None:
-            check_writable(self.output_path, "--output")
-
-    def choose_format(self, otherwise: Format) -> Format:
-        """Return the format asked for by name or by suffix."""
-        suffix = self.output_path.suffix.lower() if self.output_path else ""
-        return self.format or _SUFFIXES.get(suffix, otherwise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +85,6 @@ class ModelSettings(_ModelFlags, RunSettings):
     def trusting(self) -> list[str]:
         """Return the flag that lets the checkpoint's code run, where it may."""
         return ["--trust-remote-code"] if self.trust_remote_code else []
-
-    def check_model(self) -> None:
-        """Refuse a folder that is not there, without importing torch."""
-        if self.loaded is None:
-            check_folder(self.model)
 
 
 @dataclass(frozen=True, kw_only=True)

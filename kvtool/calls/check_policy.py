@@ -10,6 +10,7 @@ from kvtool.errors import KvtoolError, PolicyError, in_one_line
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.parts import Read, Score
 from kvtool.policies.policy import Policy, compose
+from kvtool.transformers_versions import check_transformers
 
 if TYPE_CHECKING:
     from kvtool.calls.policy_checks import Subject
@@ -80,7 +81,6 @@ def check_policy(policy: Policy | Score | Read | str, *, raises: bool = True) ->
 
 def _run_all(policy: Policy) -> tuple[int | None, tuple[Checked, ...]]:
     from kvtool.calls.policy_checks import Subject, attached_model, small_budget
-    from kvtool.transformers_versions import check_transformers
 
     check_transformers()
     budget = small_budget(policy)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.conversation import begin
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
 from kvtool.calls.memory import estimate_run
@@ -17,7 +16,6 @@ from kvtool.calls.request import (
     encode,
     note_text,
     read_prefill,
-    spell_budget,
     typed_prompt,
 )
 from kvtool.calls.resolve import resolve_settings
@@ -112,6 +110,7 @@ class CompressionRun:
         return cache, result, loaded
 
     def _feed(self, loaded: Loaded, cache: KVCache, watcher: Watcher) -> Compressed:
+        from kvtool.calls.conversation import begin
         from kvtool.generation import compress as compress_prompt
 
         model, request = loaded.model, self.request
@@ -129,23 +128,11 @@ class CompressionRun:
 
     def run(self, watcher: Watcher) -> CompressionDocument:
         """Read the prompt, and return what there is to say of it."""
-        from kvtool.documents.generation import CacheSection, CompressionDocument, CompressionTiming
+        from kvtool.calls.conversation import document_of_prompt
 
         cache, result, loaded = self.read(watcher)
-        request, tokens = self.request, result.prompt_tokens
-        held = CacheSection.of(cache.report())
-        planned = request.plan_in_use(loaded, tokens, 0, watcher)
-        request.note_bytes(held, watcher)
-        return CompressionDocument(
-            model=loaded.name,
-            policy=str(request.policy),
-            budget=spell_budget(request.budget),
-            prompt_tokens=tokens,
-            saved=str(self.settings.save_path),
-            cache=held,
-            plan=planned,
-            timing=CompressionTiming(prefill_s=result.prefill_s),
-        )
+        saved = self.settings.save_path
+        return document_of_prompt(self.request, loaded, cache, result, saved, watcher)
 
 
 def _save(cache: KVCache, path: Path, result: Compressed, loaded: Loaded) -> None:
@@ -171,6 +158,7 @@ def prepare_compression(settings: CompressionSettings, watcher: Watcher) -> Comp
     settings, plan = resolve_settings(settings, "kvtool compress")
     check_transformers()
     settings.check_paths()
+    settings.source().check()
     return _resolve(settings, plan, watcher)
 
 

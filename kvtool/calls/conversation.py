@@ -4,28 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
+from kvtool.cache.cache import KVCache
+from kvtool.cache.report import CacheReport
 from kvtool.calls.listener import Listener
-from kvtool.calls.request import Request, note_text, spell_budget
+from kvtool.calls.request import Request, encode, note_text, spell_budget
 from kvtool.calls.settings import GenerationSettings, PromptSettings
-from kvtool.errors import UsageError
+from kvtool.documents.generation import (
+    CacheSection,
+    CompileSection,
+    CompressionDocument,
+    CompressionTiming,
+    Fidelity,
+    GenerationDocument,
+    GenerationTiming,
+    PlanSection,
+    TurnSection,
+)
+from kvtool.documents.turns import Turns, UserTurn
+from kvtool.generation import Compressed, Conversation, Generation, generate
+from kvtool.generation.compiled import CompileReport
+from kvtool.generation.fidelity import join_fidelities
 from kvtool.models.chat import template_of
 from kvtool.models.load import Loaded
+from kvtool.planning.held import beyond_plan, use_plan
 from kvtool.watcher import Watcher
 
-if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
-    from kvtool.cache.report import CacheReport
-    from kvtool.documents.generation import (
-        CompileSection,
-        GenerationDocument,
-        GenerationTiming,
-        PlanSection,
-        TurnSection,
-    )
-    from kvtool.documents.turns import Turns, UserTurn
-    from kvtool.generation import Compressed, Conversation, Generation
+
+def plan_in_use(
+    request: Request, loaded: Loaded, tokens: int, new: int, watcher: Watcher
+) -> PlanSection | None:
+    """Return what is taken from the plan for a prompt; say where more is held than it says.
+
+    Args:
+        tokens: of the prompt.
+        new: tokens that are generated at most.
+    """
+    if request.plan is None or not request.policy.takes_budget:
+        return None
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    used = use_plan(request.plan, request.policy, prompt=tokens, new=new, dtype=dtype)
+    beyond = beyond_plan(request.plan, used, tokens, new)
+    if beyond is not None:
+        watcher.note(f"note: after this {beyond}")
+    return PlanSection.of(request.plan, used.tokens, used.stages, used.held)
 
 
 def document_of(
@@ -36,8 +59,6 @@ def document_of(
     Args:
         plan: what was taken from one.
     """
-    from kvtool.documents.generation import CacheSection, Fidelity, GenerationDocument
-
     return GenerationDocument(
         model=loaded.name,
         policy=str(request.policy),
@@ -51,6 +72,30 @@ def document_of(
         timing=_timing([result]),
         fidelity=None if result.fidelity is None else Fidelity.of(result.fidelity),
         compiled=_compiled([result]),
+    )
+
+
+def document_of_prompt(
+    request: Request,
+    loaded: Loaded,
+    cache: KVCache,
+    result: Compressed,
+    saved: Path | None,
+    watcher: Watcher,
+) -> CompressionDocument:
+    """Put into a document what a prompt was compressed to; say what bytes came to."""
+    held = CacheSection.of(cache.report())
+    planned = plan_in_use(request, loaded, result.prompt_tokens, 0, watcher)
+    request.note_bytes(held, watcher)
+    return CompressionDocument(
+        model=loaded.name,
+        policy=str(request.policy),
+        budget=spell_budget(request.budget),
+        prompt_tokens=result.prompt_tokens,
+        saved=str(saved),
+        cache=held,
+        plan=planned,
+        timing=CompressionTiming(prefill_s=result.prefill_s),
     )
 
 
@@ -70,9 +115,6 @@ def document_of_turns(
         held: what the cache holds at the end.
         plan: what was taken from one for the last turn.
     """
-    from kvtool.documents.generation import CacheSection, Fidelity, GenerationDocument
-    from kvtool.generation.fidelity import join_fidelities
-
     answers = [answer for _, answer in turns]
     fidelity = join_fidelities([(each.fidelity, each.new_tokens) for each in answers])
     return GenerationDocument(
@@ -94,16 +136,11 @@ def document_of_turns(
 
 
 def _compiled(answers: Sequence[Generation]) -> CompileSection | None:
-    from kvtool.documents.generation import CompileSection
-    from kvtool.generation.compiled import CompileReport
-
     reports = [answer.compiled for answer in answers if answer.compiled is not None]
     return CompileSection(**asdict(CompileReport.join(reports))) if reports else None
 
 
 def _turn(turn: UserTurn, answer: Generation) -> TurnSection:
-    from kvtool.documents.generation import CacheSection, Fidelity, TurnSection
-
     return TurnSection(
         user=turn.text,
         prompt_tokens=answer.prompt_tokens,
@@ -117,8 +154,6 @@ def _turn(turn: UserTurn, answer: Generation) -> TurnSection:
 
 
 def _timing(answers: Sequence[Generation], before: float = 0.0) -> GenerationTiming:
-    from kvtool.documents.generation import GenerationTiming
-
     # the first new token of an answer comes from its prompt's own forward
     steps = sum(answer.new_tokens - 1 for answer in answers)
     decode_s = sum(answer.decode_s for answer in answers)
@@ -145,8 +180,6 @@ def begin(
     It does so without a template, with `--chat-template off`, and behind a cached text that went in
     unchanged itself.
     """
-    from kvtool.generation import Conversation
-
     template = template_of(loaded.tokenizer)
     wanted = settings.template
     if wanted == "auto" and template and cache.chat is None and cache.get_seq_length() > 0:
@@ -166,25 +199,37 @@ def _note_template(watcher: Watcher) -> None:
     watcher.note("chat template: the model's, around what the user says (--chat-template off)")
 
 
-def read_said(settings: GenerationSettings, given: str | Turns) -> Turns:
-    """Return the turns that are given or that `--turns` names, fit for the other settings."""
-    from kvtool.documents.turns import read_turns
-
-    turns = read_turns(given) if isinstance(given, str) else given
-    if turns.system is not None and settings.system is not None:
-        raise UsageError("--system and --turns both give a system message; keep one")
-    if turns.system is not None and (settings.cache is not None or settings.template == "off"):
-        why = "--cache holds a text" if settings.cache is not None else "--chat-template is off"
-        raise UsageError(f"--turns gives a system message, and {why}")
-    before = (settings.cache, settings.prompt, settings.prompt_file)
-    if not turns.turns[0].text and all(each is None for each in before):
-        raise UsageError("--turns begins with an answer, and there is no prompt that it answers")
-    return turns
-
-
-def spell_turn(turn: UserTurn) -> Any:
-    """Write a turn in a dry run."""
-    return turn.text if turn.answer is None else {"user": turn.text, "assistant": turn.answer}
+def answer(
+    settings: GenerationSettings,
+    request: Request,
+    loaded: Loaded,
+    cache: KVCache,
+    watcher: Watcher,
+    listener: Listener,
+) -> GenerationDocument:
+    """Answer one prompt, or go on from the cache without one."""
+    talk = begin(settings, loaded, cache, settings.system, watcher)
+    prompt_ids, tokens = None, 0
+    if request.prompt is not None:
+        if talk is None:
+            first = cache.get_seq_length() == 0
+            prompt_ids = encode(loaded, request.prompt, first=first, source=request.source)
+        else:
+            prompt_ids = talk.turn_ids(UserTurn(request.prompt))
+        tokens = prompt_ids.shape[1]
+    if settings.cache is None:
+        request.check_length(tokens, watcher)
+    note_text(cache, loaded.model.config, tokens, settings.new_tokens, watcher)
+    planned = plan_in_use(request, loaded, tokens, settings.new_tokens, watcher)
+    drawing = settings.drawing() | listener.hears()
+    if talk is None:
+        result = generate(loaded.model, loaded.tokenizer, cache, prompt_ids, **drawing)
+    elif request.prompt is None:
+        result = talk.answer(**drawing)
+    else:
+        result = talk.say(UserTurn(request.prompt), **drawing)
+    listener.on_answer(result.text[0])
+    return document_of(request, loaded, result, planned)
 
 
 def converse(
@@ -197,8 +242,6 @@ def converse(
     listener: Listener,
 ) -> GenerationDocument:
     """Read the prompt, if there is one, and answer every turn; text is heard as it is said."""
-    from kvtool.generation import Conversation
-
     system = turns.system or settings.system
     talk = Conversation(loaded.model, loaded.tokenizer, cache, settings.template, system)
     if talk.in_template:
@@ -222,7 +265,7 @@ def converse(
     held = cache.report(of_all_processes=True)
     generated = max(answers[-1][1].new_tokens - 1, 0) if answers and turn.answer is None else 0
     tokens = held.tokens_seen - generated
-    planned = request.plan_in_use(loaded, tokens, settings.new_tokens, watcher)
+    planned = plan_in_use(request, loaded, tokens, settings.new_tokens, watcher)
     return document_of_turns(request, loaded, answers, read, held, planned)
 
 

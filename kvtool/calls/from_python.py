@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 from kvtool.calls.settings import PromptSettings
 from kvtool.documents.settings import ModelFields, Setting, settings_of
 from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import LARGEST_SEED, Budget
 
 if TYPE_CHECKING:
@@ -129,8 +130,6 @@ def read_policy(policy: Any) -> str | Policy | None:
     """
     if policy is UNSAID:
         return None
-    from kvtool.policies.grammar import parse_policy
-
     return policy if isinstance(policy, str) else parse_policy(policy)
 
 

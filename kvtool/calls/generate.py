@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.conversation import begin, converse, document_of, read_said, spell_turn
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
 from kvtool.calls.listener import Listener
@@ -16,8 +15,6 @@ from kvtool.calls.request import (
     Request,
     choose_policy,
     configuration,
-    encode,
-    note_text,
     open_cache,
     read_prefill,
     resumed_policy,
@@ -25,6 +22,7 @@ from kvtool.calls.request import (
 )
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import GenerationSettings
+from kvtool.documents.turns import Turns, UserTurn, read_turns
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
 from kvtool.processes import check_alone, joined
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
     from kvtool.documents.generation import GenerationDocument
     from kvtool.documents.plan import PlanDocument
-    from kvtool.documents.turns import Turns
     from kvtool.policies.policy import Policy
     from kvtool.sizes import Budget
 
@@ -132,9 +129,11 @@ class Generated:
 
     def _answer_anew(self, request: Request) -> GenerationDocument:
         """Answer the prompt in another cache."""
+        from kvtool.calls.conversation import answer
+
         settings = replace(self.settings, compare_full=False, compile=False)
         cache = request.new_cache(self.loaded.model)
-        return _answer(settings, request, self.loaded, cache, Watcher(), Listener())
+        return answer(settings, request, self.loaded, cache, Watcher(), Listener())
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class GenerationRun:
             "temperature": settings.temperature,
         }
         if turns is not None:
-            more["turns"] = [spell_turn(turn) for turn in turns.turns]
+            more["turns"] = [_spell_turn(turn) for turn in turns.turns]
             more["system"] = turns.system or settings.system
         more |= {"cache": settings.cache}
         more["memory"] = estimate_run(settings, self.request, settings.new_tokens, turns)
@@ -169,9 +168,11 @@ class GenerationRun:
         with joined():
             watcher.note_any(source.note())
             with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
+                from kvtool.calls.conversation import answer, converse  # a device is refused by now
+
                 cache = open_cache(settings, self.request, loaded)
                 if self.turns is None:
-                    document = _answer(settings, self.request, loaded, cache, watcher, listener)
+                    document = answer(settings, self.request, loaded, cache, watcher, listener)
                 else:
                     document = converse(
                         settings, self.request, self.turns, loaded, cache, watcher, listener
@@ -190,8 +191,28 @@ def prepare_generation(settings: GenerationSettings, watcher: Watcher) -> Genera
     check_transformers()
     _check_processes(settings)
     settings.check_paths()
-    turns = None if settings.turns is None else read_said(settings, settings.turns)
+    settings.source().check()
+    turns = None if settings.turns is None else _read_turns(settings, settings.turns)
     return GenerationRun(settings, _resolve(settings, plan, watcher), turns)
+
+
+def _read_turns(settings: GenerationSettings, given: str | Turns) -> Turns:
+    """Return the turns that are given or that `--turns` names, fit for the other settings."""
+    turns = read_turns(given) if isinstance(given, str) else given
+    if turns.system is not None and settings.system is not None:
+        raise UsageError("--system and --turns both give a system message; keep one")
+    if turns.system is not None and (settings.cache is not None or settings.template == "off"):
+        why = "--cache holds a text" if settings.cache is not None else "--chat-template is off"
+        raise UsageError(f"--turns gives a system message, and {why}")
+    before = (settings.cache, settings.prompt, settings.prompt_file)
+    if not turns.turns[0].text and all(each is None for each in before):
+        raise UsageError("--turns begins with an answer, and there is no prompt that it answers")
+    return turns
+
+
+def _spell_turn(turn: UserTurn) -> Any:
+    """Write a turn in a dry run."""
+    return turn.text if turn.answer is None else {"user": turn.text, "assistant": turn.answer}
 
 
 def _check_processes(settings: GenerationSettings) -> None:
@@ -226,39 +247,3 @@ def _resolve(settings: GenerationSettings, plan: PlanDocument | None, watcher: W
         (prompt, code), source = write_needle(), NEEDLE
         note_needle(code, watcher)
     return Request(prompt, source, policy, budget, prefill, plan)
-
-
-def _answer(
-    settings: GenerationSettings,
-    request: Request,
-    loaded: Loaded,
-    cache: KVCache,
-    watcher: Watcher,
-    listener: Listener,
-) -> GenerationDocument:
-    """Answer the prompt, or go on from the cache without one."""
-    from kvtool.documents.turns import UserTurn
-    from kvtool.generation import generate as generate_text
-
-    talk = begin(settings, loaded, cache, settings.system, watcher)
-    prompt_ids, tokens = None, 0
-    if request.prompt is not None:
-        if talk is None:
-            first = cache.get_seq_length() == 0
-            prompt_ids = encode(loaded, request.prompt, first=first, source=request.source)
-        else:
-            prompt_ids = talk.turn_ids(UserTurn(request.prompt))
-        tokens = prompt_ids.shape[1]
-    if settings.cache is None:
-        request.check_length(tokens, watcher)
-    note_text(cache, loaded.model.config, tokens, settings.new_tokens, watcher)
-    planned = request.plan_in_use(loaded, tokens, settings.new_tokens, watcher)
-    drawing = settings.drawing() | listener.hears()
-    if talk is None:
-        result = generate_text(loaded.model, loaded.tokenizer, cache, prompt_ids, **drawing)
-    elif request.prompt is None:
-        result = talk.answer(**drawing)
-    else:
-        result = talk.say(UserTurn(request.prompt), **drawing)
-    listener.on_answer(result.text[0])
-    return document_of(request, loaded, result, planned)

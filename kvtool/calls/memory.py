@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings, PromptSettings
+from kvtool.documents.memory import RunMemory
 from kvtool.errors import KvtoolError
 from kvtool.models.placement import device_memory, resolve_device, resolve_dtype
 
@@ -31,7 +32,6 @@ def estimate_run(
         UsageError: a budget that is too small for this prompt.
         KvtoolError: a folder's configuration that cannot be read.
     """
-    from kvtool.documents.memory import RunMemory
     from kvtool.planning.bytes import Text
     from kvtool.planning.estimate import estimate_memory
     from kvtool.planning.variants import Variant

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 from kvtool.calls.request import Request
 from kvtool.errors import UsageError
+from kvtool.policies.policy import Policy
+from kvtool.policies.scores.full import Full
+from kvtool.policies.scores.streaming import Streaming
 from kvtool.sizes import bytes_in_words
 from kvtool.watcher import Watcher
 
@@ -90,10 +93,6 @@ def compare_needle(
 
 def _neighbours(policy: Policy) -> list[tuple[str, Policy]]:
     """Return what a policy is compared with, but for itself."""
-    from kvtool.policies.policy import Policy
-    from kvtool.policies.scores.full import Full
-    from kvtool.policies.scores.streaming import Streaming
-
     named = [("full cache", Policy(Full())), ("streaming, same budget", Policy(Streaming()))]
     return [(name, other) for name, other in named if other != policy]
 

@@ -21,7 +21,10 @@ from kvtool.calls.from_python import (
 )
 from kvtool.calls.plan_settings import PlanSettings, policy_to_plan, positive, read_target
 from kvtool.errors import UsageError, quote
+from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
+from kvtool.planning.bytes import check_dims
+from kvtool.policies.allocate.table import parse_allocator, spell_allocator
 from kvtool.sizes import MOST_TOKENS, parse_count
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
@@ -54,7 +57,6 @@ def find_model(
     if given.model is None:
         watcher.note(f"model: {REFERENCE} (bundled; choose another with --model)")
     from kvtool.documents.memory import ModelShape
-    from kvtool.model_shape import layer_shapes
     from kvtool.models.configuration import read_config
     from kvtool.models.placement import resolve_device, resolve_dtype
 
@@ -81,8 +83,6 @@ def find_model(
 
 def _of_profile(given: PlanSettings, profile: ProfileDocument) -> PlannedModel:
     """Return the model of a profile, without asking for its configuration."""
-    from kvtool.model_shape import DTYPE_BYTES
-
     shape, memory = profile.model, profile.metrics.memory
     sizes = None if memory is None else memory.layer_bytes_per_token
     if memory is not None and memory.dtype != shape.dtype:
@@ -238,8 +238,6 @@ class PlanRun:
 
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
-        from kvtool.policies.allocate.table import spell_allocator
-
         return {
             "model": self.model.shape.id,
             "revision": self.model.shape.revision,
@@ -302,9 +300,6 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
         results = read_run(settings.recommend)
         settings = for_results(settings, results, watcher)
     profile = _read_profile(settings.profile)
-    from kvtool.planning.bytes import check_dims
-    from kvtool.policies.allocate.table import parse_allocator
-
     allocator = parse_allocator(settings.allocator or ("uniform" if profile is None else "d2o"))
     least = settings.min_tokens
     least = None if least is None else positive(least, "--min-tokens")
@@ -320,7 +315,6 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
 def _recommended(run: PlanRun, results: ResultsDocument) -> PlanRun:
     """Choose the policy and its budget by what was measured."""
     from kvtool.planning.recommend import Place, recommend
-    from kvtool.policies.allocate.table import parse_allocator
 
     place = Place(run.model.shape, run.target, run.profile, run.model.layers)
     found = recommend(results, place)

@@ -12,6 +12,7 @@ from kvtool.documents.files import expand
 from kvtool.documents.settings import Dtype, Flag
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
+from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget, parse_count
 
 if TYPE_CHECKING:
@@ -147,8 +148,6 @@ def policy_to_plan(policy: str | Policy | None) -> Policy | None:
     """Return the policy to plan for."""
     if policy is None:
         return None
-    from kvtool.policies.grammar import parse_policy
-
     policy = parse_policy(policy)
     if not policy.takes_budget:
         raise UsageError(f"policy `{policy}` keeps everything, so there is no budget to plan")

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvtool.cache.build import build_cache
 from kvtool.cache.compressed import attach
@@ -120,8 +121,6 @@ def small_budget(policy: Policy) -> int | None:
 
 def random_model() -> PreTrainedModel:
     """Make a Llama of two layers with large queries and keys, and a first token that attracts."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = AutoConfig.for_model(
         "llama",
         vocab_size=WORDS,
@@ -209,8 +208,6 @@ def it_runs_and_stays_finite(own: Subject) -> None:
 
 def _full(model: PreTrainedModel) -> Tensor:
     """Logits of transformers' own cache."""
-    from transformers import DynamicCache
-
     plain = detach(copy.deepcopy(model))
     cache, ids = DynamicCache(config=plain.config), tokens(PROMPT)
     with torch.no_grad():

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.conversation import begin
+from kvtool.calls.fingerprints import (
+    answer_fingerprint,
+    check_fingerprint,
+    shared_fingerprint,
+)
 from kvtool.calls.from_python import UNSAID, Unsaid, check_keywords, from_python
 from kvtool.calls.request import (
     Request,
@@ -23,6 +27,7 @@ from kvtool.calls.request import (
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.answers import AnswerLine
+from kvtool.documents.memory import DeviceMemory
 from kvtool.documents.messages import Message
 from kvtool.documents.prompts import PromptEntry, make_prompts, read_prompts
 from kvtool.documents.settings import MODEL_SETTINGS
@@ -80,7 +85,7 @@ def line_up(
         UsageError: a prompt without a token, or shorter than what the policy always keeps, unless
             bad ones are skipped; an answer that is there and cannot be one to its prompt.
     """
-    from kvtool.calls.fingerprints import answer_fingerprint, check_fingerprint
+    from kvtool.calls.conversation import begin
     from kvtool.generation.model_settings import end_tokens, ends_early
     from kvtool.generation.serving import Waiting
 
@@ -174,7 +179,6 @@ def _check_answer(
 
 def _row_bytes(request: Request, loaded: Loaded, tokens: int, new: int) -> int:
     """Forecast what the cache holds of a prompt and its answer, policy state included."""
-    from kvtool.documents.memory import DeviceMemory
     from kvtool.planning.bytes import Text
     from kvtool.planning.estimate import estimate_memory
     from kvtool.planning.variants import Variant
@@ -233,7 +237,6 @@ class PromptsRun:
         Raises:
             UsageError: an answer that is there is not one to this prompt.
         """
-        from kvtool.calls.fingerprints import answer_fingerprint, shared_fingerprint
         from kvtool.generation.serving import Drawing, serve
 
         settings, source = self.settings, self.settings.source()
@@ -292,6 +295,7 @@ def prepare_prompts(settings: GenerationSettings, watcher: Watcher) -> PromptsRu
     if settings.loaded is None:
         check_alone("generate")
     settings.check_paths()
+    settings.source().check()
     asked = settings.prompts or []
     prompts = read_prompts(asked, keep_bad=settings.skip_bad) if isinstance(asked, str) else asked
     policy, budget = choose_policy(settings, plan, watcher)

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 from kvtool.calls.settings import GenerationSettings, PromptSettings
 from kvtool.documents.files import check_prompt, read_prompt
 from kvtool.errors import UsageError
+from kvtool.identity import config_hash
+from kvtool.model_shape import layer_shapes, stored_dtype
 from kvtool.models.folder import REFERENCE
 from kvtool.models.load import Loaded
 from kvtool.models.notes import handful_note, length_note
+from kvtool.policies.grammar import parse_policy, read_spelling
+from kvtool.policies.policy import Policy, check_blocks
+from kvtool.policies.scores.full import Full
+from kvtool.policies.with_allocator import with_allocator
 from kvtool.sizes import DEFAULT_BUDGET, DEFAULT_TOKENS, Budget, parse_prefill, spell_prefill
 from kvtool.watcher import Watcher
 
@@ -22,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from kvtool.cache.cache import KVCache
-    from kvtool.documents.generation import CacheSection, PlanSection
+    from kvtool.documents.generation import CacheSection
     from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
     from kvtool.policies.policy import Policy
 
@@ -47,8 +53,6 @@ class Request:
     plan: PlanDocument | None = None
 
     def __post_init__(self) -> None:
-        from kvtool.policies.policy import check_blocks
-
         check_blocks(self.policy, parse_prefill(self.prefill))
 
     def new_cache(self, model: Any, *, record: bool = False) -> KVCache:
@@ -64,27 +68,6 @@ class Request:
         if record:
             cache.record()
         return cache
-
-    def plan_in_use(
-        self, loaded: Loaded, tokens: int, new: int, watcher: Watcher
-    ) -> PlanSection | None:
-        """Return what is taken from the plan for a prompt; say where more is held than it says.
-
-        Args:
-            tokens: of the prompt.
-            new: tokens that are generated at most.
-        """
-        if self.plan is None or not self.policy.takes_budget:
-            return None
-        from kvtool.documents.generation import PlanSection
-        from kvtool.planning.held import beyond_plan, use_plan
-
-        dtype = str(loaded.model.dtype).removeprefix("torch.")
-        used = use_plan(self.plan, self.policy, prompt=tokens, new=new, dtype=dtype)
-        beyond = beyond_plan(self.plan, used, tokens, new)
-        if beyond is not None:
-            watcher.note(f"note: after this {beyond}")
-        return PlanSection.of(self.plan, used.tokens, used.stages, used.held)
 
     def check_length(self, tokens: int, watcher: Watcher) -> None:
         """Refuse a ratio of this prompt that its protected tokens alone would fill."""
@@ -143,13 +126,9 @@ def given_policy(settings: PromptSettings) -> Policy | None:
     """Read the policy that is asked for, with its allocator; None if there is none."""
     if settings.policy is None:
         return None
-    from kvtool.policies.grammar import parse_policy
-
     policy = parse_policy(settings.policy)
     if settings.allocator is None:
         return policy
-    from kvtool.policies.with_allocator import with_allocator
-
     return with_allocator(policy, settings.allocator, str(settings.policy))
 
 
@@ -168,9 +147,6 @@ def choose_policy(
         raise UsageError("--budget needs a policy", hint=f"--policy h2o+caote --budget {size}")
     chosen = given_policy(settings)
     if chosen is None:
-        from kvtool.policies.policy import Policy
-        from kvtool.policies.scores.full import Full
-
         watcher.note("policy: full (everything is kept; choose another with --policy)")
         return Policy(Full()), None
     _check_heads(settings, chosen)
@@ -200,7 +176,6 @@ def _check_heads(settings: PromptSettings, policy: Policy) -> None:
     """Refuse a codec that cannot store the model's heads. Only the heads' sizes are read."""
     if policy.codec is None:
         return
-    from kvtool.model_shape import layer_shapes
     from kvtool.planning.bytes import check_dims
 
     check_dims(policy, layer_shapes(settings.source().config()))
@@ -244,7 +219,6 @@ def _run_dtype(settings: PromptSettings) -> str:
     """Return the dtype that the model will run in here."""
     if settings.loaded is not None:
         return str(settings.loaded.model.dtype).removeprefix("torch.")
-    from kvtool.model_shape import stored_dtype
     from kvtool.models.placement import resolve_device, resolve_dtype
 
     device = resolve_device(settings.device or "auto", settings.device_map)
@@ -320,7 +294,6 @@ def resumed_policy(
     """Return policy and budget of a cache; settings that say something else are refused."""
     size = None if settings.budget is None else Budget.parse(settings.budget)
     from kvtool.cache.files.format import read_metadata
-    from kvtool.policies.grammar import read_spelling
 
     path = settings.cache_path
     made = {} if path is None else read_metadata(path)
@@ -363,7 +336,6 @@ def _check_fits(cache: KVCache, loaded: Loaded) -> None:
     Raises:
         UsageError: a model that differs in configuration, weights or dtype; more than one row.
     """
-    from kvtool.identity import config_hash
     from kvtool.weights_hash import weights_hash
 
     made_for, model = cache.link.model(), loaded.model

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.calls.request import check_stdin
 from kvtool.calls.settings import PromptSettings
-from kvtool.documents.resolve import flags_of
+from kvtool.documents.recipe import Recipe
+from kvtool.documents.resolve import flags_of, resolve
 from kvtool.documents.settings import settings_of
+from kvtool.documents.source import read_source
 from kvtool.errors import UsageError
 from kvtool.policies.outside import check_imported
 
@@ -31,17 +33,12 @@ def resolve_settings(settings: Prompted, command: str) -> tuple[Prompted, PlanDo
     Raises:
         UsageError: the recipe cannot be read, or means more than one policy or budget.
     """
-    from kvtool.documents.recipe import Recipe
-
     check_stdin(settings)
     if settings.recipe is None and not settings.set and not settings.unset:
         values = _values(Recipe(), settings)
         unset = {k: v for k, v in values.items() if getattr(settings, k) in (None, [])}
         _check_allocator(settings)
         return replace(settings, **unset), None
-    from kvtool.documents.resolve import resolve
-    from kvtool.documents.source import read_source
-
     policy, recipe = settings.policy, settings.recipe
     resolved = resolve(
         read_source(recipe, option="recipe or plan") if isinstance(recipe, str) else recipe,

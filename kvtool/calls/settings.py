@@ -148,11 +148,10 @@ class PromptSettings(RecipeSettings):
             raise UsageError(f"--save and --show both write `{self.show_path}`")
 
     def check_paths(self) -> None:
-        """Refuse files and folders that are not there, without importing torch."""
+        """Refuse files that could not be written at the end."""
         for path, option in ((self.save_path, "--save"), (self.show_path, "--show")):
             if path is not None:
                 check_writable(path, option)
-        self.check_model()
 
 
 @dataclass(frozen=True, kw_only=True)

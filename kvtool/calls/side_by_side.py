@@ -12,6 +12,8 @@ from kvtool.calls.listener import Listener
 from kvtool.calls.request import choose_policy
 from kvtool.calls.settings import GenerationSettings
 from kvtool.errors import UsageError
+from kvtool.policies.policy import Policy
+from kvtool.policies.scores.full import Full
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -66,9 +68,6 @@ def prepare_side_by_side(
     """
     _check(settings, policies)
     first = prepare_generation(replace(settings, policy=policies[0]), watcher)
-    from kvtool.policies.policy import Policy
-    from kvtool.policies.scores.full import Full
-
     request, settled = first.request, first.settings
     chosen = replace(settled, policy=policies[1])
     policy, budget = choose_policy(chosen, request.plan, Watcher())

@@ -21,6 +21,9 @@ from kvtool.cli.output import write_configuration
 from kvtool.cli.terminal import Terminal, TerminalWatcher
 from kvtool.documents.files import expand
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.extras import installed, require
+from kvtool.policies.grammar import parse_policy
+from kvtool.policies.outside import module_of
 
 if TYPE_CHECKING:
     from kvtool.documents.results import GateResult, ResultsDocument
@@ -53,7 +56,6 @@ class EvalWatcher(TerminalWatcher):
     def show_results(self, results: ResultsDocument, folder: Path) -> None:
         """Draw pictures and page, print the tables, and say what went wrong."""
         from kvtool.evaluation.run.wrong import wrong_answers
-        from kvtool.extras import installed
         from kvtool.report.page import write_page
 
         options, terminal = self._options, self.terminal
@@ -94,8 +96,6 @@ def check_pictures(options: EvalSettings, wanted: Sequence[str] | None) -> tuple
     if options.plots is False:
         return ()
     if options.plots or wanted:
-        from kvtool.extras import require
-
         require("plots", needed_by="--plots")
     if wanted is not None:
         return tuple(wanted)
@@ -147,9 +147,6 @@ def _import_policies(policies: Sequence[str]) -> None:
     Raises:
         UsageError: one that is in the package, which needs no naming.
     """
-    from kvtool.policies.grammar import parse_policy
-    from kvtool.policies.outside import module_of
-
     for text in policies:
         if module_of(text) is None:
             raise UsageError("--rescore takes a run as it is; leave out --policy")

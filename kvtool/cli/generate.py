@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
-from kvtool.calls.base_settings import OutputSettings
 from kvtool.calls.listener import Listener
+from kvtool.calls.output_settings import OutputSettings
 from kvtool.calls.settings import GenerationSettings
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.terminal import Interruption, Terminal, TerminalWatcher, tell
 from kvtool.errors import UsageError
+from kvtool.policies.grammar import listed_policies
 
 if TYPE_CHECKING:
     from kvtool.calls.prompts import PromptsRun
@@ -79,8 +80,6 @@ def answer_many(options: GenerationSettings, terminal: Terminal) -> None:
         raise UsageError("--prompts writes text or lines of JSON, got --format yaml")
     if options.stream is not None:
         raise UsageError("--prompts and --stream exclude each other: answers come in whole")
-    from kvtool.policies.grammar import listed_policies
-
     if listed_policies(options.policy):
         raise UsageError(f"--prompts takes one policy, got `{options.policy}`")
     from kvtool.calls.prompts import prepare_prompts
@@ -195,8 +194,6 @@ def generate(options: GenerationSettings, terminal: Terminal) -> None:
         if getattr(options, name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} goes with --prompts", hint="--prompts FILE.jsonl")
-    from kvtool.policies.grammar import listed_policies
-
     policies = listed_policies(options.policy)
     if policies:
         set_side_by_side(policies, options, terminal)

@@ -21,14 +21,13 @@ from kvtool.cli.plain_values import PlainParameters
 from kvtool.cli.terminal import Terminal, open_terminal
 from kvtool.documents.settings import Flag, Setting, settings_of
 from kvtool.errors import UsageError
+from kvtool.policies.grammar import check_policies
 
 
 def _check_policies(options: Any) -> None:
     """Refuse a policy that is misspelled before anything else is imported."""
     given = getattr(options, "policy", None)
     if given:
-        from kvtool.policies.grammar import check_policies
-
         check_policies([given] if isinstance(given, str) else given)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.base_settings import Format, OutputSettings
+from kvtool.calls.output_settings import Format, OutputSettings
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.files import write_text
 
@@ -45,8 +46,6 @@ def write_configuration(configuration: Any, options: OutputSettings, terminal: T
     Args:
         configuration: dictionaries, lists, scalars, and sections of documents.
     """
-    import json
-
     from kvtool.documents.document import Section
     from kvtool.documents.memory import RunMemory
     from kvtool.documents.writers import dump_yaml

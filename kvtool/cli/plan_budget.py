@@ -9,6 +9,7 @@ from kvtool.cli.output import write_configuration, write_shown
 from kvtool.cli.terminal import Terminal, TerminalWatcher
 from kvtool.documents.files import check_writable
 from kvtool.errors import UsageError
+from kvtool.extras import require
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
@@ -60,8 +61,6 @@ def check_paths(options: PlanSettings) -> None:
     path = options.plot_path
     if path is None:
         return
-    from kvtool.extras import require
-
     if path.suffix.lower() not in _PICTURES:
         raise UsageError(f"--plot must end in {', '.join(_PICTURES)}, got `{options.plot}`")
     check_writable(path, "--plot")

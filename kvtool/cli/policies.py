@@ -6,11 +6,12 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvtool.calls.base_settings import OutputSettings
+from kvtool.calls.output_settings import OutputSettings
 from kvtool.cli.output import write_data
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.settings import Flag
 from kvtool.errors import PolicyError, UsageError
+from kvtool.policies.table import about, describe
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,7 +42,6 @@ def policies(options: PoliciesSettings, terminal: Terminal) -> None:
         _check(options, terminal)
     elif options.name is not None:
         from kvtool.cli.policy_tables import one_policy
-        from kvtool.policies.table import about
 
         one = about(options.name)
         _write(_data(one), one_policy(one), options, terminal)
@@ -51,7 +51,6 @@ def policies(options: PoliciesSettings, terminal: Terminal) -> None:
 
 def _list(options: PoliciesSettings, terminal: Terminal) -> None:
     from kvtool.cli.policy_tables import AllPolicies
-    from kvtool.policies.table import describe
 
     entries = describe()
     _write([asdict(entry) for entry in entries], AllPolicies(entries), options, terminal)

@@ -10,6 +10,7 @@ from kvtool.cli.output import write_configuration, write_shown
 from kvtool.cli.terminal import Terminal, TerminalWatcher
 from kvtool.documents.files import check_unicode, check_writable
 from kvtool.errors import UsageError
+from kvtool.extras import require
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.processes import check_alone
 from kvtool.profiling.request import ProfileRequest, parse_metrics
@@ -73,8 +74,6 @@ def _check_paths(options: ProfileSettings, terminal: Terminal) -> None:
         check_writable(options.plot_path, "--plot")
         if metrics == ("memory",):
             raise UsageError("--plot: memory alone has no picture", hint="leave out --plot")
-        from kvtool.extras import require
-
         require("plots", needed_by="--plot")
     check_folder(options.model, config_only=metrics == ("memory",))
     if "key_basis" in metrics and options.heads_path is None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from kvtool.cli.control_characters import visible
 from kvtool.errors import printable
 from kvtool.processes import started
+from kvtool.report.kept.shaded import doing
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -178,7 +179,6 @@ def print_kept(texts: Sequence[KeptText]) -> None:
     from rich.console import Console
 
     from kvtool.cli.tables import Visible
-    from kvtool.report.kept.shaded import doing
     from kvtool.report.kept.terminal import coloured_text, in_brackets, legend
 
     console = Console(file=sys.stderr, highlight=False)

@@ -80,14 +80,23 @@ class Setting:
 
 def settings_of(kind: type) -> Iterator[Setting]:
     """Yield the settings of a dataclass in the order of its fields, its bases' first."""
-    hints, types = get_type_hints(kind, include_extras=True), get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     for each in fields(kind):
         more = getattr(hints[each.name], "__metadata__", ())
         flag = next((item for item in more if isinstance(item, Flag)), None)
         if flag is not None:
             factory = each.default_factory
             default = each.default if factory is MISSING else factory()
-            yield Setting(each.name, flag, types[each.name], default)
+            yield Setting(each.name, flag, _without_extras(hints[each.name]), default)
+
+
+def _without_extras(hint: Any) -> Any:
+    """Return a type without what it is annotated with."""
+    if get_origin(hint) is Annotated:
+        return _without_extras(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return Union[tuple(_without_extras(each) for each in get_args(hint))]  # noqa: UP007
+    return hint
 
 
 def as_flags(section: type, leave_out: Sequence[str] = (), *, under: str) -> type:
@@ -111,6 +120,9 @@ def as_flags(section: type, leave_out: Sequence[str] = (), *, under: str) -> typ
     return make_dataclass(
         f"{section.__name__}Flags",
         made,
+        init=False,  # what inherits the fields makes all of these for itself
+        repr=False,
+        eq=False,
         frozen=True,
         kw_only=True,
         namespace={"__module__": module.__name__ if module else __name__},

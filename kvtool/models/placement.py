@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -79,8 +80,6 @@ def torch_dtype(dtype: str, device: str, device_map: str | None) -> str | torch.
 
 def check_attention(attn_implementation: str, device: str) -> None:
     """Refuse an attention kernel that this machine cannot run."""
-    from importlib.util import find_spec
-
     if attn_implementation != "flash_attention_2":
         return
     if find_spec("flash_attn") is None:

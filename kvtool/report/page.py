@@ -23,7 +23,8 @@ from kvtool.extras import installed
 from kvtool.package_data import data_file
 from kvtool.report import results as tables
 from kvtool.report import words
-from kvtool.report.panels import FRONT, GRID
+from kvtool.report.panels import FRONT, GRID, drawing, svg
+from kvtool.report.pictures import pictures
 from kvtool.report.variants import results_of, task_names
 
 _THEME = {  # of `kvtool.report.panels`, and of `page.css`
@@ -191,9 +192,6 @@ def _pictures(document: ResultsDocument) -> dict[str | None, list[tuple[str, Mar
     found: dict[str | None, list[tuple[str, Markup]]] = defaultdict(list)
     if not installed("plots"):
         return found
-    from kvtool.report.panels import drawing, svg
-    from kvtool.report.pictures import pictures
-
     with drawing():
         for rank, picture in enumerate(pictures(document)):
             drawn = inline_svg(svg(picture.draw()), f"p{rank}", picture.title)

@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
+from kvtool.planning.held import planned_budgets
+from kvtool.policies.grammar import read_spelling
 from kvtool.report import formats
 from kvtool.report.panels import drawing, new_figure, save, whole_ticks
 from kvtool.report.table import Cell, Column, Row, Table
@@ -53,9 +55,6 @@ def stored_tokens(plan: PlanDocument) -> list[int]:
     stored = list(plan.layers.tokens)
     if plan.policy is None:
         return stored
-    from kvtool.planning.held import planned_budgets
-    from kvtool.policies.grammar import read_spelling
-
     budgets = planned_budgets(plan, read_spelling(plan.policy), plan.target.prompt_tokens)
     for i, budget in zip(plan.free_layers, budgets, strict=True):
         stored[i] = budget.tokens

@@ -11,8 +11,8 @@ import pytest
 import typer
 
 import kvtool
-from kvtool.calls.base_settings import OutputSettings
 from kvtool.calls.from_python import keywords_of
+from kvtool.calls.output_settings import OutputSettings
 from kvtool.cli.options import OneOfEach, command
 from kvtool.documents.document import Section
 from kvtool.documents.recipe import Evaluation, Recipe

@@ -10,6 +10,8 @@ from kvtool.cache.kept import kept_tokens
 from kvtool.documents.files import write_text
 from kvtool.documents.generation import CacheSection
 from kvtool.errors import UsageError
+from kvtool.models.folder import REFERENCE
+from kvtool.models.load import load_tokenizer
 from kvtool.report.kept.page import kept_page
 from kvtool.report.kept.shaded import ShadedText, token_pieces
 from kvtool.report.kept.terminal import in_brackets
@@ -111,9 +113,6 @@ def _ids(cache: CacheState, input_ids: Tensor | None, row: int) -> list[int]:
 
 def _own_tokenizer(cache: CacheState) -> Any:
     """Load the tokenizer of the model that a cache was built for, by the model's name."""
-    from kvtool.models.folder import REFERENCE
-    from kvtool.models.load import load_tokenizer
-
     model = cache.link.model()
     name = "" if model is None else model.name_or_path
     if not name:
