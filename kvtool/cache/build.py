@@ -110,7 +110,7 @@ def make_cache(
     attach(model)
     split, rotations = policy.head_split, []
     if policy.score.positions == "cache":
-        rotations = find_rotations(model, attention_layers(config))
+        rotations = find_rotations(model, attention_layers(config), "positions=cache")
     elif policy.moments is not None:
         rotations = find_query_rotations(model, attention_layers(config), policy.score.name)
     if split is None or split.scores is None:

@@ -163,7 +163,7 @@ class KVCache(InWords, CacheState):
             check_attended(layer)
         if self.surprisals is not None:
             self.surprisals.check_arriving()
-        if self.settings.policy.score.positions == "cache":
+        if layer.parts.at["place_forward"]:
             running.check_placed(layer)
         begun = layer.seen_device is not None or layer.seen > 0
         decoding = q_len == 1 and begun and not running.in_prompt

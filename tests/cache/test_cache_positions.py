@@ -285,10 +285,10 @@ def test_only_the_whole_model_can_number_its_tokens():
 
 def test_the_way_a_layer_turns_is_found_once_and_shared():
     model = kvtool.attach(family_model("gemma3"))
-    rotations = find_rotations(model, [0, 1, 2, 3])
+    rotations = find_rotations(model, [0, 1, 2, 3], "positions=cache")
     assert rotations[0] is rotations[2] is not rotations[1]
     assert rotations[1] is rotations[3]
-    assert find_rotations(model, [0, 1, 2, 3]) is rotations
+    assert find_rotations(model, [0, 1, 2, 3], "positions=cache") is rotations
 
 
 @pytest.mark.parametrize(

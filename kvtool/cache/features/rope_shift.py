@@ -4,12 +4,18 @@ With `positions=cache` a token stands at its rank among the tokens that its KV h
 of true position, as StreamingLLM has it (https://arxiv.org/abs/2309.17453, section 3.2). A stored
 key is never changed; beside it stands its shift, the rank minus the position at which the model
 has turned it. Each step turns copies, so that nothing adds up.
+
+The model gets position ids by place in the cache. Keys are cached after RoPE, whose angles lose
+their precision at large positions (0.06 rad at a million in float32). So new tokens are numbered on
+from the tokens that the cache holds, whatever the caller passes, and never beyond what a model was
+trained for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +23,8 @@ from torch import Tensor
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import LayerSite, Part
 from kvtool.cache.steps.block import Block
-from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.call import Call, Placement
+from kvtool.errors import KvtoolError
 from kvtool.maths.rotation import Rotation
 from kvtool.policies.numbers import SHIFT, Count, State
 
@@ -43,6 +50,16 @@ class RopeShift(Part):
 
     def for_heads(self) -> RopeShift:
         return RopeShift(self.rotation)
+
+    def place_forward(self, layer: SlotLayer, given: Mapping[str, Any]) -> tuple[Placement, Tensor]:
+        """Number the tokens of a forward on from those that the cache holds."""
+        tokens = given.get("input_ids")
+        if tokens is None:
+            tokens = given["inputs_embeds"]
+        batch, q_len = tokens.shape[:2]
+        placement = _behind_kept(layer, q_len)
+        mask = given.get("attention_mask")
+        return placement, _position_ids(placement, batch, q_len, mask, tokens.device)
 
     @torch.no_grad()
     def place_block(self, layer: SlotLayer, call: Call, block: Block) -> Call:
@@ -101,6 +118,33 @@ class RopeShift(Part):
         """Let those that stay of a block move up to the places of those that leave."""
         before = ((positions >= 0).cumsum(-1) - 1).gather(2, chosen)
         state[SHIFT].add_(torch.arange(chosen.shape[2], device=chosen.device) - before)
+
+
+def _behind_kept(first: SlotLayer, q_len: int) -> Placement:
+    """Place the new tokens of each entry behind the longest of its heads, in the first layer."""
+    seen = first.seen if first.seen_device is None else None
+    if seen == 0:
+        return Placement(seen, 0, q_len)
+    if not first.padded and first.ragged is None:
+        kept = first.slots.kept
+        return Placement(seen, kept, kept + q_len)
+    stored = first.stored_positions()
+    return Placement(seen, (stored >= 0).sum(-1).amax(1), stored.shape[2] + q_len)
+
+
+def _position_ids(
+    placement: Placement, batch: int, q_len: int, mask: object, device: torch.device
+) -> Tensor:
+    """Position ids of the new tokens, counted without padding: (batch, q_len) int64."""
+    start = placement.start
+    if isinstance(start, Tensor):
+        start = start.to(device)[:, None]
+    if mask is None:
+        return (start + torch.arange(q_len, device=device)).expand(batch, -1)
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise KvtoolError("positions=cache needs an attention mask of two dimensions, or none")
+    valid = mask[:, -q_len:].to(device).bool()
+    return (start + valid.long().cumsum(1) - 1).clamp(min=0)
 
 
 def _new_shift(call: Call, held: Count) -> Tensor | None:

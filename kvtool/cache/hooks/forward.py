@@ -7,10 +7,8 @@ Logits: for a policy that scores by them, the cache frees slots for the new toke
 forward, and all logits are computed. After it the cache sees them, and the caller gets those that
 it asked for.
 
-Positions: with `positions=cache` the model gets position ids by place in the cache. Keys are cached
-after RoPE, whose angles lose their precision at large positions (0.06 rad at a million in float32).
-So new tokens are numbered on from the tokens that the cache holds, whatever the caller passes, and
-never beyond what a model was trained for. True positions are the cache's own.
+Positions: a feature may number the new tokens by other places than those in the text, whose true
+positions are the cache's own.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.masks import PACKED, check_packed, read_mask
 from kvtool.cache.hooks.same_cache import check_returned, set_aside
 from kvtool.cache.hooks.training import check_training
-from kvtool.cache.steps.call import IMPLEMENTATION, Placement, forget_pending
+from kvtool.cache.steps.call import IMPLEMENTATION, forget_pending
 from kvtool.cache.steps.shared_kv import forget_shared_kv
 from kvtool.cache.steps.surprisal import Surprisals
 from kvtool.errors import KvtoolError, UsageError
@@ -80,7 +78,7 @@ def check_running(cache: KVCache, given: dict[str, Any], position_ids: Tensor) -
         KvtoolError: positions of packed texts, of a tree, or with gaps.
     """
     layer, policy = cache.first_layer, cache.policy
-    by_place = policy.score.positions == "cache"
+    by_place = bool(layer.parts.at["place_forward"])
     if not (by_place or policy.moments is not None) or position_ids.dim() != 2:
         return
     if cache.running.in_prompt or layer.seen_device is not None:
@@ -101,50 +99,6 @@ def check_running(cache: KVCache, given: dict[str, Any], position_ids: Tensor) -
             "and the position ids of this forward do not count them one by one",
             hint="leave out position_ids, or take a policy that needs no positions (h2o, snapkv)",
         )
-
-
-def place(cache: KVCache, given: dict[str, Any]) -> Tensor:
-    """Number the tokens of a forward on from those that the cache holds.
-
-    Returns:
-        Position ids, (batch, q_len) int64.
-    """
-    tokens = given.get("input_ids")
-    if tokens is None:
-        tokens = given["inputs_embeds"]
-    q_len = tokens.shape[1]
-    placement = _behind_kept(cache, q_len)
-    cache.running.place(placement)
-    mask = given.get("attention_mask")
-    return _position_ids(placement, tokens.shape[0], q_len, mask, tokens.device)
-
-
-def _behind_kept(cache: KVCache, q_len: int) -> Placement:
-    """Place the new tokens of each entry behind the longest of its heads, in the first layer."""
-    first = cache.first_layer
-    seen = first.seen if first.seen_device is None else None
-    if seen == 0:
-        return Placement(seen, 0, q_len)
-    if not first.padded and first.ragged is None:
-        kept = first.slots.kept
-        return Placement(seen, kept, kept + q_len)
-    stored = first.stored_positions()
-    return Placement(seen, (stored >= 0).sum(-1).amax(1), stored.shape[2] + q_len)
-
-
-def _position_ids(
-    placement: Placement, batch: int, q_len: int, mask: object, device: torch.device
-) -> Tensor:
-    """Position ids of the new tokens, counted without padding: (batch, q_len) int64."""
-    start = placement.start
-    if isinstance(start, Tensor):
-        start = start.to(device)[:, None]
-    if mask is None:
-        return (start + torch.arange(q_len, device=device)).expand(batch, -1)
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
-        raise KvtoolError("positions=cache needs an attention mask of two dimensions, or none")
-    valid = mask[:, -q_len:].to(device).bool()
-    return (start + valid.long().cumsum(1) - 1).clamp(min=0)
 
 
 _LOCAL = threading.local()  # of the running forward: what its cache had seen before
@@ -197,9 +151,14 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
             check_running(cache, given, position_ids)
     if cache.surprisals is None:
         cache.begin_forward()
-    if cache.settings.policy.score.positions != "cache":
+    placing = cache.slot_layers[0].parts.at["place_forward"]
+    if not placing:
         return None
-    return (), {**given, "position_ids": place(cache, given)}
+    for part in placing:
+        placement, position_ids = part.place_forward(cache.slot_layers[0], given)
+        cache.running.place(placement)
+        given = {**given, "position_ids": position_ids}
+    return (), given
 
 
 def _check_weights(cache: KVCache) -> None:

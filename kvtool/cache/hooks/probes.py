@@ -36,11 +36,12 @@ from kvtool.policies.scores.full import Full
 _PLACE, _STEP = 3, 1000  # of the token that is read twice
 
 
-def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation | None]:
+def find_rotations(model: PreTrainedModel, layers: list[int], asked: str) -> list[Rotation | None]:
     """Find out how each layer rotates its keys, by reading one token at two positions.
 
     Args:
         layers: indices of the attention layers.
+        asked: what needs it, in the words of a user.
 
     Returns:
         One for each of `layers`; None where keys do not depend on the position.
@@ -48,7 +49,7 @@ def find_rotations(model: PreTrainedModel, layers: list[int]) -> list[Rotation |
     Raises:
         KvtoolError: the keys of a layer cannot be rotated from one position to another.
     """
-    return ask_once(model, "rotations", partial(_ask_rotations, model, layers, "positions=cache"))
+    return ask_once(model, "rotations", partial(_ask_rotations, model, layers, asked))
 
 
 def find_query_rotations(

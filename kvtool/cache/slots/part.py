@@ -70,6 +70,7 @@ class LayerSite:
 
 
 HOOKS = (
+    "place_forward",
     "begin_prompt",
     "waiting_cut",
     "place_block",
@@ -175,6 +176,19 @@ class Part:
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Take back what `tensors` gave, from all tensors of the layer."""
+
+    # ---- forwards
+
+    def place_forward(self, layer: Any, given: Mapping[str, Any]) -> tuple[Any, Tensor]:
+        """Number the tokens of a forward, in the first layer of a cache.
+
+        Args:
+            given: the forward's arguments by name.
+
+        Returns:
+            A `kvtool.cache.steps.call.Placement`, and position ids for the model, (batch, q_len).
+        """
+        raise NotImplementedError
 
     # ---- blocks of a prompt
 
