@@ -54,7 +54,7 @@ class PolicyReport:
 
 
 def check_policy(policy: Policy | Score | Read | str, *, raises: bool = True) -> PolicyReport:
-    """Hold a policy against the contract that every policy of kvtool keeps.
+    """Check a policy by the contract that every policy of kvtool keeps.
 
     It runs on a small random model, without a network, in a few seconds.
 

@@ -70,7 +70,7 @@ def compare_needle(
     Args:
         document: what the request has come to.
         answer: makes others of the same prompt, with the same model.
-        shown: whether the user has seen already what was kept.
+        shown: whether the user has seen the kept text already.
     """
     code = write_needle()[1]
     watcher.note(f"{judge(document.text, code)}; {_held(document)}")

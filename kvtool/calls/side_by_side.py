@@ -32,7 +32,7 @@ class SideBySide:
         return [run.describe() for run in self.runs]
 
     def run(self, watcher: Watcher, listener: Listener) -> Iterator[GenerationDocument]:
-        """Load the model once, answer with each cache in turn, and show what was kept."""
+        """Load the model once, answer with each cache in turn, and show the kept texts."""
         settings = self.runs[-1].settings
         source = settings.source()
         watcher.note_any(source.note())

@@ -42,7 +42,7 @@ class CacheSection(Section):
         return cls(**{name: getattr(report, name) for name in cls.model_fields})
 
     def in_words(self) -> str:
-        """Say what was kept of what was seen."""
+        """Say how many of the tokens seen were kept."""
         kept = [tokens for tokens in self.kept_per_layer if tokens > 0] or [0]
         span = f"{min(kept)}" if min(kept) == max(kept) else f"{min(kept)} to {max(kept)}"
         smaller = f" ({self.full_bytes / self.kv_bytes:.1f}x smaller)" if self.kv_bytes else ""

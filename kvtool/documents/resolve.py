@@ -137,8 +137,8 @@ def resolve(
         source: a recipe or a plan, not yet validated or a plan that is; None for neither.
         sets, unsets: `--set` and `--unset` flags.
         command: as typed, such as `kvtool eval`.
-        check_named: refuses policies that no file may name, given where they stand and what
-            document it is.
+        check_named: refuses policies that no file may name, given their place and the kind of
+            document.
         check: finds further mistakes, as for `read_recipe`.
 
     Raises:

@@ -23,7 +23,7 @@ Verdict = Literal["holds", "fails", "undecided"]
 
 
 def judge_claim(claim: Claim, document: ResultsDocument) -> ClaimVerdict | None:
-    """Hold a claim against a run; None where none of its pairs was measured."""
+    """Check a claim by a run; None where none of its pairs was measured."""
     tasks = dict.fromkeys(result.task for result in document.results)
     found = [_row(pair, task, document) for pair in claim.pairs for task in tasks]
     rows = [row for row in found if row is not None]

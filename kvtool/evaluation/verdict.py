@@ -197,7 +197,7 @@ def check_within(within: float) -> float:
 def make_verdict(
     results: Sequence[TaskResult], variants: Sequence[VariantEntry], within: float
 ) -> Verdict | None:
-    """Hold every variant against the full cache; None where nothing has been measured.
+    """Compare every variant with the full cache; None where nothing has been measured.
 
     Args:
         within: percent of the full cache's score.
@@ -237,7 +237,7 @@ def _why_none(full: dict[str, TaskResult], tasks: list[str], others: list[str]) 
 
 
 def _standing(result: TaskResult | None, full: TaskResult, variant: str, within: float) -> Standing:
-    """Hold one variant against the full cache on one task."""
+    """Compare one variant with the full cache on one task."""
     pair, why = None if result is None else result.paired, _why_undecided(result, full)
     gain = low = high = None
     if result is not None and pair is not None and pair.full != 0:

@@ -134,7 +134,7 @@ def generate(
             then nothing is compared.
 
     Raises:
-        UsageError: nothing to start from, a comparison of padded rows, or settings of the model
+        UsageError: nothing to start from, a comparison of padded texts, or settings of the model
             that cannot be followed.
         KvtoolError: a policy or model that cannot be compiled.
         BrokenNumbers: logits are not finite.

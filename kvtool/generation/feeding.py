@@ -44,7 +44,7 @@ def prefill(
     Raises:
         UsageError: no token in any row; no tokenizer where one is needed; tokens or positions that
             the model has no embeddings for.
-        KvtoolError: padded rows in blocks on a model with recurrent layers.
+        KvtoolError: padded texts in blocks on a model with recurrent layers.
         BrokenNumbers: the logits are not finite.
     """
     input_ids = input_ids.to(model.device)

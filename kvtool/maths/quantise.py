@@ -44,7 +44,7 @@ def int8_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    """Bring them back, in float32."""
+    """Dequantise them, in float32."""
     return codes.float() * scales.float()
 
 
@@ -64,7 +64,7 @@ def fp8_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_fp8(codes: Tensor, scales: Tensor) -> Tensor:
-    """Bring them back, in float32; no codes are NaN.
+    """Dequantise them, in float32; no codes are NaN.
 
     The bits of e4m3, seven places up, are a float16 whose exponent is too small by 8.
     """
@@ -93,7 +93,7 @@ def int4_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_int4(codes: Tensor, scales: Tensor) -> Tensor:
-    """Bring them back, in float32."""
+    """Dequantise them, in float32."""
     import torch
 
     numbers = torch.cat([codes & 15, codes >> 4], -1).float() - _ZERO
@@ -178,7 +178,7 @@ class ChannelRanges(NamedTuple):
         return (keys.float() - self.centre.float()) / self.factor
 
     def widen(self, narrowed: Tensor) -> Tensor:
-        """Bring them back: float32."""
+        """Dequantise them: float32."""
         return narrowed * self.factor + self.centre.float()
 
     def of_query(self, query: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,8 @@ def top_mask(
     Args:
         scores: (batch, kv_heads, slots) float32.
         positions: (batch, kv_heads, slots), -1 = empty, never marked.
-        count: how many, one number or (batch or 1, kv_heads or 1, 1); at most what `among` leaves.
+        count: how many, one number or (batch or 1, kv_heads or 1, 1); at most the number in
+            `among`.
         among: bool (batch, kv_heads, slots), the slots to choose from, none empty; None: all
             that are stored.
 

@@ -69,7 +69,7 @@ def find_gguf(model: str) -> GgufFile | None:
 def _only_one(name: str, folder: Path) -> GgufFile | None:
     """Return the GGUF file of a folder that holds no other weights."""
     names: list[str] = []
-    with suppress(OSError):  # of a folder that may not be read, loading tells more
+    with suppress(OSError):  # of a folder that may not be read, loading says more
         names = os.listdir(folder)
     files = sorted(each for each in names if each.lower().endswith(SUFFIX))
     if not files or any(each.startswith(("model.safetensors", "pytorch_model")) for each in names):

@@ -47,7 +47,7 @@ class GgufHeader:
 
     @property
     def scales_rotations(self) -> bool:
-        """Whether RoPE turns keys by other angles than its base alone gives."""
+        """Whether RoPE rotates keys by other angles than its base alone gives."""
         kind = self.text(f"{self.text('general.architecture')}.rope.scaling.type")
         named = any(name.startswith(("rope_freqs", "rope_factors")) for name in self.tensors)
         return named or kind not in (None, "none")

@@ -103,7 +103,7 @@ def load_gguf_weights(
         options: further ones of `from_pretrained`.
 
     Returns:
-        The model, and what `from_pretrained` tells of the weights.
+        The model, and what `from_pretrained` reports of the weights.
     """
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -135,6 +135,6 @@ def _forget_packing(model: Any) -> None:
 
 @contextlib.contextmanager
 def _no_bars() -> Iterator[None]:
-    """Hide the bars that transformers shows for GGUF files whatever it is told."""
+    """Hide the bars that transformers shows for GGUF files whatever its settings are."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -138,7 +138,7 @@ def check_imported(choices: Sequence[Any], where: str, what: str = "a run or a p
 
     Args:
         choices: policies as a document has them, strings or mappings.
-        where: they stand, for the error.
+        where: they are, for the error.
         what: document names them, for the error.
 
     Raises:

@@ -23,13 +23,14 @@ from kvtool.report.words import at_budgets, claim_in_words, says, than_value
 HERE = Path(__file__).parent
 HEAD = """# Claims
 
-What papers and their peers say of policies, held against the [bundled
+What papers and their peers say of policies, tested on the [bundled
 model](../../kvtool/models/README.md#the-bundled-model): a row for each claim and for each time at
-which the question may come. *Known*: it stands in the prompt that is compressed; *later, kept*:
-the context is compressed first, the question stays whole beside it.
+which the question may come. *Known*: it is in the prompt that is compressed; *later, kept*: the
+context is compressed first, the question stays whole beside it.
 
-Verdicts follow from paired 95 % intervals (bootstrap over samples, the same samples in all arms).
-A comparison is one pair of policies on one task, each sample's score averaged over the budgets.
+Verdicts follow from paired 95 % intervals (bootstrap over samples, the same samples for all
+variants). A comparison is one pair of policies on one task, each sample's score averaged over the
+budgets.
 *Holds*: the interval lies on the claim's side of 0 in one comparison or more, and on the other
 side in none; *fails*: the other way round; *holds in part*: some of each; *undecided*: neither
 anywhere, with this many samples. Intervals are not widened for the number of comparisons: where

@@ -275,7 +275,7 @@ def says(model: PreTrainedModel) -> list[str]:
     kinds = set(layer_kinds(text))
     facts = {
         "its own eager attention, watched by hooks": text.model_type in EAGER_FAMILIES,
-        "latents are what is kept": stores_latents(text),
+        "stores latents (MLA), which are compressed": stores_latents(text),
         "layers that attend in chunks keep their chunk": "chunked_attention" in kinds,
         "layers with a window keep it": bool(kinds & set(SLIDING) - {"chunked_attention"}),
         "recurrent layers keep their state": bool(kinds & set(RECURRENT)),

@@ -36,7 +36,7 @@ def draw_fact(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def state(name: str, city: str) -> str:
-    """State where somebody lives.
+    """State where a person lives.
 
     >>> state("Priya", "Lisbon")
     ' Priya now lives in the city of Lisbon.'
@@ -45,7 +45,7 @@ def state(name: str, city: str) -> str:
 
 
 def ask(name: str, city: str) -> Turn:
-    """Ask where somebody lives.
+    """Ask where a person lives.
 
     >>> ask("Priya", "Lisbon").question
     '\\n Question: In which city does Priya live now? Answer:'

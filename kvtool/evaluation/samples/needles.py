@@ -44,7 +44,7 @@ def _name(index: int, adjectives: int) -> str:
 
 
 def draw_numbers(rng: np.random.Generator, count: int, digits: int = DIGITS) -> list[str]:
-    """Draw different numbers of so many digits, the first not 0."""
+    """Draw different numbers of `digits` digits, the first not 0."""
     smallest = 10 ** (digits - 1)
     drawn = rng.choice(9 * smallest, count, replace=False)
     return [str(smallest + number) for number in drawn.tolist()]

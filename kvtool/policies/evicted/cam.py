@@ -7,8 +7,8 @@ min(1, sum_i / mean of the sums of the next m kept tokens), and then adds v_i / 
 Differences: the authors' code has three other denominators (recent window, maximum over the kept
 tokens, the next 16) and tests for infinity where it means NaN; the accumulated mean over the next m
 is the paper's. Where fewer than m kept tokens follow, those are used; where none do, the token is
-dropped. Each draw is a hash of (seed, layer, KV head, tokens seen, position), so that a row of a
-batch draws what it would draw alone. Values grow in norm: that is the method.
+dropped. Each draw is a hash of (seed, layer, KV head, tokens seen, position), so that a batch entry
+draws what it would draw alone. Values grow in norm: that is the method.
 """
 
 from __future__ import annotations

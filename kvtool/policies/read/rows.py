@@ -1,4 +1,4 @@
-"""Rows of a padded batch as readers see them: all at once, each with its own count and sizes."""
+"""A padded batch as readers see it: all sequences at once, each with its own count and sizes."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ class RowsRead(Read):
         at: Tensor,
         sizes: Mapping[str, PerRow],
     ) -> None:
-        """Add a token to each row of a padded batch, in place, as `append` does.
+        """Add a token to each sequence of a padded batch, in place, as `append` does.
 
         Its number is `at`, (batch, 1, 1) int64, and each row has its own sizes.
         """
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        """Choose for all rows of a padded batch; of a row that is read in full it may be any."""
+        """Choose for all sequences of a padded batch; any choice will do for one read in full."""
         raise NotImplementedError
 
 

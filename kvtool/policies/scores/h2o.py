@@ -3,8 +3,8 @@
 Zhang et al., 2023, https://arxiv.org/abs/2306.14048, section 4.2.
 
 Differences from the authors' code: the sums are per KV head, of the mean over its query heads (they
-have one query head per KV head), and per batch row. The recent window is half of the budget, as in
-their experiments; `recent=0` gives the window-less form that CAOTE seems to compare with. Where
+have one query head per KV head), and per batch entry. The recent window is half of the budget, as
+in their experiments; `recent=0` gives the window-less form that CAOTE seems to compare with. Where
 heads have budgets of their own (`+ada`), half of the layer's mean is the window in every head when
 the budget is split, and from then on, at every token, half of the head's own budget.
 """
