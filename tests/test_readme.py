@@ -20,7 +20,7 @@ import pytest
 from safetensors.torch import save_file
 
 from kvtool.cli.main import main
-from kvtool.models.reference.prompt import needle_prompt
+from kvtool.models.reference.tasks import needle_prompt
 from kvtool.policies.table import BASES, MODIFIERS, describe
 from tests.models.bundled import shipped
 from tests.models.published import LLAMA_3

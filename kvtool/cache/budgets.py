@@ -24,8 +24,7 @@ from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.planning.bytes import Text
 from kvtool.planning.held import tokens_for_bytes
-from kvtool.policies.allocate.planned import PlannedSplit
-from kvtool.policies.allocate.split import AllocatedSplit, Split, Spread
+from kvtool.policies.allocate.split import AllocatedSplit, PlannedSplit, Split, Spread
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, fraction_of
 

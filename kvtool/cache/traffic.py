@@ -18,7 +18,7 @@ from kvtool.documents.files import expand
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.planning.rocketkv import PlannedStages, planned_stages, sized_reader, tokens_left
-from kvtool.policies.allocate.planned import PlannedSplit
+from kvtool.policies.allocate.split import PlannedSplit
 from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, fraction_of

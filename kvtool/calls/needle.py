@@ -29,7 +29,7 @@ _SHOWN = 60  # letters of an answer on stderr
 
 def write_needle() -> tuple[str, str]:
     """Write the built-in prompt, and the code that answers it."""
-    from kvtool.models.reference.prompt import needle_prompt
+    from kvtool.models.reference.tasks import needle_prompt
 
     prompt, answer = needle_prompt(tokens=_TOKENS, seed=_SEED)
     return prompt, answer.strip()

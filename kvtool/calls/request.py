@@ -16,10 +16,9 @@ from kvtool.model_shape import layer_shapes, stored_dtype
 from kvtool.models.folder import REFERENCE
 from kvtool.models.load import Loaded
 from kvtool.models.notes import handful_note, length_note
-from kvtool.policies.grammar import parse_policy, read_spelling
+from kvtool.policies.grammar import parse_policy, read_spelling, with_allocator
 from kvtool.policies.policy import Policy, check_blocks
 from kvtool.policies.scores.full import Full
-from kvtool.policies.with_allocator import with_allocator
 from kvtool.sizes import DEFAULT_BUDGET, DEFAULT_TOKENS, Budget, parse_prefill, spell_prefill
 from kvtool.watcher import Watcher
 

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeFloat, PositiveInt
 
-from kvtool.documents.document import Section
-from kvtool.documents.shapes import MOST, RecipeSection, listed
+from kvtool.documents.document import MOST, RecipeSection, Section, listed
 from kvtool.errors import UsageError
 
 

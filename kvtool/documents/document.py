@@ -1,16 +1,27 @@
-"""What every document has in common: its kind, its schema version, no unknown keys."""
+"""What every document has in common: its kind, its schema version, no unknown keys.
+
+Values of a recipe may be written in a short form or as a mapping.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+)
 
 from kvtool.documents.writers import dump_json, dump_yaml
-from kvtool.sizes import MOST_BYTES, MOST_TOKENS, WIDTH
+from kvtool.sizes import MOST_BYTES, MOST_TOKENS, WIDTH, parse_count
 
 VIEW = "kvtool.report.view"
 """The module that shows documents and caches: a name, since `report` imports the documents."""
@@ -100,3 +111,37 @@ class ShownDocument(Document):
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
         return view().html(self)
+
+
+SHORT, MAPPING = "<short>", "<mapping>"
+MOST = 500  # policies, budgets, tasks or gates of a recipe
+
+
+class RecipeSection(Section):
+    """A part of a recipe: values are not converted, so that `yes` is no truth and "8" no number.
+
+    Attributes:
+        refused_keys: keys that are refused for a reason of their own.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    refused_keys: ClassVar[dict[str, str]] = {}
+
+
+def _shape(value: Any) -> str:
+    return MAPPING if isinstance(value, (dict, BaseModel)) else SHORT
+
+
+BY_SHAPE = Discriminator(_shape)
+"""Tells the members of a union apart that are tagged `SHORT` and `MAPPING`."""
+
+
+def listed(value: Any) -> Any:
+    """Let one value stand for a list of one."""
+    return value if isinstance(value, (list, tuple)) or value is None else [value]
+
+
+def counted(value: Any) -> Any:
+    """Read `4K`; anything but text is left for the type to judge."""
+    return parse_count(value) if isinstance(value, str) else value

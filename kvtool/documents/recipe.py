@@ -29,9 +29,18 @@ from pydantic import (
 )
 
 from kvtool.documents.claim import Claim
-from kvtool.documents.document import Document, TokenCount
+from kvtool.documents.document import (
+    BY_SHAPE,
+    MAPPING,
+    MOST,
+    SHORT,
+    Document,
+    RecipeSection,
+    TokenCount,
+    counted,
+    listed,
+)
 from kvtool.documents.settings import Asking, ModelFields, Name
-from kvtool.documents.shapes import BY_SHAPE, MAPPING, MOST, SHORT, RecipeSection, counted, listed
 from kvtool.documents.source import show
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError, quote

@@ -149,8 +149,7 @@ def _policies(recipe: Recipe, source: Source) -> list[Policy]:
     """Return the policies, those that evict with the allocator, if there is one."""
     if recipe.policy is None and not recipe.eval.baseline:
         raise UsageError("no policy to evaluate", hint="--policy streaming,h2o,h2o+caote")
-    from kvtool.policies.grammar import parse_policy
-    from kvtool.policies.with_allocator import with_allocator
+    from kvtool.policies.grammar import parse_policy, with_allocator
 
     parsed = parse_policies(recipe, source, parse_policy)
     if recipe.allocator is None:

@@ -21,11 +21,10 @@ from kvtool.generation.decoding import (
     decode_loop,
     until_end,
 )
-from kvtool.generation.feeding import decode_step, prefill, wait
+from kvtool.generation.feeding import check_positions, decode_step, prefill, wait
 from kvtool.generation.fidelity import Fidelity, compare_with_full
 from kvtool.generation.finite import check_logits, explaining
 from kvtool.generation.model_settings import check_drawing, drawing_settings, prepare
-from kvtool.generation.text_checks import check_positions
 
 
 @dataclass(frozen=True)

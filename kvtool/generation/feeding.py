@@ -1,20 +1,22 @@
-"""Feed a model over a compressed cache: a prompt, whole or in blocks, and single tokens."""
+"""Feed a model over a compressed cache: a prompt, whole or in blocks, and single tokens.
+
+Tokens and positions that the model has no embeddings for are refused before.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtool.cache.cache import KVCache
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.finite import check_logits, explaining
 from kvtool.generation.repeating import begin_prompt, repeat_prompt
-from kvtool.generation.text_checks import check_positions, check_tokens
 
 
 @torch.no_grad()
@@ -216,3 +218,57 @@ def wait(model: PreTrainedModel) -> None:
     """Wait for what runs on the model's device, so that a clock read now is right."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
+
+
+_LEARNED = (
+    *("wpe", "embed_positions", "embed_position", "positions_embed"),
+    *("position_embeddings", "position_embedding"),
+)
+"""Names that families give to embeddings of positions (GPT-2, OPT, GPT, BioGPT)."""
+
+
+def check_tokens(model: PreTrainedModel, input_ids: Tensor) -> None:
+    """Refuse ids beyond the model's embeddings, which fail inside of torch.
+
+    Raises:
+        UsageError: it names the first such id.
+    """
+    rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if rows is None or input_ids.is_meta or input_ids.numel() == 0:
+        return
+    wrong = (input_ids < 0) | (input_ids >= rows)
+    if bool(wrong.any()):
+        raise UsageError(
+            f"the text has token {int(input_ids[wrong][0])}, and the model has embeddings for "
+            f"{rows} tokens only: this tokenizer is not the model's",
+            hint="use the tokenizer that came with the model, or resize_token_embeddings",
+        )
+
+
+def check_positions(model: PreTrainedModel, lengths: Sequence[int], new_tokens: int) -> None:
+    """Refuse a text that goes beyond the positions that a model has learned.
+
+    Args:
+        lengths: tokens of each row, with those of earlier turns.
+        new_tokens: that will be generated after them; the last one is not fed.
+
+    Raises:
+        UsageError: it says how many tokens fit.
+    """
+    limit = learned_positions(model)
+    tokens = max(lengths, default=0)
+    if limit is None or tokens + max(new_tokens - 1, 0) <= limit:
+        return
+    more = f" and {new_tokens} new ones" if new_tokens else ""
+    raise UsageError(
+        f"{tokens} tokens{more} are more than the {limit} positions that this model has learned",
+        hint=f"--max-new-tokens {limit - tokens + 1}" if tokens <= limit else "a shorter text",
+    )
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Count the positions that a model has embeddings for; None: it needs none."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _LEARNED:
+            return module.num_embeddings - int(getattr(module, "offset", 0))
+    return None

@@ -15,8 +15,7 @@ from kvtool.planning.bytes import Text, forecast, tokens_held
 from kvtool.planning.held import even_budgets, forecast_plan
 from kvtool.planning.peak import SPARE, reading_bytes
 from kvtool.planning.variants import Variant
-from kvtool.policies.allocate.planned import PlannedSplit
-from kvtool.policies.allocate.split import AllocatedSplit
+from kvtool.policies.allocate.split import AllocatedSplit, PlannedSplit
 from kvtool.sizes import parse_prefill
 
 

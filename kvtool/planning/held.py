@@ -13,7 +13,7 @@ from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES, LayerShape
 from kvtool.planning.bytes import Forecast, LayerBudget, Reading, Text, forecast
 from kvtool.planning.rocketkv import PlannedStages, goes_by_stages, planned_stages
-from kvtool.policies.allocate.planned import tokens_for_prompt
+from kvtool.policies.allocate.split import tokens_for_prompt
 from kvtool.policies.policy import Policy
 from kvtool.sizes import DEFAULT_TOKENS, Budget
 
@@ -60,8 +60,6 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
     """
     if policy is None:
         return [LayerBudget(plan.layers.tokens[i]) for i in plan.free_layers]
-    from kvtool.policies.allocate.planned import tokens_for_prompt
-
     tokens = tokens_for_prompt(plan, n)
     free = [tokens[i] for i in plan.free_layers]
     if policy.reader is None:

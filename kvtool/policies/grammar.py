@@ -2,12 +2,19 @@
 
 The form is `BASE[(key=value,..)][+MODIFIER[(key=value,..)]]..`, such as `h2o(recent=8)+caote`. A
 base of one's own is named by its module, `my_package.my_module:MyScore(recent=8)+caote`.
+
+`--allocator` puts an allocator on a policy that was read.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.policies.allocate.head_split import HeadSplit
+from kvtool.policies.allocate.table import parse_allocator
 from kvtool.policies.outside import build_outside, is_outside
 from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy, compose
@@ -111,3 +118,24 @@ def _build(text: str, table: dict[str, str], kind: str) -> Any:
         )
     cls = policy_class(name)
     return cls(**read_settings(name, cls, arguments))
+
+
+def with_allocator(policy: Policy, allocator: str, typed: str | None = None) -> Policy:
+    """Put an allocator on a policy.
+
+    Args:
+        typed: the policy as it was typed, for errors.
+
+    Raises:
+        UsageError: no such allocator; the policy has one already, or cannot carry one.
+    """
+    chosen = parse_allocator(allocator)
+    given = policy.heads if isinstance(chosen, HeadSplit) else policy.allocate
+    if given is not None:
+        raise UsageError(
+            f"policy `{typed or policy}` has the allocator `{given.modifier}` already",
+            hint=f"leave out --allocator {allocator}",
+        )
+    if isinstance(chosen, HeadSplit):
+        return replace(policy, heads=chosen)
+    return replace(policy, allocate=chosen)

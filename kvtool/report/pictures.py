@@ -16,9 +16,8 @@ from kvtool.report.bars import cost_figure
 from kvtool.report.budgets import budget_figure, budget_panels
 from kvtool.report.costs import spent_by_variant
 from kvtool.report.curves import curve_figure, curves, y_label
-from kvtool.report.heatmap import needle_figure
+from kvtool.report.heatmap import kept_by_layer, layers_figure, needle_figure
 from kvtool.report.held import held_figure, held_tasks
-from kvtool.report.layers import kept_by_layer, layers_figure
 from kvtool.report.needles import needle_tasks
 from kvtool.report.panels import drawing, save
 

@@ -7,7 +7,7 @@ import kvtool
 from kvtool.cache.features.trace import Trace, _put, rank_bytes
 from kvtool.cache.kept import kept_tokens
 from kvtool.models.load import load
-from kvtool.models.reference.prompt import needle_prompt
+from kvtool.models.reference.tasks import needle_prompt
 from kvtool.policies.read.exact_topk import ExactTopK
 from tests.models_for_tests import family_model, peaky_model, random_ids
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvtool.documents.generation import GenerationDocument
 from kvtool.models import reference
-from kvtool.models.reference.prompt import needle_prompt
+from kvtool.models.reference.tasks import needle_prompt
 
 PROMPT = "The old lamp was near the school. The quiet falcon was behind the"
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 import kvtool.documents
 from kvtool.documents.answers import AnswerLine
-from kvtool.documents.document import Document, Section, ShownDocument
+from kvtool.documents.document import Document, RecipeSection, Section, ShownDocument
 from kvtool.documents.generation import (
     CompileSection,
     CompressionDocument,
@@ -36,7 +36,6 @@ from kvtool.documents.results import (
     SampleRecord,
     SamplesDocument,
 )
-from kvtool.documents.shapes import RecipeSection
 from kvtool.documents.source import read_file
 from tests.documents.test_generation_document import CACHE, document
 from tests.old_files.make import DATA

@@ -3,7 +3,7 @@
 import re
 
 from kvtool.evaluation.samples.sample import TokenCounter
-from kvtool.models.reference.tokenizer import build_tokenizer
+from training.tokenizer import build_tokenizer
 
 _REFERENCE = build_tokenizer()
 _REFERENCE.model_max_length = 10**9  # long texts are only counted here

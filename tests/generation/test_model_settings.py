@@ -12,7 +12,7 @@ from kvtool.errors import UsageError
 from kvtool.generation.model_settings import USES, end_tokens
 from kvtool.generation.serving import Waiting, serve
 from kvtool.models.load import load
-from kvtool.models.reference.prompt import needle_prompt
+from kvtool.models.reference.tasks import needle_prompt
 
 NEW = 16
 

@@ -7,7 +7,7 @@ import kvtool
 from kvtool.errors import UsageError
 from kvtool.generation import prefill, token_logprobs
 from kvtool.models.load import load
-from kvtool.models.reference.prompt import needle_prompt
+from kvtool.models.reference.tasks import needle_prompt
 from tests.models_for_tests import peaky_model, random_ids
 
 pytestmark = pytest.mark.few(2)

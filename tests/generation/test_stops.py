@@ -5,7 +5,7 @@ import pytest
 import kvtool
 from kvtool import generation
 from kvtool.models.load import load
-from kvtool.models.reference.prompt import needle_prompt
+from kvtool.models.reference.tasks import needle_prompt
 
 
 @pytest.fixture(scope="module")

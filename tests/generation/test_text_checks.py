@@ -7,7 +7,7 @@ import kvtool
 from kvtool import generation
 from kvtool.cli.main import main
 from kvtool.errors import UsageError, is_out_of_memory
-from kvtool.generation.text_checks import learned_positions
+from kvtool.generation.feeding import learned_positions
 from tests.models_for_tests import peaky_model, random_ids
 
 

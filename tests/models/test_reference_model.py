@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accuracy import FILLER_SEED, measure
 from kvtool.errors import KvtoolError
 from kvtool.models.reference.filler import Filler
-from kvtool.models.reference.prompt import needle_prompt
+from kvtool.models.reference.tasks import needle_prompt
 from tests.models.bundled import shipped
 
 MOST_BYTES = 8 * 2**20
@@ -70,7 +70,7 @@ def test_too_short_a_prompt_is_refused():
 
 
 def test_writing_the_prompt_imports_no_torch():
-    code = "import sys, kvtool.models.reference.prompt; print('torch' in sys.modules)"
+    code = "import sys, kvtool.models.reference.tasks; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
 

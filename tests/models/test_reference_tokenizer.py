@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from kvtool.models.reference import path
-from kvtool.models.reference.tokenizer import build_tokenizer
 from kvtool.models.reference.vocabulary import BYTES, TOKEN_ID, TOKENS
+from training.tokenizer import build_tokenizer
 
 TOKENIZER = AutoTokenizer.from_pretrained(path())
 

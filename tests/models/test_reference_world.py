@@ -10,9 +10,9 @@ from kvtool.models.reference.facts import NOUN_IDS
 from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.frequent import RANKING, ask_frequent, ask_ranking
 from kvtool.models.reference.tasks import TASKS, draw_example
-from kvtool.models.reference.tokenizer import build_tokenizer
 from kvtool.models.reference.vocabulary import BOS, EOS, TOKEN_ID, decode, encode
 from training.rows import FILLER_WEIGHT, Mixture, draw_batch, draw_row
+from training.tokenizer import build_tokenizer
 
 FILLER = Filler(0, 200)
 TOKENIZER = build_tokenizer()

@@ -1,4 +1,7 @@
-"""The tasks the reference model is measured on: a context, one question, its answer."""
+"""The tasks the reference model is measured on: a context, one question, its answer.
+
+The built-in prompt is one of them: one needle in a page of filler, and the question about it.
+"""
 
 from dataclasses import dataclass
 
@@ -8,7 +11,7 @@ from kvtool.errors import KvtoolError
 from kvtool.models.reference import facts, frequent
 from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.trace import draw_trace, longest_within
-from kvtool.models.reference.vocabulary import BOS, encode
+from kvtool.models.reference.vocabulary import BOS, decode, encode
 
 TASKS = {
     "single": "one needle: one key, one code",
@@ -136,3 +139,25 @@ def draw_example(rng: np.random.Generator, task: str, tokens: int, filler: Fille
     for sentence, _ in facts.scatter(rng, filler.take(rng, room), groups):
         context += sentence
     return Example(context, question.prompt, question.answer)
+
+
+_FILLER_SENTENCES = 500
+_FILLER_SEED = 2
+
+
+def needle_prompt(tokens: int = 1024, seed: int = 0) -> tuple[str, str]:
+    """Write a prompt whose answer the reference model finds with a full cache.
+
+    Args:
+        tokens: length of the prompt, `<bos>` included; it comes out at most 16 tokens shorter.
+        seed: another seed hides another needle elsewhere.
+
+    Returns:
+        The prompt, which ends where the answer begins, and the answer with its leading space.
+
+    Raises:
+        KvtoolError: `tokens` is too few for the needle and its question.
+    """
+    rng = np.random.default_rng([seed, tokens])
+    example = draw_example(rng, "single", tokens, Filler(_FILLER_SEED, _FILLER_SENTENCES))
+    return decode(example.context + example.question), decode(example.answer[:-1])

@@ -6,9 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvtool.errors import KvtoolError
-from kvtool.models.reference.tokenizer import MAX_TOKENS
 from kvtool.models.reference.vocabulary import BOS, EOS, PAD, TOKENS
 from training.grow import grow
+from training.tokenizer import MAX_TOKENS
 
 
 def first_model(options: argparse.Namespace) -> LlamaForCausalLM:

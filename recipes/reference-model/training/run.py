@@ -18,12 +18,12 @@ from torch.nn import functional
 from accuracy import FILLER_SEED, measure
 from kvtool.errors import KvtoolError
 from kvtool.models.reference.filler import Filler
-from kvtool.models.reference.tokenizer import save_tokenizer
 from training.model import first_model
 from training.muon import Muon
 from training.rows import Mixture, draw_batch
 from training.sinks import place_sinks
 from training.stages import CURRICULA, Stage
+from training.tokenizer import save_tokenizer
 
 _TRAIN_FILLER_SEED = 1
 _STATE = "training_state.pt"

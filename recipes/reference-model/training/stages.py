@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from kvtool.models.reference.tokenizer import MAX_TOKENS
 from training.rows import Mixture
+from training.tokenizer import MAX_TOKENS
 
 _ALL = ("multikey", "words", "multiquery", "multivalue", "route", "variables")
 

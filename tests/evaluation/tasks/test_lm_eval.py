@@ -15,7 +15,7 @@ from kvtool.evaluation.tasks import lm_eval as lm_eval_tasks
 from kvtool.evaluation.tasks.lm_eval import LmEval
 from kvtool.evaluation.tasks.table import expand, task_class
 from kvtool.models.load import load
-from kvtool.models.reference.prompt import needle_prompt
+from kvtool.models.reference.tasks import needle_prompt
 from tests.evaluation.variants import make_variants
 
 lm_eval = pytest.importorskip("lm_eval")

@@ -5,7 +5,7 @@ import pytest
 from kvtool.documents.plan import Target
 from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.d2o import D2O
-from kvtool.policies.allocate.planned import tokens_for_prompt
+from kvtool.policies.allocate.split import tokens_for_prompt
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.sizes import Budget, fraction_of
 from tests.planning.documents import FULL, LINEAR, SLIDING, profile, shape
