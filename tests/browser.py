@@ -63,7 +63,7 @@ def ask(
 def screenshot(
     page: Path, picture: Path, *, width: int = 1400, height: int = 1000, dark: bool = False
 ) -> None:
-    """Write a PNG of the upper left of a page, so many pixels wide and high."""
+    """Write a PNG of the upper left of a page, of a width and height in pixels."""
     flags = [f"--screenshot={picture}", f"--virtual-time-budget={PATIENCE}"]
     _run(page, flags, width=width, height=height, dark=dark)
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -14,7 +14,7 @@ def free_port() -> int:
 
 
 def launch(count: int, *arguments: str, folder: Path, **variables: str) -> list[subprocess.Popen]:
-    """Start `python ARGUMENTS` in so many processes that know of each other."""
+    """Start `python ARGUMENTS` in a number of processes that know of each other."""
     port = str(free_port())
     return [
         subprocess.Popen(

@@ -210,14 +210,14 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def any_cache(model, policy, budget=None, prefill="full", **options):
-    """Any policy's empty cache; one whose prompt is repeated is told so, and is fed no blocks."""
+    """Any policy's empty cache; one that repeats its prompt gets instructions and no blocks."""
     repeats = kvtool.parse_policy(policy).repetition is not None
     mode = "full" if repeats else prefill
     return instructed(kvtool.build_cache(model, policy, budget, prefill=mode, **options))
 
 
 def instructed(cache):
-    """The cache, told to repeat prompts by tokens that say nothing, if its policy has it repeat."""
+    """The cache, which repeats prompts by tokens that say nothing, if its policy has it repeat."""
     if cache.repetition is not None:
         cache.repetition.instruct(Instructions([5, 9, 2], [7, 3]))
     return cache

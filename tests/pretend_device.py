@@ -2,8 +2,7 @@
 
 Tensors on it compute as on a CPU and say that they are elsewhere. As on a GPU, an operation that
 meets tensors of both raises, but for copies, for single numbers, and for tensors of the CPU that
-choose places of one on the device. The device goes by the name `meta`, which torch asks no machine
-for.
+choose places of one on the device. The device is called `meta`, which torch asks no machine for.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def _concerns_device(thing) -> bool:
 
 
 def _here(thing):
-    """What stands for an argument on the CPU."""
+    """The copy of an argument on the CPU."""
     if isinstance(thing, torch.device):
         return torch.device("cpu")
     return thing.held if isinstance(thing, OnDevice) else thing

@@ -147,7 +147,7 @@ def test_random_keys_are_made_layer_by_layer():
 
 
 def planted(model) -> bool:
-    """Whether a model stands for the device, beside the CPU's own."""
+    """Whether a model replaces the device, beside the CPU's own."""
     return model is right.model_on("cpu:0", torch.float32)
 
 

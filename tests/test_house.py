@@ -282,7 +282,7 @@ OWN = {
     "room", sorted({file.relative_to(PACKAGE).parts[0] for file in FILES} - {"models"})
 )
 def test_nobody_assigns_to_the_fields_of_another_object(room):
-    """Objects are told what to become; models of libraries alone are set up from outside."""
+    """Objects change through their methods; only models of libraries are set up from outside."""
     for file in FILES:
         if file.relative_to(PACKAGE).parts[0] != room:
             continue

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """A clone, installed into an environment of its own that borrows this one's packages."""
+    """A clone, installed into an environment of its own that uses this one's packages."""
     installed = {each.name: each.version for each in distributions()}
     if "pip" not in installed or int(installed.get("setuptools", "0").split(".")[0]) < 77:
         pytest.skip("pip and setuptools 77 are needed")

@@ -1,4 +1,4 @@
-"""The shape of the package: which room imports which, and what stays out of each."""
+"""The shape of the package: which subpackage imports which, and what stays out of each."""
 
 import ast
 import sys
@@ -11,7 +11,7 @@ import kvtool
 
 PACKAGE = Path(kvtool.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-ROOMS = (  # a room imports itself and what stands before it
+ROOMS = (  # a subpackage imports itself and those before it
     "version",
     "errors",
     "sizes",
@@ -39,7 +39,7 @@ ROOMS = (  # a room imports itself and what stands before it
     "cli",
     "__main__",
 )
-ONLY = {  # third-party packages of the rooms at the bottom
+ONLY = {  # third-party packages of the subpackages at the bottom
     "version": set(),
     "errors": set(),
     "sizes": set(),

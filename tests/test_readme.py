@@ -1,9 +1,9 @@
 """The READMEs keep their word: sessions, commands and Python run as printed, tables are complete.
 
-Of every page, blocks marked `console` run and print what stands below their commands; commands of
-`bash` blocks and of tables run, comparisons (`kvtool eval`) as a dry run; blocks marked `python`
-at the beginning of a line run one after another in one namespace. A small local model stands in
-for every model of the hub. The main job alone is in the default tier.
+Of every page, blocks marked `console` run and print the lines below their commands; commands of
+`bash` blocks and of tables run, comparisons (`kvtool eval`) as a dry run; blocks marked `python` at
+the beginning of a line run one after another in one namespace. A small local model stands in for
+every model of the hub. The main job alone is in the default tier.
 """
 
 import json
@@ -179,7 +179,7 @@ def test_python_blocks_run(page, folder, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_a_chat_of_100k_tokens_in_8_gb_is_what_its_dry_run_says(folder, monkeypatch, capsys):
-    """Both commands name one policy and one budget; what the plan holds leaves room for a block."""
+    """Both commands name one policy and one budget; the plan leaves memory for a block."""
     session = next(block for block in blocks(FIRST, "console") if LLAMA in block)
     plan_line, chat_line = (line[2:] for line in session.splitlines() if line.startswith("$ "))
     printed = "".join(line for line in session.splitlines(True) if not line.startswith("$ "))

@@ -1,4 +1,4 @@
-"""What older releases of transformers say about layers is told as the pinned one tells it."""
+"""What older releases of transformers say about layers is read as the pinned one says it."""
 
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path

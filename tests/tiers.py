@@ -1,9 +1,9 @@
 """Two tiers: `pytest` takes a few cases of each product, `pytest -m exhaustive` the others.
 
-A test marked `each_once` runs by default only so many of its cases that every value of every
-`parametrize` is in one of them; of one marked `few(n)`, n cases (of those, if it is both). The
-others are marked `exhaustive`. A case or a test that is too dear for the default run is marked
-`exhaustive` itself, where it stands.
+A test marked `each_once` runs by default only enough of its cases to have every value of every
+`parametrize` in one; of one marked `few(n)`, n cases (of those, if it is both). The others are
+marked `exhaustive`. A case or a test that is too dear for the default run is marked `exhaustive`
+itself, where it is written.
 """
 
 from collections import Counter, defaultdict
@@ -46,7 +46,7 @@ def axes(item: pytest.Item) -> dict[str, str]:
 
 
 def few(count: int, cases: Sequence[int]) -> set[int]:
-    """Choose so many cases, spread over all of them: the first one, and others at equal steps."""
+    """Choose a number of cases, spread over all: the first one, and others at equal steps."""
     return {cases[i * len(cases) // count] for i in range(min(count, len(cases)))}
 
 
@@ -68,7 +68,7 @@ def mark_the_rest(items: Iterable[pytest.Item]) -> None:
 
 
 def first(count: int, values: Iterable) -> list:
-    """Values for `parametrize`, all but the first so many marked for the exhaustive tier."""
+    """Values for `parametrize`, all but a number of first ones marked for the exhaustive tier."""
     values = list(values)
     rest = (pytest.param(value, marks=pytest.mark.exhaustive) for value in values[count:])
     return [*values[:count], *rest]

@@ -33,7 +33,7 @@ WAITS = {
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A module that can be run, as its docstring tells of it."""
+    """A module that can be run, as its docstring describes it."""
 
     name: str
     answers: str

@@ -83,7 +83,7 @@ def calibrated_lines(
     count: int,
     often: Sequence[str] = tuple(OFTEN),
 ) -> Iterator[CalibratedLine]:
-    """Decode so many rounds of eight tokens after a prompt, with and without calibration."""
+    """Decode a number of rounds of eight tokens after a prompt, with and without calibration."""
     token = torch.full((ids.shape[0],), 7, device=model.device)
     plain = filled(model, base, budget, ids)
     ours = filled(model, f"{base}+calidrop", budget, ids)

@@ -66,7 +66,7 @@ class DecodeLine:
 
 def with_own_code(function: FunctionType) -> FunctionType:
     """A copy that shares no code object: the compiler looks for graphs among those of that object,
-    and makes only so many of one."""
+    and makes only a limited number of one."""
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, closure=function.__closure__)
 

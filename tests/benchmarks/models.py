@@ -1,4 +1,4 @@
-"""Random Llamas to measure with: nobody needs weights that mean something to take a time."""
+"""Random Llamas to measure with: times do not depend on the values of weights."""
 
 from __future__ import annotations
 

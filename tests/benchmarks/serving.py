@@ -7,8 +7,8 @@ Random prompts of a half to a whole `--length`, answers of an eighth to a whole 
 random Llama of 42 million parameters. The memory is what `--rows` of the largest rows take of a
 full cache. The first two lines are transformers' `DynamicCache` with sdpa: one prompt after
 another (the first `--alone` of them), and batches of `--rows` padded prompts, which wait for their
-longest answer. The others are what `kvtool generate --prompts --memory` does: rows that end make
-room for the next prompt, with as many in flight as fit into the same memory, policy state included.
+longest answer. The others are what `kvtool generate --prompts --memory` does: rows that end are
+free for the next prompt, with as many in flight as fit into the same memory, policy state included.
 
 Tokens per second count the tokens that were asked for; `decoding` leaves out the seconds in which
 prompts are read. `rows` and `tokens/s` are set beside the static batches of the full cache.

@@ -94,7 +94,7 @@ def _model(name):
 def plain_logits(name, ids, length, model=None):
     """One plain forward of transformers over (1, n) ids, with the factors of a longer text.
 
-    Transformers chooses the factors by the last position of a batch. So a second text stands in the
+    Transformers chooses the factors by the last position of a batch. So a second text is in the
     batch whose positions end where the longer text does.
 
     Args:

@@ -167,7 +167,7 @@ def test_a_row_that_joins_is_what_it_is_alone(policy, budget):
 
 def test_every_policy_joins_or_is_refused():
     tried = set(re.split(r"\+|\([^)]*\)", "+".join([*JOINED, *APART])))
-    by_plan = {"optimal"}  # which goes by a plan alone; its budgets of layers are as `pyramid`'s
+    by_plan = {"optimal"}  # which uses a plan alone; its budgets of layers are as `pyramid`'s
     assert tried - {""} == {entry.name for entry in describe()} - by_plan
 
 

@@ -1,4 +1,4 @@
-"""`positions=cache`: a token stands at its rank among the kept ones, in every family and batch."""
+"""`positions=cache`: a token is at its rank among the kept ones, in every family and batch."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_window_without_sinks_looks_the_same_from_everywhere():
     torch.testing.assert_close(ours, text, atol=1e-4, rtol=1e-4)
     _, text = run(model, "streaming", 20, "block:16")
     _, ours = run(model, placed("streaming"), 20, "block:16")
-    assert (ours - text).abs().max() > 0.1  # the sinks do stand elsewhere
+    assert (ours - text).abs().max() > 0.1  # the sinks are elsewhere
 
 
 def test_what_a_cache_says_depends_on_what_it_holds_and_not_on_where_the_text_is():

@@ -1,7 +1,7 @@
 """Slots that hold codes: the same as attending to what the codes stand for, written out in float.
 
 The twin runs the policy without its codec, on slots that hold the decoded numbers: whatever comes
-to them is rounded by the codec and brought back before it is stored.
+to them is rounded by the codec and dequantised before it is stored.
 """
 
 import copy
@@ -110,7 +110,7 @@ def test_slices_make_no_difference(model, codec, monkeypatch):
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_of_layers(family, codec):
-    """Sliding windows, chunks, sinks, capped logits, latents, lent keys, attention of one's own."""
+    """Sliding windows, chunks, sinks, capped logits, latents, shared keys, own attention."""
     model = kvtool.attach(family_model(family))
     sizes = {dim for shape in shapes(model) for dim in (shape.key_dim, shape.value_dim)}
     if codec == "int4" and any(size % 32 for size in sizes):

@@ -122,7 +122,7 @@ def test_what_a_bias_adds_counts_under_a_cap_and_beside_sinks(family):
     [
         ("gemma2", "roco"),  # soft-capped logits, sliding layers
         ("gpt_oss", "h2o"),  # a sink logit per head, sliding layers
-        ("gpt_oss", "streaming"),  # whose weights nobody wants
+        ("gpt_oss", "streaming"),  # whose weights are not asked for
         ("deepseek_v3", "scissorhands"),  # one latent for all heads
         ("deepseek_v3", "tova"),
     ],

@@ -161,7 +161,7 @@ def test_a_cache_that_is_not_to_be_used_is_refused(family):
         assert cache.get_seq_length() == 0
         fresh = kvtool.build_cache(model, policy, 20)
         torch.testing.assert_close(prefill(model, cache, ids), prefill(model, fresh, ids))
-    model(ids, use_cache=False)  # without a cache it is nobody's business
+    model(ids, use_cache=False)  # without a cache nothing is checked
 
 
 def test_an_eager_family_may_be_loaded_with_another_attention():

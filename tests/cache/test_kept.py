@@ -1,4 +1,4 @@
-"""Which tokens each layer and head holds, as `cache.show` tells it, and what became of others."""
+"""Which tokens each layer and head holds, as `cache.show` shows them, and what became of others."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def positions(cache, layer, row=0):
 
 
 def same(one, other):
-    """The same is told of two texts."""
+    """The same is shown of two texts."""
     assert (one.tokens, one.mark, one.reads) == (other.tokens, other.mark, other.reads)
     for ours, theirs in zip(one.layers, other.layers, strict=True):
         assert torch.equal(ours.kept, theirs.kept)

@@ -82,7 +82,7 @@ def test_kept_positions_and_logits_equal_the_oracle(model, base, modifier, optio
     ("base", "modifier", "options"), [case for case in CASES if case[0] != "roco"]
 )
 def test_turns_of_any_length_equal_the_oracle(model, base, modifier, options, share):
-    """Heads compete anew after every turn; one that offers less than it is due leaves the rest."""
+    """Heads compete anew after every turn; one that offers less than its share leaves the rest."""
     slow = oracle.Oracle(
         model, lambda: Competing(lambda tokens: build(base, tokens, modifier, **options), 20, share)
     )
@@ -169,7 +169,7 @@ def test_a_turn_that_fits_beside_what_is_kept_drops_nothing(policy):
     cache = kvtool.build_cache(model, policy, 20)
     prefill(model, cache, random_ids(40))
     before = [cache.kept_positions(layer) for layer in range(2)]
-    for layer in cache.layers:  # room for one turn more
+    for layer in cache.layers:  # slots for one turn more
         layer.set_budget(layer.budget.split(layer.budget.by_head + 30))
     cache.budgets._in_tokens._budget = type(cache.budget)(tokens=60)
     prefill(model, cache, random_ids(9, seed=2))

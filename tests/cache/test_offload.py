@@ -13,7 +13,7 @@ from kvtool.errors import KvtoolError
 
 
 def tokens(first, count, batch=2):
-    """Keys and values that tell their row, head and position."""
+    """Keys and values that encode their row, head and position."""
     positions = torch.arange(first, first + count, dtype=torch.int32)
     row, head = torch.arange(batch)[:, None, None], torch.arange(3)[None, :, None]
     number = (row * 100_000 + head * 10_000 + positions).float()

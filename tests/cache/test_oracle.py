@@ -172,7 +172,7 @@ def test_a_ratio_is_the_floor_of_its_share_of_the_prompt(model, ratio, tokens):
 @pytest.mark.parametrize("family", ["llama"])
 @pytest.mark.parametrize("policy", ["random", "random(per_head=true,sinks=2,recent=3)"])
 def test_random_attends_to_what_it_says_it_keeps(model, policy):
-    """The draws are the product's own; told them, the oracle computes the same logits."""
+    """The draws are the product's own; given them, the oracle computes the same logits."""
     ids, tokens = prompt(LENGTH), prompt(NEW, seed=1)
     plans, logits = {layer: [] for layer in range(3)}, []
     run = Run(model, policy, BUDGET, "full", ids)

@@ -12,7 +12,7 @@ from tests.models_for_tests import peaky_model, random_ids
 
 
 class Names(Part):
-    """A number that tells batch entries apart."""
+    """A number that distinguishes batch entries."""
 
     name = "names"
 

@@ -165,7 +165,7 @@ class Rounded(Int8):
     ("codec", "form"), [(Int8, "int8"), (Halves, None), (Coarse, None), (Rounded, "int8")]
 )
 def test_kernels_are_asked_for_codes_that_they_know(monkeypatch, codec, form):
-    """They run on CUDA; here the device stands for it, and plain torch computes in their place."""
+    """They run on CUDA; here the device replaces it, and plain torch computes in their place."""
     asked: set[Family] = set()
     monkeypatch.setattr(attend, "TRITON_DEVICES", frozenset({DEVICE.type}))
     monkeypatch.setattr(trust, "usable", lambda family, *_, **__: asked.add(family))

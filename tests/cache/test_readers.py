@@ -349,7 +349,9 @@ def test_tables_follow_the_slots(policy):
                     continue
                 columns = reading.reader.columns(reading.tokens)
                 room = reading.tokens + layer.keys.shape[2] - reading.stored
-                most = reading.reader.columns(room)  # for the tokens that the buffers have room for
+                most = reading.reader.columns(
+                    room
+                )  # for the tokens that the buffers have slots for
                 for name, table in reading.tables.items():
                     old = kept[name]
                     if name in columns:

@@ -52,7 +52,7 @@ def steps(model, cache, batch=1):
 
 
 def same_state(cache, other):
-    """Everything that a report and a file would tell of two caches."""
+    """Everything that a report and a file would show of two caches."""
     assert cache.tokens_seen() == other.tokens_seen()
     assert cache.report() == other.report()
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
@@ -214,7 +214,7 @@ def places(cache):
 def test_keys_are_copied_only_where_a_stored_one_is_written_over(model, policy, turn, copied):
     cache = new_cache(model, policy)
     prefill(model, cache, random_ids(50))
-    decode_step(model, cache, torch.tensor([3]))  # leaves room behind the slots in use
+    decode_step(model, cache, torch.tensor([3]))  # leaves slots free behind those in use
     before = places(cache)
     with cache.rollback():
         (prefill if turn else decode_step)(model, cache, torch.tensor([[4]] if turn else [4]))

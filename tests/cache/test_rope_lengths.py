@@ -108,7 +108,7 @@ def test_full_equals_one_plain_forward(name, prefill_by, prompt, tokens, length)
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plain_forward_chooses_for_itself(name):
-    """Nobody says what comes, so the text that is there counts."""
+    """The caller announces nothing, so the text that is there counts."""
     model, ids = long_rope_model(name), text(80)
     cache = kvtool.build_cache(model, "full")
     logits = model(input_ids=ids, past_key_values=cache).logits
@@ -143,7 +143,7 @@ def test_kvtools_own_loop_chooses_for_prompt_and_answer(name):
 
 
 def first_of(name, ids, new):
-    """The first token of an answer that might have so many."""
+    """The first token of an answer of a given greatest length."""
     return plain_logits(name, ids, ids.shape[1] + new)[:, -1].argmax(-1)
 
 

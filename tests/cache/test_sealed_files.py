@@ -1,4 +1,4 @@
-"""A cache file with a right checksum is still held against policy and model, field by field."""
+"""A cache file with a right checksum is still compared with policy and model, field by field."""
 
 import pytest
 import torch

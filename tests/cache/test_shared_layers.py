@@ -21,7 +21,7 @@ SHARING = ["gemma3n", "gemma4"]
 @pytest.mark.parametrize("family", SHARING)
 @pytest.mark.parametrize("policy", ["h2o", "full"])
 def test_generate_asks_sharing_layers_for_the_last_token_only(family, policy):
-    """Gemma 4 leaves the rest of a prompt out of them; what is kept and said is the same."""
+    """Gemma 4 leaves the rest of a prompt out of them; kept tokens and logits are the same."""
     model = kvtool.attach(family_model(family))
     budget = None if policy == "full" else BUDGET
     ids, first, second = (

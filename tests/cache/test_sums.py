@@ -56,7 +56,7 @@ def compare(one, other, tolerance=1e-4):
     torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
     for layer, theirs in zip(cache.slot_layers, twin.slot_layers, strict=True):
         if layer.ragged is not None:
-            continue  # its heads hold different counts: the logits and positions tell
+            continue  # its heads hold different counts: the logits and positions decide
         state, wanted = layer.slots.state, theirs.slots.state
         assert state.keys() == wanted.keys()
         assert torch.equal(layer.slots.positions, theirs.slots.positions)

@@ -1,4 +1,4 @@
-"""A cache that goes by the model's logits: against a slow twin, in batches, turns, files, beams."""
+"""A cache that scores by logits: against a slow twin, in batches, turns, files, beams."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def command(capsys):
 
 
 class Listening(Watcher):
-    """Keeps what it is told."""
+    """Keeps the notes that it gets."""
 
     def __init__(self):
         self.told = []

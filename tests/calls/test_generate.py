@@ -97,7 +97,7 @@ def test_a_loaded_model_runs_afterwards_what_it_ran_before(loaded, attached):
 
 
 def test_threads_share_a_model(loaded):
-    """One that ends early takes the attention away from nobody."""
+    """One that ends early takes the attention away from no other."""
     from concurrent.futures import ThreadPoolExecutor
     from threading import Event
 

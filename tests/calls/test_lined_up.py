@@ -11,7 +11,7 @@ from kvtool.watcher import Watcher
 
 
 class Notes(Watcher):
-    """Remembers what it is told."""
+    """Remembers the notes that it gets."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

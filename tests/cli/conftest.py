@@ -47,7 +47,9 @@ def on_terminal():
         running = subprocess.Popen(command, stdout=theirs, stderr=errors, env=environment)
         os.close(theirs)
         shown = b""
-        with contextlib.suppress(OSError):  # Linux ends a terminal that nobody holds with an error
+        with contextlib.suppress(
+            OSError
+        ):  # Linux ends a terminal that no process holds with an error
             while part := os.read(ours, 4096):
                 shown += part
         os.close(ours)
@@ -74,7 +76,7 @@ def at_terminal(kvtool, monkeypatch):
 
 @pytest.fixture
 def full_disk():
-    """Let no file grow beyond so many bytes: the system refuses as it does on a full disk."""
+    """Let no file grow beyond a number of bytes: the system refuses as it does on a full disk."""
     resource = pytest.importorskip("resource")
 
     @contextlib.contextmanager

@@ -2,10 +2,11 @@
 
 One request a line on stdin, `{"folder": .., "arguments": [..], "kill_at": n or null, "bytes": n or
 null}`; one answer a line on stdout: the exit code (-9: killed) and how many writes the command has
-begun. A write is what Python tells its audit hooks of files under the working folder, just before
-it happens: opened for writing, renamed, deleted, and so on. With `bytes` the system kills the
-command (-25) in the middle of the write that takes a file beyond so many. Each command is forked
-from a process that has imported everything and has one thread, so that it takes no time to start.
+begun. A write is what Python reports to its audit hooks of files under the working folder, just
+before it happens: opened for writing, renamed, deleted, and so on. With `bytes` the system kills
+the command (-25) in the middle of the write that takes a file beyond that number. Each command is
+forked from a process that has imported everything and has one thread, so that it takes no time to
+start.
 """
 
 import json

@@ -142,11 +142,11 @@ def test_caches_of_shared_prompts_are_there_together(kvtool):
     for name, told in shared[0]["memory"].items():
         others = sum(held.values()) - held[name]
         assert told["peak_bytes"] == needles[name]["peak_bytes"] + others
-    assert shared[1] == alone[1]  # a text that is followed is read by each arm alone
+    assert shared[1] == alone[1]  # a text that is followed is read by each variant alone
 
 
 def text_of(tokens):
-    """A text of so many tokens, the first of which begins every text."""
+    """A text of a number of tokens, the first of which begins every text."""
     tokenizer = load().tokenizer
     return tokenizer.decode(tokenizer(write_needle()[0])["input_ids"][1:tokens])
 

@@ -77,7 +77,7 @@ def test_stdout_holds_data_only():
     done = process("generate", "-p", "h2o", "-b", "8", "--prompt", "The old lamp", "-f", "json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["kind"] == "generation"
-    assert "it/s" not in done.stderr  # no progress bar where nobody watches
+    assert "it/s" not in done.stderr  # no progress bar without a terminal
 
 
 @pytest.mark.exhaustive
@@ -161,7 +161,7 @@ def test_ctrl_c_ends_the_line_and_keeps_what_there_is(tmp_path, turns):
 )
 def test_every_command_ends_alike_when_the_reader_of_stdout_leaves(arguments):
     ours, theirs = os.pipe()
-    os.close(ours)  # nobody will read: the first write fails, whatever fits into a pipe
+    os.close(ours)  # no process will read: the first write fails, whatever fits into a pipe
     try:
         done = subprocess.run(
             [KVTOOL, *arguments, "-q"], stdout=theirs, stderr=subprocess.PIPE, text=True

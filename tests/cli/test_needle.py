@@ -19,7 +19,7 @@ LOOK = "see which tokens were kept: add --show kept.html"
 
 
 class Notes(Watcher):
-    """Collects what it is told."""
+    """Collects the notes that it gets."""
 
     listens = True
 

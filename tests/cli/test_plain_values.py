@@ -30,7 +30,7 @@ def read(kind, parameter, context, value):
 def test_every_value_is_read_as_typer_reads_it():
     seen = set()
     for command, parameter in parameters():
-        if parameter.name == "help":  # which is told at once
+        if parameter.name == "help":  # which is reported at once
             continue
         context = typer.Context(command)
         typers = TyperOption if isinstance(parameter, PlainOption) else TyperArgument
@@ -48,7 +48,7 @@ def test_every_value_is_read_as_typer_reads_it():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_parameters_are_the_same_at_every_call(name):
-    """Typer tells them apart by identity."""
+    """Typer distinguishes them by identity."""
     command = typer.main.get_command(app).get_command(None, name)
     context = typer.Context(command)
     first, second = command.get_params(context), command.get_params(context)

@@ -130,7 +130,7 @@ def test_a_plan_in_another_dtype_says_so_or_is_refused(kvtool):
 
 
 def test_a_plan_of_a_checkpoint_is_for_its_own_dtype(kvtool):
-    """A bfloat16 model planned on a CPU: twice the tokens of float32, and told what it is for."""
+    """A bfloat16 model planned on a CPU: twice the tokens of float32, with a note."""
     config = json.loads((Path(reference.path()) / "config.json").read_text())
     Path("half").mkdir()
     Path("half/config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))

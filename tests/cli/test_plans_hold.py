@@ -44,7 +44,7 @@ def plan_and_run(kvtool, policy, size, tokens, *flags):
 def test_a_run_holds_no_more_than_the_bytes_that_were_planned(kvtool, policy, tokens):
     size = SIZE
     plan, report, held = plan_and_run(kvtool, policy, size, tokens)
-    if report is None:  # everything is stored, or all that the window needs: the number is told
+    if report is None:  # everything is stored, or all that the window needs: the number is reported
         assert plan.code == 2
         size = int(re.search(r"hint: --bytes (\d+)B", plan.err)[1])
         assert f"{size} bytes" in plan.err

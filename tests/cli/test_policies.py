@@ -26,7 +26,7 @@ def rows(table: str, name: str) -> str:
 
 
 def cell(table: str, name: str, column: str) -> str:
-    """What stands in a column, by the places of the nearest headings above."""
+    """The words in a column, by the places of the nearest headings above."""
     row = rows(table, name)
     above = table[: table.index(row)].splitlines()
     head = next(line for line in reversed(above) if re.match("(policy|modifier)  ", line))

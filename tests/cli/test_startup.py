@@ -1,4 +1,4 @@
-"""What a command imports before it refuses or tells: modules, not seconds."""
+"""What a command imports before it refuses or answers: modules, not seconds."""
 
 import http.server
 import subprocess

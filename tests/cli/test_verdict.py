@@ -53,7 +53,7 @@ def scores(folder, arm):
 
 
 def chance_of_a_loss(ours, full, within):
-    """How likely n draws from n samples lose at least so many percent: all resamples counted."""
+    """How likely n draws from n samples lose at least X percent: all resamples counted."""
     differences = Counter(ours[name] - full[name] for name in full)
     n, limit = len(full), -within / 100 * sum(full.values())
     ways = Counter({0: 1})
@@ -67,7 +67,7 @@ def chance_of_a_loss(ours, full, within):
 
 
 def by_hand(folder, results, within):
-    """Every arm's standing; two where the chance is too near to 2.5 % for 4000 draws to tell."""
+    """Every variant's standing; two where the chance is too near to 2.5 % for 4000 draws."""
     full, standings = scores(folder, "full"), {}
     for arm in (arm["name"] for arm in results["arms"] if arm["policy"] != "full"):
         ours = scores(folder, arm)

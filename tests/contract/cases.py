@@ -74,7 +74,7 @@ class Case:
 
     @property
     def repeats(self) -> bool:
-        """Whether a prompt is repeated before it is cut, so that nobody but kvtool feeds it."""
+        """Whether a prompt is repeated before it is cut, so that only kvtool feeds it."""
         return self.policy.repetition is not None
 
     @property

@@ -134,7 +134,7 @@ def so_they_are_where_the_prompt_comes_in_blocks(case: Case) -> None:
 
 
 def short_batch(case: Case, mode: str, decoded: int) -> None:
-    """Entries of 46, 0 and 1 tokens; so many are decoded, then a turn comes in which all have some.
+    """Entries of 46, 0 and 1 tokens; some are decoded, then a turn comes in which all have some.
 
     An entry of padding alone has nothing to be compared with before the turn, and afterwards only
     where nothing was decoded: it is then an entry whose prompt is the turn.
@@ -385,7 +385,7 @@ def blocks_are_counted_from_the_text_whoever_feeds_them(case: Case) -> None:
 @check
 def no_step_holds_more_than_the_budget(case: Case) -> None:
     if not case.bounded or case.reads:
-        return  # what is read is held against the forecast, with the bytes
+        return  # what is read is compared with the estimate, with the bytes
     for mode in MODES:
         cache = new_cache(case, mode)
         feed(cache, random_ids(PROMPT))
@@ -395,7 +395,7 @@ def no_step_holds_more_than_the_budget(case: Case) -> None:
             more = i * KV_HEADS * LAYERS if case.appends else 0
             most = case.budget + max(case.policy.spare - 1, 0)  # before its next cut
             assert held(cache) <= most * KV_HEADS * LAYERS + more
-            assert held(cache) >= after_prompt  # nothing is given up that there is room for
+            assert held(cache) >= after_prompt  # nothing is given up that fits
     assert cache.report().tokens_seen == PROMPT + NEW
 
 

@@ -1,4 +1,4 @@
-"""A base that stands in the table and nowhere else is swept; one that breaks the contract fails.
+"""A base that is in the table and nowhere else is swept; one that breaks the contract fails.
 
 The policies are written here. None of the battery's files knows them.
 """
@@ -51,7 +51,7 @@ class Leaky(Loudest):
 
 
 class Forgetful(Loudest):
-    """Remember beside the slots what no file is told of."""
+    """Remember beside the slots what no file holds."""
 
     statistics: ClassVar = ()
     known: ClassVar = {}

@@ -53,7 +53,7 @@ def test_the_results_are_those_of_the_recipe():
 def test_a_point_stands_where_its_score_and_bytes_are(drawing):
     """Worked by hand: the panel's left and lower edges are 64 and 276, it is 456 wide, 232 high.
 
-    The x axis runs from 5 % to 112 %: the full cache stands at ln 20 / ln 22.4 = 0.9635 of it.
+    The x axis runs from 5 % to 112 %: the full cache is at ln 20 / ln 22.4 = 0.9635 of it.
     """
     by_arm = {result["arm"]: result for result in RESULTS["results"]}
     points = drawing.read_points(RESULTS)["h2o"]

@@ -13,7 +13,7 @@ Way = tuple[str, ...]
 
 
 def ways(annotation: Any, way: Way = ()) -> Iterator[Way]:
-    """Yield the way to every value that stands in a document of this class, by its schema alone."""
+    """Yield the way to every value of a document of this class, by its schema alone."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         for name, field in annotation.model_fields.items():
             yield from ways(field.annotation, (*way, name))
@@ -34,7 +34,7 @@ def _literal(annotation: Any) -> bool:
 
 
 def find(data: Any, way: Way) -> Any:
-    """Return the value at a way, of a list's entries the first; None where nothing stands."""
+    """Return the value at a way, of a list's entries the first; None where there is nothing."""
     for key in way:
         if data is None or (key == "*" and not data):
             return None

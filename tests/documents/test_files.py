@@ -159,7 +159,7 @@ write_with(Path(sys.argv[1]), write)
 
 
 def start_writer(path):
-    """Start a process that is in the middle of a write until it is told to go on."""
+    """Start a process that is in the middle of a write until it is asked to go on."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     writer = subprocess.Popen([sys.executable, "-c", WRITER, path], text=True, **pipes)
     assert writer.stdout.readline() == "begun\n"

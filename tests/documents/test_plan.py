@@ -77,7 +77,7 @@ def test_a_target_is_one_size(given):
         Target(context=10, **given)
 
 
-MISTAKES = {  # what is changed: into what, where it is told, what is said
+MISTAKES = {  # what is changed: into what, where it is reported, what is said
     "a share above 1": ("ratio: 20%", "ratio: 120%", "13:17: target.ratio", "above 1"),
     "no share": ("ratio: 20%", "ratio: 64MiB", "13:17", "`64MiB` is not a share"),
     "two targets": ("ratio: 20%", "ratio: 20%, tokens: 5", "13:9", "got ratio and tokens"),

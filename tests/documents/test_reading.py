@@ -70,7 +70,7 @@ def test_what_does_not_end_is_not_read(read, path, tmp_path, monkeypatch):
 def test_a_file_that_is_too_large_is_refused(read, tmp_path):
     path = tmp_path / "large"
     with path.open("wb") as file:
-        file.truncate(2**40)  # takes no room
+        file.truncate(2**40)  # takes no space
     with pytest.raises(UsageError, match=r"is larger than (4|64) MiB, too large for a"):
         read(str(path))
 

@@ -1,4 +1,4 @@
-"""A task for the tests of the runner: no benchmark, quick, and it can be told to fail."""
+"""A task for the tests of the runner: no benchmark, quick, and it can be made to fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvtool.evaluation.tasks.task import Task
 
 
 class Echo(Task):
-    """Scores how many tokens an arm keeps of a text; sample `bad` cannot be measured."""
+    """Scores how many tokens a variant keeps of a text; sample `bad` cannot be measured."""
 
     texts: tuple[str, ...] = ("one", "two", "three")
     bad: str | None = None

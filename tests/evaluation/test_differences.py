@@ -1,4 +1,4 @@
-"""Arms held against each other: what is compared, what noise is, how many samples decide."""
+"""Variants compared with each other: what is compared, what noise is, how many samples decide."""
 
 import itertools
 import json
@@ -126,7 +126,7 @@ def test_a_difference_of_three_standard_errors_is_found_in_eighty_of_a_hundred_p
 
 
 def planted(a, b):
-    """Answers of seed `a` with so many more right ones that the truth is three errors above."""
+    """Answers of seed `a` with as many more right ones as put the truth three errors above."""
     apart = [x - y for x, y in zip(ANSWERS[a], ANSWERS[b], strict=True)]
     mean, n = sum(apart) / len(apart), len(apart)
     error = math.sqrt(sum((x - mean) ** 2 for x in apart) / (n - 1) / n)

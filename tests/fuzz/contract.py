@@ -1,5 +1,4 @@
-"""What every input must end in: success, or a `KvtoolError` told in one line, soon and in little
-memory.
+"""What every input must end in: success, or a `KvtoolError` of one line, soon and in little memory.
 
 Time is that of the processor, so that a busy machine finds no faults; waiting has a limit, too.
 """
@@ -28,7 +27,7 @@ SECONDS = 5.0  # of the processor
 WAIT = 60.0  # seconds in all
 BYTES = 2**30
 _LINE = 1500  # characters of one line of a message
-_LINES = 3 * 20 + 2  # 20 mistakes of a document with the lines they stand in, the rest, the hint
+_LINES = 3 * 20 + 2  # 20 mistakes of a document with their lines, the rest, the hint
 
 Case = Callable[[], object]
 
@@ -39,7 +38,7 @@ class Outcome:
 
     Attributes:
         verdict: `fault` is whatever breaks the contract.
-        bytes: how much the process grew at most meanwhile; 0 where the system does not tell.
+        bytes: how much the process grew at most meanwhile; 0 where the system does not say.
         told: the message, or what went wrong.
     """
 
@@ -155,7 +154,7 @@ def _alarm() -> Iterator[None]:
 
 
 def _reset_peak() -> int:
-    """Let the system count the peak of memory anew; return where it stands, in bytes."""
+    """Let the system count the peak of memory anew; return where it is now, in bytes."""
     with contextlib.suppress(OSError):  # elsewhere only peaks above all earlier ones are seen
         Path("/proc/self/clear_refs").write_text("5")
     return _peak()

@@ -284,7 +284,7 @@ def test_a_cache_of_another_template_is_refused(tmp_path):
 def test_a_file_without_messages_goes_on_where_the_template_words_all_alike(
     template, regular, behind
 ):
-    """Files of earlier versions say where a conversation stands, and not what was said."""
+    """Files of earlier versions say where a conversation ended, and not what was said."""
     conversation = talk(template)
     conversation.read("A book.")
     if behind == "answer":

@@ -1,4 +1,4 @@
-"""Models whose numbers are broken: told in one line with the first module, at no cost before."""
+"""Broken numbers of models: reported in one line with the first module, at no cost before."""
 
 import pytest
 import torch

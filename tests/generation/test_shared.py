@@ -17,7 +17,7 @@ BUDGET, TOKENS, NEW = 48, 90, 5
 SHARING = {  # families of full attention alone
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gpt_neox", "mixtral", "qwen3_moe")
 }
-ALONE = {"kvzip", "sirllm"}  # repeats its prompt, goes by logits
+ALONE = {"kvzip", "sirllm"}  # repeats its prompt, scores by logits
 COMBINED = [
     *("h2o+caote", "snapkv+fastcaote", "snapkv+ada", "snapkv+pyramid", "snapkv+chunk"),
     *("h2o+every(steps=4)", "h2o+d2o-merge", "streaming+cam", "snapkv+calidrop", "h2o+calidrop"),
@@ -86,7 +86,7 @@ def test_the_model_runs_once():
 
 @pytest.mark.parametrize("tokens", [TOKENS, LONG_PROMPT])
 def test_attention_is_summed_once_for_policies_of_the_same_numbers(tokens, monkeypatch):
-    """Among others that sum something else, and one that goes by the variance of all layers."""
+    """Among others that sum something else, and one that splits by the variance of all layers."""
     model, ids = kvtool.attach(peaky_model("llama")), random_ids(tokens)
     names = ["h2o", "d2o", "roco", "h2o+caote", "d2o(merge=none)", "scissorhands", "h2o+fastcaote"]
     alone = [any_cache(model, name, BUDGET) for name in names]

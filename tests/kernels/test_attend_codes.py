@@ -1,4 +1,4 @@
-"""Attention of one query per row over quantised slots, against slots brought back in full."""
+"""Attention of one query per row over quantised slots, against slots dequantised in full."""
 
 import math
 from dataclasses import replace

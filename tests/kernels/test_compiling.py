@@ -36,5 +36,5 @@ def test_kernels_compile():
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_kernels_compile_for_all_sizes(arch, dtype):
-    odd = () if dtype == "fp32" else ("odd",)  # 71 queries of one head in float32 need more room
+    odd = () if dtype == "fp32" else ("odd",)  # 71 queries of one head in float32 need more memory
     check(arch, dtype, *CASES, *odd)

@@ -140,7 +140,7 @@ def test_counts_are_split_by_exact_remainders():
 
 
 def test_equal_remainders_of_counts_go_to_the_lower_index():
-    """Half a token is left over in each; logarithms and exponentials tell the two apart."""
+    """Half a token is left over in each; logarithms and exponentials distinguish the two."""
     assert allocate_by_counts([4, 12], 122, [0] * 2, [999] * 2).tokens == [31, 91]
     assert allocate([math.log(4), math.log(12)], 122, [0] * 2, [999] * 2).tokens == [30, 92]
 

@@ -47,7 +47,7 @@ def test_a_mask_of_the_last_keys_is_one_whose_other_keys_are_visible():
 
 
 def test_weights_pass_gradients_on():
-    """They are made in place where nobody asks for gradients."""
+    """They are made in place where no gradients are asked for."""
     query = torch.randn(1, 1, 2, 3, 4, generator=torch.Generator().manual_seed(1))
     keys = torch.randn(1, 1, 5, 4, generator=torch.Generator().manual_seed(2))
     plain = attention_weights(query, keys, scale=1.0)

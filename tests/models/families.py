@@ -218,7 +218,7 @@ HEAD = ("| family | | why, or what to know |", "|---|---|---|")
 
 
 def told() -> list[str]:
-    """Read the lines of the table that lies in the models room."""
+    """Read the lines of the table in the page of the models."""
     text = README.read_text()
     return text.split(MARKS[0])[1].split(MARKS[1])[0].strip().splitlines()
 

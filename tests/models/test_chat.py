@@ -1,4 +1,4 @@
-"""What stands around messages, and how a text goes on from another."""
+"""The text around messages, and how a text goes on from another."""
 
 import pytest
 from tokenizers import Tokenizer

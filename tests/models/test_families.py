@@ -1,4 +1,4 @@
-"""The table of families in the models room is what becomes of them when they are tried."""
+"""The table of families in the page of the models is what becomes of them when they are tried."""
 
 import pytest
 import transformers

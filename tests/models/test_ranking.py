@@ -8,7 +8,7 @@ from ranking import BOARD, main, scores, spearman
 
 
 def document(order, kept="50%"):
-    """Results in which the policies stand in an order, the best first."""
+    """Results in which the policies are in an order, the best first."""
     arms = [{"arm": "full", "task": task, "value": 0.8} for task in ("a", "b")]
     for place, policy in enumerate(order):
         value = 0.8 * (1 - place / len(order))

@@ -23,8 +23,8 @@ TEXT = (
 SHORT = TEXT[: TEXT.index(" The secret code for tiger")]
 QUESTION = " The secret code for falcon:"
 
-# by name of the file: policy, budget, text, further options; what is kept differs a lot, and so do
-# the numbers that a policy writes beside it
+# by name of the file: policy, budget, text, further options; the kept tokens differ a lot, and so
+# do the numbers that a policy writes beside it
 CACHES: dict[str, tuple[str, int | None, str, tuple[str, ...]]] = {
     "h2o-caote": ("h2o+caote", 20, TEXT, ()),
     "h2o-caote-blocks": ("h2o+caote", 16, TEXT, ("--prefill", "block:7")),

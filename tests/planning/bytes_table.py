@@ -119,7 +119,7 @@ def markdown(rows: list[Measured]) -> str:
 
 
 def table_of(page: str) -> str:
-    """The table that stands in a page."""
+    """The table in a page."""
     return page.split(_BEGIN)[1].split(_END)[0]
 
 

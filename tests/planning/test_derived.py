@@ -21,7 +21,7 @@ NOTES = {  # keys that a run does not read, and why
     ("model", "revision"): "the same",
     ("policy",): "which policy runs: commands take it, and Python names one itself",
 }
-SAME_SPLIT = {  # allocators that may stand for another one: of plan, and name
+SAME_SPLIT = {  # allocators that may replace another one: of plan, and name
     **dict.fromkeys(
         [("profile", name) for name in ("d2ox", "pyramid", "uniform", "ada", "none")],
         "a profile split the tokens, and the plan does not hold the profile",
@@ -121,7 +121,7 @@ def test_a_key_changes_the_run_or_is_refused(way, every, plans):
         if value is None and way != ("model", "revision"):
             continue
         if way[0] == "rocketkv" and not str(plan.policy).startswith("rocketkv"):
-            continue  # read by policies that go by its stages
+            continue  # read by policies that use its stages
         found = [*MORE.get(way, []), *others(value)]
         for other in found if every else found[:1]:
             if other == value or (way == ("layers", "allocator") and (name, other) in SAME_SPLIT):
@@ -139,7 +139,7 @@ def test_a_key_changes_the_run_or_is_refused(way, every, plans):
         assert ignored == []
 
 
-UNTOUCHED = {  # without `totals`, tokens stand as they are, whatever the request was
+UNTOUCHED = {  # without `totals`, tokens are used unchanged, whatever the request was
     *[("target", name) for name in ("tokens", "bytes", "batch", "context", "max_new_tokens")],
     *[("layers", name) for name in ("allocator", "min_tokens")],
     ("layers", "fractions", "*"),

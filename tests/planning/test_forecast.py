@@ -83,7 +83,7 @@ def test_what_is_forecast_is_held(model, name, mode):
     policy = kvtool.parse_policy(name)
     budget = BUDGET if policy.takes_budget else None
     by_entry = policy.allocator is not None and policy.allocator.metric is not None
-    batch = 1 if by_entry else 2  # rows of unlike splits stand side by side, as wide as the wider
+    batch = 1 if by_entry else 2  # rows of unlike splits are side by side, as wide as the wider
     for n, new in TEXTS if mode == "full" else TEXTS[2:4]:
         held, report = most_held(model, policy, budget, n, new, batch, mode)
         found = forecast_of(model, policy, budget, n, new, batch)

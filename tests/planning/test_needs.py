@@ -1,4 +1,4 @@
-"""The peak that a dry run tells, against the tensors that live at a time."""
+"""The peak that a dry run shows, against the tensors that live at a time."""
 
 import pytest
 import torch

@@ -189,7 +189,7 @@ def test_what_failed_or_was_not_compared_is_left_out():
 
 
 def test_a_full_cache_that_is_quantised_is_a_variant_of_its_own():
-    """Its heads take 34 bytes of 64 a vector; beside them stand positions as ever, and 3 * 32."""
+    """Its heads take 34 bytes of 64 a vector; beside them are positions as ever, and 3 * 32."""
     coded = VariantEntry(name="full+int8", policy="full+int8", budget=None, prefill="full")
     gains = {coded: -0.001, arm("h2o"): -0.01}
     quantised = 4 * (CONTEXT * (2 * 2 * 34 + 2 * 4) + 2 * 3 * 32)

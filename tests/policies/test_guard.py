@@ -1,4 +1,4 @@
-"""Scores from outside: what they return and touch is checked, and told with file and line."""
+"""Scores from outside: what they return and touch is checked, and reported with file and line."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""The roles: what a policy says of itself is general, and what it is made of tells the rest."""
+"""The roles: what a policy says of itself is general, and the rest follows from its parts."""
 
 import re
 from pathlib import Path

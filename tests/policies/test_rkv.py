@@ -90,7 +90,7 @@ def test_redundancy_goes_by_position_and_leaves_out_empty_slots():
 def test_of_many_tokens_that_are_alike_the_newest_stays():
     alike = [[1.0, 0, 0]] * 3 + [[0, 1.0, 0], [0, 0, 1.0]]
     again = ours(alike, [[[0.0, 0, 0]]], 1, 1)[1].tolist()
-    # rows 0 and 1 leave 2 out, row 2 leaves 1 out: 0 is told by two, 1 by one, 2 by none
+    # rows 0 and 1 leave 2 out, row 2 leaves 1 out: 0 is said by two, 1 by one, 2 by none
     assert again[0] > again[1] > again[2] == pytest.approx(again[3])
 
 

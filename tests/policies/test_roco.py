@@ -95,7 +95,7 @@ def test_scores_and_choice_equal_the_slow_twin(seed, blocks, scope, recent, sink
 
 
 def scopes(trial, twin):
-    """What the slow twin protects, told the product's own deviations."""
+    """What the slow twin protects, given the product's own deviations."""
     victims = trial.seen - trial.budget
     own = deviations(trial)
     told = Roco(

@@ -17,7 +17,7 @@ VALUES = [[1, 0], [0, 4], [1, 1], [2, 0]]
 class Trial:
     """A layer that is fed blocks and evicts nothing; `scores` and `kept` say what it would do.
 
-    Slots are laid out in the order `layout`, a list of positions: policies must go by position.
+    Slots are laid out in the order `layout`, a list of positions: policies must use positions.
     """
 
     def __init__(self, text, budget, kv_heads=1, values=None, layout=None, layer=0):

@@ -104,7 +104,7 @@ def test_other_families_are_seen(name):
 
 
 def told(monkeypatch, model, ids):
-    """The column sums of every layer, and how often the kernel told the log-sum-exp for them."""
+    """The column sums of every layer, and how often the kernel returned their log-sum-exp."""
     found, told_by = {}, []
     own = column_sums
 
@@ -124,7 +124,7 @@ def told(monkeypatch, model, ids):
 
 
 def test_sums_from_the_kernels_log_sum_exp_are_those_of_weights(monkeypatch):
-    """Two texts, more than one tile each; the same with nobody telling."""
+    """Two texts, more than one tile each; the same without a log-sum-exp."""
     monkeypatch.setattr("kvtool.cache.steps.attend_block.LONG_PROMPT", 600)
     model, ids = kvtool.attach(peaky_model("llama")), random_ids(600, batch=2)
     ours, told_by = told(monkeypatch, model, ids)

@@ -27,7 +27,7 @@ def test_the_worked_curve_peaks_at_its_second_step(rows):
     for start in range(0, n, rows):
         stop = min(start + rows, n)
         found.add(whole[:, start:stop, :stop])
-    # every other token gets 0 for ever, so the mean over the n - k + 1 tokens tells token 0's std
+    # every other token gets 0 for ever, so the mean over the n - k + 1 tokens gives token 0's std
     curve = (found.curve()[0] * torch.arange(n, 0, -1)).tolist()
     assert curve == pytest.approx(STDS, abs=1e-6)
     assert found.peak[0, 0].item() == 2

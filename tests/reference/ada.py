@@ -12,8 +12,8 @@ STATE = ("total", "seen", "voters", "last")  # what a policy has learned, whatev
 def apportion(wishes, total, most):
     """Fractions that sum to the total -> whole numbers, none above its limit.
 
-    What a head cannot use goes to the others in proportion, until nobody is above the limit; then
-    the largest remainders are rounded up, the lower head first.
+    What a head cannot use goes to the others in proportion, until none is above the limit; then the
+    largest remainders are rounded up, the lower head first.
     """
     shares = list(wishes)
     while any(share > limit for share, limit in zip(shares, most, strict=True)):

@@ -1,6 +1,6 @@
-"""The oracle with merging: what leaves changes keys and values of what stays, token by token.
+"""The oracle with merging: evicted tokens change keys and values of kept ones, token by token.
 
-The cache of the model still holds every token; changed keys and values lie over it.
+The cache of the model still holds every token; changed keys and values override it.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 Nothing is ever removed from the cache: each query attends, in float32, to the kept tokens of its
 KV head and to the tokens of its own block up to itself. The weights go to the slow policy, which
-says what is kept from then on.
+says which tokens are kept from then on.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Oracle:
         make_policy: () -> a policy of `policies`, called once for each layer.
         cached_heads: KV heads of the cache where that is fewer than attention sees: latent
             attention caches one for all, its weights count for that one, and the values of all
-            heads stand side by side in it.
+            heads are side by side in it.
     """
 
     def __init__(self, model, make_policy, cached_heads=None):
@@ -51,8 +51,8 @@ class Oracle:
         """Dot products of a query at position `own` with the keys at the visible positions.
 
         Args:
-            query, keys: (head_dim,) and (tokens seen, head_dim), turned by their positions.
-            slots: positions of what is kept and of the block, in ascending order.
+            query, keys: (head_dim,) and (tokens seen, head_dim), rotated by their positions.
+            slots: positions of kept tokens and of the block, in ascending order.
         """
         return keys[visible].float() @ query.float()
 

@@ -292,7 +292,7 @@ class SnapKV(Reference):
 
 
 class Paced(Reference):
-    """A policy that cuts a prompt at once, and then every so many tokens."""
+    """A policy that cuts a prompt at once, and then every few tokens."""
 
     def __init__(self, policy, steps):
         super().__init__(policy.budget)
@@ -383,7 +383,7 @@ class Caote(Reference):
 
 
 class Told(Reference):
-    """Keeps what it is told to: `plan` lists, for every block, the kept positions of every head."""
+    """Keeps what its plan says: `plan` lists, for every block, the kept positions of every head."""
 
     def __init__(self, plan):
         super().__init__(0)

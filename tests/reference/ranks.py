@@ -1,4 +1,4 @@
-"""The oracle whose tokens stand at their rank among the kept ones, as in StreamingLLM.
+"""The oracle whose tokens are at their rank among the kept ones, as in StreamingLLM.
 
 A key is taken back to how it was before it was turned, and turned anew by its rank, pair by pair
 with complex numbers; so is the query.

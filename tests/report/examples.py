@@ -79,7 +79,7 @@ def cost(arm: VariantEntry, prompt: int = 640, new: int = 8) -> Cost:
 
 
 def result(arm: VariantEntry, task: str, value: float | None, full: float | None, **changes):
-    """One task under one arm; `full` is the value of the full cache."""
+    """One task under one variant; `full` is the value of the full cache."""
     fields = {
         "arm": arm.name,
         "task": task,
@@ -203,7 +203,7 @@ BUILDERS = {
 def document(
     tasks=tuple(BUILDERS), policies=POLICIES, budgets=BUDGETS, **changes
 ) -> ResultsDocument:
-    """A finished run of every arm on every task."""
+    """A finished run of every variant on every task."""
     entries = arms(policies, budgets)
     results = [BUILDERS[task](arm) for task in tasks for arm in entries]
     fields = {
@@ -263,7 +263,7 @@ def document(
 
 
 def changed(run: ResultsDocument, arm: str, **update) -> ResultsDocument:
-    """The same run with other results of one arm."""
+    """The same run with other results of one variant."""
     results = [r.model_copy(update=update) if r.arm == arm else r for r in run.results]
     return run.model_copy(update={"results": results})
 

@@ -11,7 +11,7 @@ from tests.report.examples import document
 
 
 def drawn(run):
-    """The panels, and the widths of the bars of each panel by arm."""
+    """The panels, and the widths of the bars of each panel by variant."""
     with drawing():
         panels = cost_figure(run).axes
     names = [tick.get_text() for tick in panels[0].get_yticklabels()]

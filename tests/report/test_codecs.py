@@ -72,7 +72,7 @@ def test_points_stand_at_the_bytes_of_their_codes():
     for family in ("h2o", "h2o+int8", "h2o+int4"):
         places = container(panel, family).lines[0].get_xdata()
         held = [RUN.of(f"{family}@{budget}", "niah").cost.held_bytes for budget in (64, 128, 256)]
-        assert list(places) == pytest.approx(held, rel=0.12)  # nearly equal ones stand apart
+        assert list(places) == pytest.approx(held, rel=0.12)  # nearly equal ones are drawn apart
     whole = container(panel, "full+int8").lines[0]
     assert list(whole.get_xdata()) == pytest.approx(
         [RUN.of("full+int8", "niah").cost.held_bytes], rel=0.12

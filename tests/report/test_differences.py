@@ -1,4 +1,4 @@
-"""Arms against each other in words, on a terminal and on a page."""
+"""Variants against each other in words, on a terminal and on a page."""
 
 import pytest
 

@@ -178,7 +178,7 @@ def byte_tokenizer():
 
 
 def word_tokenizer():
-    """Words whose space stands before them, and is left out at the beginning of a text."""
+    """Words whose space is before them, and is left out at the beginning of a text."""
     words = {"▁the": 0, "▁lamp": 1, "s": 2, "<unk>": 3}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.decoder = decoders.Metaspace()

@@ -37,7 +37,7 @@ def test_a_point_is_a_budget_and_its_score():
         expected = [run.of(f"{policy}@{b}", "niah").value for b in (64, 128, 256)]
         assert list(points.get_ydata()) == expected
     beside = [b / a for a, b in zip(*(p.get_xdata() for p in by_policy), strict=True)]
-    assert beside == pytest.approx([1.07] * 3)  # no whisker stands on another
+    assert beside == pytest.approx([1.07] * 3)  # no whisker is on another
 
 
 def test_many_policies_stay_nearer_to_their_own_budget_than_to_the_next():

@@ -17,7 +17,7 @@ def grow(model: LlamaForCausalLM, layers: int, seed: int = 0) -> LlamaForCausalL
     """Build a deeper model that computes what `model` computes.
 
     Args:
-        layers: of the new model, whose new layers stand at the places of `new_places`.
+        layers: of the new model, whose new layers are at the places of `new_places`.
 
     Raises:
         KvtoolError: fewer layers than the model has, or more than twice as many.

@@ -230,7 +230,7 @@ class Run:
         )
 
     def train(self) -> None:
-        """Run the curriculum from wherever it stands, until its end or the end of the time."""
+        """Run the curriculum from wherever it is, until its end or the end of the time."""
         minutes = self.options.minutes
         deadline = None if minutes is None else time.monotonic() + 60 * minutes
         while not self.finished() and not self._agreed(

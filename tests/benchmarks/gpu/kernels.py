@@ -87,7 +87,7 @@ def compile_ahead(settings: Settings) -> Record:
 
 
 def run_apart(call: Callable[..., object], wanted: Sequence[tuple], workers: int) -> list[bool]:
-    """Call a function in other processes, and tell which of the calls came to their end."""
+    """Call a function in other processes, and return which of the calls came to their end."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         calls = [pool.submit(_ends, call, *each) for each in wanted]
@@ -120,7 +120,7 @@ def forms(family: Family, dim: tuple[int, int], tiny: bool) -> list[dict[str, bo
 
 
 def compare(settings: Settings, family: Family, dtype: torch.dtype, dim: tuple[int, int]) -> Record:
-    """Compute by a family of kernels and by plain torch; the largest error of all is told.
+    """Compute by a family of kernels and by plain torch; the largest error of all is returned.
 
     Raises:
         Wrong: it is larger than rounding.

@@ -21,6 +21,6 @@ def live_bytes(device: torch.device) -> int:
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
             storage = thing.untyped_storage()
-            if storage.device.type == device.type:  # and not a compiler's stand-in
+            if storage.device.type == device.type:  # and not a compiler's substitute
                 storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -30,7 +30,7 @@ def cases(settings: Settings) -> Iterator[Case]:
 
 
 def training(settings: Settings) -> Record:
-    """Train until the time is up, and tell how far the curriculum has come.
+    """Train until the time is up, and print how far the curriculum has come.
 
     Raises:
         Wrong: no step was taken, or what was saved is not what was trained.

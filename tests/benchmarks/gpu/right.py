@@ -1,4 +1,4 @@
-"""Every policy and modifier on the device: what is kept and said equals the CPU's in float32."""
+"""Every policy and modifier on the device: kept tokens and logits equal the CPU's in float32."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def _settle() -> None:
 
 
 def _check_room(settings: Settings, needed: int) -> None:
-    """Skip a case whose cache has no room.
+    """Skip a case whose cache does not fit.
 
     Raises:
         Skip: it needs more than the GPU has free.
@@ -220,7 +220,7 @@ def full_steps(settings: Settings, rows: int, n: int, kernel: str) -> Record:
     """Time compiled steps over a full cache of random keys and values.
 
     Raises:
-        Skip: there is no room, or no flash-attn.
+        Skip: it does not fit, or there is no flash-attn.
         Wrong: they did not run as CUDA graphs.
     """
     plain = models(settings.device, settings.tiny)[1]
@@ -241,8 +241,8 @@ def evictor_steps(settings: Settings, rows: int, policy: str) -> Record:
     """Time eager and compiled steps of a policy that holds its budget, after a real prompt.
 
     Raises:
-        Skip: there is no room.
-        Wrong: it cannot be compiled; eager steps are told. Or timed steps ran eagerly.
+        Skip: it does not fit.
+        Wrong: it cannot be compiled; eager steps are reported. Or timed steps ran eagerly.
     """
     ours, budget = models(settings.device, settings.tiny)[0], budget_of(settings)
     _check_room(settings, rows * 4 * budget * _token_bytes(ours))

@@ -396,7 +396,7 @@ def test_a_context_is_read_once_for_all_its_continuations_and_then_let_go(loaded
     record = Choice(name="q").measure(bench, SAMPLE)
     assert record["cost"]["prompt_tokens"] == len(loaded.tokenizer(TEXT).input_ids)
     assert held == [1]
-    assert (shared, bench._contexts) == ({}, {})  # no arm's cache stays while another runs
+    assert (shared, bench._contexts) == ({}, {})  # no variant's cache stays while another runs
 
 
 def test_text_beyond_the_trained_length_begins_anew(loaded, monkeypatch):

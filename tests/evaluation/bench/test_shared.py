@@ -1,4 +1,4 @@
-"""Prompts that arms have in common: read once, and every answer is what it was."""
+"""Prompts that variants have in common: read once, and every answer is what it was."""
 
 import json
 
@@ -18,7 +18,7 @@ MODES = [{}, {"query_aware": False}, {"query_aware": False, "keep_question": Tru
 
 @pytest.fixture
 def measure(loaded, counter, tmp_path):
-    """Measure a needle under arms: the records of each, and how many prompts the model read."""
+    """Measure a needle under variants: the records of each, and how many prompts the model read."""
     jobs = draw_jobs([make("niah", lengths=[512], depths=[50], samples=2)], counter, None)
 
     def run(name, arms=ARMS, **protocol):

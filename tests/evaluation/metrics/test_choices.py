@@ -25,7 +25,7 @@ from kvtool.evaluation.metrics.code import names_function, names_option
         ("maybe B", True),
         ("maybe C or B", False),
         ("no idea", False),
-        ("he: AB or B", False),  # AB stands in ABCD, and is not B: as in the benchmark
+        ("he: AB or B", False),  # AB is in ABCD, and is not B: as in the benchmark
     ],
 )
 def test_options_of_a_book(answer, right):

@@ -33,7 +33,7 @@ def slow_f1(prediction, reference):
         ("London", "Paris", 0.0),
         ("", "Paris", 0.0),
         ("the", "the", 0.0),  # no word is left on either side
-        ("Paris Paris", "Paris", 2 / 3),  # each counts as often as it stands there
+        ("Paris Paris", "Paris", 2 / 3),  # each counts as often as it occurs
         ("in Paris in May", "in Paris in June", 0.75),
         ("U.S.", "US", 1.0),
         ("well-known", "well known", 0.0),  # a hyphen is dropped, not a space

@@ -1,4 +1,4 @@
-"""What a document says of an arm."""
+"""What a document says of a variant."""
 
 import pytest
 

@@ -101,8 +101,8 @@ def test_held_bytes_are_buffers_and_policy_state_and_layers_have_means():
     assert null == mixed  # what is null is not recorded
     fewer = [first, record("no", allocated_bytes=2500, kept_per_layer=[30, 0])]
     cost = task_result(Measured("a", Match(name="t"), fewer, 0, 2, True, "f")).cost
-    assert cost.kept_per_layer == []  # one record tells of another number of layers
-    assert mixed.held_bytes == 1000 + 40  # filled slots stand for buffers that nobody recorded
+    assert cost.kept_per_layer == []  # one record has another number of layers
+    assert mixed.held_bytes == 1000 + 40  # filled slots replace buffers that were not recorded
 
 
 def fed(arm, chunk, value, **changes):

@@ -1,4 +1,4 @@
-"""Variants held against the full cache sample by sample, from records."""
+"""Variants compared with the full cache sample by sample, from records."""
 
 import math
 

@@ -105,7 +105,7 @@ def test_scoring_anew_needs_the_packages_that_scoring_needs(loaded, tmp_path, mo
         Run.open(store)
 
 
-# ---- what a folder holds is held against schemas
+# ---- what a folder holds is checked by schemas
 
 
 def altered(store, tmp_path, name, change):

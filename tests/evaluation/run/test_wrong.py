@@ -16,7 +16,7 @@ ARMS = [FULL, "quest@25%", QUEST, "h2o+caote@25%", "h2o+caote@32", "snapkv(windo
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of two samples of niah, whose arms score in the order of `ARMS`, all answers right."""
+    """A run of two samples of niah: variants score in the order of `ARMS`, all answers right."""
     folder = shutil.copytree(DATA / "run", tmp_path / "run")
     index = json.loads((folder / "samples.json").read_text())
     index["tasks"] = [entry for entry in index["tasks"] if entry["task"] == "niah"]
@@ -57,7 +57,7 @@ def shown(folder, most=3):
 
 
 def test_the_best_the_middle_and_the_worst_arm_that_err_are_shown(run):
-    for arm in ARMS[2:]:  # five arms
+    for arm in ARMS[2:]:  # five variants
         ids = answer(run, arm, (1,))
     middle = "h2o+caote@32"
     assert shown(run) == [(arm, f"not {arm} 1") for arm in (QUEST, middle, SNAPKV)]

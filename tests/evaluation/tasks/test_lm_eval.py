@@ -166,7 +166,7 @@ def draw(task: LmEval) -> list[Sample]:
 
 
 class Knowing:
-    """A stand-in for a model that answers with what it is told."""
+    """A substitute for a model that gives the answers it is made with."""
 
     def __init__(self, say=lambda prompt: "", likely=lambda text: (0.0, False)) -> None:
         self.say, self.likely = say, likely
@@ -298,7 +298,8 @@ def test_right_answers_score_one_and_wrong_ones_nothing(folder):
 
 
 def test_perplexities_weigh_documents_by_their_words(folder):
-    # the stand-in gives every character -1: exp(characters / words) over all, not a mean over texts
+    # the substitute gives every character -1: exp(characters / words) over all, not a mean over
+    # texts
     task = task_of(folder, "needle_read")
     metrics = task.summarise(run(task, Knowing())).metrics
     texts = [made["text"] for made in documents()]

@@ -23,7 +23,7 @@ FULL, TINY, FITS = make_variants(["streaming"], ["24", "4K"])
 
 
 def measure(loaded, counter, task, *arms, protocol=None):
-    """Records per arm, the samples' shared results shared as in a run."""
+    """Records per variant, the samples' shared results shared as in a run."""
     samples = list(task.draw(counter))
     records = {arm: [] for arm in arms}
     for sample in samples:
@@ -254,7 +254,9 @@ def test_speed_compiles_before_the_clock_starts(loaded, counter, monkeypatch):
     _, records = measure(loaded, counter, task, TINY, FULL)
     for arm in (TINY, FULL):
         assert records[arm][0]["decoded"] == records[arm][0]["cost"]["new_tokens"] == 5
-    assert len(reports) == 2 * 2 * 8  # of each arm the run that warms up, and the one that counts
+    assert (
+        len(reports) == 2 * 2 * 8
+    )  # of each variant the run that warms up, and the one that counts
     for run in range(4):
         first, *_, last = reports[8 * run + 2 : 8 * run + 8]
         assert last.compiled_steps == first.compiled_steps + 5

@@ -79,7 +79,7 @@ def test_the_needle_is_hidden_with_a_character_that_is_the_answer(tmp_path):
         assert name not in sample.turns[0].question
         assert 380 <= needed_tokens(sample, WORDS) <= 400
         place = stated.start() / len(sample.context)
-        assert abs(100 * place - sample.cell["depth"]) < 35  # what stands before the text counts
+        assert abs(100 * place - sample.cell["depth"]) < 35  # the words before the text count
     assert {sample.turns[0].references[0] for sample in drawn} == {"Yuki", "Stuart"}
     assert drawn == list(task.draw(WORDS))
     assert drawn != list(make(tmp_path, NEEDLE, depths="0,50,100", seed=1).draw(WORDS))

@@ -53,7 +53,7 @@ def test_a_small_budget_costs_and_is_held(loaded, counter):
     for arm in ARMS[1::2]:
         task, _, records = measure(loaded, counter, arm)
         assert task.score(records[0])["nll"] > task.score(full)["nll"] + 0.1
-        assert records[0]["tokens"] == full["tokens"]  # the same positions in every arm
+        assert records[0]["tokens"] == full["tokens"]  # the same positions in every variant
         assert records[0]["cost"]["kept_tokens"] == 40
 
 

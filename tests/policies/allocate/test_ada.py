@@ -94,7 +94,7 @@ def test_equal_remainders_go_to_the_lower_head():
 
 
 def test_what_a_head_cannot_fill_goes_to_the_others():
-    """Head 0 offers 2 of the 20 * .5 + .5 * 10 that it is due; the others share 38 of 40."""
+    """Head 0 offers 2 of its share of 20 * .5 + .5 * 10; the others share 38 of 40."""
     among = torch.zeros(1, 4, 30, dtype=torch.bool)
     for head, offered in enumerate([2, 30, 30, 30]):
         among[0, head, :offered] = True

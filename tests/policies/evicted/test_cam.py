@@ -43,7 +43,7 @@ def leave(part, sums, values, evicted, kept, decoded=False, order=None, tokens_s
     )
     before = kept_values.clone()
     merged = part.absorb({}, eviction)
-    if out.shape[2] == 1:  # what is told is what was done
+    if out.shape[2] == 1:  # what is reported is what was done
         assert merged.item() == (not torch.equal(kept_values, before))
     return kept_values[0, 0, stay[0, 0]] if decoded else kept_values[0, 0]
 

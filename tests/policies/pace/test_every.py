@@ -1,4 +1,4 @@
-"""Cuts every so many tokens: against the oracle, in padded batches, by bytes; refusals."""
+"""Cuts every few tokens: against the oracle, in padded batches, by bytes; refusals."""
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ from tests.reference.policies import Chunked, SnapKV, build
 
 
 def ours(scores, budget, length, forced=(), positions=None):
-    """What is kept of `scores[head][slot]`, by head."""
+    """The slots kept of `scores[head][slot]`, by head."""
     scores = torch.tensor(scores, dtype=torch.float32)[None]
     heads, slots = scores.shape[1:]
     places = torch.arange(slots) if positions is None else torch.tensor(positions)
