@@ -1,4 +1,4 @@
-"""The rows of one cache put behind those of another: how a batch takes in a prompt while it runs.
+"""Batch entries of one cache put behind those of another, so that a prompt joins a running batch.
 
 A prompt is read alone, in a cache of its own. Then everything that follows batch entries when
 transformers reorders them (`reindex`) follows them here: what one cache has is met in the order of
@@ -24,25 +24,25 @@ from kvtool.policies.policy import Policy
 
 
 def why_apart(policy: Policy) -> str | None:
-    """Say why rows under a policy cannot join a batch that runs; None: they can."""
+    """Say why sequences under a policy cannot join a batch that runs; None: they can."""
     return why_not(policy, "joined")
 
 
 @torch.no_grad()
 def append_entries(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -> None:
-    """Put the rows of other caches behind those of one, between two forwards.
+    """Put the sequences of other caches behind those of one, between two forwards.
 
-    Each row goes on as it would alone: its slots, statistics, budgets and counts come along. Then
-    `keep_entries` lets rows go that have ended. The others are empty afterwards.
-    One device sync a layer.
+    Each sequence goes on as it would alone: its slots, statistics, budgets and counts come along.
+    Then `keep_entries` lets sequences go that have ended. The others are empty afterwards. One
+    device sync a layer.
 
     Args:
         cache: that has read a text.
         others: of the same model, policy and budget, which have each read a text.
-        coming: tokens of each row until rows join or leave again, as far as is known.
+        coming: tokens of each sequence until sequences join or leave again, as far as is known.
 
     Raises:
-        KvtoolError: a policy or a model whose rows cannot be joined.
+        KvtoolError: a policy or a model whose sequences cannot be joined.
     """
     why = why_apart(cache.policy)
     if why is None and cache.recurrent:
@@ -67,7 +67,7 @@ def append_entries(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -
 
 @torch.no_grad()
 def keep_entries(cache: KVCache, entries: Tensor, coming: int = 0) -> None:
-    """Let all other rows go, with the slots that only they had filled; one device sync a layer.
+    """Drop all other sequences, with the slots that only they had filled; one device sync a layer.
 
     Args:
         entries: (count,) int64.
@@ -132,7 +132,8 @@ def _packed(layer: SlotLayer) -> Slots:
 
 
 def _hold(layer: SlotLayer, slots: Slots, width: int) -> None:
-    """Have buffers of exactly `width` slots, and counts by row, which can be put behind others."""
+    """Have buffers of exactly `width` slots, and counts by sequence, which can be put behind
+    others."""
     layer.count_apart(layer.batch_size, layer.slots.device)
     layer.set_budget(LayerBudget(by_head=layer.budget.by_head))
     layer.slots.set_growth(Growth("never", exact=True))
@@ -154,7 +155,7 @@ def _tensors(layer: SlotLayer) -> Iterator[Tensor]:
 
 
 def _joined(budgets: Sequence[tuple[LayerBudget, int]], device: torch.device) -> LayerBudget:
-    """Put budgets, each with its number of rows, behind each other."""
+    """Put budgets, each with its number of sequences, behind each other."""
     low = min(budget.min_budget for budget, _ in budgets)
     high = max(budget.max_budget for budget, _ in budgets)
     if low == high:

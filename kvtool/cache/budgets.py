@@ -1,4 +1,4 @@
-"""Turn a budget of tokens, bytes or a plan into the tokens that each layer and row may store.
+"""Turn a budget of tokens, bytes or a plan into the tokens that each layer and sequence may store.
 
 Budgets are fixed when a prompt begins, or once all layers have seen it. A budget may grow by what
 is read, so that a question behind a context is kept whole.
@@ -99,12 +99,12 @@ class RaisedBudgets:
 
 
 class StoredBudgets:
-    """The budget of a cache, in tokens of its layers and rows.
+    """The budget of a cache, in tokens of its layers and sequences.
 
     Attributes:
         new_tokens: tokens that will be generated, as far as is known.
-        spreads: how each row's attention was spread over the last prompt that it had a part of, for
-            an allocator that looks at it.
+        spreads: how each sequence's attention was spread over the last prompt that it had a part
+            of, for an allocator that looks at it.
         traffic: what a reader may look at; None: no reader.
     """
 
@@ -328,7 +328,7 @@ class StoredBudgets:
             layer.count_apart(len(rows), layer.slots.device)
 
     def _of_entries(self, layer: SlotLayer, lengths: list[int]) -> list[int]:
-        """What each row of a layer may keep."""
+        """What each sequence of a layer may keep."""
         means = self._ratios(lengths)
         if self._split is None:
             return [max(mean, layer.budget.min_budget) for mean in means]
@@ -354,7 +354,7 @@ class StoredBudgets:
         return by_bytes and self.policy.head_split is not None
 
     def _ratios(self, lengths: list[int]) -> list[int]:
-        """The mean over layers that each row may keep, for a ratio; empty for other budgets."""
+        """The mean over layers that each sequence may keep, for a ratio; else empty."""
         if self.budget is None or self.budget.ratio is None:
             return []
         shortest = min((n for n in lengths if n), default=0)
@@ -368,7 +368,7 @@ class StoredBudgets:
         return self._in_tokens.of(layer, length, self.new_tokens)
 
     def _count(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> list[int]:
-        """Tokens of each row at the end of the running block: a device sync if rows are padded."""
+        """Tokens of each sequence at the end of the running block; a device sync with padding."""
         end = layer.seen + q_len
         if positions is None and not layer.padded:
             return [end] * layer.batch_size

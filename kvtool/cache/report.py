@@ -17,7 +17,7 @@ class CacheReport:
     """What a cache holds, counted from its tensors.
 
     Attributes:
-        tokens_seen: tokens of the longest row, padding excluded.
+        tokens_seen: tokens of the longest sequence, padding excluded.
         kept_per_layer: filled slots of the fullest KV head of each layer; 0 for layers without
             attention.
         kv_bytes: keys and values in filled slots, as they are stored (codes and scales).
@@ -28,10 +28,10 @@ class CacheReport:
         peak_bytes: most key and value bytes that existed at a time, the running block included,
             which a layer sees beside its kept tokens in the model's dtype.
         host_bytes: evicted keys and values in host memory (CaliDrop).
-        traffic_bytes: what the last decoded token has read of all layers, rows and heads: keys,
-            values and what a reader looked at in order to choose; host memory is not counted.
-        traffic_pairs: the same per layer, row and KV head, a pair of key and value as the unit; the
-            mean over the layers without a sliding window.
+        traffic_bytes: what the last decoded token has read of all layers, sequences and heads:
+            keys, values and what a reader looked at in order to choose; host memory is not counted.
+        traffic_pairs: the same per layer, sequence and KV head, a pair of key and value as the
+            unit; the mean over the layers without a sliding window.
         recompute_frequency: of each layer, the share of decoded tokens and query heads that
             attended to those in host memory anew, None before the first; None without CaliDrop.
     """
@@ -150,7 +150,7 @@ def bytes_read(layer: SlotLayer) -> float:
 
 
 def _full_bytes(layer: SlotLayer, seen: list[int]) -> int:
-    """Bytes that a layer would hold of rows so long, if nothing were evicted."""
+    """Bytes that a layer would hold of sequences so long, if nothing were evicted."""
     if not layer.is_initialized:
         return 0
     tokens = sum(n if layer.window is None else min(n, layer.window - 1) for n in seen)

@@ -49,16 +49,16 @@ def read_basis(path: str) -> Tensor:
 
 @dataclass
 class TrafficBudgets:
-    """The sizes of readers, fixed for each row when its prompt ends.
+    """The sizes of readers, fixed for each sequence when its prompt ends.
 
     Attributes:
         budget: pairs of key and value that a step reads of every layer and KV head, or a share of
-            the prompt, or bytes of all layers and rows; None: the reader has its own `k`.
+            the prompt, or bytes of all layers and sequences; None: the reader has its own `k`.
         plan: has RocketKV's stages, and the pairs of every layer for other readers.
         tokens: a budget of tokens or bytes as pairs of a layer, for a prompt so long.
         reserved: how many tokens will be generated, as far as is known.
         layers: those whose budget is free.
-        ends: tokens that each row had seen when its prompt ended; one number if all are alike.
+        ends: tokens that each sequence had seen when its prompt ended; one number if all are alike.
     """
 
     policy: Policy
@@ -83,11 +83,11 @@ class TrafficBudgets:
         return self.policy.reader
 
     def end(self, row: int) -> int:
-        """Tokens that a row had seen when its prompt ended."""
+        """Tokens that a sequence had seen when its prompt ended."""
         return self.ends[0] if len(self.ends) == 1 else self.ends[row]
 
     def end_prompt(self, lengths: list[int]) -> None:
-        """Note the lengths of the rows' prompts."""
+        """Note the lengths of the sequences' prompts."""
         self.ends = lengths if len(set(lengths)) > 1 else lengths[:1]
 
     def load(self, ends: list[int]) -> None:
@@ -104,9 +104,9 @@ class TrafficBudgets:
             self.ends = change(torch.tensor(self.ends)).tolist()
 
     def pairs(self, layer: SlotLayer, length: int) -> int:
-        """What a step may read of a row, its prompt being so long.
+        """What a step may read of a sequence, its prompt being so long.
 
-        A row of padding alone has at least what its reader needs.
+        A sequence of padding alone has at least what its reader needs.
         """
         return max(self._pairs(layer, length), 0 if length else self.policy.min_budget)
 
@@ -143,10 +143,10 @@ class TrafficBudgets:
         return tokens_left(self.policy, self.pairs(layer, length), length, self.reserved())
 
     def reader(self, layer: SlotLayer, row: int, stored: int) -> tuple[Read, int]:
-        """The reader of a row with all its sizes, and the pairs that a step may read of it.
+        """The reader of a sequence with all its sizes, and the pairs that a step may read of it.
 
         Args:
-            stored: tokens that the row held when its prompt ended.
+            stored: tokens that the sequence held when its prompt ended.
         """
         length = self.end(row) if self.policy.budget_is_traffic else stored
         pairs, head_dim = self.pairs(layer, length), layer.slots.keys.shape[-1]

@@ -34,8 +34,8 @@ class Generation:
     Attributes:
         input_ids: (batch, all tokens) int64 on the CPU; the last generated token has not been fed
             to the cache.
-        prompt_tokens: new tokens of the prompt, of the longest row.
-        new_tokens: generated tokens, of the longest row.
+        prompt_tokens: new tokens of the prompt, of the longest sequence.
+        new_tokens: generated tokens, of the longest sequence.
     """
 
     token_ids: list[list[int]]
@@ -55,7 +55,7 @@ class Compressed:
     """A prompt whose cache has been compressed.
 
     Attributes:
-        prompt_tokens: new tokens of the prompt, of the longest row.
+        prompt_tokens: new tokens of the prompt, of the longest sequence.
         input_ids: (batch, all tokens) int64 on the CPU, all of them fed.
         next_logits: (batch, vocab) float32.
     """
@@ -120,11 +120,11 @@ def generate(
         temperature: 0 takes the most likely token; above 0 samples, with the other settings of the
             model's own generation configuration.
         attention_mask: (batch, n), 0 = padding; None: no padding.
-        on_text: called with pieces of text as they come; one row only.
+        on_text: called with pieces of text as they come; one sequence only.
         compare_full: also run the full cache over the same tokens and measure the difference.
-        stop: texts that end a row where they come up; they stay in the text.
+        stop: texts that end a sequence where they come up; they stay in the text.
         min_new_tokens: before this number of tokens, neither the end-of-text token nor `stop` ends
-            a row.
+            a sequence.
         compiled: run the steps through torch.compile once the cache's shapes no longer change; the
             first such steps take the seconds that compiling takes. None: where it pays, which is
             for many tokens on a CUDA device, and where it can be done.

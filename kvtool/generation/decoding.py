@@ -48,7 +48,7 @@ def decode_loop(
     """Sample from the logits that a prompt has left.
 
     The host waits for a token once: it reads the tokens, whether any logits were broken and whether
-    any row goes on.
+    any sequence goes on.
 
     Args:
         input_ids: (batch, n) the text so far.
@@ -59,7 +59,7 @@ def decode_loop(
         (batch, more) the text and what follows it.
 
     Raises:
-        BrokenNumbers: the logits of a row that still runs are not finite.
+        BrokenNumbers: the logits of a sequence that still runs are not finite.
     """
     written = input_ids.shape[1]
     text = longer(input_ids, generation_config.max_length)
@@ -106,7 +106,7 @@ def longer(text: Tensor, most: int) -> Tensor:
 
 
 class StopsAt(StoppingCriteria):
-    """Ends a row when its text from token `start` on has come to hold one of the given texts."""
+    """Ends a sequence when its text from token `start` on holds one of the given texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], start: int) -> None:
         self._tokenizer, self._stop, self._start = tokenizer, stop, start
@@ -120,7 +120,7 @@ class StopsAt(StoppingCriteria):
 
 
 class StopsWhen(StoppingCriteria):
-    """Ends all rows once a function says so."""
+    """Ends all sequences once a function says so."""
 
     def __init__(self, stop_when: Callable[[], bool]) -> None:
         self._stop_when = stop_when

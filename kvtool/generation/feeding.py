@@ -31,8 +31,8 @@ def prefill(
 ) -> Tensor:
     """Feed a prompt, or a further turn, whole or in the blocks that the cache was built for.
 
-    In a padded batch blocks are counted from each row's own first token: the rows' padding is moved
-    behind their tokens.
+    In a padded batch blocks are counted from each sequence's own first token: the sequences'
+    padding is moved behind their tokens.
 
     Args:
         input_ids: (batch, n) new tokens only.
@@ -41,11 +41,11 @@ def prefill(
         tokenizer: for a policy that asks the model to repeat its prompt (kvzip).
 
     Returns:
-        (batch, vocab) float32 logits after the last token of each row.
+        (batch, vocab) float32 logits after the last token of each sequence.
 
     Raises:
-        UsageError: no token in any row; no tokenizer where one is needed; tokens or positions that
-            the model has no embeddings for.
+        UsageError: no token in any sequence; no tokenizer where one is needed; tokens or positions
+            that the model has no embeddings for.
         KvtoolError: padded texts in blocks on a model with recurrent layers.
         BrokenNumbers: the logits are not finite.
     """
@@ -99,8 +99,8 @@ def _blocks(
 
     Args:
         mask: (batch, n) bool, False = padding, behind the tokens where there are several blocks.
-        counts: tokens of each row.
-        lengths: tokens that each row will have seen at the prompt's end.
+        counts: tokens of each sequence.
+        lengths: tokens that each sequence will have seen at the prompt's end.
 
     Yields:
         (batch, columns) token ids, and which of them are tokens; None: all.
@@ -150,10 +150,11 @@ def forward(
     """Run one forward of new tokens.
 
     Args:
-        last: the column of each row whose logits are wanted; None: all columns.
+        last: the column of each sequence whose logits are wanted; None: all columns.
 
     Returns:
-        (batch, vocab) float32 logits at one column of each row, or (batch, columns, vocab) at all.
+        (batch, vocab) float32 logits at one column of each sequence, or (batch, columns, vocab) at
+        all.
     """
     batch, width = input_ids.shape
     past = cache.get_seq_length()
@@ -189,7 +190,7 @@ def decode_step(
     token_ids: Tensor,
     forward: Callable | None = None,
 ) -> Tensor:
-    """Feed one token per row.
+    """Feed one token per sequence.
 
     Args:
         token_ids: (batch,) int64.
@@ -249,7 +250,7 @@ def check_positions(model: PreTrainedModel, lengths: Sequence[int], new_tokens: 
     """Refuse a text that goes beyond the positions that a model has learned.
 
     Args:
-        lengths: tokens of each row, with those of earlier turns.
+        lengths: tokens of each sequence, with those of earlier turns.
         new_tokens: that will be generated after them; the last one is not fed.
 
     Raises:

@@ -120,7 +120,7 @@ def repeat_prompt(cache: KVCache, rows: Sequence[Sequence[int]], forward: Forwar
 
 
 def _span(asked: RepetitionAsked, around: Instructions, length: int, budget: int) -> Span:
-    """Return the positions of a row that are repeated: none where all of it fits."""
+    """Return the positions of a sequence that are repeated: none where all of it fits."""
     start, end = max(asked.sinks, around.before), length - around.behind
     if length <= budget or start >= end:
         return length, length
@@ -138,7 +138,7 @@ def _passes(
     rows: Sequence[Sequence[int]],
     spans: Sequence[Span],
 ) -> Iterator[tuple[list[Span], list[list[int]]]]:
-    """Yield the chunk of each row that is repeated at once, and what is fed for it."""
+    """Yield the chunk of each sequence that is repeated at once, and what is fed for it."""
     longest = max(end - start for start, end in spans)
     for done in range(0, longest, asked.chunk):
         chunks, fed = [], []
@@ -153,7 +153,7 @@ def _passes(
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Pad rows behind their tokens: (batch, n) ids, and which of them are tokens; None: all."""
+    """Pad sequences at their ends: (batch, n) ids, and which of them are tokens; None: all."""
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
     if all(len(row) == width for row in rows):

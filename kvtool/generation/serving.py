@@ -1,4 +1,4 @@
-"""Answer many prompts over one cache: an answer that ends frees its row for the next prompt.
+"""Answer many prompts over one cache: an answer that ends frees its place for the next prompt.
 
 Every prompt is read alone, and its entry joins those that run (`kvtool.cache.batching`). So an
 answer is the one that the prompt gets alone, and short answers do not wait for long ones.
@@ -26,12 +26,12 @@ from kvtool.generation.model_settings import Prepared, check_drawing, drawing_se
 
 @dataclass(frozen=True)
 class Waiting:
-    """A prompt that waits for its row.
+    """A prompt that waits for its place in the batch.
 
     Attributes:
         index: by which its answer is known; added to the seed of its draws.
         ids: (1, n) int64.
-        sequence_bytes: of the cache that its row takes at most.
+        sequence_bytes: of the cache that its sequence takes at most.
     """
 
     index: int
@@ -149,13 +149,13 @@ def serve(
 ) -> Iterator[Answered]:
     """Answer prompts in turn, as many at a time as a memory holds.
 
-    Slots of a batch are as many as its largest row takes, so that a memory holds as many rows as
-    go into it if all were as large.
+    Slots of a batch are as many as its largest sequence takes, so that a memory holds as many
+    sequences as go into it if all were as large.
 
     Args:
         new_cache: makes an empty cache, the same for every prompt.
-        memory: bytes of the rows in flight; None: no bound.
-        most_sequences: rows in flight; None: no bound.
+        memory: bytes of the sequences in flight; None: no bound.
+        most_sequences: sequences in flight; None: no bound.
         served: is kept up to date.
         stop_when: asked before every token whether to end there.
 
@@ -163,7 +163,7 @@ def serve(
         Answers as they end.
 
     Raises:
-        KvtoolError: a row that alone is larger than the memory, before anything is read.
+        KvtoolError: a sequence that alone is larger than the memory, before anything is read.
         BrokenNumbers: logits are not finite.
     """
     drawing, served = drawing or Drawing(), served or Served()
@@ -201,7 +201,7 @@ def serve(
 
 @dataclass
 class _Batch:
-    """The rows in flight, over one cache.
+    """The sequences in flight, over one cache.
 
     Attributes:
         logits: (rows, vocab) of the token behind the last of each.
@@ -213,20 +213,20 @@ class _Batch:
 
     @property
     def prompts(self) -> list[Waiting]:
-        """The prompts of the rows."""
+        """The prompts of the sequences."""
         return [sequence.prompt for sequence in self.sequences]
 
     def add(
         self, sequences: Sequence[_Sequence], caches: Sequence[KVCache], logits: Sequence[Tensor]
     ) -> None:
-        """Let rows join, each with its cache and its (1, vocab) logits."""
+        """Let sequences join, each with its cache and its (1, vocab) logits."""
         self.sequences += sequences
         if caches:
             append_entries(self.cache, caches, self._coming())
         self.logits = torch.cat([self.logits, *logits])
 
     def go_on(self, model: PreTrainedModel, going: Sequence[int]) -> None:
-        """Drop all rows but these, and read the newest token of each."""
+        """Drop all sequences but these, and read the newest token of each."""
         if len(going) < len(self.sequences):
             self.sequences = [self.sequences[place] for place in going]
             keep_entries(self.cache, torch.tensor(going), self._coming())
@@ -236,7 +236,7 @@ class _Batch:
         self.logits = decode_step(model, self.cache, tokens)
 
     def _coming(self) -> int:
-        """Count the tokens that come before one of the rows has to end."""
+        """Count the tokens that come before one of the sequences has to end."""
         return min(
             sequence.prompt.max_new_tokens - len(sequence.new) for sequence in self.sequences
         )
@@ -245,7 +245,7 @@ class _Batch:
 def _join(
     batch: _Batch | None, sequences: list[_Sequence], caches: list[KVCache], logits: list[Tensor]
 ) -> _Batch:
-    """Let rows join a batch; the first of them begins it where there is none."""
+    """Let sequences join a batch; the first of them begins it where there is none."""
     if batch is None:
         batch = _Batch(caches.pop(0), logits.pop(0), [sequences.pop(0)])
     batch.add(sequences, caches, logits)
@@ -254,7 +254,7 @@ def _join(
 
 @dataclass(frozen=True)
 class _Room:
-    """How many rows may be in flight."""
+    """How many sequences may be in flight."""
 
     memory: int | None
     sequences: int | None
@@ -304,7 +304,7 @@ def _read(
 def _begin(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Waiting, drawing: Drawing
 ) -> _Sequence:
-    """Take a row's settings from transformers' own generate, which runs nothing here."""
+    """Take a sequence's settings from transformers' own generate, which runs nothing here."""
     ids = prompt.ids.to(model.device)
     stops = [StopsAt(tokenizer, drawing.stop, ids.shape[1])] if drawing.stop else []
     settings = drawing_settings(model, prompt.max_new_tokens, drawing.temperature, 0)
@@ -315,7 +315,7 @@ def _begin(
 
 
 def _step(model: PreTrainedModel, sequences: Sequence[_Sequence], logits: Tensor) -> list[bool]:
-    """Draw a token for each row; which rows it ends. The host waits for a step once."""
+    """Draw a token for each sequence; which sequences it ends. The host waits for a step once."""
     broken = broken_entries(logits)
     if any(sequence.made.processors or sequence.made.settings.do_sample for sequence in sequences):
         whole = logits.masked_fill(broken[:, None], 0.0)

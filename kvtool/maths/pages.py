@@ -55,12 +55,12 @@ def widen_page(bounds: Tensor, key: Tensor, at: int, page: int) -> None:
 
 
 def widen_pages(bounds: Tensor, key: Tensor, at: Tensor, page: Tensor) -> None:
-    """Let a token of each row join its page, in place; rows differ in length and in their pages.
+    """Let a token of each sequence join its page, in place; their lengths and pages differ.
 
     Args:
-        bounds: as of `page_bounds`, with a column for the page of each row.
+        bounds: as of `page_bounds`, with a column for the page of each sequence.
         key: (batch, kv_heads, head_dim).
-        at: (batch, 1, 1) int64, the number of each row's token.
+        at: (batch, 1, 1) int64, the number of each sequence's token.
         page: (batch, 1, 1) int64, tokens of a page.
     """
     import torch

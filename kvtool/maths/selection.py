@@ -98,7 +98,7 @@ def keep_top(
 
     Returns:
         indices (batch, kv_heads, slots) into kv_len, in ascending position, and the positions found
-        there; where a row keeps fewer than `slots` its tail has position -1.
+        there; where a head keeps fewer than `slots` its tail has position -1.
     """
     import torch
 

@@ -146,7 +146,7 @@ class LayerBudget:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes of all layers and rows.
+    """Bytes of all layers and sequences.
 
     Attributes:
         storage: held at most, from the end of the prompt on.
@@ -236,7 +236,7 @@ def _free(
     text: Text,
     place: tuple[int, int],
 ) -> tuple[int, int, int]:
-    """Count the slots of one row in a layer whose budget is free, and bytes beside and read.
+    """Count the slots of one sequence in a layer whose budget is free, and bytes beside and read.
 
     Args:
         place: which it is of how many such layers.
@@ -298,7 +298,7 @@ def _read(policy: Policy, tokens: int, text: Text) -> int:
 
 
 def _shared(policy: Policy, layer: LayerShape, budget: LayerBudget, text: Text) -> int:
-    """Return the numbers of a row that all layers share: surprisals, and the last logits."""
+    """Return the numbers of a sequence that all layers share: surprisals, and the last logits."""
     slots = _held(policy, budget.tokens, text)
     return slots * NUMBER + (text.vocabulary or 0) * layer.itemsize
 

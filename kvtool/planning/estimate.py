@@ -27,7 +27,7 @@ def estimate_memory(
     Args:
         config: a transformers configuration.
         dtype: of the cache, by name; `auto` is the checkpoint's own.
-        text: the prompt, the answer and the rows.
+        text: the prompt, the answer and the sequences.
         memory: what is free, and what the weights take of it.
 
     Raises:

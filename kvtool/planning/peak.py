@@ -38,7 +38,7 @@ def reading_bytes(
     *,
     waits: bool,
 ) -> int:
-    """Bound the bytes of keys, values and numbers of one row while its prompt is read.
+    """Bound the bytes of keys, values and numbers of one sequence while its prompt is read.
 
     Args:
         kept: tokens of the prompt that each layer keeps.
@@ -90,7 +90,7 @@ def computing_bytes(
     keys: int,
     first: int,
 ) -> int:
-    """Estimate the bytes that a forward computes with, all rows together.
+    """Estimate the bytes that a forward computes with, all sequences together.
 
     Args:
         config: a transformers configuration.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 State = dict[str, "Tensor"]  # numbers beside the slots, by name: (batch, kv_heads, slots) float32
 Count = Union[
     int, "Tensor"
-]  # one number, or one per row (batch, 1, 1), or per head (batch, kv_heads, 1)
+]  # one number, or one per sequence (batch, 1, 1), or per head (batch, kv_heads, 1)
 PROMPT = "prompt"  # beside a slot where the prompt stays: 1 for its tokens
 SHIFT = "turn"  # beside a slot where `positions=cache`: its place minus its key's rotation
 

@@ -63,11 +63,11 @@ class SlotView:
     Attributes:
         values: (batch, kv_heads, slots, value_dim) of each layer.
         positions: (batch, kv_heads, slots), the true position of each token, -1 = empty; unordered.
-        tokens_seen: tokens of the row so far, the running block included.
-        budget: slots the row may keep in each head; the mean where heads differ.
-        held: slots of the row that are not empty; where heads differ, of each head.
-        layer: index of the layer, one number or one per row.
-        block: tokens of the row in the running block.
+        tokens_seen: tokens of the sequence so far, the running block included.
+        budget: slots the sequence may keep in each head; the mean where heads differ.
+        held: slots of the sequence that are not empty; where heads differ, of each head.
+        layer: index of the layer, one number or one per sequence.
+        block: tokens of the sequence in the running block.
         heads: all KV heads of the layer; a process may hold a part of them.
         kept_in_parent: which slots hold tokens that the layer above keeps, bool (batch, 1, slots),
             for a score whose layers are nested; None: no layer is above.

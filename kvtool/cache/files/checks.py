@@ -169,7 +169,7 @@ def _check_codes(
 def _check_budget(
     file: FileTensors, cache: KVCache, layer: SlotLayer, name: str, positions: Tensor
 ) -> None:
-    """Check what rows and heads may keep, and that they keep no more."""
+    """Check what sequences and heads may keep, and that they keep no more."""
     budget = _take_budget(file, layer, f"{name}.budget")
     most, uneven = budget[:, None], file.lengths is not None
     split = layer.window is None and cache.policy.head_split is not None
@@ -187,7 +187,7 @@ def _check_budget(
 
 
 def _take_budget(file: FileTensors, layer: SlotLayer, name: str) -> Tensor:
-    """Take the budget of each row, or of all of them: (batch or 1,)."""
+    """Take the budget of each sequence, or of all of them: (batch or 1,)."""
     found = file.left.get(name)
     rows = file.batch if found is not None and found.numel() > 1 else 1
     budget = file.take(name, (rows,), torch.int64, 0, MOST_TOKENS)
@@ -205,7 +205,7 @@ def _check_filled(
 
     Args:
         most: tokens that each head may keep, (batch or 1, heads or 1).
-        uneven: whether rows or heads may hold different counts.
+        uneven: whether sequences or heads may hold different counts.
     """
     when, filled = layer.policy.score.when, (positions >= 0).sum(-1)
     if when == "always" and (filled >= most + layer.policy.spare).any():
@@ -260,7 +260,7 @@ def check_tensors(
 
 
 def _check_text(file: FileTensors, cache: KVCache, model: PreTrainedModel, tokens: int) -> None:
-    """Check lengths, tokens, logits and what is known of whole rows."""
+    """Check lengths, tokens, logits and what is known of whole sequences."""
     batch = file.batch
     longest = file.seen if file.lengths is None else int(file.lengths.max())
     if longest != tokens:

@@ -85,10 +85,10 @@ def kvtool_mask(
     """Make the mask that a model passes on for a kvtool cache: the positions of the new tokens.
 
     Returns:
-        (batch, 1, q_len, n) int64: true positions, -1 = padding, where a row has padding; then the
-        first and the last new token that each sees (`Call.spans`), where some see later ones. None
-        where neither is. Without a kvtool cache, and where the caller's mask hides or shows tokens
-        that were read before, the mask of scaled dot product attention.
+        (batch, 1, q_len, n) int64: true positions, -1 = padding, where a sequence has padding; then
+        the first and the last new token that each sees (`Call.spans`), where some see later ones.
+        None where neither is. Without a kvtool cache, and where the caller's mask hides or shows
+        tokens that were read before, the mask of scaled dot product attention.
     """
     target = take_mask_target()
     if target is None or target.anew:
@@ -121,7 +121,7 @@ def kvtool_mask(
 def _padded_positions(
     layer: SlotLayer, decoding: bool, attention_mask: Tensor | None, q_length: int, q_offset: int
 ) -> Tensor | None:
-    """True positions of new tokens, (batch, q_len), -1 = padding; None where no row has any."""
+    """True positions of new tokens, (batch, q_len), -1 = padding; None without padding."""
     if attention_mask is None or (decoding and not layer.padded):
         return None
     new = attention_mask[:, q_offset : q_offset + q_length].bool()

@@ -195,7 +195,7 @@ class GenerateCalls:
         return None if padding is None or padding in ends else ids != padding
 
     def _entries_are_texts(self, kwargs: dict[str, Any], cache: KVCache, texts: Tensor) -> bool:
-        """Return whether the returned rows are what the cache's batch entries have read."""
+        """Return whether the returned sequences are what the cache's batch entries have read."""
         beams = (self._setting(kwargs, "num_beams") or 1) > 1
         whole = texts.shape[1] >= cache.get_seq_length()  # embeddings are no part of them
         return whole and not beams and len(texts) == len(cache.tokens_seen())

@@ -41,7 +41,7 @@ def is_callers(mask: Tensor) -> bool:
 
 
 def check_packed(given: Mapping[str, Any]) -> None:
-    """Refuse several texts packed into one row.
+    """Refuse several texts packed into one batch entry.
 
     Raises:
         KvtoolError: arguments that say so.

@@ -224,7 +224,7 @@ def measure_reach(model: PreTrainedModel) -> Tensor:
 
 
 def ask_recurrent(model: PreTrainedModel) -> list[Mapping[str, Tensor]]:
-    """Read one token to find the states of each layer's recurrence by name, of one row."""
+    """Read one token to find the states of each layer's recurrence by name, of one sequence."""
     if not any(kind in RECURRENT for kind in layer_kinds(model.config)):
         return [{} for _ in layer_kinds(model.config)]
     return ask_once(model, "recurrent states", lambda: _ask(model))

@@ -34,7 +34,7 @@ def split_heads(
     among: Tensor | None = None,
     min_tokens: int = 0,
 ) -> Tensor:
-    """Count how many tokens each head of a layer keeps: `total` in every row.
+    """Count how many tokens each head of a layer keeps: `total` in every sequence.
 
     The best `total` entries of all heads together are counted head by head; equal scores go to the
     lower position, then to the lower head. No head is given more than it offers: what it leaves
@@ -103,8 +103,8 @@ def competing_tokens(
         floor, safeguard, normalise: as for `split_heads`.
 
     Returns:
-        (batch, kv_heads) int64; a row whose text fits gives every head an equal part of what is to
-        spare.
+        (batch, kv_heads) int64; a sequence whose text fits gives every head an equal part of what
+        is to spare.
     """
     import torch
 

@@ -49,7 +49,7 @@ class HeadSplit(Allocator):
     def tokens(self, heads: Heads) -> Tensor:
         """Count the tokens that each head may keep: (batch, kv_heads) int64. No device sync.
 
-        A row whose text fits its budget gives every head that budget, as it would have alone.
+        A sequence whose text fits its budget gives every head that budget, as it would have alone.
         """
         raise NotImplementedError
 

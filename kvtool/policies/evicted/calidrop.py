@@ -10,11 +10,11 @@ left alone.
 
 Differences from the paper: the log-sum-exp is kept instead of the sum of exponentials, which
 overflows float32 once a logit exceeds 88. Queries are compared as attention uses them, after RoPE.
-The paper leaves the granularity open: here each query head of each row decides for itself, or
-(`granularity=layer`) all heads of a row together. A token that is evicted while decoding is folded
-into what is held, exactly. A block of several queries (a prompt in blocks, a further turn) is
-calibrated exactly, every query by its own evicted part. `calibration_size` sets aside the best of
-each cut of a prompt, and everything that is evicted while decoding.
+The paper leaves the granularity open: here each query head of each sequence decides for itself, or
+(`granularity=layer`) all heads of a sequence together. A token that is evicted while decoding is
+folded into what is held, exactly. A block of several queries (a prompt in blocks, a further turn)
+is calibrated exactly, every query by its own evicted part. `calibration_size` sets aside the best
+of each cut of a prompt, and everything that is evicted while decoding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def query_cosine(
 
     Args:
         query, held: (batch, heads, head_dim), after RoPE.
-        granularity: `head`, or `layer` for one number per row, of the heads put end to end.
+        granularity: `head`, or `layer` for one number per sequence, of the heads put end to end.
         heads: all heads of the layer; these may be a part of them.
 
     Returns:

@@ -32,7 +32,7 @@ class Eviction:
             place; of one decoded token they are `keys` and `values` themselves.
         kept_state: the numbers beside these.
         kept_positions: their true positions, -1 = empty; ascending, unless one token was decoded.
-        tokens_seen: tokens of the row so far.
+        tokens_seen: tokens of the sequence so far.
         layer: index of the layer.
         heads: all KV heads of the layer; these may be a part of them.
         whole: whether every head loses equally many.

@@ -15,7 +15,7 @@ _DTYPES = {2: "bfloat16", 4: "float32"}
 
 
 def table_bytes(reader: Read, layer: HeadSizes, tokens: int) -> int:
-    """Return the bytes of the tables of one row.
+    """Return the bytes of the tables of one sequence.
 
     Args:
         reader: with all its sizes.

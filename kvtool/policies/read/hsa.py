@@ -129,14 +129,14 @@ class HSA(Paged):
 
 
 def _best_of_rows(scores: Tensor, k: PerRow, page: PerRow, pages: PerRow, last: Tensor) -> Tensor:
-    """Take each row's first `k` tokens of its pages in the order of their scores.
+    """Take each sequence's first `k` tokens of its pages in the order of their scores.
 
     Args:
         scores: (batch, kv_heads, pages) float32.
-        last: (batch, 1, 1) int64, tokens of each row's last page.
+        last: (batch, 1, 1) int64, tokens of each sequence's last page.
 
     Returns:
-        (batch, kv_heads, the largest k) int64, -1 behind those of a row.
+        (batch, kv_heads, the largest k) int64, -1 behind those of a sequence.
     """
     import torch
 

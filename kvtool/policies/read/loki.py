@@ -105,7 +105,7 @@ class Loki(RowsRead):
         import torch
 
         tokens = view.tokens
-        part = torch.matmul(view.query, view.tables["basis"])  # 0 beyond a row's own d
+        part = torch.matmul(view.query, view.tables["basis"])  # 0 beyond a sequence's own d
         components = view.tables["components"][..., : tokens.most]
         logits = torch.matmul(part, components).float() * view.scale
         logits = hide_beyond(logits, tokens)

@@ -44,5 +44,5 @@ class Paged(RowsRead):
 
 
 def pages_of_rows(tokens: PerRow, page: PerRow) -> PerRow:
-    """Count the pages that each row's tokens fill, the last one perhaps not whole."""
+    """Count the pages that each sequence's tokens fill, the last one perhaps not whole."""
     return tokens.map(pages_of, lambda count, size: (count + size - 1) // size, page)

@@ -20,7 +20,7 @@ class PerRow:
     """A number for each batch entry, known on CPU and device, so that neither waits.
 
     Attributes:
-        known: one a row.
+        known: one a sequence.
         tensor: (batch, 1, 1) int64, the same on the device.
     """
 
@@ -43,22 +43,22 @@ class PerRow:
     def map(
         self, change: Callable[..., int], on_device: Callable[..., Tensor], *others: PerRow
     ) -> PerRow:
-        """Compute a number per row, on both sides."""
+        """Compute a number per sequence, on both sides."""
         known = [change(*each) for each in zip(self.known, *(o.known for o in others), strict=True)]
         return PerRow(known, on_device(self.tensor, *(other.tensor for other in others)))
 
     def plus(self, more: int) -> PerRow:
-        """Add the same number for every row."""
+        """Add the same number for every sequence."""
         return PerRow([number + more for number in self.known], self.tensor + more)
 
     def least(self, other: PerRow) -> PerRow:
-        """Take the smaller of two numbers of each row."""
+        """Take the smaller of two numbers of each sequence."""
         import torch
 
         return self.map(min, torch.minimum, other)
 
     def beyond(self, width: int) -> Tensor:
-        """Mark the places from a row's own number on: bool (batch, 1, width)."""
+        """Mark the places from a sequence's own number on: bool (batch, 1, width)."""
         import torch
 
         return torch.arange(width, device=self.tensor.device) >= self.tensor
@@ -66,15 +66,17 @@ class PerRow:
 
 @dataclass(frozen=True)
 class RowsView:
-    """Rows of one layer of different lengths as a reader sees them at a decode step. Read only.
+    """Sequences of different lengths in one layer as a reader sees them at a decode step. Read
+    only.
 
     Attributes:
         query: (batch, kv_heads, group, head_dim), after RoPE.
-        keys: (batch, kv_heads, at least the longest row, head_dim); what is beyond a row's own
-            tokens is finite and means nothing.
-        tables: of all rows, each axis as long as that of the longest, 0 beyond a row's own.
-        tokens: how many each row has to choose from.
-        sizes: of each row's reader, by the names of its fields.
+        keys: (batch, kv_heads, at least the longest sequence, head_dim); what is beyond a
+            sequence's own tokens is finite and means nothing.
+        tables: of all sequences, each axis as long as that of the longest, 0 beyond a sequence's
+            own.
+        tokens: how many each sequence has to choose from.
+        sizes: of each sequence's reader, by the names of its fields.
         scale, softcap, sinks: as for `kvtool.maths.attention.attention_weights`.
     """
 
@@ -90,12 +92,12 @@ class RowsView:
 
 @dataclass(frozen=True)
 class RowsChoice:
-    """What a decode step attends to in rows of different lengths.
+    """What a decode step attends to in sequences of different lengths.
 
     Attributes:
-        slots: as of `Choice`, -1 where a row reads fewer than another.
-        pairs: how many of them each row reads, in each list of slots.
-        estimate, weight, rest: as of `Choice`, the estimate of each row.
+        slots: as of `Choice`, -1 where a sequence reads fewer than another.
+        pairs: how many of them each sequence reads, in each list of slots.
+        estimate, weight, rest: as of `Choice`, the estimate of each sequence.
     """
 
     slots: Tensor
@@ -106,7 +108,8 @@ class RowsChoice:
 
 
 class RowsRead(Read):
-    """A reader that reads rows of different lengths at once, to the same result as one by one."""
+    """A reader that reads sequences of different lengths at once, with the results of one by
+    one."""
 
     def append_rows(
         self,
@@ -118,7 +121,7 @@ class RowsRead(Read):
     ) -> None:
         """Add a token to each sequence of a padded batch, in place, as `append` does.
 
-        Its number is `at`, (batch, 1, 1) int64, and each row has its own sizes.
+        Its number is `at`, (batch, 1, 1) int64, and each sequence has its own sizes.
         """
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
@@ -127,9 +130,9 @@ class RowsRead(Read):
 
 
 def reads_together(reader: Read) -> bool:
-    """Return whether rows of different lengths are read at once: no subclass reads one by one.
+    """Return whether sequences of different lengths are read at once: no subclass reads one by one.
 
-    A class that has its own `choose` or `append`, but takes over another's for rows, would be
+    A class that has its own `choose` or `append`, but takes over another's for sequences, would be
     read as that other one.
     """
     kinds = type(reader).__mro__
@@ -143,17 +146,17 @@ def reads_together(reader: Read) -> bool:
 
 
 def hide_beyond(scores: Tensor, count: PerRow) -> Tensor:
-    """Make what is beyond a row's own -inf: (batch, kv_heads, width) or (.., group, width)."""
+    """Make what is beyond a sequence's own -inf: (batch, kv_heads, width) or (.., group, width)."""
     beyond = count.beyond(scores.shape[-1])
     return scores.masked_fill(beyond if scores.dim() == 3 else beyond[:, :, None], float("-inf"))
 
 
 def drop_beyond(slots: Tensor, count: PerRow) -> Tensor:
-    """Make what is beyond a row's own -1, of lists of slots as of `RowsChoice`."""
+    """Make what is beyond a sequence's own -1, of lists of slots as of `RowsChoice`."""
     beyond = count.beyond(slots.shape[-1])
     return slots.masked_fill(beyond if slots.dim() == 3 else beyond[:, :, None], -1)
 
 
 def best_slots(scores: Tensor, count: PerRow) -> Tensor:
-    """Find each row's own count of slots of highest score, the best first, then -1."""
+    """Find each sequence's own count of slots of highest score, the best first, then -1."""
     return drop_beyond(top_slots(scores, count.most), count)

@@ -33,7 +33,7 @@ class Stages(Protocol):
 
 @dataclass(frozen=True)
 class StepBudget:
-    """What a decode step may read of a row, in pairs of key and value per KV head.
+    """What a decode step may read of a sequence, in pairs of key and value per KV head.
 
     Attributes:
         pairs: t.
@@ -50,7 +50,7 @@ class StepBudget:
 
 @dataclass(frozen=True)
 class Stored:
-    """Rows of one layer that tables are made of.
+    """Sequences of one layer that tables are made of.
 
     Attributes:
         keys: (batch, kv_heads, tokens, head_dim), after RoPE.
@@ -67,7 +67,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class ReadView:
-    """Rows of one layer as a reader sees them at a decode step, the new token included. Read only.
+    """Sequences of one layer as a reader sees them at a decode step, with the new token. Read only.
 
     Attributes:
         query: (batch, kv_heads, group, head_dim), after RoPE.
@@ -93,8 +93,8 @@ class Choice:
     Attributes:
         slots: (batch, kv_heads, chosen) int64 indices of tokens, or (batch, kv_heads, group,
             chosen) where every query head has its own; in any order. None: all.
-        estimate: numbers that were read to choose, per row and KV head; a pair of key and value has
-            `head_dim` + `value_dim` of them.
+        estimate: numbers that were read to choose, per sequence and KV head; a pair of key and
+            value has `head_dim` + `value_dim` of them.
         weight: (batch, kv_heads, group) float32, the part of the output that the chosen tokens make
             up; None: all of it.
         rest: (batch, kv_heads, value_dim) float32, what the other part is.
