@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvtool.maths.fused import can_fuse, fused_attention, fused_group_attention
+from kvtool.maths.attention import can_fuse, fused_attention, fused_group_attention
 
 
 def drawn(*shape, seed, dtype=torch.float32):

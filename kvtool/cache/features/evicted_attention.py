@@ -10,12 +10,13 @@ from torch import Tensor
 from kvtool.cache.features.host import Chunk
 from kvtool.maths.attention import (
     attention_weights_lse,
+    can_fuse,
     dot_products,
+    fused_group_attention,
     group_queries,
     join_attention,
     weighted_values,
 )
-from kvtool.maths.fused import can_fuse, fused_group_attention
 
 NOTHING = float("-inf")
 """The log-sum-exp over no tokens."""

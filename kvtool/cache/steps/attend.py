@@ -25,13 +25,14 @@ from kvtool.kernels.kind import Family
 from kvtool.maths.attention import (
     attention_weights,
     attention_weights_lse,
+    can_fuse,
     dot_products,
+    fused_group_attention,
     group_queries,
     weighted_values,
     weights_lse_of_products,
     weights_of_products,
 )
-from kvtool.maths.fused import can_fuse, fused_group_attention
 
 
 def attend_codes(
