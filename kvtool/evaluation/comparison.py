@@ -27,6 +27,7 @@ from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
 from kvtool.evaluation.tasks.task import Task
 from kvtool.models.folder import REFERENCE
 from kvtool.planning.variants import BASELINE, Variant, make_variants
+from kvtool.policies.grammar import parse_policy, with_allocator
 from kvtool.policies.outside import check_imported
 from kvtool.sizes import DEFAULT_BUDGET, Budget
 
@@ -123,8 +124,6 @@ def _claim(recipe: Recipe, policies: list[str], budgets: list[Budget]) -> Claim 
     """Return the recipe's claim with policies and budgets spelled as in tables."""
     if recipe.claim is None:
         return None
-    from kvtool.policies.grammar import parse_policy
-
     pairs = [
         pair.model_copy(
             update={
@@ -149,8 +148,6 @@ def _policies(recipe: Recipe, source: Source) -> list[Policy]:
     """Return the policies, those that evict with the allocator, if there is one."""
     if recipe.policy is None and not recipe.eval.baseline:
         raise UsageError("no policy to evaluate", hint="--policy streaming,h2o,h2o+caote")
-    from kvtool.policies.grammar import parse_policy, with_allocator
-
     parsed = parse_policies(recipe, source, parse_policy)
     if recipe.allocator is None:
         return parsed

@@ -19,6 +19,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.model_shape import LayerShape
+from kvtool.policies.codec.codec import RANGE_BYTES
+from kvtool.policies.parts import Evidence
+from kvtool.policies.read.dry import step_bytes, table_bytes
 
 if TYPE_CHECKING:
     from kvtool.policies.codec.codec import Codec
@@ -57,8 +60,6 @@ def range_bytes(layer: LayerShape, codec: Codec | None) -> int:
     """Count the bytes beside the slots of a layer that say where the channels of its keys lie."""
     if codec is None:
         return 0
-    from kvtool.policies.codec.codec import RANGE_BYTES
-
     return layer.kv_heads * layer.key_dim * RANGE_BYTES
 
 
@@ -244,8 +245,6 @@ def _free(
     if policy is None:
         slots = _slots(budget.tokens, text) * layer.kv_heads
         return slots, 0, min(budget.tokens + 1, text.last) * layer.bytes
-    from kvtool.policies.parts import Evidence
-
     heads = [budget.tokens] * layer.kv_heads
     if policy.head_split is not None and text.prompt > budget.tokens:
         heads = policy.head_split.forecast(budget.tokens, text.prompt, layer.kv_heads, place)
@@ -305,8 +304,6 @@ def _shared(policy: Policy, layer: LayerShape, budget: LayerBudget, text: Text) 
 
 def _reading(layer: LayerShape, tokens: int, reading: Reading, text: Text) -> tuple[int, int]:
     """Return the bytes of a reader's tables, and what its step reads."""
-    from kvtool.policies.read.dry import step_bytes, table_bytes
-
     stored, reader = min(tokens, text.prompt), reading.reader
     last, end = stored + max(text.new, 1), stored + text.new
     tables = table_bytes(reader, layer, end) if end > reading.pairs else 0

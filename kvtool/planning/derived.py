@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvtool.documents.document import Section
 from kvtool.documents.memory import ModelShape
-from kvtool.documents.plan import Cost, PlanDocument, RocketKVSection
+from kvtool.documents.plan import Cost, PlanDocument, RocketKVSection, compression_ratio
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.model_shape import DTYPE_BYTES, LayerShape, layer_shapes
 from kvtool.planning.plan import Drafts, PlannableLayers, costs, totals_of
-from kvtool.planning.rocketkv import RocketKVPlan
+from kvtool.planning.rocketkv import RocketKVPlan, split_factor
+from kvtool.policies.allocate.table import parse_allocator
+from kvtool.policies.allocate.uniform import Uniform
+from kvtool.policies.grammar import parse_policy
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
@@ -127,8 +130,6 @@ def _policy(plan: PlanDocument, known: Iterable[Policy]) -> Policy | Literal[Fal
     read = next((policy for policy in known if str(policy) == plan.policy), None)
     if read is not None:
         return read
-    from kvtool.policies.grammar import parse_policy
-
     try:
         return parse_policy(plan.policy, imports=False)
     except UsageError:
@@ -136,16 +137,11 @@ def _policy(plan: PlanDocument, known: Iterable[Policy]) -> Policy | Literal[Fal
 
 
 def _needs_no_profile(plan: PlanDocument) -> bool:
-    from kvtool.policies.allocate.table import parse_allocator
-
     return parse_allocator(plan.layers.allocator).metric is None
 
 
 def _drafts(plan: PlanDocument, policy: Policy | None, shapes: list[LayerShape | None]) -> Drafts:
     """Return what `plan-budget` would make of the same request, split evenly without a profile."""
-    from kvtool.policies.allocate.table import parse_allocator
-    from kvtool.policies.allocate.uniform import Uniform
-
     allocator = parse_allocator(plan.layers.allocator) if _needs_no_profile(plan) else Uniform()
     least: int | None = plan.layers.min_tokens
     if policy is not None and plan.layers.min_tokens < policy.min_budget:
@@ -208,9 +204,6 @@ def _check_stages(plan: PlanDocument, own: PlanDocument | None) -> None:
 
 def _costs_of(plan: PlanDocument, section: RocketKVSection) -> tuple[Cost, Cost]:
     """Return what the stages of the section store and read."""
-    from kvtool.documents.plan import compression_ratio
-    from kvtool.planning.rocketkv import split_factor
-
     new, ratio = (
         plan.target.max_new_tokens,
         compression_ratio(section.context, section.token_budget),

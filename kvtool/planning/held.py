@@ -12,8 +12,17 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES, LayerShape
 from kvtool.planning.bytes import Forecast, LayerBudget, Reading, Text, forecast
-from kvtool.planning.rocketkv import PlannedStages, goes_by_stages, planned_stages
+from kvtool.planning.rocketkv import (
+    PlannedStages,
+    goes_by_stages,
+    pairs_of,
+    planned_stages,
+    sized_reader,
+    tokens_left,
+)
+from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.split import tokens_for_prompt
+from kvtool.policies.allocate.table import parse_allocator
 from kvtool.policies.policy import Policy
 from kvtool.sizes import DEFAULT_TOKENS, Budget
 
@@ -40,8 +49,6 @@ def even_budgets(
     free = [layer for layer in layers if layer is not None and layer.window is None]
     if policy is None or policy.reader is None or not free:
         return [LayerBudget(tokens)] * len(free)
-    from kvtool.planning.rocketkv import pairs_of, sized_reader, tokens_left
-
     stored, pairs, length = min(tokens, text.prompt), tokens, text.prompt
     if policy.budget_is_traffic:
         stored = tokens_left(policy, pairs, text.prompt, text.new)
@@ -64,8 +71,6 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
     free = [tokens[i] for i in plan.free_layers]
     if policy.reader is None:
         return [LayerBudget(count) for count in free]
-    from kvtool.planning.rocketkv import pairs_of, planned_stages, sized_reader, tokens_left
-
     new, head_dim, budgets = plan.target.max_new_tokens, plan.model.key_dim, []
     planned = planned_stages(plan, policy, n)
     for place, count in enumerate(free):
@@ -90,9 +95,6 @@ def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
     Raises:
         UsageError: the policy cannot split a budget over heads.
     """
-    from kvtool.policies.allocate.head_split import HeadSplit
-    from kvtool.policies.allocate.table import parse_allocator
-
     split = parse_allocator(plan.layers.allocator)
     if not isinstance(split, HeadSplit) or policy.head_split is not None:
         return policy

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.model_shape import LayerShape
 from kvtool.planning.bytes import Text, grown, slot_bytes
+from kvtool.policies.parts import Evidence
 from kvtool.sizes import LONG_PROMPT
 
 if TYPE_CHECKING:
@@ -127,8 +128,6 @@ def _summed_in_tiles(decoder: Any, policy: Policy, stored: Sequence[LayerShape])
 
 def _explicit_rows(policy: Policy, block: int, keys: int, first: int) -> int:
     """Count the queries whose attention weights exist at a time."""
-    from kvtool.policies.parts import Evidence
-
     rows = 0
     if policy.needs_all_rows or policy.on_evict is not None:
         rows = min(block, _ROWS)

@@ -22,6 +22,11 @@ from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape
 from kvtool.planning.plan import Planned, make_plan
+from kvtool.policies.allocate.table import ALLOCATORS
+from kvtool.policies.allocate.uniform import Uniform
+from kvtool.policies.grammar import parse_policy
+from kvtool.policies.policy import Policy
+from kvtool.policies.scores.full import Full
 from kvtool.sizes import DEFAULT_TOKENS, Budget, bytes_in_words
 
 if TYPE_CHECKING:  # a plan needs no torch
@@ -118,9 +123,6 @@ class Place:
         if share or not policy.takes_budget:
             tokens = max(1, int(evidence.share * target.prompt_tokens))
             target = target.model_copy(update={"bytes": None, "tokens": tokens})
-        from kvtool.policies.allocate.table import ALLOCATORS
-        from kvtool.policies.allocate.uniform import Uniform
-
         allocator = policy.allocator or Uniform()
         if allocator.name not in ALLOCATORS:
             raise UsageError("it splits its budget by a schedule of its own, which no plan has")
@@ -191,8 +193,6 @@ def _evidence(variant: VariantEntry, results: ResultsDocument, tasks: Sequence[s
     Raises:
         UsageError: it cannot be compared with the full cache, or not be run again.
     """
-    from kvtool.policies.grammar import parse_policy
-
     policy = parse_policy(variant.policy, imports=False)
     if variant.budget is None and policy.takes_budget:
         raise UsageError("it has no budget")
@@ -249,9 +249,6 @@ def _held(planned: Planned) -> int:
 
 def _full(results: ResultsDocument, place: Place) -> Evidence:
     """Return the full cache as a variant."""
-    from kvtool.policies.policy import Policy
-    from kvtool.policies.scores.full import Full
-
     variant = next(variant for variant in results.arms if variant.policy == _FULL)
     return Evidence(variant, Policy(Full()), Fraction(1), place.target.prompt_tokens, [])
 

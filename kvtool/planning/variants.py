@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
+from kvtool.policies.policy import Policy
+from kvtool.policies.scores.full import Full
 from kvtool.sizes import DEFAULT_BUDGET, Budget
 
 if TYPE_CHECKING:
@@ -72,9 +74,6 @@ def make_variants(
     Raises:
         UsageError: no policy, a budget that protected tokens fill.
     """
-    from kvtool.policies.policy import Policy
-    from kvtool.policies.scores.full import Full
-
     sizes = budgets or [DEFAULT_BUDGET]
     variants = [Variant(Policy(Full()), None, prefill)] if baseline else []
     for policy in policies:

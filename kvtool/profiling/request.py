@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError, did_you_mean
+from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget, parse_count
 
 if TYPE_CHECKING:
@@ -153,8 +154,6 @@ def _error_settings(
     name: str | None, given: Sequence[str] | None, tokens: int
 ) -> tuple[Policy, tuple[int, ...]]:
     """Return the policy of `output_error` and its budgets in tokens, ascending."""
-    from kvtool.policies.grammar import parse_policy
-
     policy = parse_policy(name or POLICY)
     if not policy.takes_budget and policy.codec is not None:
         raise UsageError(

@@ -10,6 +10,7 @@ from kvtool.documents.memory import DeviceMemory
 from kvtool.evaluation.samples.sample import Json, Sample
 from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.task import Task
+from kvtool.model_shape import trained_length
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import bytes_held, estimate_memory
 from kvtool.planning.variants import Variant
@@ -95,7 +96,6 @@ class Estimate:
     def prompt_tokens(self, task: Task, sample: Sample) -> int | None:
         """Return the tokens of a sample up to its first answer, cut where they are cut."""
         from kvtool.evaluation.bench.prompts import first_prompt, spoken
-        from kvtool.model_shape import trained_length
         from kvtool.models.chat import Frame, make_frame
 
         if not sample.turns:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.identity import config_hash
 from kvtool.package_data import package_hash
+from kvtool.policies.source import source_hash
 from kvtool.version import VERSION
 
 if TYPE_CHECKING:
@@ -51,8 +52,6 @@ def model_digest(loaded: Loaded) -> str:
 
 def code_digests(policy: Policy) -> Fingerprint:
     """Hash the code that answers: that of the policy from outside the package, and the package."""
-    from kvtool.policies.source import source_hash
-
     return {"policy": digest(source_hash(policy)), "package": digest([VERSION, package_hash()])}
 
 

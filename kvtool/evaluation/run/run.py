@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from kvtool.cache.files.format import weights_fingerprint
 from kvtool.documents.claim import Claim
 from kvtool.documents.results import (
     ModelUsed,
@@ -354,8 +355,6 @@ class Run:
 
 def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
     """Return what identifies these weights, this way of running them, and this kvtool."""
-    from kvtool.cache.files.format import weights_fingerprint
-
     names = ("id", "revision", "config_hash", "dtype", "device", "attn_implementation")
     hashes = {"weights": weights_fingerprint(loaded.model), "text": text_hash(loaded)}
     known = {name: getattr(used, name) for name in names}

@@ -17,6 +17,8 @@ from kvtool.documents.files import expand, read_bytes
 from kvtool.errors import UsageError, did_you_mean
 from kvtool.evaluation.samples.fit import longest
 from kvtool.evaluation.samples.sample import TokenCounter
+from kvtool.models.reference.filler import Filler
+from kvtool.models.reference.vocabulary import decode
 
 _SEED = 3  # training draws from seed 1, the model's own measurement from seed 2
 _POOL_TOKENS = 60_000  # of the built-in text, about 5,900 sentences to draw from
@@ -88,9 +90,6 @@ def haystack(source: str = "builtin") -> Haystack:
 
 @lru_cache(maxsize=1)
 def _builtin() -> Haystack:
-    from kvtool.models.reference.filler import Filler
-    from kvtool.models.reference.vocabulary import decode
-
     drawn = Filler(_SEED).take(np.random.default_rng(_SEED), _POOL_TOKENS)
     return Haystack("builtin", tuple(dict.fromkeys(map(decode, drawn))), shuffled=True)
 

@@ -13,6 +13,7 @@ import numpy as np
 from kvtool.evaluation.samples.fit import fit, generator
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.sample import Sample, TokenCounter, Turn
+from kvtool.models.reference.vocabulary import NOUNS
 
 _TOKENS_PER_CODE = 96
 _ASKED = 4
@@ -75,8 +76,6 @@ def question_samples(
 
 
 def _codes(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
-    from kvtool.models.reference.vocabulary import NOUNS
-
     keys = rng.choice(NOUNS, min(count, len(NOUNS)), replace=False).tolist()
     return [(key, str(rng.integers(10**4, 10**7))) for key in keys]
 

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kvtool.documents.files import expand
 from kvtool.documents.profile import ProfileData
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.evaluation.samples.data import Data, documents
+from kvtool.evaluation.samples.data_files import check_file
+from kvtool.evaluation.samples.sample import token_counter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,9 +57,6 @@ def check_source(source: str) -> None:
     if source == BUILTIN:
         return
 
-    from kvtool.evaluation.samples.data import Data
-    from kvtool.evaluation.samples.data_files import check_file
-
     path = Data.model_validate(source).path
     if path is not None and not expand(path).is_dir():
         check_file(expand(path), task="--data")
@@ -67,7 +67,6 @@ def _builtin(
 ) -> tuple[list[list[int]], str]:
     """Write prose that looks back on itself, and cut it to length."""
     from kvtool.evaluation.samples.passages import recap_passage
-    from kvtool.evaluation.samples.sample import token_counter
 
     counter = token_counter(tokenizer, None)
     texts, sha = [], hashlib.sha256()
@@ -96,7 +95,6 @@ def _from_data(
     tokenizer: Any, source: str, samples: int, tokens: int, seed: int
 ) -> tuple[list[list[int]], str]:
     """Cut texts into pieces: the first of each, in random order, before the second of any."""
-    from kvtool.evaluation.samples.data import Data, documents
     from kvtool.evaluation.samples.fit import generator
 
     data = Data.model_validate(source)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, NonNegativeInt
 from kvtool.documents.results import Number
 from kvtool.errors import UsageError
 from kvtool.evaluation.metrics.summary import Statistic, Summary
+from kvtool.evaluation.metrics.text import bleu_signature, corpus_bleu, rouge, sentence_bleu
 from kvtool.evaluation.samples.data import Data, documents
 from kvtool.evaluation.samples.passages import question_samples
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
@@ -124,8 +125,6 @@ def overlap(prediction: str, reference: str) -> dict[str, float]:
     """Return BLEU and ROUGE of one answer, 0 to 100, where their packages are installed."""
     if not installed("eval"):
         return {}
-    from kvtool.evaluation.metrics.text import rouge, sentence_bleu
-
     scores = rouge(prediction, reference)
     return {"bleu": sentence_bleu(prediction, reference)} | {
         name: scores[name] for name in ("rouge1", "rouge2", "rougeL")
@@ -136,8 +135,6 @@ def corpus_overlap(pairs: Sequence[tuple[str, str]]) -> dict[str, Statistic]:
     """Return the BLEU of all answers together, in place of the mean over answers."""
     if not installed("eval"):
         return {}
-    from kvtool.evaluation.metrics.text import corpus_bleu
-
     predictions, references = zip(*pairs, strict=True)
     return {"bleu": Statistic(corpus_bleu(predictions, references), len(pairs))}
 
@@ -146,8 +143,6 @@ def overlap_protocol() -> str:
     """Say how BLEU and ROUGE are computed, if they are."""
     if not installed("eval"):
         return "kvtool; no BLEU or ROUGE (pip install 'kvtool[eval]')"
-    from kvtool.evaluation.metrics.text import bleu_signature
-
     return f"kvtool; corpus BLEU {bleu_signature(sentence=False)}; ROUGE with stemmer"
 
 

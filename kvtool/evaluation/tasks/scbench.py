@@ -37,6 +37,7 @@ from kvtool.evaluation.samples.random_data import (
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Asking, Cell, Drawn, length_of
 from kvtool.evaluation.tasks.task import Samples
+from kvtool.models.reference.vocabulary import VARIABLES
 
 _ENDS = 3  # characters of a prefix and of a suffix
 _HOLDERS = 5  # variables that a value passes through
@@ -197,8 +198,6 @@ class Variables(DrawnContext):
     metric: ClassVar[str] = "string_match_all"
 
     def draft(self, rng: np.random.Generator, length: int, tokens: TokenCounter) -> Draft:
-        from kvtool.models.reference.vocabulary import VARIABLES
-
         count = max(_FEWEST_CHAINS, self.turns)
         values = rng.choice(np.arange(10_000, 100_000), count, replace=False).tolist()
         chains = rng.choice(VARIABLES, (count, _HOLDERS), replace=False).tolist()

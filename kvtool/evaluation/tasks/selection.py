@@ -11,6 +11,7 @@ from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source
 from kvtool.documents.tree import DocumentError, Problem
 from kvtool.errors import UsageError
+from kvtool.evaluation.samples.data import PRESETS, Data
 from kvtool.evaluation.tasks.table import expand, task_class
 from kvtool.evaluation.tasks.task import Task, covers
 from kvtool.extras import require
@@ -136,8 +137,6 @@ def parse_data(texts: Sequence[str]) -> dict[str, str]:
 
 def hub_data(tasks: list[Task]) -> list[str]:
     """Return the datasets that the hub is asked for, which takes long where there is no network."""
-    from kvtool.evaluation.samples.data import PRESETS, Data
-
     names = []
     for task in tasks:
         if "data" not in type(task).model_fields:

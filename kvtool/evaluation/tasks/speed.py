@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from kvtool.documents.results import Amount, Number
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.task import Lengths, Samples, Task, Tokens
+from kvtool.planning.batch_size import largest_batch
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
@@ -116,8 +117,6 @@ class Speed(Task):
         return self._once(bench, *size)
 
     def _largest(self, bench: Bench, length: int, new: int, memory: str) -> int:
-        from kvtool.planning.batch_size import largest_batch
-
         dtype = str(bench.model.dtype).removeprefix("torch.")
         size = Budget.parse(memory).bytes or 0  # a number of bytes, as `Memory` has checked
         return largest_batch(bench.model.config, dtype, bench.variant, length, new, size)
