@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import kvtool
-from kvtool.cache.features.repetition import Instructions
+from kvtool.cache.features.repetition import Instructions, Repetition
 
 SINK = 1  # the token that attracts queries
 SIZES = {
@@ -218,6 +218,7 @@ def any_cache(model, policy, budget=None, prefill="full", **options):
 
 def instructed(cache):
     """The cache, which repeats prompts by tokens that say nothing, if its policy has it repeat."""
-    if cache.repetition is not None:
-        cache.repetition.instruct(Instructions([5, 9, 2], [7, 3]))
+    part = Repetition.of(cache)
+    if part is not None:
+        part.instruct(Instructions([5, 9, 2], [7, 3]))
     return cache

@@ -6,7 +6,7 @@ forwards that are not stored, and cuts after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from html import escape
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.features.deferred_cut import cut_deferred
-from kvtool.cache.features.repetition import RepeatedWeights
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.tensor_parallel import heads_of_layer
 from kvtool.cache.state import CacheState
@@ -26,11 +25,11 @@ from kvtool.cache.steps.call import (
     PendingStep,
     RowNorms,
     StepContext,
+    Unstored,
     check_attended,
     set_mask_target,
     set_pending,
 )
-from kvtool.cache.steps.repeat import cut_repeated
 from kvtool.cache.steps.static import may_grow, reserve_slots
 from kvtool.documents.document import view
 from kvtool.documents.generation import CacheSection
@@ -74,16 +73,14 @@ class InWords:
 
 
 @contextmanager
-def repeating(cache: CacheState, weights: RepeatedWeights) -> Iterator[None]:
-    """Take the forwards inside as repetitions: their weights are noted, and nothing is stored."""
+def storing_nothing(cache: CacheState, attends: Unstored) -> Iterator[None]:
+    """Let the forwards inside be attended by somebody, and store none of their tokens."""
     with cache.rollback() if cache.recurrent else nullcontext():
-        if cache.repetition is None:
-            raise RuntimeError(f"policy `{cache.policy}` has nothing repeated")
-        cache.repetition.repeat(weights)
+        cache.running.store_nothing(attends)
         try:
             yield
         finally:
-            cache.repetition.repeat(None)
+            cache.running.store_nothing(None)
 
 
 def beside_slots(layer: SlotLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,24 +103,6 @@ def entry_budgets(cache: CacheState) -> list[int]:
     if not entries:
         return cache.tokens_seen()
     return [min(entry) for entry in zip(*entries, strict=True)]
-
-
-def end_repetition(
-    cache: CacheState, weights: RepeatedWeights | None, spans: Sequence[tuple[int, int]]
-) -> None:
-    """Cut a prompt by the weights of its repetition; what comes from here on is appended.
-
-    Args:
-        weights: None where all of it fits.
-        spans: first and last position, excluded, of what was repeated of each batch entry.
-    """
-    layers = _free(cache)
-    if weights is not None:
-        cut_repeated(layers, weights, spans)
-    for layer in layers:
-        layer.grow_exactly(False)
-    if cache.repetition is not None:
-        cache.repetition.end()
 
 
 def _free(cache: CacheState) -> list[SlotLayer]:
@@ -161,19 +140,17 @@ class KVCache(InWords, CacheState):
         running, q_len = self.running, key_states.shape[2]
         if layer.unattended:
             check_attended(layer)
-        if self.surprisals is not None:
-            self.surprisals.check_arriving()
-        if layer.parts.at["place_forward"]:
-            running.check_placed(layer)
         begun = layer.seen_device is not None or layer.seen > 0
         decoding = q_len == 1 and begun and not running.in_prompt
-        repeats = None
-        if self.repetition is not None and not decoding:
-            repeats = self.repetition.weights()
+        if self.parts:
+            for part in self.parts.values():
+                part.check_tokens(decoding)
+        if layer.parts.at["place_forward"]:
+            running.check_placed(layer)
         self.changing = True
-        if repeats is not None:
+        if running.unstored is not None and not decoding:
             raw_key, raw_value = beside_slots(layer, key_states, value_states)
-            context = StepContext(self.settings.kernel, notify=False, repeats=repeats)
+            context = StepContext(self.settings.kernel, notify=False, unstored=running.unstored)
             taken = raw_key, raw_value, key_states, value_states
             set_pending(PendingStep(self, layer, *taken, decoding, context))
             return raw_key, raw_value
@@ -254,7 +231,7 @@ class KVCache(InWords, CacheState):
     @property
     def layer_block(self) -> int | None:
         """How many tokens of a forward a layer takes before it cuts; None: all of them."""
-        whole = self.surprisals is not None or self.policy.two_stages
+        whole = self.parts.by_logits or self.policy.two_stages
         return None if whole else self.settings.block
 
     def watch_steps(
@@ -280,10 +257,8 @@ class KVCache(InWords, CacheState):
         Raises:
             KvtoolError: what is cached is not split over processes like the query heads.
         """
-        if self.repetition is not None:
-            if self.repetition.running is not None:
-                return
-            layer.grow_exactly(layer.window is None and not self.repetition.ended)
+        for own in self.parts.values():
+            own.begin_block(layer)
         for part in layer.parts.at["begin_prompt"]:
             part.begin_prompt()
         shards = self.link.shards
@@ -332,8 +307,8 @@ class KVCache(InWords, CacheState):
         if lengths is not None:
             self.budgets.check(lengths)
         self.running.enter_prompt(lengths)
-        if self.surprisals is not None:
-            self.surprisals.begin_turn()
+        for part in self.parts.values():
+            part.begin_prompt()
         before = self.first_layer.seen
         try:
             if lengths is not None:
@@ -355,14 +330,10 @@ class KVCache(InWords, CacheState):
     def _ends(self, lengths: list[int], new_tokens: int) -> list[int]:
         """How far each entry is read: to its last new token, or to the end of its repetition."""
         ends = [length + new_tokens for length in lengths]
-        if self.repetition is None or self.repetition.ended:
-            return ends
-        budgets = self.budgets.prompt_budgets(lengths) or [0] * len(lengths)
-        repeated = [
-            length + self.repetition.longest_pass(length) if length > budget else 0
-            for length, budget in zip(lengths, budgets, strict=True)
-        ]
-        return [max(both) for both in zip(ends, repeated, strict=True)]
+        for part in self.parts.values():
+            read = part.reads_to(lengths, self.budgets.prompt_budgets)
+            ends = [max(both) for both in zip(ends, read, strict=True)]
+        return ends
 
     def _expect(self, new_tokens: int) -> None:
         """Let buffers be as large as the tokens to come need, and no larger."""
@@ -371,8 +342,8 @@ class KVCache(InWords, CacheState):
         for layer in self.slot_layers:
             if layer.is_initialized:
                 layer.expect(new_tokens)
-        if self.surprisals is not None:
-            self.surprisals.fit()
+        for part in self.parts.values():
+            part.end_prompt()
 
     def expect_logits(self, tokens: Tensor, mask: Tensor | None) -> None:
         """Free slots for the tokens of the coming forward, for a policy that scores by logits.
@@ -381,7 +352,7 @@ class KVCache(InWords, CacheState):
             tokens: (batch, q_len) int64.
             mask: (batch, past + q_len), 0 = padding; None: no padding.
         """
-        if self.surprisals is None:
+        if not self.parts.by_logits:
             return
         self.changing = True
         first, q_len = self.first_layer, tokens.shape[1]
@@ -391,11 +362,19 @@ class KVCache(InWords, CacheState):
             valid = mask[:, first.seen : first.seen + q_len].bool()
             if not first.padded and bool(valid.all()):  # the one device sync of a prompt block
                 valid = None
+        parts = self.parts.values()
         if not decoding:
             if not self.running.in_prompt:
-                self.surprisals.begin_turn()
+                for part in parts:
+                    part.begin_prompt()
             self.budgets.plan_block(q_len, valid, self.running.prompt_lengths)
-        self.surprisals.make_room(tokens, valid, decoding)
+        for part in parts:
+            part.begin_forward(tokens, valid, decoding)
+
+    def take_logits(self, logits: Tensor) -> None:
+        """Look at the logits, (batch, q_len, vocab), of a forward, for such a policy."""
+        for part in self.parts.values():
+            part.end_forward(logits)
 
     def block_sizes(self, lengths: list[int]) -> list[int] | None:
         """How many tokens of each entry the next forward of a prompt should take; None: all.
@@ -404,7 +383,7 @@ class KVCache(InWords, CacheState):
             lengths: tokens that each entry will have seen at the prompt's end.
         """
         block = self.settings.block
-        if self.surprisals is None:
+        if not self.parts.by_logits:
             return None if block is None else [block] * len(lengths)
         block = block or DEFAULT_BLOCK
         budgets = self.budgets.prompt_budgets(lengths) or [2 * block] * len(lengths)

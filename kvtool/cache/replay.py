@@ -35,7 +35,7 @@ def replay(
         KvtoolError: keys that are stored in another form than they are attended in; a policy that
             scores by the model's logits.
     """
-    if cache.surprisals is not None:
+    if cache.parts.by_logits:
         raise KvtoolError(
             f"policy `{cache.policy.score.name}` goes by the model's logits, "
             "so it cannot be replayed layer by layer",

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtool.cache.rope_lengths import LengthRope, RopeChoice
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.steps.call import Placement
+from kvtool.cache.steps.call import Placement, Unstored
 from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
@@ -157,6 +157,7 @@ class ForwardState:
         in_generate: whether a `generate` runs it, which adds a token a forward to its text.
         fed: ids of forwards since the text was noted.
         placement: where it has placed its tokens; None: by their place in the text.
+        unstored: who attends its tokens, which are not stored; None: they are.
         logits_asked: its `logits_to_keep`.
         in_prompt: whether it is a part of a prompt that was announced.
         prompt_lengths: tokens that each batch entry will have seen at the end of that prompt.
@@ -169,6 +170,7 @@ class ForwardState:
         self.fed = FedTokens()
         self.rope = RopeChoice()
         self.placement: Placement | None = None
+        self.unstored: Unstored | None = None
         self.logits_asked: int | Tensor = 0
         self.prompt_lengths: list[int] | None = None
         self.leave_prompt()
@@ -223,6 +225,10 @@ class ForwardState:
     def place(self, placement: Placement | None) -> None:
         """Say where the running forward has placed its tokens."""
         self.placement = placement
+
+    def store_nothing(self, attends: Unstored | None) -> None:
+        """Say who attends the forwards that follow and are not stored; None: they are."""
+        self.unstored = attends
 
     def ask_logits(self, wanted: int | Tensor) -> None:
         """Note which logits the caller has asked for."""

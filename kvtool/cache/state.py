@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from kvtool.cache.budgets import ModelFacts, StoredBudgets
 from kvtool.cache.features.head_budgets import rank_heads
-from kvtool.cache.features.repetition import Repetition
+from kvtool.cache.features.table import make_cache_parts
 from kvtool.cache.features.trace import Trace
 from kvtool.cache.layers import make_layers
 from kvtool.cache.report import CacheReport, make_report
@@ -25,7 +25,6 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import ByteMeter
 from kvtool.cache.steps.groups import LayerGroups
 from kvtool.cache.steps.static import StaticSteps
-from kvtool.cache.steps.surprisal import Surprisals
 from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError, UsageError
@@ -48,8 +47,7 @@ class CacheState(Cache):
         linear: which layers have nothing else.
         meter: bytes of keys and values of all layers.
         budgets: what layers and batch entries may keep.
-        surprisals: of a policy that scores by the model's logits.
-        repetition: of a policy that has its prompt repeated.
+        parts: what features keep for all layers, by name.
         running: what is known of the running forward.
         changing: whether a forward has begun to change the cache and has not ended.
         groups: layers that evict together.
@@ -82,8 +80,7 @@ class CacheState(Cache):
         self.budgets = StoredBudgets(self.slot_layers, policy, budget, plan, facts)
         block = None if reads_whole(policy, planned=plan is not None) else block
         self.settings = CacheSettings(config, policy, budget, block, kernel, plan)
-        self.surprisals = Surprisals.of(self.slot_layers, policy)
-        self.repetition = Repetition.of(policy)
+        self.parts = make_cache_parts(self.slot_layers, policy)
         self.running, self._text, self.changing = ForwardState(), Text(), False
         self.groups, self.static = LayerGroups(), StaticSteps()
         if self.link.head_ranks is not None:
@@ -210,7 +207,7 @@ class CacheState(Cache):
             self.layers,
             self.tokens_seen(),
             peak=self.meter.peak,
-            extra=0 if self.surprisals is None else self.surprisals.bytes,
+            extra=sum(part.nbytes for part in self.parts.values()),
             shards=self.link.shards if of_all_processes else None,
         )
 
@@ -353,8 +350,8 @@ class CacheState(Cache):
             ids, logits = (None if each is None else change(each) for each in known)
             self._text = replace(text, input_ids=ids, next_logits=logits)
         self.budgets.reindex(change)
-        if self.surprisals is not None:
-            self.surprisals.reindex(change)
+        for part in self.parts.values():
+            part.reindex(change)
         if self.rope.chosen is not None:
             self.resume_rope(self.rope.chosen.reindexed(change))
 
@@ -364,10 +361,8 @@ class CacheState(Cache):
         """Forget the text."""
         self.ungroup()
         self.static.forget()
-        if self.surprisals is not None:
-            self.surprisals.reset()
-        if self.repetition is not None:
-            self.repetition.reset()
+        for part in self.parts.values():
+            part.reset()
         self.running, self._text, self.changing = ForwardState(), Text(), False
         self.budgets.reset()
         super().reset()

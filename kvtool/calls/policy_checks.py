@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvtool.cache.build import build_cache
 from kvtool.cache.compressed import attach
-from kvtool.cache.features.repetition import Instructions
+from kvtool.cache.features.repetition import Instructions, Repetition
 from kvtool.cache.files.load import load_cache
 from kvtool.cache.files.save import save_cache
 from kvtool.cache.hooks.attach import detach
@@ -71,8 +71,9 @@ class Subject:
         tokens = None if self.budget is None else budget or self.budget
         mode = "full" if self.policy.repetition is not None else mode
         cache = build_cache(self.model, self.policy, tokens, prefill=mode)
-        if cache.repetition is not None:
-            cache.repetition.instruct(Instructions([5, 9, 2], [7, 3]))
+        part = Repetition.of(cache)
+        if part is not None:
+            part.instruct(Instructions([5, 9, 2], [7, 3]))
         return cache
 
     def feed(self, cache: KVCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtool.cache.cache import KVCache
+from kvtool.cache.features.repetition import Repetition
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.finite import check_logits, explaining
 from kvtool.generation.repeating import begin_prompt, repeat_prompt
@@ -79,7 +80,7 @@ def prefill(
             else:
                 ends_here = valid.any(1)[:, None]
                 logits = torch.where(ends_here, out, logits)
-        part = cache.repetition
+        part = Repetition.of(cache)
         if logits is not None and part is not None and not part.ended:
             rows = [
                 ids[own].tolist()

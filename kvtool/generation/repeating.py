@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvtool.cache.cache import KVCache, end_repetition, entry_budgets, repeating
-from kvtool.cache.features.repetition import Instructions, RepeatedWeights
+from kvtool.cache.cache import KVCache, entry_budgets, storing_nothing
+from kvtool.cache.features.repetition import Instructions, RepeatedWeights, Repetition
 from kvtool.errors import UsageError
 from kvtool.models.chat import Frame, continued_ids
 from kvtool.policies.evidence import RepetitionAsked
@@ -70,7 +70,7 @@ def instruct_chat(
         ids: (1, n) int64.
         ending: as for `chat_instructions`.
     """
-    part = cache.repetition
+    part = Repetition.of(cache)
     if part is not None and not part.ended and frame.closing:
         row = ids[0].tolist()
         part.instruct(chat_instructions(tokenizer, part.asked, frame, row, ending))
@@ -82,12 +82,12 @@ def begin_prompt(cache: KVCache, tokenizer: PreTrainedTokenizerBase | None) -> N
     Raises:
         UsageError: there are no instructions, and no tokenizer.
     """
-    part = cache.repetition
+    part = Repetition.of(cache)
     if part is None:
         return
     if part.instructions is None and tokenizer is not None:
         part.instruct(plain_instructions(tokenizer, part.asked))
-    part.begin()
+    part.announce()
 
 
 def repeat_prompt(cache: KVCache, rows: Sequence[Sequence[int]], forward: Forward) -> None:
@@ -102,7 +102,7 @@ def repeat_prompt(cache: KVCache, rows: Sequence[Sequence[int]], forward: Forwar
     Raises:
         UsageError: what is not repeated fills the budget of an entry.
     """
-    part = cache.repetition
+    part = Repetition.of(cache)
     if part is None or part.ended or part.instructions is None:
         return
     budgets = entry_budgets(cache)
@@ -114,9 +114,9 @@ def repeat_prompt(cache: KVCache, rows: Sequence[Sequence[int]], forward: Forwar
     if weights is not None:
         for chunk, fed in _passes(part.asked, part.instructions, rows, spans):
             weights.begin_chunk(chunk)
-            with repeating(cache, weights):
+            with storing_nothing(cache, weights):
                 forward(*_padded(fed, cache.first_layer.slots.device))
-    end_repetition(cache, weights, spans)
+    part.cut(weights, spans)
 
 
 def _span(asked: RepetitionAsked, around: Instructions, length: int, budget: int) -> Span:

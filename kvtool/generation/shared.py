@@ -41,8 +41,7 @@ def can_share(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
         and not stores_latents(cache.config)
         and cache.get_seq_length() == 0
         and (block is None or block >= tokens)
-        and cache.surprisals is None
-        and cache.repetition is None
+        and not cache.parts
         and not (cache.recurrent or cache.renumbers)
         and not cache.settings.kv_sharing
         and all(_is_plain(layer) for layer in cache.layers)

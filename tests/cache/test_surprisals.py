@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvtool
+from kvtool.cache.features.surprisal import Surprisals
 from kvtool.generation import compress, decode_step, prefill, token_logprobs
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference.sirllm import SlowSirLLM
@@ -45,7 +46,7 @@ def compare(slow, cache, logits, expected, layers):
     for layer in range(layers):
         for head in cache.kept_positions(layer)[0]:
             assert head.tolist() == slow.kept
-    scores, _ = cache.surprisals.by_position()
+    scores, _ = Surprisals.of(cache).by_position()
     expected = torch.tensor([slow.surprisal[p] for p in slow.kept])
     torch.testing.assert_close(scores[0], expected, atol=1e-4, rtol=1e-4)
 
@@ -242,7 +243,7 @@ def test_inference_mode_and_half_precision(model):
         decode_step(model, cache, torch.tensor([3]))
     for token in (5, 6):
         assert decode_step(model, cache, torch.tensor([token])).isfinite().all()
-    assert cache.surprisals.table.dtype == torch.float32
+    assert Surprisals.of(cache).table.dtype == torch.float32
 
 
 def test_what_shows_no_logits_or_tokens_is_refused(model):

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvtool
+from kvtool.cache.features.repetition import Repetition
 from kvtool.documents.turns import UserTurn
 from kvtool.errors import UsageError
 from kvtool.generation import Conversation
@@ -315,7 +316,7 @@ def test_text_as_it_stands_becomes_part_of_the_answer_before_it():
 def test_kvzip_asks_in_the_words_of_the_template():
     conversation = talk(LLAMA_2, policy="kvzip", budget=60)
     conversation.say(UserTurn("A book. " * 20), max_new_tokens=1)
-    asked = conversation.cache.repetition.instructions.first
+    asked = Repetition.of(conversation.cache).instructions.first
     asked = conversation.tokenizer.decode(asked, clean_up_tokenization_spaces=False)
     assert asked.startswith(" </s><s>[INST] ")
     assert asked.endswith(" [/INST]")

@@ -9,7 +9,8 @@ import torch
 import kvtool
 from kvtool import KvtoolError, UsageError, parse_policy
 from kvtool.cache import cache as cache_module
-from kvtool.cache.features.repetition import Instructions
+from kvtool.cache.features import repetition
+from kvtool.cache.features.repetition import Instructions, Repetition
 from kvtool.generation import compress, generate, prefill
 from kvtool.models.load import load
 from kvtool.policies.parts import Evidence, Score
@@ -28,14 +29,14 @@ def attached(name="llama", **changes):
 def cut(model, policy, ids, budget=BUDGET, mask=None, around=(0, 0)):
     """A cache that has read a prompt, and the weights that it was cut by, by layer."""
     cache, noted = kvtool.build_cache(model, policy, budget), []
-    cache.repetition.instruct(Instructions(FIRST, LATER, *around))
-    whole = cache_module.cut_repeated
+    Repetition.of(cache).instruct(Instructions(FIRST, LATER, *around))
+    whole = repetition.cut_repeated
 
     def note(layers, weights, spans):
         noted.append(weights.by_layer)
         whole(layers, weights, spans)
 
-    with patch.object(cache_module, "cut_repeated", note):
+    with patch.object(repetition, "cut_repeated", note):
         prefill(model, cache, ids, mask)
     return cache, (noted[0] if noted else {})
 
@@ -100,7 +101,7 @@ def test_heads_of_each_layer_compete_where_that_is_asked_for():
 
 def test_what_fits_is_fed_once():
     model, ids = attached(), random_ids(PROMPT)
-    with patch.object(cache_module, "repeating", side_effect=AssertionError("fed twice")):
+    with patch.object(cache_module, "storing_nothing", side_effect=AssertionError("fed twice")):
         cache, noted = cut(model, "kvzip", ids, budget=PROMPT)
     assert noted == {}
     assert cache.report().kept_per_layer == [PROMPT, PROMPT]
@@ -159,7 +160,7 @@ def test_families_hold_the_budget_and_go_on_as_before(name):
     model, ids = kvtool.attach(family_model(name)), random_ids(64)
     cache, fits = (kvtool.build_cache(model, "kvzip(chunk=25)", tokens) for tokens in (20, 64))
     for each in (cache, fits):
-        each.repetition.instruct(Instructions(FIRST, LATER))
+        Repetition.of(each).instruct(Instructions(FIRST, LATER))
     first, full = prefill(model, cache, ids), kvtool.build_cache(model, "full")
     assert torch.equal(first, prefill(model, full, ids))  # which come before the cut
     prefill(model, fits, ids)
@@ -177,7 +178,7 @@ def test_families_hold_the_budget_and_go_on_as_before(name):
 def test_recurrent_states_are_those_of_the_prompt_alone():
     model, ids = kvtool.attach(family_model("qwen3_next")), random_ids(64)
     cache, full = kvtool.build_cache(model, "kvzip", 20), kvtool.build_cache(model, "full")
-    cache.repetition.instruct(Instructions(FIRST, LATER))
+    Repetition.of(cache).instruct(Instructions(FIRST, LATER))
     prefill(model, cache, ids), prefill(model, full, ids)
     states = [
         (mine.recurrent_states, theirs.recurrent_states)
@@ -205,12 +206,12 @@ def test_a_tokenizer_says_the_instruction(reference):
     assert "tokenizer=tokenizer" in refused.value.hint
     assert cache.get_seq_length() == 0
     compress(model, cache, ids, tokenizer=tokenizer)
-    said = tokenizer.decode(cache.repetition.instructions.first)
+    said = tokenizer.decode(Repetition.of(cache).instructions.first)
     assert said == "\n\nRepeat the previous context exactly."
     generate(model, tokenizer, kvtool.build_cache(model, "kvzip", 40), ids, max_new_tokens=2)
     own = kvtool.build_cache(model, "kvzip(instruction=Say it again.)", 40)
     compress(model, own, ids, tokenizer=tokenizer)
-    for told in (own.repetition.instructions.first, own.repetition.instructions.later):
+    for told in (Repetition.of(own).instructions.first, Repetition.of(own).instructions.later):
         assert tokenizer.decode(told) == "Say it again."
 
 

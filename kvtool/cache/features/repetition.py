@@ -1,4 +1,8 @@
-"""How a cache's prompt is repeated before it is cut, and the weights that its slots received."""
+"""How a cache's prompt is repeated before it is cut, by the weights that its slots receive.
+
+A repetition is attended and not stored: the cache stays as it is, but for recurrent layers, whose
+state the caller rolls back. Then all layers are cut at once.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvtool.cache.features.cache_part import Budgets, CachePart
+from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.steps.attend import call_weights
+from kvtool.cache.steps.attend_block import attend_plain
+from kvtool.cache.steps.block import Block, cut, note_scores
+from kvtool.cache.steps.call import Call
+from kvtool.cache.steps.view import make_view, score, used_view
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.policies.evidence import RepetitionAsked
+from kvtool.maths.selection import take
+from kvtool.policies.evidence import Repeated, RepetitionAsked
+from kvtool.policies.numbers import at_least_zero
 from kvtool.policies.policy import Policy
+
+_ROWS = 128  # queries whose weights are held at a time
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,8 @@ class Instructions:
 class RepeatedWeights:
     """The highest weights that slots receive while their prompt is repeated.
 
+    It attends the tokens that repeat the prompt: `kvtool.cache.steps.call.Unstored`.
+
     Attributes:
         sinks: so many first tokens are attended to beside the running chunk.
         starts, ends: positions of the running chunk of each batch entry; equal where it has none.
@@ -48,6 +66,18 @@ class RepeatedWeights:
     def begin_chunk(self, spans: Sequence[tuple[int, int]]) -> None:
         """Say which tokens of each batch entry the next forward repeats."""
         self.starts, self.ends = [start for start, _ in spans], [end for _, end in spans]
+
+    def attend(self, layer: SlotLayer, call: Call) -> Tensor:
+        """Attend tokens that are not stored, and note their weights on the tokens that they repeat.
+
+        Returns:
+            (batch, heads, q_len, value_dim).
+        """
+        block = _lay_out(layer, call)
+        out = attend_plain(layer, call, block)
+        if layer.window is None:
+            _note_weights(layer, call, block, self)
+        return out
 
     def slots(self, positions: Tensor, padded: bool) -> tuple[Tensor, Tensor]:
         """Find the slots of the first tokens and of the running chunk.
@@ -89,7 +119,7 @@ class RepeatedWeights:
         self.by_layer[layer].scatter_reduce_(2, place, own, "amax")
 
 
-class Repetition:
+class Repetition(CachePart):
     """What a cache knows of how its prompt is repeated; later texts are appended.
 
     Attributes:
@@ -97,31 +127,28 @@ class Repetition:
         instructions: in tokens; None where nobody has a tokenizer.
         ended: whether the prompt has been cut, or fits.
         driven: whether somebody feeds a prompt who will repeat it.
-        running: what notes the weights of the running forward, which repeats; None: it does not.
     """
 
+    name = "repetition"
     refusals: ClassVar[Mapping[str, str]] = {
         "eager": "`{policy.score.name}` looks back from queries, "
         "and the eager attention of `{model}` does not show them",
         "joined": "it reads each prompt a second time",
     }
 
-    def __init__(self, asked: RepetitionAsked, name: str) -> None:
-        self.asked, self._name = asked, name
+    def __init__(self, layers: list[SlotLayer], policy: Policy, asked: RepetitionAsked) -> None:
+        self._layers, self._name, self.asked = layers, policy.score.name, asked
         self.instructions: Instructions | None = None
-        self.running: RepeatedWeights | None = None
         self.reset()
 
     @classmethod
-    def of(cls, policy: Policy) -> Repetition | None:
-        """Return it for a policy that has its prompt repeated; None for others."""
-        asked = policy.repetition
-        return None if asked is None else cls(asked, policy.score.name)
+    def serves(cls, policy: Policy) -> bool:
+        return policy.repetition is not None
 
     @classmethod
-    def serves(cls, policy: Policy) -> bool:
-        """Whether a policy has its prompt repeated."""
-        return policy.repetition is not None
+    def make(cls, layers: list[SlotLayer], policy: Policy) -> Repetition | None:
+        asked, free = policy.repetition, [layer for layer in layers if layer.window is None]
+        return None if asked is None else cls(free, policy, asked)
 
     def reset(self) -> None:
         """Forget the text, and what stood around it."""
@@ -129,11 +156,15 @@ class Repetition:
         if self.instructions is not None:
             self.instructions = replace(self.instructions, before=0, behind=0)
 
+    def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Note that the prompt of a file has been cut."""
+        self.ended = True
+
     def instruct(self, instructions: Instructions) -> None:
         """Say what goes around the prompt that comes."""
         self.instructions = instructions
 
-    def begin(self) -> None:
+    def announce(self) -> None:
         """Say that a prompt is fed which will be repeated.
 
         Raises:
@@ -149,7 +180,15 @@ class Repetition:
             )
         self.driven = True
 
-    def longest_pass(self, tokens: int) -> int:
+    def reads_to(self, lengths: list[int], budgets: Budgets) -> list[int]:
+        """Return the end of each entry's repetition, if it is cut and has one."""
+        if self.ended:
+            return lengths
+        known = budgets(lengths) or [0] * len(lengths)
+        pairs = zip(lengths, known, strict=True)
+        return [length + self._longest_pass(length) * (length > own) for length, own in pairs]
+
+    def _longest_pass(self, tokens: int) -> int:
         """Return how many tokens a forward feeds at most that repeats a part of so many tokens."""
         instructions = self.instructions
         if instructions is None:
@@ -157,24 +196,111 @@ class Repetition:
         around = max(len(instructions.first), len(instructions.later) + self.asked.lead)
         return around + min(tokens, self.asked.chunk)
 
-    def repeat(self, weights: RepeatedWeights | None) -> None:
-        """Take the next forwards as repetitions whose weights are noted; None: not any more."""
-        self.running = weights
-
-    def end(self) -> None:
-        """Say that what comes is appended."""
-        self.ended, self.driven = True, False
-
-    def weights(self) -> RepeatedWeights | None:
-        """Return what notes the weights of a forward that repeats; None for one that is stored.
+    def check_tokens(self, decoding: bool) -> None:
+        """Refuse a prompt that nobody will repeat.
 
         Raises:
-            KvtoolError: a prompt that is fed by a plain forward, so that nobody will repeat it.
+            KvtoolError: it is fed by a plain forward.
         """
-        if not (self.ended or self.driven):
+        if not (decoding or self.ended or self.driven):
             raise KvtoolError(
                 f"policy `{self._name}` has a prompt repeated before it is cut, "
                 "and a plain forward, or `generate` of transformers, reads it once",
                 hint="kvtool.compress(..) or kvtool.generate(..); from then on the model's own",
             )
-        return self.running
+
+    def begin_block(self, layer: SlotLayer) -> None:
+        """Have buffers of a prompt's size until it is cut."""
+        layer.grow_exactly(layer.window is None and not self.ended)
+
+    def cut(self, weights: RepeatedWeights | None, spans: Sequence[tuple[int, int]]) -> None:
+        """Cut a prompt by the weights of its repetition; what comes from here on is appended.
+
+        Args:
+            weights: None where all of it fits.
+            spans: first and last position, excluded, of what was repeated of each batch entry.
+        """
+        if weights is not None:
+            cut_repeated(self._layers, weights, spans)
+        for layer in self._layers:
+            layer.grow_exactly(False)
+        self.ended, self.driven = True, False
+
+
+def _lay_out(layer: SlotLayer, call: Call) -> Block:
+    """Lay out the slots and the tokens behind them; nothing is counted."""
+    new, slots, device = call.positions, layer.slots, call.query.device
+    if new is None:
+        places = torch.arange(call.q_len, device=device)
+        new = (layer.seen if layer.lengths is None else layer.lengths[:, None]) + places
+        new = new.view(-1, call.q_len)
+    kept = call.raw_key.shape[2] - call.q_len
+    behind = new.to(torch.int32)[:, None].expand(slots.batch, slots.kv_heads, -1)
+    positions = torch.cat([slots.positions[:, :, :kept], behind], 2)
+    return Block(new, make_view(layer, (call.value,), positions, call.q_len), {}, kept)
+
+
+def _note_weights(layer: SlotLayer, call: Call, block: Block, weights: RepeatedWeights) -> None:
+    """Note the highest weight on each token of the chunk, of all queries and of a head's group.
+
+    The softmax is over the first tokens, the chunk and the repetition up to the query.
+    """
+    kept, new = block.kept, block.new.expand(call.query.shape[0], -1)
+    index, there = weights.slots(layer.slots.positions[:, 0, :kept], layer.padded)
+    key = torch.cat([take(call.key[:, :, :kept], index[:, None]), call.key[:, :, kept:]], 2)
+    valid, place = new >= 0, torch.arange(call.q_len, device=new.device)
+    best: Tensor | None = None
+    for start in range(0, call.q_len, _ROWS):
+        rows = slice(start, start + _ROWS)
+        own = (place <= place[rows, None]) & valid[:, None]
+        seen = torch.cat([there[:, None].expand(-1, own.shape[1], -1), own], 2)[:, None, None]
+        found = call_weights(call, call.query[:, :, rows], key, seen)[..., : index.shape[1]]
+        top = found.masked_fill_(~valid[:, None, None, rows, None], 0).amax(3)
+        best = top if best is None else torch.maximum(best, top)
+    if best is not None:
+        best = best.flatten(1, 2).unflatten(1, (layer.slots.kv_heads, -1)).amax(2)
+        weights.add(layer.index, best, index, there, kept)
+
+
+def cut_repeated(
+    layers: Sequence[SlotLayer], weights: RepeatedWeights, spans: Sequence[tuple[int, int]]
+) -> None:
+    """Cut layers that hold a prompt whole, all at once, by the weights of its repetition.
+
+    Args:
+        layers: those of free budget.
+        spans: first and last position, excluded, of what was repeated of each batch entry.
+    """
+    judged = []
+    for layer in layers:
+        part, used = HeadBudgets.of(layer), layer.slots.used_slots()
+        if part is None:
+            raise RuntimeError("heads that compete have budgets of their own")
+        repeated = _repeated(layer, weights, spans, used.positions)
+        view = replace(used_view(layer), repeated=repeated)
+        evicted = at_least_zero(view.held - layer.budget.tokens)
+        importance, protected = score(layer.policy, view, used.state, None, evicted)
+        note_scores(layer, view, importance, protected)
+        heads = part.heads_of(layer, view, importance, protected)
+        judged.append((view, importance, protected, heads))
+    split = HeadBudgets.of(layers[0])
+    if split is None:
+        raise RuntimeError("heads that compete have budgets of their own")
+    tokens = split.split.tokens_of([heads for *_, heads in judged])
+    for layer, (view, importance, protected, _), own in zip(layers, judged, tokens, strict=True):
+        used = layer.slots.used_slots()
+        counts = layer.slots.heads.own(own)
+        cut(layer, view, used.state, None, importance, protected, counts)
+
+
+def _repeated(
+    layer: SlotLayer,
+    weights: RepeatedWeights,
+    spans: Sequence[tuple[int, int]],
+    positions: Tensor,
+) -> Repeated:
+    starts, ends = (
+        torch.tensor(each, device=positions.device)[:, None, None]
+        for each in zip(*spans, strict=True)
+    )
+    return Repeated(weights.by_layer[layer.index], (positions >= starts) & (positions < ends))

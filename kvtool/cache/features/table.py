@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from kvtool.cache.features.cache_part import CachePart, CacheParts
 from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.features.head_budgets import HeadBudgets
@@ -13,9 +14,10 @@ from kvtool.cache.features.queries import LastQueries, Moments, QueryWindow
 from kvtool.cache.features.repetition import Repetition
 from kvtool.cache.features.rope_shift import RopeShift
 from kvtool.cache.features.sparse_index import SparseIndex
+from kvtool.cache.features.surprisal import Surprisals
 from kvtool.cache.slots.cut_schedule import CutSchedule
+from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import LayerSite, Part, Refusing
-from kvtool.cache.steps.surprisal import Surprisals
 from kvtool.policies.policy import Policy
 
 FEATURES: tuple[type[Part], ...] = (
@@ -33,7 +35,7 @@ FEATURES: tuple[type[Part], ...] = (
 )
 
 
-OF_CACHES: tuple[type[Repetition] | type[Surprisals], ...] = (Repetition, Surprisals)
+OF_CACHES: tuple[type[CachePart], ...] = (Repetition, Surprisals)
 """The features that keep something for all layers of a cache."""
 
 
@@ -47,3 +49,9 @@ def make_parts(site: LayerSite) -> list[Part]:
     """Make what the features of a layer's policy keep beside its slots."""
     made = [feature.make(site) for feature in FEATURES]
     return [part for part in made if part is not None]
+
+
+def make_cache_parts(layers: list[SlotLayer], policy: Policy) -> CacheParts:
+    """Make what the features of a cache's policy keep for all its layers."""
+    made = [feature.make(layers, policy) for feature in OF_CACHES]
+    return CacheParts(part for part in made if part is not None)

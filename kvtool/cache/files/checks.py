@@ -218,9 +218,6 @@ def _check_filled(
         raise file.bad(name, "lacks tokens, and its policy keeps all")
 
 
-_FLOATS = (torch.float32, torch.float64)
-
-
 def check_tensors(
     path: Path,
     metadata: Mapping[str, str],
@@ -274,9 +271,8 @@ def _check_text(file: FileTensors, cache: KVCache, model: PreTrainedModel, token
     logits = (batch, _logits_of(model))
     if "next_logits" in file.left:
         file.take("next_logits", logits, torch.float32, unknown=True)
-    if cache.surprisals is not None:
-        file.take("state.surprisal", (batch, file.kept(cache.first_layer.index)), torch.float32)
-        file.take("state.next_logits", logits, (*_FLOATS, model.dtype), unknown=True)
+    for part in cache.parts.values():
+        part.check(file, file.kept(cache.first_layer.index), logits, model.dtype)
     free = [layer for layer in cache.slot_layers if layer.window is None]
     if cache.budgets.deferred:
         file.take("spread.variance", (batch, len(free)), torch.float64, 0)

@@ -80,11 +80,8 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
         names = ("spread.variance", "spread.queries", "spread.held")
         rows = zip(*(tensors[name].tolist() for name in names), strict=True)
         cache.budgets.load([Spread(*row) for row in rows])
-    if cache.surprisals is not None:
-        own = [tensors[f"state.{name}"].to(model.device) for name in ("surprisal", "next_logits")]
-        cache.surprisals.fill(*own)
-    if cache.repetition is not None:
-        cache.repetition.end()
+    for part in cache.parts.values():
+        part.load(tensors, model.device)
     if cache.budgets.traffic is not None:
         cache.budgets.traffic.load(tensors["read.ends"].tolist())
         cache.budgets.expect(int(tensors["read.reserve"]))

@@ -121,10 +121,8 @@ def _cache_tensors(cache: KVCache) -> dict[str, Tensor]:
         tensors["spread.held"] = torch.tensor([list(row.held) for row in rows])
     if cache.link.head_ranks is not None:
         tensors["head_ranks"] = cache.link.head_ranks
-    if cache.surprisals is not None:
-        scores, next_of_text = cache.surprisals.by_position()
-        tensors["state.surprisal"] = scores.cpu()
-        tensors["state.next_logits"] = next_of_text.cpu()
+    for part in cache.parts.values():
+        tensors |= part.tensors()
     traffic = cache.budgets.traffic
     if traffic is not None:
         tensors["read.ends"] = torch.tensor(traffic.ends)

@@ -207,7 +207,7 @@ def kvtool_attention(
             f"which policy `{step.layer.policy}` stores as codes"
         )
     call = make_call(step.context, step.raw_key, step.raw_value)
-    if not step.decoding:
+    if not step.decoding and step.context.unstored is None:
         step.owner.begin_block(step.layer, query.shape[1], call.positions, query.shape[2])
     out = run_step(step.layer, call, step.decoding)
     if step.context.notify:

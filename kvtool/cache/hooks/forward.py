@@ -28,7 +28,6 @@ from kvtool.cache.hooks.same_cache import check_returned, set_aside
 from kvtool.cache.hooks.training import check_training
 from kvtool.cache.steps.call import IMPLEMENTATION, forget_pending
 from kvtool.cache.steps.shared_kv import forget_shared_kv
-from kvtool.cache.steps.surprisal import Surprisals
 from kvtool.errors import KvtoolError, UsageError
 
 _KEEP = "logits_to_keep"
@@ -52,7 +51,7 @@ def ask_logits(cache: KVCache, given: dict[str, Any]) -> tuple[tuple, dict] | No
     return (), {**given, _KEEP: 0}
 
 
-def answer_logits(cache: KVCache, surprisals: Surprisals, output: Any) -> None:
+def answer_logits(cache: KVCache, output: Any) -> None:
     """Show the logits to a cache, and leave those that the caller has asked for."""
     logits = getattr(output, "logits", None)
     if logits is None:
@@ -60,7 +59,7 @@ def answer_logits(cache: KVCache, surprisals: Surprisals, output: Any) -> None:
             f"policy `{cache.policy.score.name}` goes by logits, and this forward returns none",
             hint="call the attached model itself, with return_dict=True",
         )
-    surprisals.learn(logits)
+    cache.take_logits(logits)
     output.logits = _asked_for(logits, cache.running.answer_logits())
 
 
@@ -125,7 +124,7 @@ def _before_model(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, 
     if cache is None:
         return None
     _LOCAL.begun = id(cache), cache.slot_layers[0].seen
-    if cache.surprisals is None:
+    if not cache.parts.by_logits:
         return None
     _note_mask(cache, given)
     cache.begin_forward()
@@ -149,7 +148,7 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
         position_ids = given.get("position_ids")
         if position_ids is not None and position_ids.shape[-1] > 1:
             check_running(cache, given, position_ids)
-    if cache.surprisals is None:
+    if not cache.parts.by_logits:
         cache.begin_forward()
     placing = cache.slot_layers[0].parts.at["place_forward"]
     if not placing:
@@ -202,7 +201,7 @@ def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object)
     returned: object = getattr(output, "past_key_values", None)
     if returned is not cache:
         check_returned(module, cache, output)
-    if cache.surprisals is None:
+    if not cache.parts.by_logits:
         if not cache.changing:
             raise set_aside(module)
         cache.end_forward(given.get("input_ids"))
@@ -218,11 +217,12 @@ def _after_model(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> A
     if returned is not cache:
         check_returned(module, cache, output)
     layer, compiling = cache.slot_layers[0], torch.compiler.is_compiling()
-    counted = not compiling and layer.seen_device is None and cache.repetition is None
+    stored = cache.running.unstored is None
+    counted = not compiling and layer.seen_device is None and stored
     if counted and _LOCAL.begun == (id(cache), layer.seen):
         raise set_aside(module)
-    if cache.surprisals is not None:
-        answer_logits(cache, cache.surprisals, output)
+    if cache.parts.by_logits:
+        answer_logits(cache, output)
         cache.end_forward(given.get("input_ids"))
         return output
     parts = cache.running.fed.parts

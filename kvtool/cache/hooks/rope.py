@@ -117,8 +117,8 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> None:
         _LOCAL.running = getattr(_LOCAL, "reading", None)
         return
     first = cache.first_layer
-    repeats = cache.repetition is not None and cache.repetition.running is not None
-    if cache.link.rope is not None and first.seen_device is None and not repeats:
+    stored = cache.running.unstored is None
+    if cache.link.rope is not None and first.seen_device is None and stored:
         _check(cache, cache.link.rope, given)
     _LOCAL.running = cache.rope.chosen
 

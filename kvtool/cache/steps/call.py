@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from kvtool.cache.features.repetition import RepeatedWeights
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import KnownColumns
 from kvtool.cache.steps.grouped import LayerGroup
@@ -69,6 +68,13 @@ class Placement:
         return replace(self, start=choose(self.start)) if isinstance(self.start, Tensor) else self
 
 
+class Unstored(Protocol):
+    """Who attends the tokens of a forward that are not stored."""
+
+    def attend(self, layer: SlotLayer, call: Call) -> Tensor:
+        """Attend them: (batch, heads, q_len, value_dim)."""
+
+
 @dataclass(frozen=True)
 class StepContext:
     """What a forward is like for one layer.
@@ -84,8 +90,7 @@ class StepContext:
         shares_kv: whether later layers read the keys and values of this one.
         norms: takes the log-sum-exp of a whole prompt's rows, where they can be told; None: nobody
             asks.
-        repeats: notes the weights of tokens that repeat the prompt and are not stored; None: they
-            are.
+        unstored: attends tokens that are not stored; None: they are.
     """
 
     kernel: str = "sdpa"
@@ -96,7 +101,7 @@ class StepContext:
     notify: bool = True
     shares_kv: bool = False
     norms: RowNorms | None = None
-    repeats: RepeatedWeights | None = None
+    unstored: Unstored | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.evict import evict_after_token
 from kvtool.cache.steps.grouped import LayerGroup
 from kvtool.cache.steps.masked import check_mask, mask_by_slot, masked_attention
-from kvtool.cache.steps.repeat import attend_repetition
 from kvtool.cache.steps.view import values_by_kv_head
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import group_queries
@@ -84,8 +83,8 @@ def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
         _check_latent(layer)
     if call.mask is not None:
         return _run_masked(layer, call, call.mask, decoding)
-    if call.context.repeats is not None:
-        return attend_repetition(layer, call, call.context.repeats)
+    if call.context.unstored is not None:
+        return call.context.unstored.attend(layer, call)
     if not decoding:
         block = call.context.block
         if block is None or call.q_len <= block:

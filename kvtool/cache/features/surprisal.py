@@ -1,21 +1,22 @@
 """The surprisal of every kept token, one number for all layers, and the cuts that use it.
 
 Layers of free budget hold the same tokens in the same slots, so one table serves them all. Before a
-forward `make_room` cuts every layer, so that the new tokens fit; after it `learn` reads the logits,
-which say how unexpected the forward's tokens were. The logits of the last token stay until the next
-token is known, whose surprisal they give.
+forward `begin_forward` cuts every layer, so that the new tokens fit; after it `end_forward` reads
+the logits, which say how unexpected the forward's tokens were. The logits of the last token stay
+until the next token is known, whose surprisal they give.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtool.cache.features.cache_part import CachePart
 from kvtool.cache.slots.buffers import Slots, ascending
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import tensor_bytes
@@ -93,7 +94,7 @@ def _last(logits: Tensor, valid: Tensor | None, last: Tensor, known: Tensor | No
     return torch.where((last[:, -1] >= 0)[:, None], found, known)
 
 
-class Surprisals:
+class Surprisals(CachePart):
     """What a policy that goes by the model's logits knows, and how it cuts all layers.
 
     Attributes:
@@ -102,6 +103,8 @@ class Surprisals:
         arriving: what the running forward reads, None between forwards.
     """
 
+    name = "surprisals"
+    by_logits = True
     refusals: ClassVar[Mapping[str, str]] = {
         "joined": "its cuts go by the logits of the tokens to come"
     }
@@ -111,17 +114,15 @@ class Surprisals:
         self.reset()
 
     @classmethod
-    def of(cls, layers: list[SlotLayer], policy: Policy) -> Surprisals | None:
-        """Return the surprisals of a policy that goes by them; None for others."""
+    def serves(cls, policy: Policy) -> bool:
+        return policy.score.layer_tokens == "same"
+
+    @classmethod
+    def make(cls, layers: list[SlotLayer], policy: Policy) -> Surprisals | None:
         free = [layer for layer in layers if layer.window is None]
         return cls(free, policy.score) if isinstance(policy.score, SirLLM) and free else None
 
-    @classmethod
-    def serves(cls, policy: Policy) -> bool:
-        """Whether a policy goes by the logits of a model."""
-        return policy.score.layer_tokens == "same"
-
-    def check_arriving(self) -> None:
+    def check_tokens(self, decoding: bool) -> None:
         """Refuse tokens of a forward that will show no logits.
 
         Raises:
@@ -135,36 +136,28 @@ class Surprisals:
             )
 
     def reset(self) -> None:
-        """Forget the text."""
         self.table: Tensor | None = None
         self.next_logits: Tensor | None = None
         self.arriving: Arriving | None = None
         self._decay: float | Tensor = 1.0  # at the next cut of this turn, of each row
 
-    def begin_turn(self) -> None:
-        """Say that a prompt begins: its first cut lets what was kept before decay."""
+    def begin_prompt(self) -> None:
+        """Let what was kept before decay at the prompt's first cut."""
         self._decay = self._score.decay
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Let what is known of each batch entry follow the entries."""
         self.table = None if self.table is None else change(self.table)
         self.next_logits = None if self.next_logits is None else change(self.next_logits)
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of the table and of the logits that wait for the next token."""
         return tensor_bytes([t for t in (self.table, self.next_logits) if t is not None])
 
     # ---- before a forward
 
-    def make_room(self, tokens: Tensor, valid: Tensor | None, decoding: bool) -> None:
-        """Cut every layer so that the new tokens fit the budget.
-
-        Args:
-            tokens: (batch, q_len) int64.
-            valid: (batch, q_len) bool, False = padding; None: no padding.
-            decoding: whether the token takes a slot in place.
-        """
+    def begin_forward(self, tokens: Tensor, valid: Tensor | None, decoding: bool) -> None:
+        """Cut every layer so that the new tokens fit the budget."""
         first = self._layers[0]
         begun = None if first.lengths is None else first.lengths > 0
         slot: Tensor | None = None
@@ -214,12 +207,8 @@ class Surprisals:
 
     # ---- after a forward
 
-    def learn(self, logits: Tensor) -> None:
-        """Note how unexpected the new tokens were.
-
-        Args:
-            logits: (batch, q_len, vocab) of the forward.
-        """
+    def end_forward(self, logits: Tensor) -> None:
+        """Note how unexpected the new tokens were."""
         new, self.arriving = self.arriving, None
         if new is None:
             raise RuntimeError("no forward is running")
@@ -246,7 +235,7 @@ class Surprisals:
         if slots.capacity > most + 1:
             for layer in self._layers:
                 layer.slots.shrink(layer.slots.sizing.growth.limit)
-            self.fit()
+            self.end_prompt()
 
     # ---- the slots
 
@@ -298,13 +287,27 @@ class Surprisals:
             self.table = _buffer(self.table, width)
         return self.table
 
-    def fit(self) -> None:
+    def end_prompt(self) -> None:
         """Give back the memory of slots that the layers no longer have."""
         capacity = self._layers[0].slots.capacity if self.table is not None else 0
         if self.table is not None and self.table.shape[2] > capacity:
             self.table = _buffer(self.table[:, :, :capacity], capacity)
 
     # ---- files
+
+    def tensors(self) -> dict[str, Tensor]:
+        scores, next_of_text = self.by_position()
+        return {"state.surprisal": scores.cpu(), "state.next_logits": next_of_text.cpu()}
+
+    def check(
+        self, file: Any, slots: int | None, logits: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        file.take("state.surprisal", (file.batch, slots), torch.float32)
+        floats = (torch.float32, torch.float64, dtype)
+        file.take("state.next_logits", logits, floats, unknown=True)
+
+    def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self.fill(*(tensors[f"state.{name}"].to(device) for name in ("surprisal", "next_logits")))
 
     def by_position(self) -> tuple[Tensor, Tensor]:
         """Surprisals in ascending position, (batch, kept), and the logits that wait."""
