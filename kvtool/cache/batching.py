@@ -1,8 +1,9 @@
 """Batch entries of one cache put behind those of another, so that a prompt joins a running batch.
 
 A prompt is read alone, in a cache of its own. Then everything that follows batch entries when
-transformers reorders them (`reindex`) follows them here: what one cache has is met in the order of
-what the other has, and put behind it. So a part that is reindexed right is joined right.
+transformers reorders them (`reindex`) follows them here. The tensors of one cache are paired with
+those of the other by their order, and put behind them. So a part that is reindexed right is joined
+right.
 """
 
 from __future__ import annotations
@@ -132,8 +133,7 @@ def _packed(layer: SlotLayer) -> Slots:
 
 
 def _hold(layer: SlotLayer, slots: Slots, width: int) -> None:
-    """Have buffers of exactly `width` slots, and counts by sequence, which can be put behind
-    others."""
+    """Have buffers of exactly `width` slots, and counts by sequence, to be joined."""
     layer.count_apart(layer.batch_size, layer.slots.device)
     layer.set_budget(LayerBudget(by_head=layer.budget.by_head))
     layer.slots.set_growth(Growth("never", exact=True))

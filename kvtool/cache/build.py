@@ -52,7 +52,7 @@ def build_cache(
         prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
             cutting after each. A policy that looks at the prompt to split the budget
             (`+d2o-alloc`, `+ada`), or whose queries vote by its length (`pyramidinfer`), reads it
-            at once and cuts at its end; one that scores by the model's logits (`sirllm`) reads it
+            at once and cuts at its end. One that scores by the model's logits (`sirllm`) reads it
             in blocks in any case.
         plan: what `kvtool plan-budget` decided, or its file: budgets of the layers and RocketKV's
             stages, in place of `budget` and of the policy's own allocator.

@@ -48,8 +48,8 @@ class KeptTokens:
         tokens: of the text, as far as it has been read.
         mark: what the marks mean; None: there are none.
         reads: decoded tokens that `read` marks cover.
-        score: (tokens,) uint8, the rank of each token's importance when it was last judged, as the
-            mean over layers and heads, ranked among all tokens of the text; 0 where no cut has
+        score: (tokens,) uint8, the rank of each token's importance when it was last judged, among
+            all tokens of the text. Importance is the mean over layers and heads. 0 where no cut has
             judged a token. None where nothing was recorded or cut.
     """
 

@@ -29,7 +29,7 @@ class CacheReport:
             which a layer sees beside its kept tokens in the model's dtype.
         host_bytes: evicted keys and values in host memory (CaliDrop).
         traffic_bytes: what the last decoded token has read of all layers, sequences and heads:
-            keys, values and what a reader looked at in order to choose; host memory is not counted.
+            keys, values and what a reader looked at in order to choose. Host memory is not counted.
         traffic_pairs: the same per layer, sequence and KV head, a pair of key and value as the
             unit; the mean over the layers without a sliding window.
         recompute_frequency: of each layer, the share of decoded tokens and query heads that

@@ -436,8 +436,9 @@ class CacheState(Cache):
         """Leave the cache as it was: what is fed or generated inside is forgotten at the end.
 
         So that many questions can be asked of one context. Keys and values are not copied as long
-        as new ones only come behind them: `full` copies none, a policy that cuts a prompt none
-        while it appends; one that writes over a stored key copies its layer once. May be nested.
+        as new ones only come behind them. So `full` copies none, and a policy that cuts a prompt
+        none while it appends. A policy that writes over a stored key copies its layer once. May be
+        nested.
         """
         stores = [store.slots for layer in self.slot_layers for store in layer.stores_in_use]
         before = self._copy_but([tensor for each in stores for tensor in each.stored.values()])

@@ -1,7 +1,7 @@
 """Put something in the place of standard streams that are closed (`kvtool <&- >&- 2>&-`).
 
 Python has no object for a stream that was closed before it began, and the next file that is opened
-gets the stream's number: what a library prints would then be in that file.
+gets the stream's number. What a library prints would then be in that file.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class TurnSection(Section):
 class GenerationDocument(ShownDocument):
     """`kvtool generate`: `text` and `token_ids` hold generated tokens only.
 
-    With `turns` the tokens and times are those of all turns and of what was read before them, the
+    With `turns` the tokens and times are those of all turns and of what was read before them. The
     texts are on lines of their own, and `cache` is that of the last turn.
     """
 

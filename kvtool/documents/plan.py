@@ -208,8 +208,8 @@ class Totals(Section):
         traffic: of the last planned token.
 
     Where no policy is named, `bytes` and `share_of_full` are the keys and values of the tokens,
-    `storage` and `traffic` those of a policy that stores these and keeps no numbers of its own;
-    for one that reads these, they are in the `rocketkv` section.
+    `storage` and `traffic` those of a policy that stores these and keeps no numbers of its own. For
+    one that reads these, they are in the `rocketkv` section.
     """
 
     tokens: NonNegativeInt

@@ -40,7 +40,7 @@ class VariantEntry(Section):
     """One policy under one budget; `full` keeps everything; others are compared with it.
 
     `planned` says that a plan splits the budget over the layers, `reads` that the budget is what a
-    decoded token reads and not what is stored, `codec` how the policy spells the format that keys
+    decoded token reads and not what is stored. `codec` is the policy's name of the format that keys
     and values are stored in, None for the model's own.
     """
 
@@ -85,7 +85,7 @@ class Cost(Section):
     """Means over samples, bytes counted from tensors at the end of a sample.
 
     `kv_bytes` counts filled slots, `allocated_bytes` the buffers that have them, `state_bytes` the
-    policy's own numbers, `kept_per_layer` the tokens of each layer's fullest KV head (0 without
+    policy's own numbers. `kept_per_layer` are the tokens of each layer's fullest KV head (0 without
     attention), `full_bytes` what a full cache would hold. `traffic_pairs` and `traffic_bytes` are
     what the last decoded token read (per layer and KV head, and in all). `peak_kv_bytes` are the
     most key and value bytes at a time, `peak_memory_bytes` the growth of the process's (or the
@@ -130,10 +130,10 @@ def when_asked(*, query_aware: bool, keep_question: bool) -> str:
 class TaskResult(Section):
     """One task under one variant.
 
-    `value` is the headline `metric`; `best` the value of a perfect score, None where there is none;
-    `delta` is `value` less that of the full cache; `failed` counts samples without a result;
-    `droppable` says whether a loss in percent of the full cache's value means something; `paired`
-    is None for the full cache itself, and where the two may not be compared sample by sample;
+    `value` is the headline `metric`; `best` the value of a perfect score, None where there is none.
+    `delta` is `value` less that of the full cache; `failed` counts samples without a result.
+    `droppable` says whether a loss in percent of the full cache's value means something. `paired`
+    is None for the full cache itself, and where the two may not be compared sample by sample.
     `scores` is None where the headline is no mean over samples.
     """
 

@@ -61,7 +61,7 @@ class Turns:
 def read_turns(path: str) -> Turns:
     """Read a file of turns, `-` for stdin; blank lines are left out.
 
-    `.json` is a JSON array, `.jsonl` is JSON Lines and `.txt` is text; what is called otherwise is
+    `.json` is a JSON array, `.jsonl` is JSON Lines and `.txt` is text. A file with another name is
     JSON Lines if its first line that is not blank is a JSON string or begins with `{`. A file that
     is one JSON array as a whole is read as that, whatever it is called.
 

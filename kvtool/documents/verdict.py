@@ -24,9 +24,9 @@ class Paired(Section):
     """A variant compared with the full cache over the `n` samples that both have.
 
     `full` is the headline of the full cache over those samples and `difference` what the variant's
-    is above it, in the metric's own scale; `low` and `high` are the ends of its 95 % interval,
-    percentiles of a bootstrap over the samples, None where they are too few for one. `speed` is
-    how many times as many tokens per second are decoded, None where none are.
+    is above it, in the metric's own scale. `low` and `high` are the ends of its 95 % interval,
+    percentiles of a bootstrap over the samples, None where they are too few for one. `speed` is how
+    many times as many tokens per second are decoded, None where none are.
     """
 
     n: PositiveInt
@@ -122,8 +122,9 @@ class Difference(Section):
 
     `low` and `high` are the ends of the 95 % interval, percentiles of a paired bootstrap over the
     samples, None where they are too few for one. `deciding` is about how many samples would show a
-    difference of this size in four of five runs; None where this many have shown it, where there is
-    none to show, and where there is no interval. `because` says why these two are compared.
+    difference of this size in four of five runs. It is None where this many have shown it, where
+    there is none to show, and where there is no interval. `because` says why these two are
+    compared.
     """
 
     task: str

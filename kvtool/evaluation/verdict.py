@@ -6,9 +6,9 @@ where smaller is better). Where only the difference itself is, more samples have
 are means over the samples of all tasks. Only a document of results is needed.
 
 Pairs: each variant is compared with its base, the same policy with fewer modifiers, where the run
-has that at the same budget; else with the variant of that budget with the best score. Intervals are
-not widened for the number of variants: of twenty variants of equal truth, one is expected to fall
-outside the noise.
+has that at the same budget. Else it is compared with the variant of that budget with the best
+score. Intervals are not widened for the number of variants: of twenty variants of equal truth, one
+is expected to fall outside the noise.
 
 Intervals: paired bootstrap on the same samples. Samples are drawn with replacement, the same ones
 for both variants, so that what makes a sample hard for both cancels. Intervals are percentile

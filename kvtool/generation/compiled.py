@@ -1,6 +1,6 @@
 """Decode through torch.compile: one graph for every step, once the cache's shapes are fixed.
 
-On CUDA devices the graph is a CUDA graph as well: nothing in it depends on a number of the host, it
+On CUDA devices the graph is a CUDA graph as well. Nothing in it depends on a number of the host, it
 returns nothing but logits, and what it changes lies at fixed addresses
 (`kvtool.cache.steps.static`).
 """

@@ -1,8 +1,8 @@
 """Turns on one cache: what goes around each of them, and what the model says to it.
 
-Only what is new is fed in a turn: the last token of the answer before, and what the chat template
-makes of the whole conversation beyond the text that the cache has read. An answer of the model
-stays as it was generated. The policy cuts after every turn as it does after a prompt.
+Only new tokens are fed in a turn. They are the last token of the answer before, and what the chat
+template adds to the text that the cache has read. An answer of the model stays as it was generated.
+The policy cuts after every turn as it does after a prompt.
 """
 
 from __future__ import annotations

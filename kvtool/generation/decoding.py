@@ -1,6 +1,6 @@
 """Draw one token after another; sampling and its settings are those of transformers.
 
-What a token costs does not depend on how many came before: ids go into a buffer that doubles where
+What a token costs does not depend on how many came before. Ids go into a buffer that doubles where
 it is full, and stop texts and streamed text look at the last tokens only. (Settings of transformers
 that look at the whole text, such as a repetition penalty, do so.)
 """

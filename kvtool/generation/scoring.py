@@ -29,7 +29,7 @@ def token_logprobs(
         cache: empty, or fed with what comes before.
         input_ids: (1, n) int64, new tokens only.
         chunk: tokens a forward. 1 feeds them as decoded tokens, the first token of an empty cache
-            as its prompt; more feeds them as blocks of one prompt, the cache cut after each.
+            as its prompt. More feeds them as blocks of one prompt, the cache cut after each.
         first_logits: (1, vocab) logits that the cache's tokens gave; None leaves out the first
             token, which nothing predicts.
 

@@ -1,9 +1,9 @@
 """Attention of one query per row over the slots, and what it adds to the statistics beside them.
 
 Two launches. The first splits the slots of a head among programs, so that a long cache keeps a GPU
-busy at batch 1; each leaves its logits, their maximum, the sum of exponentials and the mean of its
+busy at batch 1. Each leaves its logits, their maximum, the sum of exponentials and the mean of its
 values. The second joins the parts, and while it turns logits into weights adds them to the running
-sums of the policy: nothing is read twice but the logits, which are small beside keys and values.
+sums of the policy. Nothing is read twice but the logits, which are small beside keys and values.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Columns of attention, summed over many queries, from the log-sum-exp: weights are not written.
 
 The weight of a key is exp(logit - log-sum-exp of its query). A program owns a tile of keys and
-walks over the queries that can see them, so nothing is added up by two programs and the sums do not
-depend on the order in which programs run.
+walks over the queries that can see them. So nothing is added up by two programs, and the sums do
+not depend on the order in which programs run.
 """
 
 import torch

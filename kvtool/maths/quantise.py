@@ -122,9 +122,9 @@ def lost_share(numbers: Tensor, rounded: Tensor) -> float:
     """Measure how much of most channels rounding loses: 0 for nothing, about 1 for all.
 
     A channel far larger than those that share its scale leaves them only few codes, or none. For
-    each vector and each `GROUP` of channels the middle error is divided by the middle magnitude;
-    of each head the middle over the vectors counts, so that a few odd tokens do not, and of all
-    heads and groups the largest.
+    each vector and each `GROUP` of channels the middle error is divided by the middle magnitude. Of
+    each head the middle over the vectors counts, so that a few odd tokens do not. Of all heads and
+    groups the largest counts.
 
     Args:
         numbers: (batch, heads, tokens, dim), at least one token.

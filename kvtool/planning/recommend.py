@@ -1,11 +1,10 @@
 """What to run in a given memory, by what was measured: the best variant that fits, as a plan.
 
-A budget that was measured on prompts of one length is taken as a share of the prompt, and what it
-holds at the length to plan for is forecast, as for every plan. Of the variants that fit the best
-one is chosen (of equals, that of the smallest share), and the plan gives it all of the memory: no
-less than the share that was measured.
-The full cache is chosen where it fits, unless a variant is better than it on every task beyond the
-noise.
+A budget that was measured on prompts of one length is taken as a share of the prompt. What it holds
+at the length to plan for is estimated, as for every plan. Of the variants that fit the best one is
+chosen (of equals, that of the smallest share), and the plan gives it all of the memory: no less
+than the share that was measured. The full cache is chosen where it fits, unless a variant is better
+than it on every task beyond the noise.
 """
 
 from __future__ import annotations

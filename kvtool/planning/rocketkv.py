@@ -1,7 +1,7 @@
 """RocketKV: from a token budget to everything that its two stages need.
 
 Behnam et al., 2025, https://arxiv.org/abs/2502.14051, section 3. A token budget t is what one
-decode step may read per KV head, in pairs of key and value: half of it estimates which pages
+decode step may read per KV head, in pairs of key and value. Half of it estimates which pages
 matter, from keys alone, half attends. With C tokens left by stage 1, pages of P tokens and k1 of D
 channels read, C / P * k1 = t * D, hence k1 = D * P / c2 with c2 = C / t.
 
@@ -240,7 +240,7 @@ def planned_stages(plan: PlanDocument, policy: Policy, n: int) -> PlannedStages 
     """Return RocketKV's stages for a prompt of `n` tokens.
 
     Of L layers, layer l has C * L * f_l / sum f of stage 1's tokens C, the planned new ones
-    included, by the fractions f of the layers; none keeps less than the window, and none more than
+    included, by the fractions f of the layers. None keeps less than the window, and none more than
     all. Without a stage 1 the pairs that a step reads are shared out so. The token counts of a plan
     made from a share are scaled to the prompt.
 

@@ -1,9 +1,9 @@
 """Readers, merging, splits and codecs from outside the package, checked while they run.
 
-They stay of their own kind, for which kvtool asks with `isinstance`: a guarded part is of a
-subclass that runs each hook of its author, and looks at the result. Hooks that the author has
-taken over from kvtool are not wrapped. Shapes and types are compared at every call; values and
-writes at the first choice behind new tables, and at each cut of a prompt.
+They stay of their own kind, for which kvtool asks with `isinstance`. A guarded part is of a
+subclass that runs each hook of its author, and looks at the result. Hooks that the author has taken
+over from kvtool are not wrapped. Shapes and types are compared at every call; values and writes at
+the first choice behind new tables, and at each cut of a prompt.
 """
 
 from __future__ import annotations

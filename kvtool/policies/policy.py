@@ -4,7 +4,7 @@
 `reads_whole` finds them: they read it at once even where blocks are asked for.
 
 Draws: a policy that draws at random draws anew for each text. A draw follows from seed, layer,
-position and tokens seen, so texts of one length lose the same positions: over many texts that is
+position and tokens seen, so texts of one length lose the same positions. Over many texts that is
 one draw, and its measurement is not that of drawing. So a part that draws declares `draws: ClassVar
 = True` and has a setting `seed`.
 """

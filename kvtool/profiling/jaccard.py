@@ -1,14 +1,14 @@
 """Whether evicting step by step keeps what a score would keep with all at hand (RoCo, figure 2).
 
 After each token the set that is kept under the budget (its members' attention renormalised, what
-is gone stays gone) is compared with the top of the same score with nothing evicted; the overlap is
+is gone stays gone) is compared with the top of the same score with nothing evicted. The overlap is
 their Jaccard index, averaged over all tokens beyond the budget, which is a share of the whole text.
 The paper evicts in earnest, so that errors run through the layers; here each layer reads the full
 run's attention. https://arxiv.org/abs/2402.06262
 
 The scores are RoCo's: the sum of a token's attention (`aas`, H2O), how often it is at least average
 (`aqas`, Scissorhands), its last one (`ltas`, TOVA), and its mean over the steps since it came
-(`mas`); no recent window protects anything.
+(`mas`). No recent window protects anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The principal components of each KV head's keys, which Loki estimates attention with.
 
 Keys after RoPE, of prompts. https://arxiv.org/abs/2406.02542. The number of a layer is the share of
-the variance that the first quarter of the components explains: near 1, few of them rank tokens as
+the variance that the first quarter of the components explains. Near 1, few of them rank tokens as
 well as all do.
 """
 

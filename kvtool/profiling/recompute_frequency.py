@@ -1,7 +1,7 @@
 """How often CaliDrop would attend to what was evicted, replayed on real queries (figure 3b).
 
-A query is held and its cosine with the one of each step decides: below `theta1` the evicted part is
-computed anew and the step's query is held instead; then, or above `theta2`, the output is
+A query is held, and its cosine with the one of each step decides. Below `theta1` the evicted part
+is computed anew and the step's query is held instead. Then, or above `theta2`, the output is
 calibrated; in between it is left alone. https://arxiv.org/abs/2507.19906
 """
 

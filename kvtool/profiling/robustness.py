@@ -1,7 +1,7 @@
 """When the attention that a token gets stops changing (RoCo, figure 3).
 
 std_k of a token is the population standard deviation of the attention that it gets in its first k
-steps, its own step included; RoCo calls scores robust where std_k peaks early and then falls. The
+steps, its own step included. RoCo calls scores robust where std_k peaks early and then falls. The
 paper counts tokens whose peak is within 50 steps; we count among the tokens that were seen for
 longer than that. https://arxiv.org/abs/2402.06262
 """

@@ -1,6 +1,6 @@
 """Families whose attention cannot be exchanged: their own eager one runs, and hooks watch it.
 
-A hook before the attention module replaces the mask by one made from true positions, a hook after
+A hook before the attention module replaces the mask by one made from true positions. A hook after
 it reads the weights that eager attention returns and runs the rest of the step. Weights of a prompt
 exist in full while it runs, so this path does not bound the memory of prefill.
 """

@@ -56,7 +56,7 @@ def first_prompt(
 ) -> Prompt:
     """Put the first turn of a sample into words, cut to `max_length` tokens if it is longer.
 
-    As in LongBench, the plain text is cut before a chat template goes around it: the first and the
+    As in LongBench, the plain text is cut before a chat template goes around it. The first and the
     last half of the tokens are decoded and joined, so that the final length is about, not exactly,
     `max_length`. Other than there, the question is never cut: one of more than half of the tokens
     leaves less than half to the context, which then keeps its beginning.

@@ -6,15 +6,15 @@ depends on the texts only.
 
 Choices follow InfiniteBench (https://github.com/OpenBMB/InfiniteBench), SCBench
 (https://github.com/microsoft/MInference) and LongBench v2 (https://github.com/THUDM/LongBench). The
-rules of the first two are lenient in odd ways, kept so that scores compare: the first letter of an
-answer counts even if it only begins a word ("Dickens says B" means D), and after "answer is" one
+rules of the first two are lenient in odd ways, kept so that scores compare. The first letter of an
+answer counts even if it only begins a word ("Dickens says B" means D). After "answer is" one
 character is skipped, whatever it is.
 
 Functions are scored as RepoQA does inside SCBench: which of several functions does an answer repeat
 (Liu et al., 2024, https://arxiv.org/abs/2406.06025; https://github.com/microsoft/MInference, folder
 scbench)? Differences: the function is the first code block of the answer, unchanged; upstream looks
 in it for the first function with a parser. BLEU is sacrebleu's without smoothing instead of NLTK's
-with Chen and Cherry's fourth: from the threshold up the two agree, but NLTK's never reaches it for
+with Chen and Cherry's fourth. From the threshold up the two agree, but NLTK's never reaches it for
 a function of fewer than four words.
 """
 
@@ -110,7 +110,7 @@ def names_function(prediction: str, letter: str, function: str) -> bool:
     """Return whether an answer about code names the function, by its letter or its name.
 
     An answer must begin with the letter or say it after a cue ("the answer is: B"). The authors'
-    script takes the beginning only with a dot or colon after the letter; here the letter may also
+    script takes the beginning only with a dot or colon after the letter. Here the letter may also
     be alone or before a bracket, since a right answer often ends there.
     """
     said = prediction.strip()

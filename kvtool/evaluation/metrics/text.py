@@ -19,7 +19,7 @@ equal part: "3 or 4" is half right.
 
 LongBench scores summaries by the ROUGE-L of the package `rouge` 1.0.1, which has its own ways.
 Texts are split at every full stop, letter case counts, and words are counted once however often
-they occur: the hits are the different words in any longest common subsequence of a sentence of the
+they occur. The hits are the different words in any longest common subsequence of a sentence of the
 reference and one of the answer. Which subsequence is taken where several are longest is part of the
 definition. The package fails on a piece of about a thousand words without a full stop, which
 LongBench counts as 0; such a piece gets its true score here.

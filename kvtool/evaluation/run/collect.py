@@ -177,7 +177,7 @@ def with_deltas(results: Sequence[TaskResult]) -> list[TaskResult]:
     """Fill in each result's difference to the full cache on the same task.
 
     It is None where either is missing, one has samples that the other has not, or one was fed a
-    text in blocks and the other token by token: within a block, tokens see each other whatever the
+    text in blocks and the other token by token. Within a block, tokens see each other whatever the
     policy evicts.
     """
     full = {result.task: result for result in results if is_baseline(result.arm)}

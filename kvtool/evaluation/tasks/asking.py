@@ -175,7 +175,7 @@ class Ruler(Drawn):
     Hsieh et al., 2024, https://arxiv.org/abs/2404.06654. Lengths, numbers of needles and hops,
     haystacks, answer lengths and scores are RULER's. The wording is that of the bundled reference
     model without an instruction before the context, words and names are from its vocabulary, and
-    the random numbers are our own: scores mean the same as RULER's, digit by digit they differ.
+    the random numbers are our own. Scores mean the same as RULER's; digit by digit they differ.
     """
 
     metric: ClassVar[str] = "string_match_all"

@@ -2,8 +2,8 @@
 
 https://github.com/EleutherAI/lm-evaluation-harness, from 0.4.12 on. The harness is used as a
 library: kvtool finds and loads its tasks, and keeps it from printing. It gives prompts, filters,
-metrics and aggregation; kvtool answers the requests itself, so that every one of them meets the
-evicting cache: a context is a prompt, a continuation is fed token by token after it, and a text
+metrics and aggregation. kvtool answers the requests itself, so that every one of them meets the
+evicting cache. A context is a prompt, a continuation is fed token by token after it, and a text
 whose likelihood is wanted is followed as a perplexity is. Few-shot examples are those of the
 harness' own command line at seed 0. As there, a prompt too long for the model loses its beginning,
 and no chat template goes around it. Other than there, a text whose likelihood is wanted begins with

@@ -3,7 +3,7 @@
 Bai et al., 2024, https://arxiv.org/abs/2412.15204, https://github.com/THUDM/LongBench. A row of
 `data.json` (or of the dataset on the hub) has `context`, `question`, `choice_A` to `choice_D`,
 `answer` (a letter), `difficulty` (easy, hard) and `length` (short, medium, long). The length of an
-answer, the way a choice is read from it, and truncation in the middle are the benchmark's; the
+answer, the way a choice is read from it, and truncation in the middle are the benchmark's. The
 wording is our own in its shape, unless its `prompts/0shot.txt` is given.
 """
 

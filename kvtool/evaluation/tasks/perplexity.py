@@ -2,7 +2,7 @@
 
 Each document begins with an empty cache and the tokenizer's first token. Positions stay the true
 ones. The likelihood of a token comes from what the cache held before it, and every variant scores
-the same positions, so that variants compare; numbers measured with another `chunk` do not.
+the same positions, so that variants compare. Numbers measured with another `chunk` do not.
 StreamingLLM (https://arxiv.org/abs/2309.17453, section 4.1) keeps its cache from one document to
 the next; this does not. EasyKV scores fewer tokens under a budget than without one; this does not
 either.

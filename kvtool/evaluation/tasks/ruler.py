@@ -3,8 +3,8 @@
 Hsieh et al., 2024, https://arxiv.org/abs/2404.06654; see `Ruler` for what is our own.
 
 Needles (section 3.1): one needle or several, in noise, in prose or among needles. RULER's essays
-are replaced by built-in sentences or the user's text. A haystack of needles grows needle by needle;
-all its keys have the same form, so that at lengths with more needles than nouns there are
+are replaced by built-in sentences or the user's text. A haystack of needles grows needle by needle.
+All its keys have the same form, so that at lengths with more needles than nouns there are
 adjectives in all of them. Depths are drawn from 40 equally spaced ones everywhere. The bundled
 reference model was not taught UUIDs (niah_single_3, niah_multikey_3) nor keys of two words
 (niah_multikey_2 from about 2,400 tokens on): its scores there say little about a cache.

@@ -2,7 +2,7 @@
 
 Hsieh et al., 2024, https://arxiv.org/abs/2404.06654, section 3.3; see `Ruler` for what is our own.
 The words to count are lower-case nouns, adjectives and verbs of the bundled reference model, and
-made-up words of three syllables as well where those do not suffice; none is a part of another, so
+made-up words of three syllables as well where those do not suffice. None is a part of another, so
 that the score mistakes none for another. Neither task is one that the reference model can do.
 """
 

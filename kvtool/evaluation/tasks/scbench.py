@@ -5,7 +5,7 @@ scbench. Questions come one after the other in the same cache (`multi_turn`) or 
 compressed context (`scdq`: same context, different queries).
 
 Differences: samples are drawn, at any length, not read, and worded by us. `mf` draws two-digit
-numbers. `vt` hides its chains in prose and words them as the bundled model knows them; its variable
+numbers. `vt` hides its chains in prose and words them as the bundled model knows them. Its variable
 names have two letters, so they count as whole words, not anywhere in the answer.
 """
 

@@ -1,12 +1,12 @@
 """D2O: layers whose attention is spread densely get more tokens.
 
 Wan et al., 2024, https://arxiv.org/abs/2406.13035, equations 4 and 5. F of a layer is the variance
-of the column sums of its attention over a prompt, low where attention is dense; a layer's share is
+of the column sums of its attention over a prompt, low where attention is dense. A layer's share is
 the softmax of -F over the layers. Every turn of a conversation is measured anew: its queries, over
 what the layer still holds and the turn itself; no layer is given more than that.
 
 The column sums of a prompt have mean 1, so a sink that takes a share p of every row makes F about
-p^2 n: with a sink in every layer, exp(-F) is 0 in any float, and even a stable softmax gives one
+p^2 n. With a sink in every layer, exp(-F) is 0 in any float, and even a stable softmax gives one
 layer all. Hence the default divides F by its largest possible value, n - 1 (of a later turn of q
 queries over S tokens q^2 (S - 1) / S^2). The authors' code takes the min-max across the heads of a
 layer instead, which measures how heads differ, and does not spend exactly the budget; it is not

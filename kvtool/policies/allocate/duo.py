@@ -111,7 +111,7 @@ def read_scores(path: str, shape: tuple[int, int]) -> Tensor:
 def reach_of_heads(query: Tensor, key: Tensor, scale: float, distances: int) -> Tensor:
     """Measure how far back heads look by themselves, whatever the text says.
 
-    The mean logit at each distance gives a softmax over distances; its cumulative sum from the
+    The mean logit at each distance gives a softmax over distances. Its cumulative sum from the
     farthest distance on, averaged, is 1 for a head that looks at the farthest token and near 0 for
     one that looks at the newest.
 

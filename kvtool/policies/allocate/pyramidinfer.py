@@ -6,7 +6,7 @@ p_l = (1 - d)(cos(pi l / layers) + 1) / 2 + d, and not fewer than 64.
 
 The authors fix d = 0.9 and store what comes of it. Here the budget is given, as the mean over the
 layers, and d is what spends it. As the first layer keeps the whole prompt and p_0 is 1, even d = 0
-needs about half of the prompt; below, the schedule at d = 0 is that of a prompt short enough, whose
+needs about half of the prompt. Below, the schedule at d = 0 is that of a prompt short enough, whose
 length is what the first layer keeps. One more difference: where the rule would leave fewer than 64,
 the authors leave the context as it was, and here it falls to 64.
 """

@@ -6,7 +6,7 @@ beta * mean + (1 - beta) * tau. A kept token and those that go into it are avera
 exp of their similarity to it, its own similarity being 1.
 
 Differences from the paper: equation 12 as printed gives every merged token the sum of all weights,
-so that they exceed 1 when two go into one; each has its own weight here, as the text says.
+so that they exceed 1 when two go into one. Here each has its own weight, as the text says.
 Threshold and decision are per KV head (the paper leaves heads out). The authors' code is another
 method: it weighs by raw similarity, has one threshold per layer and averages its mask over heads.
 Merged keys mix the rotations of different positions, as in the paper; `merge=v` leaves keys alone.

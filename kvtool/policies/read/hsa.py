@@ -1,7 +1,7 @@
 """Hybrid sparse attention, RocketKV's second stage: pages and channels are cut at a time.
 
 Behnam et al., 2025, https://arxiv.org/abs/2502.14051, section 3.4, algorithm 1. As in Quest, a page
-of P tokens is known by its largest and smallest key; as in SparQ, only the k1 channels of largest
+of P tokens is known by its largest and smallest key. As in SparQ, only the k1 channels of largest
 |q| are looked at, and of each only the bound that the sign of the group's query points to. The
 k2 tokens of highest estimate are read, one by one: of the last page taken perhaps a part.
 

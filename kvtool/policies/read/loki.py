@@ -1,6 +1,6 @@
 """Loki: attention is estimated from the principal components of the keys.
 
-Singhania et al., 2024, https://arxiv.org/abs/2406.02542. Keys vary in few directions: with an
+Singhania et al., 2024, https://arxiv.org/abs/2406.02542. Keys vary in few directions. With an
 orthonormal basis E of their principal components, the first d channels of q E and K E rank tokens
 nearly as q K does.
 

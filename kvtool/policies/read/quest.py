@@ -6,7 +6,7 @@ sum_d max(q_d max_d, q_d min_d) over the channels, with the largest and smallest
 Where the sources differ: the last page, perhaps not whole, is always read and is one of at least
 three pages (the authors' kernel; their evaluation ranks it). Pages are ranked for a group of query
 heads by the sum of their bounds (the authors rank for every query head on repeated keys). The
-budget pays for bounds, too: of t pairs half are two bounds a page, so a page has ceil(2 S / t)
+budget pays for bounds, too. Of t pairs half are two bounds a page, so a page has ceil(2 S / t)
 tokens where S are stored at the end of a turn. It keeps that size while an answer is decoded. Where
 three pages exceed the other half, more than t is read.
 """

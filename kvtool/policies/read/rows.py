@@ -66,8 +66,7 @@ class PerRow:
 
 @dataclass(frozen=True)
 class RowsView:
-    """Sequences of different lengths in one layer as a reader sees them at a decode step. Read
-    only.
+    """Sequences of different lengths in a layer as a reader sees them decoding. Read only.
 
     Attributes:
         query: (batch, kv_heads, group, head_dim), after RoPE.
@@ -108,8 +107,7 @@ class RowsChoice:
 
 
 class RowsRead(Read):
-    """A reader that reads sequences of different lengths at once, with the results of one by
-    one."""
+    """A reader that reads sequences of different lengths at once, as it reads each alone."""
 
     def append_rows(
         self,

@@ -1,12 +1,12 @@
 """SparQ: attention is estimated from the channels in which the query is large.
 
 Ribar et al., 2024, https://arxiv.org/abs/2312.04985. The r channels of largest |q| give an estimate
-of the attention weights; the k tokens of highest estimate are read, and the mean value of all
+of the attention weights. The k tokens of highest estimate are read, and the mean value of all
 tokens replaces the rest, by the estimated share that it receives.
 
 Where the sources differ: the estimates of a group of query heads are averaged after the softmax
 (the authors' code for groups sums logits). With a token budget t and a prompt of S tokens,
-r = D t / S rounded, at least 1, and k = t / 2; the estimate may then cost more than the other half.
+r = D t / S rounded, at least 1, and k = t / 2. The estimate may then cost more than the other half.
 A copy of the keys, channel by channel, makes the estimate read what it uses and no more.
 """
 

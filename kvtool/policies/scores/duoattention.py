@@ -2,7 +2,7 @@
 
 Xiao et al., 2024, https://arxiv.org/abs/2410.10819. See `kvtool.policies.allocate.duo` for which
 heads are which. The budget is the mean over heads and is turned into heads as RocketKV's authors do
-it (https://arxiv.org/abs/2502.14051): streaming heads keep 128 sinks and 512 recent tokens, and
+it (https://arxiv.org/abs/2502.14051). Streaming heads keep 128 sinks and 512 recent tokens, and
 what the budget leaves beyond that pays for heads that keep the whole prompt.
 """
 

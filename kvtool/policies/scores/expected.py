@@ -8,7 +8,7 @@ the expectation exp(l) with
     l = (R m).k * scale + k^T (R C R^T) k * scale^2 / 2
 
 for each query head. Its softmax over the slots is the attention that they are expected to get. With
-`a` for the mean of that over the group, a slot's score is (a + epsilon) |v|: `epsilon` lets the
+`a` for the mean of that over the group, a slot's score is (a + epsilon) |v|. `epsilon` lets the
 length of the value decide among the many slots whose attention is close to 0.
 
 Differences from the paper: `scale` is the layer's own, 1 / sqrt(head_dim) in most models. A cap on

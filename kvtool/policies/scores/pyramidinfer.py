@@ -9,7 +9,7 @@ how many is the schedule of `kvtool.policies.allocate.pyramidinfer`. Prompts tha
 a prompt fed in chunks is cut after each, by the queries of that chunk.
 
 Differences from the paper: tokens that a layer drops are still computed in the layers below, so
-memory shrinks and the work of the prompt does not; the authors' method cannot be had from a cache
+memory shrinks and the work of the prompt does not. The authors' method cannot be had from a cache
 alone. Generated tokens are appended; the authors also thin these out, 16 at a time. A further turn
 is cut in the same way, among what each layer still holds.
 """

@@ -4,7 +4,7 @@ Used as a baseline by RoCo (Ren and Zhu, 2024, https://arxiv.org/abs/2402.06262)
 
 Differences from EasyKV, which drops one contiguous run of tokens from a random start: the draws
 here are independent. Instead of a generator's state, each draw is a hash of (seed, layer, tokens
-seen, position): a batch entry then draws what it would draw alone, a saved cache goes on with the
+seen, position). A batch entry then draws what it would draw alone, a saved cache goes on with the
 same draws, and a CPU and a GPU agree.
 """
 

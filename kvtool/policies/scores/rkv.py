@@ -3,7 +3,7 @@
 Cai et al., 2025, https://arxiv.org/abs/2505.24133, for models that fill their cache by reasoning.
 Importance: the logits of the newest queries, their maximum over the query heads of a group, softmax
 over the older slots, mean over the queries, max-pooled over neighbours by position. Redundancy: the
-cosines of a key with all others, a column mean, softmax over all slots; in each row the latest
+cosines of a key with all others, a column mean, softmax over all slots. In each row the latest
 token that is alike (above `threshold`) counts for nothing, so that of many alike the newest stays.
 
 Differences: `mix` is the paper's .1 (the authors' code has .07). As in their code, a row in which

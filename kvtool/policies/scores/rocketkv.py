@@ -1,6 +1,6 @@
 """RocketKV: SnapKV cuts the prompt, then every step reads a part of what is left.
 
-Behnam et al., 2025, https://arxiv.org/abs/2502.14051. The budget t is what a decode step reads; of
+Behnam et al., 2025, https://arxiv.org/abs/2502.14051. The budget t is what a decode step reads. Of
 a prompt of S tokens SnapKV (window 32, max pooling over 63) keeps about S / c^r with c = S / t, and
 hybrid sparse attention (`kvtool.policies.read.hsa`) reads t pairs of them and of what is generated.
 `kvtool.planning.rocketkv` has the arithmetic.

@@ -1,6 +1,6 @@
 """RocketKV-MT: RocketKV for conversations, which drops nothing between turns.
 
-Behnam et al., 2025, https://arxiv.org/abs/2502.14051, section 3.5. Everything stays stored; at the
+Behnam et al., 2025, https://arxiv.org/abs/2502.14051, section 3.5. Everything stays stored. At the
 end of every turn's prompt the first stage chooses anew, among all tokens so far, those that the
 second stage reads from until the next turn, with what is generated meanwhile. A turn can so come
 back to what another one had no use for.

@@ -3,7 +3,7 @@
 Ren and Zhu, 2024, https://arxiv.org/abs/2402.06262, section 5 and appendix A.
 
 Differences from the paper: a fresh token has one observation, so its deviation is 0 and the literal
-rule evicts the newest token; the authors' code protects the last 10 tokens and 4 sinks, which is
+rule evicts the newest token. The authors' code protects the last 10 tokens and 4 sinks, which is
 the default here (`protect_recent=0, sinks=0` is literal). As in that code a token's own row counts.
 """
 

@@ -4,7 +4,7 @@ Liu et al., 2023, https://arxiv.org/abs/2305.17118, algorithm 2; Ren and Zhu, 20
 https://arxiv.org/abs/2402.06262, section 4.
 
 Differences from the original: it counts over the last 400 rows only and drops several tokens at a
-time; the form that later papers compare with counts every row and drops what is over the budget. A
+time. The form that later papers compare with counts every row and drops what is over the budget. A
 weight is average at 1 / (visible keys), and a weight equal to it counts (within 1e-6 of it: see
 `kvtool.maths.columns`).
 """

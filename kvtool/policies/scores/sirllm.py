@@ -7,13 +7,13 @@ others, budget - incoming in all, where E = budget - sinks - recent. `recent=0` 
 publish.
 
 Logits of a whole prompt take n x vocabulary numbers, so kvtool feeds such a policy in blocks that
-the whole model runs: 128 tokens or `--prefill block:M`, and at most half of the budget, since a
-block takes its slots from tokens that were kept before. A plain `model.generate` computes the
-logits of the prompt at once. A block that does not fit beside the sinks drops all before it but the
-sinks, and is itself cut to the budget afterwards.
+the whole model runs. They have 128 tokens or `--prefill block:M`, and at most half of the budget,
+since a block takes its slots from tokens that were kept before. A plain `model.generate` computes
+the logits of the prompt at once. A block that does not fit beside the sinks drops all before it but
+the sinks, and is itself cut to the budget afterwards.
 
 Differences from the authors' code: the first token of a block is judged by the logits that the
-block before has left, as every other token is; there a turn is read apart, and its first token gets
+block before has left, as every other token is. There a turn is read apart, and its first token gets
 the largest surprisal of the turn, as here the first token of the text does. The decay comes once a
 turn, at its first cut; decoded tokens cause none.
 """

@@ -3,7 +3,7 @@
 Xiao et al., 2023, https://arxiv.org/abs/2309.17453, section 3.2.
 
 Differences from the paper: none with `positions=cache`. By default tokens keep the position at
-which they were read; the paper numbers them by their place in the cache, which matters beyond the
+which they were read. The paper numbers them by their place in the cache, which matters beyond the
 length that a model was trained on.
 """
 
