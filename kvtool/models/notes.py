@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtool.model_shape import trained_length
-from kvtool.models.folder import REFERENCE, find_source
+from kvtool.models.folder import REFERENCE, Source, find_source
+from kvtool.models.smollm2 import TITLE, is_smollm2, unpacked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -18,12 +19,21 @@ def model_note(model: str | None) -> str | None:
     if model is None:
         return f"model: {REFERENCE} (bundled; choose another with --model)"
     source = find_source(model)
+    if is_smollm2(model):
+        return _smollm2_note(source)
     if not source.is_here:
         what = "folder" if source.gguf is None else "file"
         return f"model: {model} (no such {what} here, asking the hub)"
     if source.gguf is not None:
         return f"model: {model} (GGUF, unpacked at every start; once: kvtool convert {model} DIR)"
     return None
+
+
+def _smollm2_note(source: Source) -> str:
+    """Say what the packaged model is, and where it is or will be."""
+    if source.gguf is None:
+        return f"model: {source.name} ({TITLE}, in {source.place})"
+    return f"model: {source.name} ({TITLE}; unpacking it once into {unpacked()}, 20 seconds)"
 
 
 def handful_note(tokens: int) -> str | None:
