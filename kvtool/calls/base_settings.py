@@ -65,7 +65,7 @@ class ModelSettings(_ModelFlags, RunSettings):
         Flag(
             "--model -m",
             metavar="ID|DIR|GGUF",
-            help="Model.  [default: the bundled reference]",
+            help="Model; smollm2: of its package.  [default: the bundled reference]",
             key="model.id",
         ),
     ] = None

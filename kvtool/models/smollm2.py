@@ -31,7 +31,7 @@ _CHUNK = 1 << 23  # bytes read at a time
 
 
 def is_smollm2(model: str) -> bool:
-    """Tell whether a name is that of the packaged model; a folder of that name goes first."""
+    """Return whether a name is that of the packaged model; a folder of that name comes first."""
     return model == NAME and not Path(NAME).exists()
 
 
@@ -129,10 +129,10 @@ def _hash(file: Path) -> str:
 
 
 def _is_whole(folder: Path, source: Path | None) -> bool:
-    """Tell whether a folder is as it was made, from this file of the package.
+    """Return whether a folder is as it was made, from this file of the package.
 
     Args:
-        source: None: the package is gone, and the folder stands for itself.
+        source: None: the package is gone, and only the folder is checked.
     """
     try:
         seal = json.loads((folder / _SEAL).read_bytes())

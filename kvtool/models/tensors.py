@@ -14,7 +14,7 @@ def check_tensors(name: str, info: Mapping[str, Any]) -> None:
 
     Args:
         name: of the model.
-        info: what `from_pretrained` tells of the weights.
+        info: of the weights, as `from_pretrained` returns it.
 
     Raises:
         KvtoolError: they do not fit.
