@@ -74,7 +74,7 @@ class InWords:
 
 @contextmanager
 def storing_nothing(cache: CacheState, attends: Unstored) -> Iterator[None]:
-    """Let the forwards inside be attended by somebody, and store none of their tokens."""
+    """Let a part attend the forwards inside, and store none of their tokens."""
     with cache.rollback() if cache.recurrent else nullcontext():
         cache.running.store_nothing(attends)
         try:
