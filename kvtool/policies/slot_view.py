@@ -35,6 +35,11 @@ class Evidence(enum.Enum):
         """Return whether `view.keys` is filled."""
         return self in (Evidence.KEYS, Evidence.QUERIES, Evidence.MOMENTS)
 
+    @property
+    def comes_later(self) -> bool:
+        """Return whether it comes when a prompt has been stored, which is cut then."""
+        return self is Evidence.REPETITION
+
 
 class NewestQueries(Protocol):
     """The queries of the newest tokens of a layer.

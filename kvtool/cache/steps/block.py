@@ -254,8 +254,8 @@ def _over_budget(layer: SlotLayer, block: Block) -> bool:
     score = layer.policy.ranking
     if score.when == "never" or score.layer_tokens == "same" or layer.budget.whole:
         return False
-    if score.evidence is Evidence.REPETITION:
-        return False  # it is cut once it has been repeated
+    if score.evidence.comes_later:
+        return False
     if layer.budget.by_head is not None:
         return True  # heads that were cut are full, whatever the mean over all heads
     return block.view.positions.shape[2] > layer.budget.min_budget

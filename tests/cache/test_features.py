@@ -1,0 +1,74 @@
+"""Steps and hooks of the cache run features through their hooks, and name none of them."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import kvtool
+from kvtool.cache.features.table import FEATURES, OF_CACHES
+from kvtool.cache.features.trace import Trace
+from kvtool.cache.slots.cut_schedule import CutSchedule
+from kvtool.cache.slots.part import HOOKS, REFUSALS
+
+CACHE = Path(kvtool.__file__).parent / "cache"
+FILES = [file for room in ("steps", "hooks") for file in sorted((CACHE / room).glob("*.py"))]
+WORDS = re.compile(
+    r"calidrop|\bcam\b|d2o|kvzip|\brkv\b|sirllm|pyramid|positions=cache|surprisal|repetition|repeats\b",
+    re.IGNORECASE,
+)
+
+
+PARTS = [*FEATURES, *OF_CACHES, Trace]
+TEXTS = {file: file.read_text() for file in CACHE.rglob("*.py")}
+
+
+@cache
+def classes() -> set[str]:
+    """Classes that features define for others to see."""
+    trees = [ast.parse(text) for file, text in TEXTS.items() if file.parent.name == "features"]
+    found = {node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    return {name for name in found if not name.startswith("_")}
+
+
+def identifiers(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "asname", "module"):
+            name = getattr(node, field, None)
+            yield from name.split(".") if isinstance(name, str) else ()
+
+
+def named(text: str) -> set[str]:
+    """Return what a file names of features: their package, classes, parts and words."""
+    tree = ast.parse(text)
+    strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    known = set(identifiers(tree)) & (classes() | {"features"})
+    known |= strings & {part.name for part in PARTS if part is not CutSchedule}
+    return known | {word.lower() for word in WORDS.findall(text)}
+
+
+def test_names_are_found():
+    assert named("from kvtool.cache.features import trace") == {"features"}
+    assert named("def run(part: 'x'):\n    return Calibration.of(part)") == {"Calibration"}
+    assert named("'''What KVzip wants.'''\nif cache.repetition: pass") == {"kvzip", "repetition"}
+    assert named("layer.parts.get('rope_shift')") == {"rope_shift"}
+    assert named("rows.repeat_interleave(2)") == set()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_steps_and_hooks_name_no_feature(file):
+    assert named(TEXTS[file]) == set()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook_is_defined_and_run(hook):
+    assert any(hook in feature.hooks for feature in [*FEATURES, Trace])
+    assert any(f'parts.at["{hook}"]' in text for text in TEXTS.values())
+
+
+@pytest.mark.parametrize("feature", PARTS, ids=lambda feature: feature.name)
+def test_features_refuse_what_somebody_asks_for(feature):
+    assert feature.refusals.keys() <= REFUSALS.keys()
