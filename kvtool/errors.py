@@ -1,4 +1,7 @@
-"""The mistakes a caller can put right, and the exit code each one ends the command with."""
+"""The mistakes a caller can put right, and the exit code each one ends the command with.
+
+Texts of errors are printed with control characters spelled out, so that no terminal obeys them.
+"""
 
 from __future__ import annotations
 
@@ -129,3 +132,17 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str | None:
     """
     found = nearest(word, choices)
     return f"did you mean `{found}`?" if found else None
+
+
+_CONTROL = {
+    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
+}
+
+
+def visible(text: str) -> str:
+    r"""Spell out the control characters of a text: a terminal would obey them.
+
+    >>> visible("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return text.translate(_CONTROL)

@@ -1,9 +1,13 @@
-"""The interface through which a long piece of work reports its progress."""
+"""What hears of a long piece of work: a watcher its progress, a listener the text of answers.
+
+A listener may end an answer while it is generated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,3 +43,27 @@ class Watcher:
 
     def show_results(self, results: ResultsDocument, folder: Path) -> None:
         """Take the results of a run once they are written, while no other process writes there."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """What is called while answers are generated.
+
+    Attributes:
+        on_text: takes pieces of text as they come; None: no caller does.
+        on_answer: takes every answer when it is whole.
+        stop_when: asked after every token whether to end there; None: never.
+    """
+
+    on_text: Callable[[str], object] | None = None
+    on_answer: Callable[[str], object] = lambda text: None
+    stop_when: Callable[[], bool] | None = None
+
+    def hears(self) -> dict[str, Any]:
+        """Return the listener as arguments of `kvtool.generation.generate`."""
+        return {"on_text": self.on_text, "stop_when": self.stop_when}
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether nothing more is to be generated."""
+        return self.stop_when is not None and self.stop_when()

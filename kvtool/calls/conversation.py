@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.report import CacheReport
-from kvtool.calls.listener import Listener
 from kvtool.calls.request import Request, encode, note_text, spell_budget
 from kvtool.calls.settings import GenerationSettings, PromptSettings
 from kvtool.documents.generation import (
@@ -29,7 +28,7 @@ from kvtool.generation.fidelity import join_fidelities
 from kvtool.models.chat import template_of
 from kvtool.models.load import Loaded
 from kvtool.planning.held import beyond_plan, use_plan
-from kvtool.watcher import Watcher
+from kvtool.watcher import Listener, Watcher
 
 
 def plan_in_use(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
-from kvtool.calls.listener import Listener
 from kvtool.calls.memory import estimate_run
 from kvtool.calls.needle import NEEDLE, compare_needle, note_needle, write_needle
 from kvtool.calls.request import (
@@ -27,7 +26,7 @@ from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
 from kvtool.processes import check_alone, joined
 from kvtool.transformers_versions import check_transformers
-from kvtool.watcher import Watcher
+from kvtool.watcher import Listener, Watcher
 
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache

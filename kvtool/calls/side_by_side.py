@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.generate import GenerationRun, prepare_generation
 from kvtool.calls.kept import lay_out, show_texts
-from kvtool.calls.listener import Listener
 from kvtool.calls.request import choose_policy
 from kvtool.calls.settings import GenerationSettings
 from kvtool.errors import UsageError
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
-from kvtool.watcher import Watcher
+from kvtool.watcher import Listener, Watcher
 
 if TYPE_CHECKING:
     from kvtool.documents.generation import GenerationDocument

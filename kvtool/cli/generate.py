@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
-from kvtool.calls.listener import Listener
 from kvtool.calls.output_settings import OutputSettings
 from kvtool.calls.settings import GenerationSettings
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.terminal import Interruption, Terminal, TerminalWatcher, tell
 from kvtool.errors import UsageError
 from kvtool.policies.grammar import listed_policies
+from kvtool.watcher import Listener
 
 if TYPE_CHECKING:
     from kvtool.calls.prompts import PromptsRun

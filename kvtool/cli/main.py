@@ -15,8 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvtool.cli.plain_values import PlainParameters
-from kvtool.cli.standard_streams import fill_closed_streams
-from kvtool.cli.terminal import ReaderGone, tell
+from kvtool.cli.terminal import ReaderGone, fill_closed_streams, tell
 from kvtool.errors import KvtoolError, did_you_mean, is_out_of_memory
 from kvtool.version import VERSION
 

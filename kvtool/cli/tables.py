@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 
-from kvtool.cli.control_characters import visible
+from kvtool.errors import visible
 from kvtool.sizes import WIDTH
 
 

@@ -2,6 +2,10 @@
 
 Notes, bars of progress and kept texts go to stderr. Ctrl-C ends an answer after the running token,
 and the answer is kept.
+
+The null device takes the place of standard streams that are closed (`kvtool <&- >&- 2>&-`). Python
+has no object for a stream that was closed before it began, and the next file that is opened gets
+the stream's number. What a library prints would then be in that file.
 """
 
 from __future__ import annotations
@@ -18,10 +22,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvtool.cli.control_characters import visible
-from kvtool.errors import printable
+from kvtool.errors import printable, visible
 from kvtool.processes import started
-from kvtool.report.kept.shaded import doing
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -179,7 +181,12 @@ def print_kept(texts: Sequence[KeptText]) -> None:
     from rich.console import Console
 
     from kvtool.cli.tables import Visible
-    from kvtool.report.kept.terminal import coloured_text, in_brackets, legend
+    from kvtool.report.kept.terminal import (
+        coloured_text,
+        in_brackets,
+        legend,
+        legend_of_brackets,
+    )
 
     console = Console(file=sys.stderr, highlight=False)
     coloured = console.color_system is not None and not console.no_color
@@ -189,8 +196,7 @@ def print_kept(texts: Sequence[KeptText]) -> None:
             console.print(Visible(legend(text)))
             console.print(Visible(coloured_text(text)))
         else:
-            message = f"[..]: at least half of the layers and heads {doing(text.kept)}"
-            tell(f"{message}\n{in_brackets(text)}\n")
+            tell(f"{legend_of_brackets(text)}\n{in_brackets(text)}\n")
 
 
 @contextlib.contextmanager
@@ -245,3 +251,19 @@ class TerminalWatcher(Watcher):
     def progress(self, total: int) -> AbstractContextManager[Callable[[str], None]]:
         """Show a bar with the time left."""
         return show_progress(self.terminal, total)
+
+
+_REFUSING = ((0, "stdin", os.O_WRONLY), (1, "stdout", os.O_RDONLY))
+"""Streams whose data would be lost: reading the one and writing the other stays an error."""
+
+
+def fill_closed_streams() -> None:
+    """Open the null device in place of each closed stream."""
+    for number, name, mode in (*_REFUSING, (2, "stderr", os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            if os.open(os.devnull, mode) != number:  # the lowest free number is the closed stream's
+                raise
+            stream = os.fdopen(number, "r" if number == 0 else "w", closefd=False, encoding="utf-8")
+            setattr(sys, name, stream)

@@ -8,10 +8,9 @@ import pytest
 import kvtool
 from kvtool.calls import needle
 from kvtool.calls.generate import prepare_generation
-from kvtool.calls.listener import Listener
 from kvtool.calls.settings import GenerationSettings
 from kvtool.sizes import bytes_in_words
-from kvtool.watcher import Watcher
+from kvtool.watcher import Listener, Watcher
 
 JUDGED = r"^(correct|wrong, the code is \d+|cut off, the code is \d+); \S+ \S+ held$"
 OTHER = r'^(full cache|streaming, same budget): "(.*)" is (correct|wrong|cut off); (\S+ \S+) held$'

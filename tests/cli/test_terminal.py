@@ -8,8 +8,8 @@ import sys
 import pytest
 from rich.table import Table
 
-from kvtool.cli.control_characters import visible
 from kvtool.cli.terminal import Terminal
+from kvtool.errors import visible
 from kvtool.models import reference
 
 ESCAPE = "\x1b]0;gone\x07\x1b[2J"

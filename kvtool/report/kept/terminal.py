@@ -56,6 +56,11 @@ def legend(shown: ShadedText) -> Text:
     return text
 
 
+def legend_of_brackets(shown: ShadedText) -> str:
+    """Return what the brackets mean."""
+    return f"[..]: at least half of the layers and heads {doing(shown.kept)}"
+
+
 def in_brackets(shown: ShadedText) -> str:
     """Return the text with what at least half of the layers and heads hold in brackets.
 
