@@ -1,8 +1,8 @@
 """Read the configuration of a common family from its config.json, without transformers.
 
-The only file that knows what transformers makes of the entries of these families. A config.json
-that holds any other entry, lacks one that has a default worth knowing, or has a value of an
-unexpected kind is left to transformers, which says what is wrong with it.
+The only file that knows what transformers makes of the entries of these families. A config.json may
+hold any other entry, lack one that has a default worth knowing, or have a value of an unexpected
+kind. It is then left to transformers, which says what is wrong with it.
 """
 
 from __future__ import annotations

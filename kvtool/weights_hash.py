@@ -35,10 +35,10 @@ def weights_hash(source: Any) -> str:
     """Return the sha256 of all weights, as 64 hexadecimal digits.
 
     Of a loaded model it covers the name, dtype, shape and every byte of each parameter and each
-    buffer that a checkpoint holds, wherever they rest: on a GPU, in host memory, on disk
-    (accelerate's offloading), quantised with their scales. A process of a tensor-parallel model
-    hashes its own part. Each tensor is hashed once: a further call sums it, which takes a tenth of
-    the time, and hashes it again if its place, version counter or sums differ.
+    buffer that a checkpoint holds. They may rest on a GPU, in host memory or on disk (accelerate's
+    offloading); quantised ones count with their scales. A process of a tensor-parallel model hashes
+    its own part. Each tensor is hashed once: a further call sums it, which takes a tenth of the
+    time, and hashes it again if its place, version counter or sums differ.
 
     Of a folder it covers names and bytes of the weight files that transformers would load, each
     hashed once per process and file identity (path, size, times, inode). The same weights have one

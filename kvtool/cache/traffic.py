@@ -53,7 +53,7 @@ class TrafficBudgets:
 
     Attributes:
         budget: pairs of key and value that a step reads of every layer and KV head, or a share of
-            the prompt, or bytes of all layers and sequences; None: the reader has its own `k`.
+            the prompt, or bytes of all layers and sequences. None: the reader has its own `k`.
         plan: has RocketKV's stages, and the pairs of every layer for other readers.
         tokens: a budget of tokens or bytes as pairs of a layer, for a prompt so long.
         reserved: how many tokens will be generated, as far as is known.

@@ -44,8 +44,8 @@ def evaluate(
     """Compare policies under budgets on benchmarks, in a folder that a broken-off run goes on in.
 
     Args:
-        recipe: a recipe or a plan as a document, its data or its file; a model as a folder, a hub
-            ID or loaded (then with its `tokenizer`); None is the bundled reference model.
+        recipe: a recipe or a plan as a document, its data or its file. Or a model as a folder, a
+            hub ID or loaded (then with its `tokenizer`); None is the bundled reference model.
         model: in place of that of the recipe or plan.
         folder: of the run; None: that of the recipe, or one under `runs/`.
         tasks, policies, budgets: as `kvtool eval` takes them, in place of the recipe's.

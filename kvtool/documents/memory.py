@@ -73,7 +73,7 @@ class CacheMemory(Section):
         host_bytes: of evicted tokens in host memory, at most.
         full_bytes: of the keys and values of a full cache in the model's dtype.
         peak_bytes: an estimate of all that lives at a time on the device: weights, the cache while
-            the prompt is read or answered, and what layers compute with; None without the weights.
+            the prompt is read or answered, and what layers compute with. None without the weights.
         fits: whether the peak does; None where that is not known.
     """
 

@@ -207,9 +207,9 @@ class Totals(Section):
         storage: the same two.
         traffic: of the last planned token.
 
-    Where no policy is named, `bytes` and `share_of_full` are the keys and values of the tokens,
-    `storage` and `traffic` those of a policy that stores these and keeps no numbers of its own. For
-    one that reads these, they are in the `rocketkv` section.
+    Where no policy is named, `bytes` and `share_of_full` are the keys and values of the tokens.
+    `storage` and `traffic` are then those of a policy that stores these and keeps no numbers of its
+    own. For one that reads these, they are in the `rocketkv` section.
     """
 
     tokens: NonNegativeInt

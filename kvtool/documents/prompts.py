@@ -1,8 +1,8 @@
 """Many prompts from a file of JSON Lines or from a list.
 
-A prompt is `{"prompt": "text"}`, with `id` and `max_new_tokens` where they are wanted, or a
-JSON string, or a conversation whose last message is answered: `{"messages": [..]}`, as OpenAI
-writes it, or `{"conversations": [..]}`, as ShareGPT does.
+A prompt is `{"prompt": "text"}`, with `id` and `max_new_tokens` where they are wanted, or a JSON
+string. It may also be a conversation whose last message is answered: `{"messages": [..]}`, as
+OpenAI writes it, or `{"conversations": [..]}`, as ShareGPT does.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def can_share(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
     """Return whether an empty cache can take a prompt in from another one's run.
 
     Not where it reads the prompt in blocks, uses logits, has the prompt repeated or numbers tokens
-    anew; nor on a model with other layers than those of full attention, or whose keys are stored in
+    anew. Nor on a model with other layers than those of full attention, or whose keys are stored in
     latent form.
 
     Args:

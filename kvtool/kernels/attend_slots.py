@@ -149,7 +149,7 @@ def attend_slots(
         sinks: (batch, heads) logits that take their share without a value.
         valid: bool (batch,), False where the row's query is padding and counts for nothing.
         weights: whether the weights are wanted themselves.
-        chosen: (batch, kv_heads or heads, count) int64, the slots to attend to, in any order; then
+        chosen: (batch, kv_heads or heads, count) int64, the slots to attend to, in any order. Then
             `positions` are by place in these lists, -1 = nothing is read, and the sums and the
             weights have `count` in place of slots.
 

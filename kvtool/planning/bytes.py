@@ -1,12 +1,12 @@
 """Estimate what a cache will hold, policy state included, and what its last token will read.
 
 The one place that estimates bytes of a cache. Everything follows from the parts of a policy: the
-names of the numbers beside its slots, when it cuts, what it remembers of evicted tokens, the tables
-of its reader (asked of the reader itself, on tensors without content). The rule by which a layer's
-buffers grow gives the rest. A token takes in a slot its key and value as they are stored, its
-position and its numbers. "Held" is what a report calls `allocated_bytes` + `state_bytes`, at its
-most from the end of the prompt to the last new token. Host memory and what exists only while the
-prompt is read are not in it.
+names of the numbers beside its slots, when it cuts, what it remembers of evicted tokens, and its
+reader. The reader itself is asked for its tables, on tensors without content. The rule by which a
+layer's buffers grow gives the rest. A token takes in a slot its key and value as they are stored,
+its position and its numbers. "Held" is what a report calls `allocated_bytes` + `state_bytes`, at
+its most from the end of the prompt to the last new token. Host memory and what exists only while
+the prompt is read are not in it.
 
 A buffer that is appended to grows by a quarter each time, so that appending copies O(1) per token.
 A cache allocates by that rule, and a forecast counts by it.

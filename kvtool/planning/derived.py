@@ -5,7 +5,7 @@ each such number anew, from the model's configuration and from the numbers that 
 compares. A number that is missing is not compared.
 
 `totals` and the costs of RocketKV's stages may be those of the stages that `plan-budget` computes,
-too: whoever edits a stage need not know what it comes to, and the run says what it holds.
+too. Whoever edits a stage need not know what it comes to, and the run says what it holds.
 """
 
 from __future__ import annotations

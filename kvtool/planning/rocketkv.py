@@ -239,10 +239,10 @@ def split_of(policy: Policy) -> float | None:
 def planned_stages(plan: PlanDocument, policy: Policy, n: int) -> PlannedStages | None:
     """Return RocketKV's stages for a prompt of `n` tokens.
 
-    Of L layers, layer l has C * L * f_l / sum f of stage 1's tokens C, the planned new ones
-    included, by the fractions f of the layers. None keeps less than the window, and none more than
-    all. Without a stage 1 the pairs that a step reads are shared out so. The token counts of a plan
-    made from a share are scaled to the prompt.
+    Stage 1's tokens C, the planned new ones included, are split by the fractions f of the layers.
+    Of L layers, layer l has C * L * f_l / sum f. None keeps less than the window, and none more
+    than all. Without a stage 1 the pairs that a step reads are shared out so. The token counts of a
+    plan made from a share are scaled to the prompt.
 
     Returns:
         None if the policy uses no stages, or the plan has no such section.

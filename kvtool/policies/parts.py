@@ -59,8 +59,8 @@ class Score:
         draws: of its own where it draws at random: True, beside a setting `seed` (see `draws.py`).
         distinct: whether no two tokens of a head ever have the same number.
         layer_tokens: which tokens a layer may keep: `own`, whichever it chooses; `nested`, only
-            such that the layer above keeps (the view shows them), and budgets must not grow with
-            depth; `same`, those of all layers, which are cut at once, before a forward.
+            such that the layer above keeps. The view shows them, and budgets must not grow with
+            depth. `same`: those of all layers, which are cut at once, before a forward.
         positions: what keys and queries are rotated by, see `Positions`.
     """
 

@@ -24,7 +24,8 @@ def source_hash(policy: Policy) -> str:
 
     That is, for each class from outside the package, the text of its module and of all modules in
     the same folder (of its package, where it is installed) which that one imports, and the code
-    that is loaded, which may be older than the text; and the content of files that settings name.
+    that is loaded, which may be older than the text. It also covers the content of files that
+    settings name.
     """
     parts = [getattr(policy, each.name) for each in fields(policy)]
     lines: dict[str, None] = {}  # in order, each once

@@ -6,9 +6,9 @@ their Jaccard index, averaged over all tokens beyond the budget, which is a shar
 The paper evicts in earnest, so that errors run through the layers; here each layer reads the full
 run's attention. https://arxiv.org/abs/2402.06262
 
-The scores are RoCo's: the sum of a token's attention (`aas`, H2O), how often it is at least average
-(`aqas`, Scissorhands), its last one (`ltas`, TOVA), and its mean over the steps since it came
-(`mas`). No recent window protects anything.
+The scores are RoCo's. They are the sum of a token's attention (`aas`, H2O), how often it is at
+least average (`aqas`, Scissorhands), its last one (`ltas`, TOVA), and its mean over the steps since
+it came (`mas`). No recent window protects anything.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Safetensors files that appear whole or not at all, written and read without mapping them.
 
 Each tensor is written to the locked temporary of `write_with` by itself, so that no second copy of
-all of them is made. Only that lock decides who deletes it. A file is read with plain
-reads: one that is rewritten meanwhile gives other bytes, which a checksum finds, where a mapping
-would end the process or change behind the checksum.
+all of them is made. Only that lock decides who deletes it. A file is read with plain reads. One
+that is rewritten meanwhile gives other bytes, which a checksum finds. A mapping would end the
+process or change behind the checksum.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What kvtool does before and after every forward over one of its caches.
 
-Three forwards are refused: one that asks not to use its cache, one over a cache that another
-forward has left changed in some layers only, and one that sets its cache aside.
+A forward that asks not to use its cache, or sets it aside, is refused. So is one over a cache that
+another forward has left changed in some layers only.
 
 Logits: for a policy that scores by them, the cache frees slots for the new tokens before the
 forward, and all logits are computed. After it the cache sees them, and the caller gets those that

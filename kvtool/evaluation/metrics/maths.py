@@ -12,7 +12,7 @@ one only if it states it outright.
 
 LaTeX is brought to one form, so that equal answers compare equal. The rules are those of MATH
 (Hendrycks et al., 2021, https://arxiv.org/abs/2103.03874) and of Minerva (Lewkowycz et al., 2022,
-https://arxiv.org/abs/2206.14858, appendix D): sizes of brackets, spaces, units, degree, percent and
+https://arxiv.org/abs/2206.14858, appendix D). Sizes of brackets, spaces, units, degree, percent and
 dollar signs go; `\dfrac12`, `1/2` and `\frac{1}{2}` are one. On top of that, numbers are compared
 as numbers, exactly: 0.50, .5 and 1/2 are equal, 0.33 and 1/3 are not. Nothing is computed: `2+3` is
 not 5.

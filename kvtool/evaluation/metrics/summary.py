@@ -49,7 +49,7 @@ class Summary:
         metrics: every score by name; the headline is the task's `metric`.
         cells: the headline per cell.
         curves: lines for pictures.
-        parts: of each record, in order, the headline's sum and weight: the headline is `link`, one
+        parts: of each record, in order, the headline's sum and weight. The headline is `link`, one
             of `LINKS`, of all sums over all weights; empty where it is no such mean.
     """
 

@@ -44,7 +44,7 @@ class Haystack:
         name: `builtin`, `noise`, or the user's file.
         pool: each sentence with the white space before it, so that they are simply joined.
         shuffled: drawn at random with repeats, instead of in order; the first follows the last.
-        own: whether it is the user's text, of which each sample begins at a drawn sentence.
+        own: whether it is the user's text; each sample then begins at a drawn sentence.
     """
 
     name: str

@@ -2,9 +2,9 @@
 
 Kamradt, 2023, https://github.com/gkamradt/LLMTest_NeedleInAHaystack, whose answers a large model
 judges. Here the needle is a random number, of seven digits as in RULER, so that no model knows it
-and reading it off is enough; or the city that a person lives in, which is one word. The needle is
-between sentences, at the first gap with at least `depth` percent of the haystack's tokens before
-it.
+and reading it off is enough. Or it is the city that a person lives in, which is one word. The
+needle is between sentences, at the first gap with at least `depth` percent of the haystack's tokens
+before it.
 """
 
 from __future__ import annotations

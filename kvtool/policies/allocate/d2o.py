@@ -34,7 +34,7 @@ def normalise(variance: Sequence[float], largest: Sequence[float], norm: str) ->
     Args:
         variance: F of each layer, population variance of the column sums.
         largest: the largest F of each layer, n - 1 over a prompt of n tokens.
-        norm: `length` divides by the largest, so that 1 is all attention on one token; `minmax`
+        norm: `length` divides by the largest, so that 1 is all attention on one token. `minmax`
             maps the layers to 0 .. 1; `raw` leaves them as equation 5 has them.
     """
     if norm == "length":

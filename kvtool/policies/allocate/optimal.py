@@ -2,7 +2,7 @@
 
 Our own. A profile holds the error of every layer under a few budgets; a layer that keeps the whole
 prompt has none. Between these points the error is taken along the lower convex hull, on which
-filling the steepest segments first is exact: no other split of the total has a smaller sum.
+filling the steepest segments first is exact. No other split of the total has a smaller sum.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """PyramidInfer's schedule: each layer keeps a share of what the layer above it keeps.
 
 Yang et al., 2024, https://arxiv.org/abs/2405.12532. The newest int(0.2 n) + 1 tokens of a prompt
-stay in every layer; of the others, its context, layer l + 1 has int(p_l context_l) with
-p_l = (1 - d)(cos(pi l / layers) + 1) / 2 + d, and not fewer than 64.
+stay in every layer. Of the others, its context, layer l + 1 has int(p_l context_l) with p_l = (1 -
+d)(cos(pi l / layers) + 1) / 2 + d, and not fewer than 64.
 
 The authors fix d = 0.9 and store what comes of it. Here the budget is given, as the mean over the
 layers, and d is what spends it. As the first layer keeps the whole prompt and p_0 is 1, even d = 0

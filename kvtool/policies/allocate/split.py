@@ -96,9 +96,10 @@ def tokens_for_prompt(plan: PlanDocument, n: int) -> list[int]:
     """Return the tokens of every layer, per KV head, for a prompt of `n` tokens.
 
     A plan made from a ratio is scaled to the prompt: its free layers hold floor(ratio * n), at
-    least 1, times their number together; where it was edited, that share of their sum. Other plans
-    hold as they are; what a layer cannot hold of a short prompt goes to the others. Where the whole
-    prompt fits, every layer has at least all of it, and the rest is for generated tokens.
+    least 1, times their number together. Where it was edited, they hold that share of their sum.
+    Other plans hold as they are; what a layer cannot hold of a short prompt goes to the others.
+    Where the whole prompt fits, every layer has at least all of it, and the rest is for generated
+    tokens.
 
     Layers with a sliding window have what the plan says of them, layers without attention 0.
     """

@@ -1,8 +1,8 @@
 """Slots of 8-bit floats, as serving engines store them: e4m3, and a scale for each token and head.
 
 The scale is the largest magnitude of the vector over 448, in float16. A key or value takes head_dim
-+ 2 bytes. vLLM and others have one scale for a whole layer, or none; one for each vector costs 2
-bytes and needs no calibration.
++ 2 bytes. Others, such as vLLM, have one scale for a whole layer, or none. One for each vector
+costs 2 bytes and needs no calibration.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Su et al., 2025, https://arxiv.org/abs/2507.19906, section 4. Attention over all tokens is a
 weighted mean of attention over the kept and over the evicted ones, the weights following from both
 log-sum-exps. The evicted part changes little from one query to the next: it is computed for a
-query that is held, and reused while later queries point the same way. By the cosine between the
-two: below theta1 the evicted part is computed anew for the step's query, which is held from then
-on, and the output is calibrated; above theta2 it is calibrated with what is held; in between it is
-left alone.
+query that is held, and reused while later queries point the same way. The cosine between the two
+decides. Below theta1 the evicted part is computed anew for the step's query, which is held from
+then on, and the output is calibrated. Above theta2 it is calibrated with what is held; in between
+it is left alone.
 
 Differences from the paper: the log-sum-exp is kept instead of the sum of exponentials, which
 overflows float32 once a logit exceeds 88. Queries are compared as attention uses them, after RoPE.

@@ -1,7 +1,7 @@
 """Evicted tokens of a layer, as they are shown to the part that keeps something of them.
 
 `Merging` is the role of parts that merge evicted tokens into kept ones. Another part keeps evicted
-tokens stored and lets the reader look at the others until the next prompt: RocketKV-MT (Behnam et
+tokens stored and lets the reader look at the others until the next prompt. RocketKV-MT (Behnam et
 al., 2025, https://arxiv.org/abs/2502.14051, section 3.5) drops nothing between turns, and each turn
 chooses anew, among all tokens so far.
 """

@@ -5,7 +5,7 @@ of P tokens is known by its largest and smallest key. As in SparQ, only the k1 c
 |q| are looked at, and of each only the bound that the sign of the group's query points to. The
 k2 tokens of highest estimate are read, one by one: of the last page taken perhaps a part.
 
-Where paper and code differ: algorithm 1 says only `score`; as in the code, the estimate is a
+Where paper and code differ: algorithm 1 says only `score`. As in the code, the estimate is a
 softmax over the tokens at SparQ's temperature, averaged over the query heads of a group. A channel
 whose summed query is exactly 0 takes the upper bound (the paper; the code takes the lower).
 

@@ -5,7 +5,7 @@ orthonormal basis E of their principal components, the first d channels of q E a
 nearly as q K does.
 
 Differences from the authors' code: the rotated channels are kept beside the keys (they rotate the
-stored keys, which saves d / 2D of the cache and would make its files depend on the basis), a group
+stored keys, which saves d / 2D of the cache and would make its files depend on the basis). A group
 of query heads chooses together by the mean of softmaxed estimates, and prompts are read in full.
 Without a file of bases (`kvtool profile --metrics key_basis`), the basis is that of the stored keys
 at the end of the prompt.

@@ -3,7 +3,7 @@
 Feng et al., 2024, https://arxiv.org/abs/2407.11550. Heads of wide attention keep more tokens than
 heads that look at few; see `kvtool.policies.allocate.ada` for the split and for where its rounding
 differs from the authors' code. A prompt in blocks is cut once, at its end, since heads compete by
-their votes on the whole of it; with a plan that splits the budget, after every block.
+their votes on the whole of it. With a plan that splits the budget, it is cut after every block.
 """
 
 from __future__ import annotations

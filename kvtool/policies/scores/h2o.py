@@ -6,7 +6,7 @@ Differences from the authors' code: the sums are per KV head, of the mean over i
 have one query head per KV head), and per batch entry. The recent window is half of the budget, as
 in their experiments; `recent=0` gives the window-less form that CAOTE seems to compare with. Where
 heads have budgets of their own (`+ada`), half of the layer's mean is the window in every head when
-the budget is split, and from then on, at every token, half of the head's own budget.
+the budget is split. From then on, at every token, it is half of the head's own budget.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """KVzip: keep what the model needs to say its prompt once more.
 
-Kim et al., 2025, https://arxiv.org/abs/2505.23416, section 3: the score of a token in a KV head is
+Kim et al., 2025, https://arxiv.org/abs/2505.23416, section 3. The score of a token in a KV head is
 the highest weight that it receives while the prompt, which is whole in the cache, is repeated chunk
 by chunk. The softmax is over the first tokens, the chunk and the repetition alone; the repetition
 itself attends to everything, as the authors' code has it.

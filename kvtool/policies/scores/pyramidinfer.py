@@ -2,8 +2,8 @@
 
 Yang et al., 2024, https://arxiv.org/abs/2405.12532, section 3.3. Once a layer has attended to a
 prompt, the last int(0.2 n) queries vote: the mean of their attention over all heads, the newest
-query weighing 1.2 times as much as the oldest. n is what the first layer keeps: the whole prompt,
-or where the budget is too small for that the shorter one whose schedule spends it. What stays is
+query weighing 1.2 times as much as the oldest. Here n is what the first layer keeps: the whole
+prompt, or where the budget is too small for that the shorter one whose schedule spends it. Kept are
 the first 4 tokens, the newest int(0.2 n) + 1 and the best voted of those that the layer above kept;
 how many is the schedule of `kvtool.policies.allocate.pyramidinfer`. Prompts that come at once only:
 a prompt fed in chunks is cut after each, by the queries of that chunk.

@@ -6,8 +6,8 @@ hybrid sparse attention (`kvtool.policies.read.hsa`) reads t pairs of them and o
 `kvtool.planning.rocketkv` has the arithmetic.
 
 Differences from the authors' code: the last queries of the whole prompt vote, and the prompt is cut
-once at its end, also where it is computed in blocks (the code leaves the last token out, and cuts
-after every block); survivors stay in order. What fits into t is kept and read in full.
+once at its end, also where it is computed in blocks. The code leaves the last token out, and cuts
+after every block. Survivors stay in order. What fits into t is kept and read in full.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """SirLLM: the tokens that surprised the model most, the same ones in every layer and head.
 
 Yao et al., 2024, https://arxiv.org/abs/2405.12528. What the paper calls the entropy of a token is
-its surprisal, -log p(x_t | x_<t), by the model's own logits. Before `incoming` new tokens would
-exceed the budget, what stays is the sinks, the E - incoming most surprising tokens and the newest
-others, budget - incoming in all, where E = budget - sinks - recent. `recent=0` is what the authors
-publish.
+its surprisal, -log p(x_t | x_<t), by the model's own logits. Tokens are evicted before `incoming`
+new ones would exceed the budget. Kept are the sinks, the E - incoming most surprising tokens and
+the newest others, budget - incoming in all, where E = budget - sinks - recent. `recent=0` is what
+the authors publish.
 
 Logits of a whole prompt take n x vocabulary numbers, so kvtool feeds such a policy in blocks that
 the whole model runs. They have 128 tokens or `--prefill block:M`, and at most half of the budget,

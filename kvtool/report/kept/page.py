@@ -54,7 +54,7 @@ def page_data(texts: Sequence[ShadedText]) -> dict[str, Any]:
 
     `pieces` are those of the prompt that all texts share, `more` of a text what follows. `kept` and
     `marked` are a bit for each token, those of a head in whole bytes (lowest bit first), heads and
-    layers in order, compressed by zlib, in base64; `score` is a byte for each token.
+    layers in order, compressed by zlib, in base64. `score` is a byte for each token.
     """
     shared = min(len(text.pieces) for text in texts)
     for text in texts[1:]:
