@@ -261,7 +261,8 @@ class SlotBuffers(SlotMemory):
 
     @torch.no_grad()
     def reserve(self, tokens: int) -> None:
-        """Take slots for so many decoded tokens at once, so that no shape changes while they come.
+        """Take slots for a number of decoded tokens at once, so that no shape changes while they
+        come.
 
         Only where tokens are appended and nothing is reserved. The next block, and `compact`, give
         the empty slots up.

@@ -111,12 +111,12 @@ class TokenCounts:
             self.lengths = addresses.keep("lengths", self.lengths)
 
     def begin_static(self, seen_device: Tensor) -> None:
-        """Count a token on the host, and go by the device's count from here on."""
+        """Count a token on the host, and use the device's count from here on."""
         self.seen += 1
         self.seen_device = seen_device
 
     def end_static(self, *, ran: bool) -> None:
-        """Go by the host's count again.
+        """Use the host's count again.
 
         Args:
             ran: whether the step ran; if not, its token is taken back.

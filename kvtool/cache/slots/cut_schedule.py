@@ -21,7 +21,7 @@ class CutSchedule(Part):
     Attributes:
         spare: tokens above the budget at which a batch entry is cut.
         until: tokens, padding included, that the layer will have seen when one of them may be;
-            None: nobody has counted since the last prompt.
+            None: not counted since the last prompt.
     """
 
     name = "due"
@@ -49,7 +49,7 @@ class CutSchedule(Part):
         self.until = None
 
     def left(self, seen: int) -> int:
-        """Count the tokens until a cut, for a layer that has seen so many; 0 where nobody knows."""
+        """Count the tokens until a cut, for a layer that has seen `seen`; 0 where it is unknown."""
         return 0 if self.until is None else max(0, self.until - seen)
 
     def count(self, held: int | Tensor, budget: int | Tensor, seen: int) -> None:

@@ -36,14 +36,14 @@ class SlotLayer(TokenCounts, BatchLayer):
             empty then. None: they hold equally many.
         pairs_read: keys and values that the last decoded token has read, per KV head.
         attends_codes: whether decoded tokens attend to codes, which no model looks at in between.
-        unattended: whether tokens have been taken in that nobody has attended yet.
+        unattended: whether tokens have been taken in that are not attended yet.
 
     What a layer holds is copied deeply when its cache is; only keys and values are not, where the
     copy is one to go back to.
     """
 
     slots: SlotBuffers
-    chunked = False  # whether windows stand side by side in place of sliding
+    chunked = False  # whether windows are side by side in place of sliding
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class SlotLayer(TokenCounts, BatchLayer):
 
     @property
     def evicts_tokens(self) -> bool:
-        """Whether the layer holds its budget after every token by its own choice of what leaves."""
+        """Whether the layer holds its budget after every token by a choice of its own."""
         score = self.policy.ranking
         return score.when == "always" and score.layer_tokens != "same"
 
@@ -339,7 +339,7 @@ class SlotLayer(TokenCounts, BatchLayer):
 
 
 class ChunkedSlotLayer(SlotLayer):
-    """A slot layer whose window is a chunk: chunks of that many tokens stand side by side."""
+    """A slot layer whose window is a chunk: chunks of that many tokens are side by side."""
 
     chunked = True
 

@@ -33,11 +33,11 @@ class ByteMeter:
         self.held = self.peak = 0
 
     def change(self, by: int) -> None:
-        """Note that buffers have grown, or shrunk, by so many bytes."""
+        """Note the bytes by which buffers have grown, or shrunk."""
         self.held += by
 
     def run(self, block: int) -> None:
-        """Note that a block of so many bytes runs beside what is held."""
+        """Note the bytes of a block that runs beside what is held."""
         self.peak = max(self.peak, self.held + block)
 
     def forget(self) -> None:
@@ -53,8 +53,8 @@ class LayerBudget:
         tokens: one number, or int64 (batch, 1, 1); 0 where nothing is ever evicted.
         min_budget, max_budget: the smallest and the largest of them, known to the host.
         whole: whether the running block has been added to it, and nothing is cut at its end.
-        by_head: (batch, kv_heads) int64, what each KV head may keep, where heads have been told
-            apart; `tokens` is their mean then. None: what the layer may.
+        by_head: (batch, kv_heads) int64, what each KV head may keep, where heads have budgets of
+            their own; `tokens` is their mean then. None: what the layer may.
     """
 
     tokens: int | Tensor = 0
@@ -70,7 +70,7 @@ class LayerBudget:
         device: torch.device | None = None,
         by_head: Tensor | None = None,
     ) -> LayerBudget:
-        """Make the budget of batch entries that may keep so many tokens each."""
+        """Make the budget of batch entries from the tokens that each may keep."""
         low, high = min(entries), max(entries)
         if low == high:
             return cls(high, low, high, by_head=by_head)
@@ -78,7 +78,7 @@ class LayerBudget:
         return cls(tokens, low, high, by_head=by_head)
 
     def raised(self, new: list[int], device: torch.device) -> LayerBudget:
-        """Return the budget with so many tokens more for each batch entry."""
+        """Return the budget with more tokens for each batch entry."""
         more = new[0] if len(set(new)) == 1 else torch.tensor(new, device=device)[:, None, None]
         low, high = self.min_budget + min(new), self.max_budget + max(new)
         by_head = self.by_head
@@ -124,7 +124,7 @@ class Growth:
         return self.max_budget + self.spare
 
     def capacity(self, slots: int, before: int) -> int:
-        """Return the slots to allocate where so many are asked for and so many are there."""
+        """Return the slots to allocate where `slots` are asked for and `before` are there."""
         capacity = grown(before, slots)
         expected = self.expected
         if self.exact:
@@ -310,7 +310,7 @@ class SlotMemory:
         self.form = form
 
     def drop(self) -> None:
-        """Count the memory as given back: nobody will look at it again."""
+        """Count the memory as given back: it is not read again."""
         self.sizing.meter.change(-self.kv_bytes)
 
     def group(self, positions: Tensor, state: State) -> None:

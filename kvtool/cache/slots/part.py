@@ -40,10 +40,10 @@ class WaitingCut(Protocol):
     sums: Tensor | None
 
     def add(self, sums: Tensor, queries: Count) -> None:
-        """Add what the slots have received of a block with so many queries of each entry."""
+        """Add what the slots have received of a block, by the number of queries of each entry."""
 
     def wait(self, importance: Tensor, block: Count) -> None:
-        """Keep the scores of a block with so many tokens of each entry until the cut."""
+        """Keep the scores of a block until the cut, with the number of tokens of each entry."""
 
 
 class HasParts(Protocol):
@@ -59,7 +59,7 @@ class LayerSite:
     Attributes:
         policy: of the layer.
         index: of the layer in the model.
-        rotation: by which the layer turns keys and queries, where the policy asks; None: by none.
+        rotation: by which the layer rotates keys and queries, where the policy asks; None: by none.
         above: the layers of free budget before this one.
     """
 
@@ -238,7 +238,7 @@ class Part:
         return query, new
 
     def show_block(self, view: Any) -> Any:
-        """Return the view of a block that has been attended, with what the policy goes by."""
+        """Return the view of a block that has been attended, with what the policy uses."""
         return view
 
     def split_heads(
@@ -299,10 +299,10 @@ class Part:
         return []
 
     def allows_static(self, layer: Any) -> bool:
-        """Tell whether steps may be static."""
+        """Return whether steps may be static."""
         return True
 
-    # ---- what policies see, and what leaves
+    # ---- what policies see, and evicted tokens
 
     def show(self, layer: Any, view: Any) -> Any:
         """Return a view of slots with what the policy sees of the part."""
@@ -316,14 +316,14 @@ class Part:
         """Take note of the scores by which slots are cut, (batch, kv_heads, slots)."""
 
     def take_evicted(self, layer: Any, eviction: Eviction) -> None:
-        """Make something of what leaves a block and the slots before it."""
+        """Make something of the tokens evicted from a block and the slots before it."""
 
     def take_decoded(self, layers: Sequence[Any], positions: Tensor) -> None:
         """Make something of the slot to reuse of each of some layers, before it is written over.
 
         Args:
             layers: that have a part of this kind; this one is that of the first.
-            positions: (layers * batch, kv_heads, 1) of what leaves.
+            positions: (layers * batch, kv_heads, 1) of evicted tokens.
         """
 
     def note_merged(self, positions: Tensor, merged: Tensor) -> None:

@@ -19,8 +19,8 @@ from kvtool.cache.slots.slot_form import CodedForm, Form
 from kvtool.maths.quantise import ChannelRanges
 from kvtool.policies.allocate.problem import UNLIMITED
 
-_TIGHT = 7 / 8  # a lane joins a bucket if it fills at least so much of it
-_CLOSE = 8  # or if it is at most so many slots short
+_TIGHT = 7 / 8  # a lane joins a bucket if it fills at least this part of it
+_CLOSE = 8  # or if it is at most this number of slots short
 
 
 class RaggedBuffers:
@@ -102,7 +102,7 @@ def to_ragged(layer: SlotLayer, slots: Slots) -> None:
     filled: list[int] = (slots.positions >= 0).sum(-1).flatten().tolist()
     needs = filled if layer.appends else budgets
     needs = [min(need, slots.positions.shape[2]) for need in needs]
-    # a bucket makes room for its largest budget, so what grows without end stands apart
+    # a bucket has slots for its largest budget, so lanes that grow without end are apart
     growing = [lane for lane, budget in enumerate(budgets) if budget >= UNLIMITED]
     limited = [lane for lane, budget in enumerate(budgets) if budget < UNLIMITED]
     buckets, order = [], []

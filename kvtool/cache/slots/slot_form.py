@@ -178,7 +178,7 @@ class CodedForm(Form):
     def quantise(self, keys: Tensor, values: Tensor) -> Stored:
         if self.shifted:
             keys, values = self.ranges.narrow(keys), values.float()
-        if keys.shape == values.shape:  # both at once, which are turned alike
+        if keys.shape == values.shape:  # both at once, which are rotated alike
             codes, scales = self.codec.encode(
                 _rotated(torch.stack([keys, values]), self.rotations[0])
             )
