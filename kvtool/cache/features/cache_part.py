@@ -108,7 +108,7 @@ class CachePart:
     # ---- forwards
 
     def begin_forward(self, tokens: Tensor, valid: Tensor | None, decoding: bool) -> None:
-        """Make room for the tokens of a forward.
+        """Free slots for the tokens of a forward.
 
         Args:
             tokens: (batch, q_len) int64.
@@ -130,7 +130,7 @@ class CacheParts(dict[str, CachePart]):
     """The parts of a cache by name.
 
     Attributes:
-        by_logits: whether one of them goes by the model's logits; found once.
+        by_logits: whether one of them scores by the model's logits; found once.
     """
 
     def __init__(self, parts: Iterable[CachePart] = ()) -> None:

@@ -286,7 +286,7 @@ class Calibration(Part):
             self._hold(plan.recompute, query[:, :, 0], new[:, :, 0], total[..., 0])
         return calibrate(out[:, :, 0], lse.flatten(1), *self.held[1:], plan.calibrate)[:, :, None]
 
-    # ---- what leaves
+    # ---- evicted tokens
 
     def take_evicted(self, layer: SlotLayer, eviction: Eviction) -> None:
         self.offload(eviction)
@@ -304,7 +304,7 @@ class Calibration(Part):
 
     @torch.no_grad()
     def offload(self, eviction: Eviction) -> None:
-        """Store what leaves, and fold it into the attention of the query that is held."""
+        """Store evicted tokens, and fold them into the attention of the query that is held."""
         evicted, positions = eviction.evicted, eviction.evicted_positions
         size = self.part.calibration_size
         by = eviction.importance
@@ -352,7 +352,7 @@ class Calibration(Part):
         self._whole |= whole
         self.store.stage(token, whole)
 
-    # ---- rows of the batch, bytes and files
+    # ---- batch entries, bytes and files
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         memory = self.memory

@@ -19,7 +19,7 @@ class HeadBudgets(Part):
     Attributes:
         split: how it is split.
         rank: (kv_heads,) integers, place of each head among the `ranked` of the model, 0 for the
-            one that most needs the whole text; None where nobody has ranked them.
+            one that most needs the whole text; None where heads are not ranked.
     """
 
     name = "head_budgets"
@@ -37,7 +37,7 @@ class HeadBudgets(Part):
         return None if split is None else cls(split)
 
     def set_ranks(self, rank: Tensor, ranked: int) -> None:
-        """Say which heads most need the whole text, among so many of the model."""
+        """Say which heads most need the whole text, among all of the model."""
         self.rank, self.ranked = rank, ranked
 
     def split_heads(
@@ -51,7 +51,7 @@ class HeadBudgets(Part):
     def heads_of(
         self, layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
     ) -> Heads:
-        """Return what the split goes by, of all heads in all processes."""
+        """Return what the split uses, of all heads in all processes."""
         heads = layer.slots.heads
         return Heads(
             budget=layer.budget.tokens,
@@ -66,7 +66,7 @@ class HeadBudgets(Part):
 
 
 def rank_heads(layers: Sequence[SlotLayer], ranks: Tensor) -> None:
-    """Tell every layer of free budget which of its heads most need the whole text.
+    """Give every layer of free budget the ranks of its heads that most need the whole text.
 
     Args:
         ranks: (layers, kv_heads) integers, 0 for the head that most needs it.

@@ -55,7 +55,7 @@ def pack(tensor: Tensor, form: str) -> tuple[Tensor, ...]:
 
 
 def unpack(packed: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Bring them back."""
+    """Dequantise them."""
     if len(packed) == 1:
         return packed[0].to(dtype)
     numbers, scale = packed
@@ -75,7 +75,7 @@ class Segment:
     Attributes:
         tensors: keys, values and positions, (rows, kv_heads, slots, dim) and without dim, positions
             -1 where nothing is; for int8 keys and values are followed by their scales.
-        entries: which row of these each row of the batch has; None: its own.
+        entries: which row of these each batch entry has; None: its own.
         whole: whether no position is -1.
     """
 
@@ -92,7 +92,7 @@ class Segment:
         return self.tensors[-1].shape[2]
 
     def by_entry(self) -> tuple[Tensor, ...]:
-        """The tensors with a row for each row of the batch."""
+        """The tensors with a row for each batch entry."""
         entries = self.entries
         return self.tensors if entries is None else tuple(t[list(entries)] for t in self.tensors)
 
@@ -275,7 +275,7 @@ class Store:
                 yield Chunk(entry, heads, tensors, self._staged_whole)
 
     def positions(self, entry: int) -> Tensor:
-        """Positions of what is stored of a row of the batch, (kv_heads, tokens), -1 = nothing."""
+        """Positions of what is stored of a batch entry, (kv_heads, tokens), -1 = nothing."""
         parts = [
             segment.tensors[-1][entry if segment.entries is None else segment.entries[entry]]
             for segment in self.segments
@@ -284,7 +284,7 @@ class Store:
             parts.append(self.staged_tokens()[-1][entry].cpu())
         return torch.cat(parts, -1)
 
-    # ---- rows of the batch, and files
+    # ---- batch entries, and files
 
     def map_entries(self, change: Callable[[Tensor], Tensor], batch: int) -> None:
         """Let rows follow the batch: those on segments by their number, the others moved."""

@@ -80,7 +80,7 @@ class MergeMemory(Part):
 
 
 def _evicted_token(layer: SlotLayer, positions: Tensor) -> Eviction:
-    """Lay out what leaves for a decoded token, while its key and value are there.
+    """Lay out the token evicted for a decoded one, while its key and value are there.
 
     Args:
         positions: (batch, kv_heads, 1) of it.
@@ -91,7 +91,7 @@ def _evicted_token(layer: SlotLayer, positions: Tensor) -> Eviction:
     slots.copy_on_write()
     used, left = slots.used_slots(), evicted
     stored, state, kept = used.stored, used.state, slots.stored_positions()
-    if slots.form.codec is not None:  # nobody changes what is kept, so only what leaves is decoded
+    if slots.form.codec is not None:  # kept tokens do not change: dequantise evicted ones
         stored, left = take_stored(stored, evicted), torch.zeros_like(evicted)
         state, kept = {name: number.gather(2, evicted) for name, number in state.items()}, positions
     keys, values = slots.form.dequantise(stored)

@@ -52,7 +52,7 @@ class RepeatedWeights:
     It attends the tokens that repeat the prompt: `kvtool.cache.steps.call.Unstored`.
 
     Attributes:
-        sinks: so many first tokens are attended to beside the running chunk.
+        sinks: number of first tokens that are attended to beside the running chunk.
         starts, ends: positions of the running chunk of each batch entry; equal where it has none.
         by_layer: (batch, kv_heads, slots) float32 of each layer, by its index.
     """
@@ -124,9 +124,9 @@ class Repetition(CachePart):
 
     Attributes:
         asked: what the score wants.
-        instructions: in tokens; None where nobody has a tokenizer.
+        instructions: in tokens; None without a tokenizer.
         ended: whether the prompt has been cut, or fits.
-        driven: whether somebody feeds a prompt who will repeat it.
+        driven: whether the caller that feeds a prompt will repeat it.
     """
 
     name = "repetition"
@@ -151,7 +151,7 @@ class Repetition(CachePart):
         return None if asked is None else cls(free, policy, asked)
 
     def reset(self) -> None:
-        """Forget the text, and what stood around it."""
+        """Forget the text, and what was around it."""
         self.ended = self.driven = False
         if self.instructions is not None:
             self.instructions = replace(self.instructions, before=0, behind=0)
@@ -168,7 +168,7 @@ class Repetition(CachePart):
         """Say that a prompt is fed which will be repeated.
 
         Raises:
-            UsageError: nobody knows the instruction's tokens.
+            UsageError: the instruction's tokens are unknown.
         """
         if self.ended:
             return
@@ -189,7 +189,7 @@ class Repetition(CachePart):
         return [length + self._longest_pass(length) * (length > own) for length, own in pairs]
 
     def _longest_pass(self, tokens: int) -> int:
-        """Return how many tokens a forward feeds at most that repeats a part of so many tokens."""
+        """Return how many tokens a forward feeds at most that repeats a part of `tokens` tokens."""
         instructions = self.instructions
         if instructions is None:
             return 0
@@ -197,7 +197,7 @@ class Repetition(CachePart):
         return around + min(tokens, self.asked.chunk)
 
     def check_tokens(self, decoding: bool) -> None:
-        """Refuse a prompt that nobody will repeat.
+        """Refuse a prompt that will not be repeated.
 
         Raises:
             KvtoolError: it is fed by a plain forward.

@@ -1,9 +1,9 @@
-"""Turn keys and queries from where the model placed them to their places among the kept tokens.
+"""Rotate keys and queries from where the model placed them to their places among kept tokens.
 
-With `positions=cache` a token stands at its rank among the tokens that its KV head keeps, in order
-of true position, as StreamingLLM has it (https://arxiv.org/abs/2309.17453, section 3.2). A stored
-key is never changed; beside it stands its shift, the rank minus the position at which the model
-has turned it. Each step turns copies, so that nothing adds up.
+With `positions=cache` a token is at its rank among the tokens that its KV head keeps, in order of
+true position, as StreamingLLM has it (https://arxiv.org/abs/2309.17453, section 3.2). A stored key
+is never changed. Beside it is its shift, the rank minus the position for which the model has
+rotated it. Each step rotates copies, so that nothing adds up.
 
 The model gets position ids by place in the cache. Keys are cached after RoPE, whose angles lose
 their precision at large positions (0.06 rad at a million in float32). So new tokens are numbered on

@@ -20,7 +20,7 @@ from kvtool.policies.read.view import Stored
 
 
 class Entries(Protocol):
-    """Batch entries of a layer and their tables: `IndexedEntries`, or rows of a padded batch."""
+    """Batch entries of a layer and their tables: `IndexedEntries`, or a padded batch."""
 
     @property
     def rows(self) -> slice: ...
@@ -100,14 +100,14 @@ class IndexedEntries:
 
     @torch.no_grad()
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take in the token that stands behind the stored ones.
+        """Take in the token behind the stored ones.
 
         Args:
             keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
         """
         slot, at = self.stored, self.tokens
         self.stored, self.tokens = slot + 1, at + 1
-        room = at + keys.shape[2] - slot  # as for the tokens that the buffers have room for
+        room = at + keys.shape[2] - slot  # as for the tokens that the buffers can hold
         if self.index is not None:
             self.index = with_columns(self.index, room)
             self.index[..., at] = slot
@@ -153,7 +153,7 @@ def _with_room(tables: State, columns: Mapping[str, int]) -> State:
 
 
 def with_columns(table: Tensor, count: int) -> Tensor:
-    """The table itself, or a longer copy where its last axis has no room for so many columns."""
+    """The table itself, or a longer copy where its last axis is shorter than `count`."""
     columns = table.shape[-1]
     if count <= columns:
         return table
@@ -174,7 +174,7 @@ class PaddedEntries:
         sizes: those of each row's reader.
         index: (rows, kv_heads, capacity) int64, as there, 0 beyond a row's own; None: all.
         tables: each axis as long as that of the longest row; None while all rows are dense.
-        capacity: slots that the tables have room for.
+        capacity: slots that the tables can hold.
     """
 
     alone: list[IndexedEntries]
@@ -258,7 +258,7 @@ class PaddedEntries:
 
     @torch.no_grad()
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take in the token of each row that stands behind those it has stored."""
+        """Take in the token of each sequence behind those it has stored."""
         slot, at = self.stored.tensor.expand(-1, keys.shape[1], 1), self.tokens.tensor
         if self.capacity != keys.shape[2]:
             self._make_room(keys.shape[2])

@@ -95,7 +95,7 @@ def _last(logits: Tensor, valid: Tensor | None, last: Tensor, known: Tensor | No
 
 
 class Surprisals(CachePart):
-    """What a policy that goes by the model's logits knows, and how it cuts all layers.
+    """What a policy that scores by the model's logits knows, and how it cuts all layers.
 
     Attributes:
         table: (batch, 1, capacity) float32, by slot; None while nothing is stored.
@@ -126,7 +126,7 @@ class Surprisals(CachePart):
         """Refuse tokens of a forward that will show no logits.
 
         Raises:
-            KvtoolError: nobody has announced the forward.
+            KvtoolError: the forward was not announced.
         """
         if self.arriving is None:
             raise KvtoolError(
@@ -142,7 +142,7 @@ class Surprisals(CachePart):
         self._decay: float | Tensor = 1.0  # at the next cut of this turn, of each row
 
     def begin_prompt(self) -> None:
-        """Let what was kept before decay at the prompt's first cut."""
+        """Let the surprisals of tokens kept before decay at the prompt's first cut."""
         self._decay = self._score.decay
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -278,7 +278,7 @@ class Surprisals(CachePart):
         return kept * decay
 
     def _grow(self, slots: int) -> Tensor:
-        """Have room for so many slots, as many as the layers have, and return the table."""
+        """Have a table of at least `slots` slots, as many as the layers have, and return it."""
         first = self._layers[0].slots
         width = max(slots, first.capacity)
         if self.table is None:
@@ -325,7 +325,7 @@ class Surprisals(CachePart):
 
 
 def _buffer(content: Tensor, slots: int) -> Tensor:
-    """Copy into a table of so many slots that can be written in and out of inference mode."""
+    """Copy into a table of `slots` slots that can be written in and out of inference mode."""
     with torch.inference_mode(False):
         shape = (*content.shape[:2], slots)
         table = torch.zeros(shape, dtype=torch.float32, device=content.device)
