@@ -24,7 +24,7 @@ class CutSchedule(Part):
             None: not counted since the last prompt.
     """
 
-    name = "due"
+    name = "cut_schedule"
     joins_decode = False
     joins_padded = False
 

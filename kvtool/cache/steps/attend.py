@@ -44,7 +44,7 @@ def attend_codes(
     observed: bool = False,
     needs_lse: bool = False,
 ) -> AttendedToken:
-    """Attend the slots in use by a token that stands among them.
+    """Attend the slots in use by a token that is among them.
 
     Args:
         layer: whose slots hold codes.
@@ -116,7 +116,7 @@ TRITON_DEVICES = frozenset({"cuda"})
 
 
 def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken:
-    """Attend the slots in use by a token that stands among them, by the kernel that fits."""
+    """Attend the slots in use by a token that is among them, by the kernel that fits."""
     codes = layer.attends_codes
     for part in layer.parts.at["place_token"]:
         call = part.place_token(layer, call)
@@ -151,7 +151,7 @@ def _lend_slots(
 
 
 def _attend_fused(call: Call) -> AttendedToken:
-    """Attend by the fused kernel of a CPU, which tells the log-sum-exp."""
+    """Attend by the fused kernel of a CPU, which returns the log-sum-exp."""
     grouped = group_queries(call.query, call.key.shape[1])
     out, lse = fused_group_attention(grouped, call.key, call.value, call.scale)
     return AttendedToken(out.flatten(1, 2), lse)
@@ -191,7 +191,7 @@ def visible_slots(layer: SlotLayer) -> Tensor | None:
 
 
 def attend_unseen(call: Call, visible: Tensor | None, *, explicit: bool) -> Tensor:
-    """Attend by a decoded token whose weights nobody wants: (batch, heads, 1, value_dim).
+    """Attend by a decoded token whose weights are not asked for: (batch, heads, 1, value_dim).
 
     Args:
         explicit: whether to write the weights down all the same. A compiled step on a CPU does: it

@@ -84,11 +84,11 @@ def _rows_of(
 
 
 def returns_norms(layer: SlotLayer, call: Call, block: Block) -> bool:
-    """Whether the fused kernel can attend the block, and tell the log-sum-exp of its rows.
+    """Whether the fused kernel can attend the block, and return the log-sum-exp of its rows.
 
     It has to be the beginning of a prompt that sees all before it, with padding at the ends only,
     and long: weights from a log-sum-exp are off by the rounding of large logits (1e-5 of a weight),
-    which tells tokens apart that tie exactly where weights are computed in full. In short prompts
+    which distinguishes tokens that tie exactly where weights are computed in full. In short prompts
     ties are likely, and no time is to be gained.
     """
     query, key, value = call.query, call.key, call.value
@@ -246,7 +246,7 @@ class OwnBlock:
         return last_rows(layer, self.call, block)
 
     def show_queries(self, layer: SlotLayer, block: Block) -> None:
-        """Show the block's queries to a policy that looks back from them, or goes by all."""
+        """Show the block's queries to a policy that looks back from them, or uses all."""
         for part in layer.parts.at["note_queries"]:
             part.note_queries(layer, self.call, block)
 
@@ -263,7 +263,7 @@ class OwnBlock:
 
 
 def attend_plain(layer: SlotLayer, call: Call, block: Block) -> Tensor:
-    """Attend a block whose weights nobody wants: (batch, heads, q_len, value_dim)."""
+    """Attend a block whose weights are not asked for: (batch, heads, q_len, value_dim)."""
     if call.needs_weights:
         if not _odd(layer, call) and can_count(layer, call, Family.ROWS):
             return count_block(layer, call, block, False)
@@ -404,7 +404,7 @@ def _visible(
 
 
 def attend_shared_kv(shared: SharedKV, call: Call) -> Tensor:
-    """Attend to the keys that another layer has lent.
+    """Attend to the keys that another layer shares.
 
     Args:
         call: of all new tokens of a prompt's block, or of its last ones.

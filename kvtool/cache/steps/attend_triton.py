@@ -26,7 +26,7 @@ from kvtool.policies.parts import Evidence
 
 
 def can_count(layer: SlotLayer, call: Call, family: Family) -> bool:
-    """Whether kernels can run the call, and the policy needs no more than they can tell."""
+    """Whether kernels can run the call, and the policy needs no more than they can return."""
     return not layer.policy.observes_rows and can_run(call, family, layer.window)
 
 
@@ -47,9 +47,9 @@ def can_run(call: Call, family: Family, window: int | None = None) -> bool:
 
 
 def can_count_codes(layer: SlotLayer, call: Call) -> bool:
-    """Whether kernels can run a decoded token over codes, and tell the policy what it needs.
+    """Whether kernels can run a decoded token over codes, and return what the policy needs.
 
-    Keys that are turned to their places at each step are not read as they lie.
+    Keys that are rotated to their places at each step are not read as they lie.
     """
     form = layer.slots.form
     codec = form.codec
@@ -75,7 +75,7 @@ def _plain_asked(call: Call) -> bool:
 
 
 def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:
-    """Attend a block; add its columns to the block's state if somebody observes.
+    """Attend a block; add its columns to the block's state if the policy observes.
 
     Returns:
         (batch, heads, q_len, value_dim).

@@ -45,7 +45,7 @@ def cut(
 
     Args:
         joined: keys and values of all; None: all are in slots.
-        split: (batch, kv_heads) tokens of each head, where that is settled; None: as the policy
+        split: (batch, kv_heads) tokens of each head, where that is fixed; None: as the policy
             splits what the layer has.
     """
     if split is None:
@@ -272,7 +272,7 @@ class KnownColumns:
         self._known: dict[tuple[tuple[str, ...], bool], tuple[list[Tensor], Tensor | None]] = {}
 
     def give(self, layer: SlotLayer, block: Block) -> bool:
-        """Add to a block's numbers what is known of them; False: nobody has summed those yet."""
+        """Add to a block's numbers what is known of them; False: those are not summed yet."""
         kind, waiting = _kind(layer, block), block.waiting
         if kind not in self._known:
             return False

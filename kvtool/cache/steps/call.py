@@ -1,9 +1,9 @@
 """One call of the attention function: its arguments, and what a decoded token gives.
 
 Transformers calls `Cache.update` and then the attention function, in the same forward and thread,
-and does not tell the second anything about the first. So `update` leaves a pending step in its
-thread, and the attention function takes it. The mask function finds its layer in the same way, set
-by `get_mask_sizes`, which runs right before it.
+and passes nothing from the first to the second. So `update` leaves a pending step in its thread,
+and the attention function takes it. The mask function finds its layer in the same way, set by
+`get_mask_sizes`, which runs right before it.
 
 A measurement that sums the weights of a prompt's rows finds here the divisors of their softmax.
 """
@@ -26,10 +26,10 @@ from kvtool.policies.numbers import Count
 
 
 class RowNorms:
-    """The log-sum-exp of the rows of a block, where the kernel that attended it tells it.
+    """The log-sum-exp of the rows of a block, where the kernel that attended it returns it.
 
     Attributes:
-        lse: (batch, heads, q_len) float32; None: nobody has told.
+        lse: (batch, heads, q_len) float32; None: not returned.
     """
 
     def __init__(self) -> None:
@@ -80,16 +80,16 @@ class StepContext:
     """What a forward is like for one layer.
 
     Attributes:
-        kernel: what runs where nobody asks for weights: `sdpa`, `eager` (the weights after all) or
-            `flash_attention_2`, for blocks without padding; anything else means `sdpa`.
+        kernel: what runs where weights are not asked for: `sdpa`, `eager` (the weights after all)
+            or `flash_attention_2`, for blocks without padding; anything else means `sdpa`.
         block: queries per block of a prompt; None: one block.
         last: whether the prompt ends with this block, for policies that cut it once.
         placement: where the model has placed the new tokens, where a layer places them anew.
         group: the layers that this one decides with; None: it decides alone.
         notify: whether the cache wants to know when the step has run.
         shares_kv: whether later layers read the keys and values of this one.
-        norms: takes the log-sum-exp of a whole prompt's rows, where they can be told; None: nobody
-            asks.
+        norms: takes the log-sum-exp of a whole prompt's rows, where a kernel can return them; None:
+            not asked for.
         unstored: attends tokens that are not stored; None: they are.
     """
 
@@ -198,7 +198,7 @@ class StepOwner(Protocol):
 
 @dataclass(frozen=True)
 class PendingStep:
-    """What `update` has taken in and nobody has attended yet.
+    """What `update` has taken in and no call has attended yet.
 
     Attributes:
         owner: the cache of the layer.
@@ -261,12 +261,12 @@ def check_attended(layer: SlotLayer) -> None:
 
 
 def set_mask_target(target: MaskTarget) -> None:
-    """Tell the mask function of this thread which layer it is called for, and for what."""
+    """Set for the mask function of this thread which layer it is called for, and for what."""
     _LOCAL.mask = target
 
 
 def take_mask_target() -> MaskTarget | None:
-    """Take the target of the mask being made; it is told once."""
+    """Take the target of the mask being made; it is there once."""
     target: MaskTarget | None = getattr(_LOCAL, "mask", None)
     _LOCAL.mask = None
     return target

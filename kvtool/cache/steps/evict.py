@@ -40,7 +40,7 @@ def part_block(
     chosen: Tensor,
     positions: Tensor,
 ) -> Slots:
-    """Copy what stays of a block and of the slots before it, changed by what leaves.
+    """Copy what stays of a block and of the slots before it, changed by evicted tokens.
 
     Args:
         slots: keys and values of all, (batch, kv_heads, slots, dim); None: all are in use.
@@ -174,7 +174,7 @@ def evict_after_token(
 
 
 def _may_be_cut(layer: SlotLayer, schedule: CutSchedule) -> bool:
-    """Whether a cut may be due after the running token."""
+    """Whether a cut may come after the running token."""
     if schedule.until is None:
         slots, budget = layer.slots, layer.budget.tokens
         schedule.count(held_slots(layer, slots.positions[:, :, : slots.used]), budget, layer.seen)

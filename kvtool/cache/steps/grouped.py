@@ -156,16 +156,16 @@ def _stacked_budget(layers: Sequence[SlotLayer]) -> Count:
 
 
 def may_pace(layer: SlotLayer) -> bool:
-    """Whether a layer is cut every so many tokens, and its buffers have reached their size.
+    """Whether a layer is cut every few tokens, and its buffers have reached their size.
 
-    Where nobody has counted the tokens until its next cut, they are.
+    Where the tokens until its next cut are not counted yet, they are.
     """
-    due, slots, budget = CutSchedule.of(layer), layer.slots, layer.budget.tokens
-    if due is None or isinstance(budget, Tensor) or slots.reserved is not None:
+    schedule, slots, budget = CutSchedule.of(layer), layer.slots, layer.budget.tokens
+    if schedule is None or isinstance(budget, Tensor) or slots.reserved is not None:
         return False
-    if due.until is None:
-        due.count(slots.used, budget, layer.seen)
-    return due.left(layer.seen) > 0 and slots.capacity >= budget + due.spare
+    if schedule.until is None:
+        schedule.count(slots.used, budget, layer.seen)
+    return schedule.left(layer.seen) > 0 and slots.capacity >= budget + schedule.spare
 
 
 class PacedGroup(LayerGroup):
@@ -179,27 +179,27 @@ class PacedGroup(LayerGroup):
     def _begin(self) -> None:
         """Write down the positions of the tokens until the next cut."""
         first = self.layers[0]
-        used, seen, due = first.slots.used, first.seen, CutSchedule.of(first)
-        self._until = seen if due is None else seen + due.left(seen)
+        used, seen, schedule = first.slots.used, first.seen, CutSchedule.of(first)
+        self._until = seen if schedule is None else seen + schedule.left(seen)
         coming = torch.arange(seen, self._until, device=self._positions.device)
         self._positions[:, :, used : used + len(coming)] = coming
 
     def _end(self, counted: bool) -> None:
-        """Count the attention that all layers have left, and cut them if that is due."""
+        """Count the attention that all layers have left, and cut them if it is time."""
         first = self.layers[0]
-        policy, used, due = first.policy, first.slots.used, first.seen >= self._until
+        policy, used, cuts = first.policy, first.slots.used, first.seen >= self._until
         observed = policy.needs_all_rows and not counted
-        if not (observed or due):
+        if not (observed or cuts):
             return
         state = {name: number[:, :, :used] for name, number in self._state.items()}
         positions = self._positions[:, :, :used]
-        keys = used_keys(*self.layers) if due else ()
+        keys = used_keys(*self.layers) if cuts else ()
         view = make_view(first, self._left(), positions, keys=keys)
         view = stacked(view, self._index, self._seen(), self._budget)
         rows = AttentionRows(torch.cat(self._rows)) if self._rows else None
         if observed and rows is not None:
             observe(policy, state, view, rows)
-        if due:
+        if cuts:
             for layer in self.layers[1:]:
                 view = show_parts(layer, view)
             self._cut(view, state, rows)
@@ -213,10 +213,10 @@ class PacedGroup(LayerGroup):
         of_all = (importance, view.positions, *kept)
         parts = zip(*(tensor.split(self._batch) for tensor in of_all), strict=True)
         for layer, (own, before, chosen, positions) in zip(self.layers, parts, strict=True):
-            used, due = layer.slots.used_slots(), CutSchedule.of(layer)
+            used, schedule = layer.slots.used_slots(), CutSchedule.of(layer)
             seen = replace(view, positions=before)
             slots = part_block(layer, None, seen, used.state, own, chosen, positions)
             layer.slots.replace(slots)
-            if due is not None:
-                due.count(budget, budget, layer.seen)
+            if schedule is not None:
+                schedule.count(budget, budget, layer.seen)
         self._begin()

@@ -1,6 +1,6 @@
 """What a layer attends to, for later layers of the same forward that read its keys and values.
 
-They come to attention with the very tensors that the lending layer got from the cache, and take
+They come to attention with the very tensors that the owning layer got from the cache, and take
 nothing in. So what else attention needs to know of them is kept here until the forward has ended.
 """
 
@@ -24,8 +24,8 @@ class SharedKV:
     """Keys and values of a layer that others read.
 
     Attributes:
-        layer: the one that lends them.
-        key: (batch, kv_heads, kept + q_len, head_dim), as the lending layer attends them.
+        layer: the one that owns them.
+        key: (batch, kv_heads, kept + q_len, head_dim), as the owning layer attends them.
         context: what the forward is like for it.
         block: of a prompt; None: a token is decoded.
         visible: of a decoded token, as for `attention_weights`; None: all keys.
@@ -46,17 +46,17 @@ def share_kv(shared: SharedKV) -> None:
 
 
 def find_shared_kv(key: Tensor) -> SharedKV | None:
-    """Return what was lent together with these keys, None where they are not lent."""
+    """Return what is shared together with these keys, None where they are not shared."""
     return next((shared for shared in _all().values() if shared.key is key), None)
 
 
 def any_shared_kv() -> bool:
-    """Say whether the running forward of this thread has lent anything."""
+    """Say whether the running forward of this thread shares anything."""
     return bool(_all())
 
 
 def forget_shared_kv() -> None:
-    """Drop what the forward of this thread has lent."""
+    """Drop what the forward of this thread has shared."""
     _LOCAL.shared = {}
 
 

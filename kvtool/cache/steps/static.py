@@ -32,7 +32,7 @@ def may_grow(layer: SlotLayer) -> bool:
 
 
 def _may_be_cut(store: SlotLayer) -> bool:
-    """Whether the next token may have heads cut that are cut every so many, or has no slot yet."""
+    """Whether the next token may have heads cut that are cut every few tokens, or has no slot."""
     schedule, slots = CutSchedule.of(store), store.slots
     if schedule is None or store.parts.at["place_token"]:  # by the slots in use
         return True
@@ -44,7 +44,7 @@ def reserve_slots(layer: SlotLayer, tokens: int) -> None:
     """Take slots for coming tokens at once, in a layer that appends them, for good or until a cut.
 
     Args:
-        tokens: how many are to come, as far as nobody knows better.
+        tokens: how many are to come, where the layer expects none.
     """
     wanted = layer.expected or tokens
     for store in layer.stores:
@@ -68,7 +68,7 @@ class StaticSteps:
 
     @contextmanager
     def step(self, layers: list[SlotLayer]) -> Iterator[None]:
-        """Count one token in every layer; inside, the layers go by the device's count.
+        """Count one token in every layer; inside, the layers use the device's count.
 
         What is raised before the step has begun leaves the cache as it was.
         """
@@ -130,7 +130,7 @@ def stationary(layer: SlotLayer) -> list[Tensor]:
 
 
 def _keep_in_place(tensors: list[Tensor]) -> None:
-    """Tell CUDA graphs that they need no copies of these."""
+    """Mark tensors of which CUDA graphs need no copies."""
     for tensor in tensors:
         if tensor.is_cuda:
             torch._dynamo.mark_static_address(tensor)

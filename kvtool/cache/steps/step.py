@@ -160,7 +160,7 @@ def _check_latent(layer: SlotLayer) -> None:
 
 
 def _check_split(call: Call) -> None:
-    """Refuse to split a block inside a layer, where somebody needs it whole."""
+    """Refuse to split a block inside a layer, where a caller needs it whole."""
     why = None
     if call.context.shares_kv:
         why = "a layer whose keys other layers read"
