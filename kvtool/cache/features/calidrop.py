@@ -127,7 +127,7 @@ class Calibration(Part):
 
     @property
     def memory(self) -> State:
-        """What is held of each row and query head.
+        """What is held of each sequence and query head.
 
         It is `query`, `out` and `lse` of its attention to the evicted tokens, and how many `steps`
         were decoded beside evicted tokens, how many `recomputed` and how many `calibrated`.
@@ -165,7 +165,7 @@ class Calibration(Part):
 
     @torch.no_grad()
     def hold_last(self, query: Tensor, value_dim: int, new: Tensor) -> None:
-        """Hold the last query of each row, which has seen no evicted token yet.
+        """Hold the last query of each sequence, which has seen no evicted token yet.
 
         Args:
             query: (batch, heads, q_len, head_dim), after RoPE.
@@ -197,7 +197,7 @@ class Calibration(Part):
         return whole.to(out.dtype)
 
     def _last_rows(self, query: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Which rows have their last query in a chunk, (batch,), and where, (batch, heads, 1)."""
+        """Which sequences end in a chunk of queries, (batch,), and where, (batch, heads, 1)."""
         if self._last is None:
             raise RuntimeError("no block is running")
         place = self._last - start
@@ -233,7 +233,8 @@ class Calibration(Part):
             query: (batch, heads, 1, head_dim), after RoPE.
             kv_heads: of the layer, as they are cached here.
             heads: all heads of the layer, of which this process may hold a part.
-            positions: (batch, 1), -1 where a row has padding instead of a token; None: none has.
+            positions: (batch, 1), -1 where a sequence has padding instead of a token; None: none
+                has.
 
         Returns:
             None where nothing has been set aside.

@@ -25,7 +25,7 @@ from kvtool.sizes import bytes_in_words
 
 
 def head_runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, slice]]:
-    """Join neighbouring heads of a row.
+    """Join neighbouring heads of a sequence.
 
     >>> list(head_runs([(0, 0), (0, 1), (0, 3), (1, 3)]))
     [(0, slice(0, 2, None)), (0, slice(3, 4, None)), (1, slice(3, 4, None))]
@@ -99,7 +99,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of neighbouring heads of a row on their way to the device.
+    """Tokens of neighbouring heads of a sequence on their way to the device.
 
     Attributes:
         entry, heads: whose they are.
@@ -287,7 +287,7 @@ class Store:
     # ---- batch entries, and files
 
     def map_entries(self, change: Callable[[Tensor], Tensor], batch: int) -> None:
-        """Let rows follow the batch: those on segments by their number, the others moved."""
+        """Let sequences follow the batch: those on segments by their number, the others moved."""
         chosen = change(torch.arange(batch)).tolist()
         self.segments = [
             replace(

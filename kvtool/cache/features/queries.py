@@ -134,7 +134,7 @@ class QueryWindow(Part):
         return [each for each in (self.query, self.positions) if each is not None]
 
     def _keep(self, query: Tensor, positions: Tensor) -> None:
-        """Keep copies of the newest of some rows, each at its place."""
+        """Keep copies of the newest of some sequences, each at its place."""
         order = positions.argsort(1)[:, -self.rows :]
         positions = positions.gather(1, order)
         rows = positions.remainder(self.rows)  # of those that are missing: one behind the others
@@ -223,7 +223,7 @@ class LastQueries(Part):
 
 
 class Moments(Part):
-    """Count, mean and scatter of a layer's queries before RoPE, of each row and query head.
+    """Count, mean and scatter of a layer's queries before RoPE, of each sequence and query head.
 
     Attributes:
         asked: what of them the policy wants.

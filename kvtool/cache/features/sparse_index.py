@@ -222,7 +222,7 @@ def _positions(layer: SlotLayer, entries: Entries, slots: Tensor | None) -> Tens
 def _attend_rows(
     entries: IndexedEntries, call: Call, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, int, Tensor | None]:
-    """The output of some rows, (rows, heads, 1, value_dim), and what was read.
+    """The output of some sequences, (rows, heads, 1, value_dim), and what was read.
 
     That is how many numbers, and which slots, as `Choice` has them; None: all.
     """
@@ -258,7 +258,7 @@ def _with_rest(out: Tensor, query: Tensor, weight: Tensor | None, rest: Tensor |
 def _attend_padded(
     entries: PaddedEntries, call: Call, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, int, Tensor]:
-    """The same for rows of different lengths at once; of the slots, -1 stands for none."""
+    """The same for sequences of different lengths at once; of the slots, -1 stands for none."""
     grouped = group_queries(call.query, keys.shape[1])[:, :, :, 0]
     choice = _choose_padded(entries, call, grouped, keys)
     slots = choice.slots
@@ -278,7 +278,7 @@ def _attend_padded(
 
 @dataclass(frozen=True)
 class _PaddedChoice:
-    """Slots of all rows, those that read all included, and how many numbers that reads."""
+    """Slots of all sequences, those that read all included, and how many numbers that reads."""
 
     slots: Tensor
     numbers: int

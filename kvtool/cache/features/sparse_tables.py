@@ -1,6 +1,6 @@
 """The tables of a sparse reader beside the slots of a layer, updated in place as tokens come.
 
-In a padded batch the tables of all rows are side by side in the same tensors.
+In a padded batch the tables of all sequences are side by side in the same tensors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class IndexedEntries:
         reader: with all its sizes.
         budget: pairs of key and value; where all tokens fit, all are read.
         prompt: how many of `tokens` there were when the prompt ended.
-        stored: tokens that each row holds.
+        stored: tokens that each sequence holds.
         tokens: of these, how many there are to choose from.
         index: (rows, kv_heads, capacity) int64, the slots of those tokens; None: all that are
             stored.
@@ -71,7 +71,7 @@ class IndexedEntries:
 
     @property
     def longest(self) -> int:
-        """Slots that have stored tokens in the longest row: all rows are as long."""
+        """Slots that have stored tokens in the longest sequence: all are as long."""
         return self.stored
 
     def tensors(self) -> list[Tensor]:
@@ -121,7 +121,7 @@ class IndexedEntries:
             self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
 
     def of_entry(self, row: int, rows: slice) -> IndexedEntries:
-        """A copy for one of the rows, which goes its own way as `rows` of another batch."""
+        """A copy for one of the sequences, which goes its own way as `rows` of another batch."""
         return self.mapped(lambda t: t[row : row + 1].clone(), rows)
 
     def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> IndexedEntries:
@@ -168,12 +168,13 @@ class PaddedEntries:
     """Batch entries of a layer that differ in length and are read together.
 
     Attributes:
-        alone: what each row would be by itself, without its index and tables.
+        alone: what each sequence would be by itself, without its index and tables.
         rows: which of the layer's batch entries.
-        budget, stored, tokens: as of `IndexedEntries`, of each row.
-        sizes: those of each row's reader.
-        index: (rows, kv_heads, capacity) int64, as there, 0 beyond a row's own; None: all.
-        tables: each axis as long as that of the longest row; None while all rows are dense.
+        budget, stored, tokens: as of `IndexedEntries`, of each sequence.
+        sizes: those of each sequence's reader.
+        index: (rows, kv_heads, capacity) int64, as there, 0 beyond a sequence's own; None: all.
+        tables: each axis as long as that of the longest sequence; None while all sequences are
+            dense.
         capacity: slots that the tables can hold.
     """
 
@@ -189,7 +190,7 @@ class PaddedEntries:
 
     @classmethod
     def of(cls, alone: list[IndexedEntries], device: torch.device) -> PaddedEntries:
-        """Put rows side by side."""
+        """Put sequences side by side."""
         readers = [each.reader for each in alone]
         names = [field.name for field in fields(readers[0])]  # type: ignore[arg-type]
         sizes = {name: [getattr(reader, name) for reader in readers] for name in names}
@@ -218,13 +219,13 @@ class PaddedEntries:
 
     @property
     def dense(self) -> list[bool]:
-        """Whether the next step reads all tokens of a row."""
+        """Whether the next step reads all tokens of a sequence."""
         pairs = zip(self.tokens.known, self.budget.known, strict=True)
         return [tokens <= budget for tokens, budget in pairs]
 
     @property
     def longest(self) -> int:
-        """Slots that the longest row has stored tokens in."""
+        """Slots that the longest sequence has stored tokens in."""
         return self.stored.most
 
     def tensors(self) -> list[Tensor]:
@@ -234,7 +235,7 @@ class PaddedEntries:
 
     @torch.no_grad()
     def build(self, keys: Tensor, values: Tensor) -> None:
-        """Make the tables of all rows, if one of them does not fit into its budget."""
+        """Make the tables of all sequences, if one of them does not fit into its budget."""
         if all(self.dense):
             return
         made: list[State] = []
@@ -251,7 +252,7 @@ class PaddedEntries:
         self.capacity = 0
 
     def candidates(self, buffer: Tensor) -> Tensor:
-        """The tokens to choose from, of each row as many as the longest has."""
+        """The tokens to choose from, of each sequence as many as the longest has."""
         if self.index is None:
             return buffer[:, :, : self.tokens.most]
         return take_slots(buffer, self.index[..., : self.tokens.most])
@@ -303,12 +304,12 @@ class PaddedEntries:
 
 
 def _token(buffer: Tensor, slot: Tensor) -> Tensor:
-    """The content of one slot of each row and head, (rows, kv_heads, dim)."""
+    """The content of one slot of each sequence and head, (rows, kv_heads, dim)."""
     return buffer.gather(2, slot[..., None].expand(*slot.shape, buffer.shape[-1]))[:, :, 0]
 
 
 def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
-    """Put tensors of one row each into one, with 0 where another is longer."""
+    """Put tensors of one sequence each into one, with 0 where another is longer."""
     shape = [max(sizes) for sizes in zip(*(row.shape for row in rows), strict=True)]
     with torch.inference_mode(False):
         joined = rows[0].new_zeros(len(rows), *shape[1:])

@@ -38,7 +38,8 @@ class Arriving:
     Attributes:
         tokens: (batch, q_len) int64.
         valid: (batch, q_len), False = padding; None: no padding.
-        begun: (batch,) whether anything of the row was read before; None: the same for all rows.
+        begun: (batch,) whether anything of the sequence was read before; None: the same for all
+            sequences.
         slot: (batch, 1) that a decoded token takes; None where tokens are appended.
     """
 
@@ -49,7 +50,7 @@ class Arriving:
 
     @property
     def count(self) -> Count:
-        """New tokens of each row."""
+        """New tokens of each sequence."""
         return self.tokens.shape[1] if self.valid is None else self.valid.sum(1)[:, None, None]
 
 
@@ -99,7 +100,7 @@ class Surprisals(CachePart):
 
     Attributes:
         table: (batch, 1, capacity) float32, by slot; None while nothing is stored.
-        next_logits: (batch, vocab) in the model's dtype, after the last token of each row.
+        next_logits: (batch, vocab) in the model's dtype, after the last token of each sequence.
         arriving: what the running forward reads, None between forwards.
     """
 
@@ -139,7 +140,7 @@ class Surprisals(CachePart):
         self.table: Tensor | None = None
         self.next_logits: Tensor | None = None
         self.arriving: Arriving | None = None
-        self._decay: float | Tensor = 1.0  # at the next cut of this turn, of each row
+        self._decay: float | Tensor = 1.0  # at the next cut of this turn, of each sequence
 
     def begin_prompt(self) -> None:
         """Let the surprisals of tokens kept before decay at the prompt's first cut."""
@@ -271,7 +272,7 @@ class Surprisals(CachePart):
             layer.slots.replace(Slots(take_stored(used.stored, place), places, {}))
 
     def _let_decay(self, kept: Tensor, cut: bool | Tensor) -> Tensor:
-        """Surprisals after a cut, of the rows that lost something and have not decayed before."""
+        """Surprisals after a cut, of the sequences that lost tokens and have not decayed."""
         cut = torch.as_tensor(cut, device=kept.device)
         decay = torch.where(cut, self._decay, 1.0)
         self._decay = torch.where(cut, 1.0, self._decay)

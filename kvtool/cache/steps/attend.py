@@ -239,7 +239,7 @@ def _grouped_sinks(sinks: Tensor, heads: int) -> Tensor:
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Attention of one query per row; the queries of a group are packed, keys not repeated."""
+    """Attention of one query per sequence; the queries of a group are packed, keys not repeated."""
     grouped = group_queries(query, key.shape[1])[:, :, :, 0]
     if mask is not None:
         mask = mask.expand(-1, key.shape[1], grouped.shape[2], -1)

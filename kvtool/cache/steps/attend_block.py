@@ -174,7 +174,7 @@ def _columns_of_rows(layer: SlotLayer, call: Call, block: Block) -> list[slice]:
 
 
 def _token_columns(new: Tensor) -> list[slice]:
-    """As many columns of each row as it has tokens, from its first token on."""
+    """As many columns of each sequence as it has tokens, from its first token on."""
     valid = new >= 0
     first, count = valid.int().argmax(1).tolist(), valid.sum(1).tolist()
     return [slice(start, start + held) for start, held in zip(first, count, strict=True)]
