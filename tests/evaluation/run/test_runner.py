@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_another_model_or_protocol_is_another_measurement(loaded, counter, store
 
 def test_another_version_of_a_task_is_another_measurement(loaded, counter, store):
     class Newer(Echo):
-        version = 2
+        version: ClassVar[int] = 2
 
     run(draw_jobs([Echo(name="echo")], counter, None), loaded, store)
     assert missing(draw_jobs([Newer(name="echo")], counter, None), PLACE, store) == 15
