@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvtool.errors import KvtoolError
 
 OLDEST = (5, 17)
-_PLAIN = ("5.17.", "5.23.")  # releases that `kvtool.plain_config` reads a config.json like
+_PLAIN = ("5.17.", "5.23.", "5.24.")  # releases that `kvtool.plain_config` reads a config.json like
 _WINDOWS = {
     "sliding_attention": "sliding_window",
     "hybrid_sliding": "sliding_window",
@@ -37,8 +37,7 @@ def check_transformers() -> None:
         found = version("transformers")
     except PackageNotFoundError:
         raise KvtoolError("transformers is not installed", hint=hint) from None
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST:
+    if _release(found) < OLDEST:
         raise KvtoolError(
             f"transformers {found} is installed, and kvtool runs on {oldest} or later", hint=hint
         )
@@ -56,6 +55,43 @@ def gguf_splits() -> Collection[str]:
         hint = "pip install 'transformers>=5.18'"
         raise KvtoolError("GGUF files need transformers 5.18 or later", hint=hint) from None
     return GGUF_PRE_TOKENIZER_SPLITS.keys()
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version, later ones than any where it has none."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (2**31, 0) if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
+@functools.cache
+def cache_argument() -> str:
+    """Return what forwards and `generate` call their cache: before 5.24, `past_key_values`."""
+    from importlib.metadata import version
+
+    return "past_key_values" if _release(version("transformers")) < (5, 24) else "cache"
+
+
+def given_cache(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a forward or of `generate`, None where it has none.
+
+    From 5.24 on, callers may use its former name as well.
+    """
+    cache = arguments.get("cache")
+    return arguments.get("past_key_values") if cache is None else cache
+
+
+def with_cache(arguments: Mapping[str, Any], cache: object) -> dict[str, Any]:
+    """Return arguments that pass a cache on, by the name that the installed release gives it."""
+    others = {name: value for name, value in arguments.items() if name != "past_key_values"}
+    return others | {cache_argument(): cache}
+
+
+def returned_cache(output: object) -> Any:
+    """Return the cache that the output of a forward names, None where it names none.
+
+    From 5.24 on, its former name warns.
+    """
+    return output.cache if hasattr(output, "cache") else getattr(output, "past_key_values", None)
 
 
 def reads_plain_configs() -> bool:

@@ -21,7 +21,7 @@ from kvtool.errors import KvtoolError
 from kvtool.policies.numbers import ALL_HERE, KVHeads
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget
-from kvtool.transformers_versions import kv_sharing_layers
+from kvtool.transformers_versions import cache_argument, kv_sharing_layers
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,8 @@ class ForwardState:
             raise KvtoolError(
                 f"`{layer.policy}` numbers tokens by their place in the cache, "
                 "and this forward has not asked for it",
-                hint="call kvtool.attach(model) first, and pass the cache as past_key_values=cache",
+                hint="call kvtool.attach(model) first, "
+                f"and pass the cache as {cache_argument()}=cache",
             )
 
     def begin(self, *, masked: bool, own_mask: bool) -> None:

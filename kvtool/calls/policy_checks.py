@@ -27,6 +27,7 @@ from kvtool.generation import decode_step, prefill
 from kvtool.planning.rocketkv import tokens_left
 from kvtool.policies.grammar import read_spelling
 from kvtool.policies.guard import GuardedScore, reserved_tokens
+from kvtool.transformers_versions import cache_argument
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -212,9 +213,9 @@ def _full(model: PreTrainedModel) -> Tensor:
     plain = detach(copy.deepcopy(model))
     cache, ids = DynamicCache(config=plain.config), tokens(PROMPT)
     with torch.no_grad():
-        found = [plain(ids, past_key_values=cache).logits[:, -1]]
+        found = [plain(ids, **{cache_argument(): cache}).logits[:, -1]]
         for token in tokens(NEW, 1)[0]:
-            found.append(plain(token.view(1, 1), past_key_values=cache).logits[:, -1])
+            found.append(plain(token.view(1, 1), **{cache_argument(): cache}).logits[:, -1])
     return torch.stack(found)
 
 

@@ -20,6 +20,7 @@ from kvtool.policies.grammar import parse_policy, read_spelling, with_allocator
 from kvtool.policies.policy import Policy, check_blocks
 from kvtool.policies.scores.full import Full
 from kvtool.sizes import DEFAULT_BUDGET, DEFAULT_TOKENS, Budget, parse_prefill, spell_prefill
+from kvtool.transformers_versions import cache_argument
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -347,5 +348,5 @@ def _check_fits(cache: KVCache, loaded: Loaded) -> None:
     if cache.first_layer.batch_size > 1:
         raise UsageError(
             f"the cache holds {cache.first_layer.batch_size} texts, and one is gone on from",
-            hint="model.generate(**inputs, past_key_values=cache) takes batches",
+            hint=f"model.generate(**inputs, {cache_argument()}=cache) takes batches",
         )

@@ -18,6 +18,7 @@ from kvtool.cache.features.repetition import Repetition
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.finite import check_logits, explaining
 from kvtool.generation.repeating import begin_prompt, repeat_prompt
+from kvtool.transformers_versions import cache_argument
 
 
 @torch.no_grad()
@@ -175,8 +176,8 @@ def forward(
         input_ids=input_ids,
         attention_mask=mask,
         position_ids=positions,
-        past_key_values=cache,
         use_cache=True,
+        **{cache_argument(): cache},
         **options,
     ).logits
     if columns is None:
@@ -208,8 +209,8 @@ def decode_step(
         (forward or model)(
             input_ids=token_ids[:, None],
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
+            **{cache_argument(): cache},
         )
         .logits[:, -1]
         .float()
@@ -218,8 +219,9 @@ def decode_step(
 
 def wait(model: PreTrainedModel) -> None:
     """Wait for what runs on the model's device, so that a clock read now is right."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+    here = torch.accelerator.current_accelerator()
+    if here is not None and here.type == model.device.type:
+        torch.accelerator.synchronize(model.device)
 
 
 _LEARNED = (

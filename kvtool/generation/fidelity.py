@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from kvtool.cache.hooks.rope import reading
 from kvtool.cache.rope_lengths import RopeLengths
 from kvtool.generation.finite import check_logits
+from kvtool.transformers_versions import cache_argument
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ def compare_with_full(
     with reading(rope):
         full = model(
             input_ids=input_ids[:, :-1],
-            past_key_values=DynamicCache(config=model.config),
             use_cache=True,
+            **{cache_argument(): DynamicCache(config=model.config)},
             **options,
         ).logits[:, -new:]
     check_logits(model, full, input_ids)

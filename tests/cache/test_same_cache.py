@@ -12,8 +12,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import kvtool
 from kvtool.errors import KvtoolError
 from kvtool.generation import prefill
+from kvtool.transformers_versions import cache_argument
 from tests.models_for_tests import SIZES, peaky_model, random_ids
 
+NAME = cache_argument()
 FROM = 20  # tokens of a text, from which on these models set their cache aside
 
 
@@ -26,44 +28,38 @@ def beyond(cache, tokens):
 class DropsBeforeForwards(LlamaForCausalLM):
     """Prepares its forwards without the cache, and so reads the text again."""
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
-        if input_ids.shape[1] > FROM and past_key_values.get_seq_length() <= FROM:
-            past_key_values, kwargs["next_sequence_length"] = None, None
-        return super().prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, **kwargs
-        )
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        if input_ids.shape[1] > FROM and kwargs[NAME].get_seq_length() <= FROM:
+            kwargs[NAME], kwargs["next_sequence_length"] = None, None
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
 
 class ReplacesInForward(LlamaForCausalLM):
     """Goes on with a cache of its own."""
 
-    def forward(self, input_ids, past_key_values=None, **kwargs):
-        if beyond(past_key_values, input_ids):
-            past_key_values = DynamicCache(config=self.config)
-        return super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+    def forward(self, input_ids, **kwargs):
+        if beyond(kwargs.get(NAME), input_ids):
+            kwargs[NAME] = DynamicCache(config=self.config)
+        return super().forward(input_ids, **kwargs)
 
 
 class DropsInForward(LlamaForCausalLM):
     """Runs without any cache, and says nothing of it."""
 
-    def forward(self, input_ids, past_key_values=None, use_cache=None, **kwargs):
-        past_key_values = None if beyond(past_key_values, input_ids) else past_key_values
-        out = super().forward(
-            input_ids,
-            past_key_values=past_key_values,
-            use_cache=past_key_values is not None,
-            **kwargs,
-        )
-        return CausalLMOutputWithPast(logits=out.logits, past_key_values=out.past_key_values)
+    def forward(self, input_ids, use_cache=None, **kwargs):
+        cache = kwargs.pop(NAME, None)
+        kwargs[NAME] = None if beyond(cache, input_ids) else cache
+        out = super().forward(input_ids, use_cache=kwargs[NAME] is not None, **kwargs)
+        return CausalLMOutputWithPast(logits=out.logits, **{NAME: out.get(NAME)})
 
 
 class ReturnsAnother(LlamaForCausalLM):
     """Fills the cache that it is given, and hands on a copy."""
 
-    def forward(self, *args, past_key_values=None, **kwargs):
-        out = super().forward(*args, past_key_values=past_key_values, **kwargs)
-        if past_key_values is not None and past_key_values.get_seq_length() > FROM:
-            out.past_key_values = copy.deepcopy(past_key_values)
+    def forward(self, *args, **kwargs):
+        out, cache = super().forward(*args, **kwargs), kwargs.get(NAME)
+        if cache is not None and cache.get_seq_length() > FROM:
+            setattr(out, NAME, copy.deepcopy(cache))
         return out
 
 
@@ -74,10 +70,10 @@ class WithDecoder(LlamaForCausalLM):
         super().__init__(config)
         own = self.model.forward
 
-        def forward(input_ids=None, past_key_values=None, **kwargs):
-            if beyond(past_key_values, input_ids):
-                past_key_values = DynamicCache(config=config)
-            return own(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+        def forward(input_ids=None, **kwargs):
+            if beyond(kwargs.get(NAME), input_ids):
+                kwargs[NAME] = DynamicCache(config=config)
+            return own(input_ids=input_ids, **kwargs)
 
         self.model.forward = forward
 
@@ -108,7 +104,7 @@ def test_generate_goes_on_with_its_cache_or_not_at_all(kind, prompt, given):
     assert plain.shape[1] == prompt + 16, "which runs without kvtool"
     block = nullcontext() if given else kvtool.compressed(model, "h2o", 8)
     cache = kvtool.build_cache(model, "h2o", 8) if given else None
-    asked = {"past_key_values": cache, "max_new_tokens": 16, "do_sample": False}
+    asked = {NAME: cache, "max_new_tokens": 16, "do_sample": False}
     with block, pytest.raises(KvtoolError, match="set aside the kvtool cache"):
         model.generate(ids, **asked)
 
@@ -118,12 +114,12 @@ def test_forwards_without_generate_as_well(kind):
     model, ids = made(kind), random_ids(30)
     cache = kvtool.build_cache(model, "h2o", 8)
     with pytest.raises(KvtoolError, match="set aside the kvtool cache"):
-        model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, **{NAME: cache})
     cache = kvtool.build_cache(model, "full")
     for part in ids[:, :FROM].split(10, 1):
-        model(input_ids=part, past_key_values=cache)
+        model(input_ids=part, **{NAME: cache})
     with pytest.raises(KvtoolError, match="set aside the kvtool cache"):
-        model(input_ids=ids[:, FROM:], past_key_values=cache)
+        model(input_ids=ids[:, FROM:], **{NAME: cache})
     with pytest.raises(KvtoolError, match="set aside the kvtool cache"):
         prefill(model, kvtool.build_cache(model, "full", prefill="block:8"), ids)
 

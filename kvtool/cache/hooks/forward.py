@@ -29,6 +29,7 @@ from kvtool.cache.hooks.training import check_training
 from kvtool.cache.steps.call import IMPLEMENTATION, forget_pending
 from kvtool.cache.steps.shared_kv import forget_shared_kv
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.transformers_versions import cache_argument, given_cache, returned_cache
 
 _KEEP = "logits_to_keep"
 
@@ -181,7 +182,7 @@ def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any]
     """Return the arguments of a forward that begins, and its kvtool cache if it has one."""
     forget_pending()
     given = _named(module, args, kwargs) if args else kwargs
-    cache = given.get("past_key_values")
+    cache = given_cache(given)
     if not isinstance(cache, KVCache):
         return given, None
     if given.get("use_cache") is False:
@@ -193,12 +194,12 @@ def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any]
 
 def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
     given = _named(module, args, kwargs) if args else kwargs
-    cache = given.get("past_key_values")
+    cache = given_cache(given)
     if not isinstance(cache, KVCache):
         return
     if cache.settings.kv_sharing:
         forget_shared_kv()
-    returned: object = getattr(output, "past_key_values", None)
+    returned: object = returned_cache(output)
     if returned is not cache:
         check_returned(module, cache, output)
     if not cache.parts.by_logits:
@@ -210,10 +211,10 @@ def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object)
 @torch.no_grad()
 def _after_model(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     given = _named(module, args, kwargs) if args else kwargs
-    cache = given.get("past_key_values")
+    cache = given_cache(given)
     if not isinstance(cache, KVCache):
         return None
-    returned: object = getattr(output, "past_key_values", None)
+    returned: object = returned_cache(output)
     if returned is not cache:
         check_returned(module, cache, output)
     layer, compiling = cache.slot_layers[0], torch.compiler.is_compiling()
@@ -245,6 +246,6 @@ def _unused() -> UsageError:
     """
     return UsageError(
         "use_cache=False says that no cache is used, and a kvtool cache is passed along",
-        hint="pass use_cache=True, or no past_key_values "
+        hint=f"pass use_cache=True, or no {cache_argument()} "
         "(where nobody says, generation_config.use_cache counts)",
     )

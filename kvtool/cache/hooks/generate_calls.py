@@ -24,6 +24,7 @@ from kvtool.cache.hooks.blocks import Block, CacheMaker, block_of_call, check_th
 from kvtool.cache.hooks.same_cache import holding
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.policies.policy import Policy
+from kvtool.transformers_versions import given_cache, with_cache
 
 LOCK = threading.RLock()  # of all models: a lock on a model could not be copied with it
 _NAME = "generate"
@@ -61,7 +62,7 @@ class GenerateCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
         with LOCK:
-            maker = None if kwargs.get("past_key_values") is not None else self._maker()
+            maker = None if given_cache(kwargs) is not None else self._maker()
             self._running += 1
         try:
             return self._run(kwargs, maker)
@@ -76,11 +77,13 @@ class GenerateCalls:
         return self._for_good if block is None else block.maker
 
     def _run(self, kwargs: dict[str, Any], maker: CacheMaker | None) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         if cache is None and maker is not None:
             self._check_implementation(kwargs)
-            cache = kwargs["past_key_values"] = maker.make(self.model)
+            cache = maker.make(self.model)
             cache.expect_tokens(self._new_tokens(kwargs))
+        if cache is not None or "past_key_values" in kwargs:
+            kwargs = with_cache(kwargs, cache)
         if not isinstance(cache, KVCache):
             with holding(self.model, None):
                 return self._own(**kwargs)

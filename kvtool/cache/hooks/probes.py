@@ -32,6 +32,7 @@ from kvtool.model_shape import RECURRENT, layer_kinds, layer_shapes, stores_late
 from kvtool.policies.allocate.duo import PROXY, rank_heads, reach_of_heads, read_scores
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
+from kvtool.transformers_versions import cache_argument
 
 _PLACE, _STEP = 3, 1000  # of the token that is read twice
 
@@ -140,7 +141,7 @@ def _read_twice(model: PreTrainedModel, step: int) -> dict[int, Tensor]:
     token = torch.full((2, 1), _text(model).vocab_size // 2, device=model.device)
     places = torch.tensor([[_PLACE], [_PLACE + step]], device=model.device)
     cache = DynamicCache(config=model.config)
-    model(input_ids=token, position_ids=places, past_key_values=cache, use_cache=True)
+    model(input_ids=token, position_ids=places, use_cache=True, **{cache_argument(): cache})
     return {
         i: layer.keys
         for i, layer in enumerate(cache.layers)
@@ -219,7 +220,7 @@ def measure_reach(model: PreTrainedModel) -> Tensor:
 
     cache = KVCache(config, Policy(Full()), None)
     cache.watch_steps(watch)
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    model(input_ids=ids, use_cache=True, **{cache_argument(): cache})
     return torch.stack(reaches)
 
 
@@ -234,7 +235,7 @@ def ask_recurrent(model: PreTrainedModel) -> list[Mapping[str, Tensor]]:
 def _ask(model: PreTrainedModel) -> list[Mapping[str, Tensor]]:
     cache = DynamicCache(config=model.config)
     token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    model(input_ids=token, past_key_values=cache, use_cache=True)
+    model(input_ids=token, use_cache=True, **{cache_argument(): cache})
     return [recurrent_states(layer) for layer in cache.layers]
 
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.rope_lengths import LengthRope, RopeLengths
+from kvtool.transformers_versions import given_cache
 
 _OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose factors depend on the text's length
 _MOST_COPIES = 64  # of a rotary module, which are small; batches may hold as many lengths
@@ -112,7 +113,7 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> None:
     if args:
         names = inspect.signature(module.forward).parameters
         given = dict(zip(names, args, strict=False)) | kwargs
-    cache = given.get("past_key_values")
+    cache = given_cache(given)
     if not isinstance(cache, KVCache):
         _LOCAL.running = getattr(_LOCAL, "reading", None)
         return

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 
 from kvtool.cache.cache import KVCache
 from kvtool.errors import KvtoolError
+from kvtool.transformers_versions import given_cache, returned_cache
 
 _NAME = "prepare_inputs_for_generation"
 _LOCAL = threading.local()
@@ -38,7 +39,7 @@ def check_returned(module: nn.Module, cache: KVCache, output: Any) -> None:
     Raises:
         KvtoolError: it returns another one.
     """
-    returned = getattr(output, "past_key_values", None)
+    returned = returned_cache(output)
     if isinstance(output, tuple):
         returned = next((each for each in output if isinstance(each, Cache)), None)
     if returned is not None and returned is not cache:
@@ -109,7 +110,7 @@ class PreparedInputs:
         if model is None or cache is None or calls[-1][0] is not model:
             return self._own(*args, **kwargs)
         given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
-        before: object = given.get("past_key_values")
+        before: object = given_cache(given)
         if before is not cache:
             raise set_aside(model)
         inputs = self._own(*args, **kwargs)
@@ -123,7 +124,7 @@ class PreparedInputs:
 
 def _without(inputs: dict[str, Any], cache: KVCache) -> bool:
     """Whether a forward would run over another cache, or none."""
-    passed: object = inputs.get("past_key_values")
+    passed: object = given_cache(inputs)
     return passed is not cache
 
 

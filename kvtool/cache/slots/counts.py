@@ -129,7 +129,11 @@ class BatchLayer(CacheLayerMixin):
     """A layer whose tensors follow the batch entries, and whose last tokens may be taken back."""
 
     is_compileable = False
-    is_croppable = False
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the last token can be taken back; transformers 5.24 asks before it tries."""
+        return self.why_no_crop(1) is None
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         """Let everything follow the batch entries, by what is done to a tensor of theirs."""
