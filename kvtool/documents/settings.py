@@ -159,7 +159,10 @@ class ModelFields:
     device: Annotated[
         Name,
         Flag(
-            "--device", metavar="auto|cpu|cuda[:i]", help="Where the model runs.  [default: auto]"
+            "--device",
+            metavar="auto|cpu|cuda[:i]|..",
+            help="Where the model runs; other devices of torch (mps, xpu ..) are untested.  "
+            "[default: auto]",
         ),
     ] = "auto"
     device_map: Annotated[

@@ -70,7 +70,8 @@ def load(
         model: a folder or a hub ID; None is the bundled reference model.
         revision: branch, tag or commit on the hub.
         dtype: a torch dtype by name; `auto` is the checkpoint's on a GPU and float32 on a CPU.
-        device: `cpu`, `cuda`, `cuda:1` ...; `auto` is the first GPU if there is one.
+        device: `cpu`, `cuda`, `cuda:1` or another one of torch, such as `mps`, which is untested;
+            `auto` is the first CUDA GPU if there is one.
         device_map: spread the layers, as in transformers (`auto`, `balanced` ...); replaces device.
         tensor_parallel: split every layer over the processes that torchrun has started.
         attn_implementation: `eager`, `sdpa` or `flash_attention_2`; `auto` leaves it to the model.

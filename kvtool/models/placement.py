@@ -58,12 +58,19 @@ def _check_device(device: str, flag: str, wrong: str, besides: Sequence[str]) ->
     """
     import torch
 
-    kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or device.endswith(":"):
-        raise UsageError(f"{wrong}; choose {', '.join(besides)}, cpu, cuda or cuda:0")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if kind == "cuda" and int(index or 0) >= count:
-        raise UsageError(f"{wrong}: {count} CUDA devices here", hint=f"{flag} cpu")
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise UsageError(
+            f"{wrong}; choose {', '.join(besides)}, cpu, cuda, cuda:0 "
+            "or another device of torch (mps, xpu ..)"
+        ) from None
+    if kind == "cpu":
+        return
+    module = getattr(torch, kind, None)  # the kinds that this torch was not built for have none
+    count = module.device_count() if module is not None and module.is_available() else 0
+    if int(device.partition(":")[2] or 0) >= count:
+        raise UsageError(f"{wrong}: {count} {kind.upper()} devices here", hint=f"{flag} cpu")
 
 
 def resolve_dtype(dtype: str, device: str) -> str:
@@ -87,8 +94,10 @@ def check_attention(attn_implementation: str, device: str) -> None:
             "--attn-implementation flash_attention_2 needs the flash-attn package",
             hint="pip install 'kvtool[flash]'",
         )
-    if device == "cpu":
-        raise UsageError("--attn-implementation flash_attention_2 needs a CUDA device, not cpu")
+    if device.partition(":")[0] != "cuda":
+        raise UsageError(
+            f"--attn-implementation flash_attention_2 needs a CUDA device, not {device}"
+        )
 
 
 def check_processes(device: str, device_map: str | None) -> None:
@@ -137,7 +146,7 @@ def free_memory(device: str, *, spread: bool = False) -> tuple[str, int | None]:
     """Name a device and count its free bytes.
 
     Args:
-        device: `cpu`, `cuda` or `cuda:1`.
+        device: `cpu`, `cuda`, `cuda:1` or another one of torch; `mps` has the machine's memory.
         spread: whether a model is spread over all GPUs, if there are any.
 
     Returns:
@@ -145,8 +154,12 @@ def free_memory(device: str, *, spread: bool = False) -> tuple[str, int | None]:
     """
     import torch
 
-    if device == "cpu" or not torch.cuda.is_available():
-        return "cpu", _free_ram()
+    kind = torch.device(device).type
+    if kind in ("cpu", "mps") or (kind == "cuda" and not torch.cuda.is_available()):
+        return "cpu" if kind == "cuda" else kind, _free_ram()
+    if kind != "cuda":
+        free_and_total = getattr(getattr(torch, kind, None), "mem_get_info", None)
+        return device, None if free_and_total is None else free_and_total(device)[0]
     places = [torch.device(device)]
     if spread:
         places = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]

@@ -1,11 +1,14 @@
 """What is fed: a prompt of no tokens is refused before anything is read from it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import kvtool
 from kvtool.errors import UsageError
 from kvtool.generation import prefill
+from kvtool.generation.feeding import wait
 from tests.models_for_tests import peaky_model
 
 
@@ -16,3 +19,12 @@ def test_a_prompt_of_no_tokens_is_refused(mode, width, mask):
     cache = kvtool.build_cache(model, "h2o", 16, prefill=mode)
     with pytest.raises(UsageError, match="the prompt is empty"):
         prefill(model, cache, torch.ones((2, width), dtype=torch.long), mask)
+
+
+def test_a_clock_waits_for_the_device_of_the_model(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    for device in ("cpu", "xpu:1"):
+        wait(SimpleNamespace(device=torch.device(device)))
+    assert waited == [torch.device("xpu:1")]

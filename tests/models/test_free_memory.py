@@ -37,6 +37,14 @@ def test_a_container_has_what_its_limit_leaves(tmp_path, monkeypatch):
     assert free_memory("cpu") == ("cpu", 0)
 
 
+def test_other_devices_tell_what_they_can(monkeypatch):
+    monkeypatch.setattr(room, "_free_ram", lambda: 70)
+    assert free_memory("mps") == ("mps", 70)  # which shares the machine's memory
+    monkeypatch.setattr(torch.xpu, "mem_get_info", {"xpu:1": (30, 500)}.__getitem__)
+    assert free_memory("xpu:1") == ("xpu:1", 30)
+    assert free_memory("mtia") == ("mtia", None)
+
+
 def test_gpus_add_up_where_a_model_is_spread(monkeypatch):
     free = {"cuda:0": 100, "cuda:1": 30}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

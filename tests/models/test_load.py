@@ -11,7 +11,7 @@ from kvtool.identity import config_hash
 from kvtool.models import reference
 from kvtool.models.folder import check_folder
 from kvtool.models.load import load, load_config
-from kvtool.models.placement import resolve_device, resolve_dtype
+from kvtool.models.placement import check_attention, resolve_device, resolve_dtype
 
 
 @pytest.fixture
@@ -213,6 +213,37 @@ def test_refuses_an_unknown_device(device):
 def test_refuses_a_gpu_that_is_not_there():
     with pytest.raises(UsageError, match=r"no device `cuda:99`: \d+ CUDA devices here"):
         resolve_device("cuda:99")
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("mps", "0 MPS devices here"), ("xpu:1", "0 XPU devices here"), ("meta", "0 META devices")],
+)
+def test_refuses_any_device_that_is_not_there(device, said, monkeypatch):
+    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    for map_ in (None, device):
+        with pytest.raises(UsageError, match=rf"`{device}`: {said}") as refused:
+            resolve_device("auto" if map_ else device, map_)
+        assert "cpu" in refused.value.hint
+
+
+def test_takes_every_device_that_torch_finds(monkeypatch):
+    for module, count in ((torch.mps, 1), (torch.xpu, 2)):
+        monkeypatch.setattr(module, "is_available", lambda: True)
+        monkeypatch.setattr(module, "device_count", lambda count=count: count)
+    for device in ("mps", "mps:0", "xpu", "xpu:1"):
+        assert resolve_device(device) == device
+    for device, count in (("mps:1", "1 MPS"), ("xpu:2", "2 XPU")):
+        with pytest.raises(UsageError, match=f"no device `{device}`: {count} devices here"):
+            resolve_device(device)
+    with pytest.raises(UsageError, match="flash_attention_2 needs a CUDA device, not xpu:1"):
+        check_flash("xpu:1", monkeypatch)
+
+
+def check_flash(device, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    check_attention("flash_attention_2", device)
 
 
 def test_refuses_two_places():
