@@ -11,7 +11,6 @@ from kvtool.errors import KvtoolError
 from kvtool.models.placement import device_memory, resolve_device, resolve_dtype
 
 if TYPE_CHECKING:
-    from kvtool.documents.memory import RunMemory
     from kvtool.documents.turns import Turns
 
 

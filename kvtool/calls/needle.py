@@ -17,7 +17,6 @@ from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.documents.generation import GenerationDocument
-    from kvtool.policies.policy import Policy
 
 NEEDLE = "built-in needle"
 """What the prompt is called where a prompt's source is."""

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
     from kvtool.documents.generation import CacheSection
     from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
-    from kvtool.policies.policy import Policy
 
 
 @dataclass(frozen=True)

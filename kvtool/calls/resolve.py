@@ -16,7 +16,6 @@ from kvtool.policies.outside import check_imported
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
-    from kvtool.documents.recipe import Recipe
 
 Prompted = TypeVar("Prompted", bound="PromptSettings")
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import Target
@@ -27,9 +26,6 @@ from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
 from kvtool.sizes import DEFAULT_TOKENS, Budget, bytes_in_words
-
-if TYPE_CHECKING:  # a plan needs no torch
-    from kvtool.policies.policy import Policy
 
 _FULL = "full"
 _FINEST = 10**6  # of a measured share, in parts of the prompt

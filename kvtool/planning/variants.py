@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
 from kvtool.sizes import DEFAULT_BUDGET, Budget
-
-if TYPE_CHECKING:
-    from kvtool.policies.policy import Policy
 
 BASELINE = "full"
 
