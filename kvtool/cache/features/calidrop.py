@@ -1,12 +1,12 @@
 """CaliDrop: the evicted tokens that a layer sets aside, and the calibration of its outputs by them.
 
 Everything that CaliDrop (`kvtool.policies.evicted.calidrop`) needs beside the slots: the evicted
-keys and values in host memory, and for each query head the query that is held, with the output and
+keys and values in host memory, and for each query head the held query. Beside it are the output and
 the log-sum-exp of its attention to them. That attention is computed for blocks of evicted tokens,
 for chunks as they arrive, and for one token at a time. Tokens evicted for a decoded one are folded
 in for all layers at once.
 
-Whether a head recomputes is decided on the host, once a step and layer; on a GPU that is one sync,
+Whether a head recomputes is decided on the host, once a step and layer. On a GPU that is one sync,
 made before the kept tokens are attended, so that the fetch that follows runs beside that attention.
 Decisions of decoded tokens are noted step by step, and counted several at a time.
 """

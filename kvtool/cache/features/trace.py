@@ -23,7 +23,7 @@ class Trace(Part):
 
     Attributes:
         ranks: (batch, kv_heads, tokens) uint8, the rank of each token's importance when it was last
-            judged, 1 for the lowest of a head and 255 for the highest and for what is protected; 0
+            judged. 1 is for the lowest of a head, 255 for the highest and for protected tokens; 0
             before.
         merged: bool of the same shape, what was evicted into tokens that stay.
         reads: uint8 of the same shape, bit i of it: whether the last decoded token but i read it.

@@ -1,8 +1,8 @@
 """KV heads that keep different counts, stored for real and not masked at the size of the fullest.
 
 One head of one batch entry is a lane. Lanes of nearly the same count share a bucket: a slot layer
-of one KV head whose batch entries they are, so that a decoded token runs the same step as
-everywhere, bucket by bucket. A block of a prompt sees all heads side by side again, while it runs.
+of one KV head whose batch entries they are. So a decoded token runs the same step as everywhere,
+bucket by bucket. A block of a prompt sees all heads side by side again, while it runs.
 """
 
 from __future__ import annotations

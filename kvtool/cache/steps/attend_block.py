@@ -87,7 +87,7 @@ def returns_norms(layer: SlotLayer, call: Call, block: Block) -> bool:
     """Whether the fused kernel can attend the block, and return the log-sum-exp of its rows.
 
     It has to be the beginning of a prompt that sees all before it, with padding at the ends only,
-    and long: weights from a log-sum-exp are off by the rounding of large logits (1e-5 of a weight),
+    and long. Weights from a log-sum-exp are off by the rounding of large logits (1e-5 of a weight),
     which distinguishes tokens that tie exactly where weights are computed in full. In short prompts
     ties are likely, and no time is to be gained.
     """

@@ -90,7 +90,7 @@ class Block:
         state: the policy's numbers for them.
         kept: how many slots come before the block.
         waiting: takes the sums and scores of a block that is stored whole, and cut once all layers
-            have seen the prompt; None: the layer is cut at the block's end.
+            have seen the prompt. None: the layer is cut at the block's end.
     """
 
     new: Tensor

@@ -120,8 +120,8 @@ class Call:
         scale, softcap, sinks: as for `attention_weights`; the sinks of a whole layer as (heads,).
         context: what the forward is like.
         mask: what a caller wants queries to see, in place of all tokens before them: bool, or float
-            to be added, (batch or 1, heads or 1, q_len or 1, keys), keys as they came; None: he has
-            no wish.
+            to be added, (batch or 1, heads or 1, q_len or 1, keys), keys as they came. None: the
+            caller has no wish.
         attended: (batch, heads, q_len, value_dim), the output of a block of a prompt, where it is
             known already; None: it is not.
         columns: what other caches have summed of this attention; None: no other attends to it.

@@ -2,7 +2,7 @@
 
 A compiled graph holds for the numbers on the host that it has read, and a CUDA graph for the
 addresses, too. In a static step the count of tokens is therefore a number on the device, which the
-host has counted up before, and what else a step would replace is written into buffers in place.
+host has counted up before. Whatever else a step would replace is written into buffers in place.
 """
 
 from __future__ import annotations
