@@ -2,20 +2,14 @@
 
 `compose` puts a base and its modifiers together. Some policies cut a prompt at its end only.
 `reads_whole` finds them: they read it at once even where blocks are asked for.
-
-Draws: a policy that draws at random draws anew for each text. A draw follows from seed, layer,
-position and tokens seen, so texts of one length lose the same positions. Over many texts that is
-one draw, and its measurement is not that of drawing. So a part that draws declares `draws: ClassVar
-= True` and has a setting `seed`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS
@@ -400,38 +394,6 @@ def _only(parts: Sequence[Kind]) -> Kind | None:
             else f"modifiers `{names[0]}` and `{names[1]}` exclude each other; keep one"
         )
     return parts[0] if parts else None
-
-
-_BITS = 48  # of a seed
-
-
-def draws(part: object) -> bool:
-    """Return whether a part says that it draws at random by its setting `seed`."""
-    return bool(getattr(part, "draws", False))
-
-
-def drawn_for(policy: Policy, text: str) -> Policy:
-    """Return the policy with the draws of one text; the same object where it draws nothing.
-
-    Args:
-        text: anything that identifies the text.
-    """
-    score, evicted = policy.score, policy.evicted
-    if draws(score):
-        policy = replace(policy, score=_with_own_draws(score, text))
-    if evicted is not None and draws(evicted):
-        policy = replace(policy, evicted=_with_own_draws(evicted, text))
-    return policy
-
-
-def _with_own_draws(part: Any, text: str) -> Any:
-    """Return a part that draws with a seed of its own."""
-    return replace(part, seed=_mixed(part.seed, text))
-
-
-def _mixed(seed: int, text: str) -> int:
-    digest = hashlib.sha256(f"{seed}:{text}".encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest, "big") >> (8 * len(digest) - _BITS)
 
 
 def reads_whole(policy: Policy, *, planned: bool) -> bool:

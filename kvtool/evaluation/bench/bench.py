@@ -22,7 +22,7 @@ from kvtool.generation import Generation, compress, generate, token_logprobs
 from kvtool.model_shape import trained_length
 from kvtool.models.chat import Piece, piece_ids
 from kvtool.planning.variants import Variant
-from kvtool.policies.policy import drawn_for
+from kvtool.policies.draws import drawn_for
 from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
 
 if TYPE_CHECKING:
