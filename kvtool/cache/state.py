@@ -362,7 +362,7 @@ class CacheState(Cache):
         self.ungroup()
         self.static.forget()
         for part in self.parts.values():
-            part.reset()
+            part.clear()
         self.running, self._text, self.changing = ForwardState(), Text(), False
         self.budgets.reset()
         super().reset()

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 import kvtool
 from kvtool.cache.features import table
+from kvtool.cache.features.cache_part import CachePart
 from kvtool.cache.slots.part import Part, tensor_bytes
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
@@ -98,6 +99,67 @@ def test_its_bytes_count(cache):
     for layer in cache.slot_layers:
         del layer.parts["names"]
     assert before - cache.report().state_bytes == 2 * 3 * 8
+
+
+class Labels(CachePart):
+    """A number of each batch entry, for all layers at once."""
+
+    name = "labels"
+
+    def __init__(self):
+        self.numbers, self.seen = torch.arange(3), []
+
+    @classmethod
+    def make(cls, layers, policy):
+        return cls()
+
+    def clear(self):
+        self.numbers = None
+
+    def reindex(self, change):
+        self.numbers = change(self.numbers)
+
+    def tensors(self):
+        return {"labels": self.numbers}
+
+    def check(self, file, slots, logits, dtype):
+        assert slots == 20
+        file.take("labels", (file.batch,), torch.int64)
+
+    def load(self, tensors, device):
+        self.numbers = tensors["labels"]
+
+    @property
+    def nbytes(self):
+        return tensor_bytes([self.numbers])
+
+    def begin_block(self, layer):
+        self.seen.append(layer.index)
+
+
+def test_a_part_of_a_whole_cache_goes_with_it(model, monkeypatch, tmp_path):
+    plain = kvtool.build_cache(model, "h2o", 20)
+    monkeypatch.setattr(table, "OF_CACHES", (*table.OF_CACHES, Labels))
+    cache = kvtool.build_cache(model, "h2o", 20)
+    for each in (plain, cache):
+        prefill(model, each, random_ids(50, batch=3))
+    assert Labels.of(plain) is None
+    assert Labels.of(cache).seen == [0, 1]
+    assert cache.report().state_bytes - plain.report().state_bytes == 3 * 8
+    with cache.rollback():
+        cache.reorder_cache(torch.tensor([2, 0, 1]))
+        assert Labels.of(cache.copy()).numbers.tolist() == [2, 0, 1]
+    assert Labels.of(cache).numbers.tolist() == [0, 1, 2]
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    kvtool.save_cache(cache, tmp_path / "a.safetensors")
+    again = kvtool.load_cache(tmp_path / "a.safetensors", model)
+    assert Labels.of(again).numbers.tolist() == [2, 0, 1]
+    Labels.of(cache).numbers = torch.zeros(2, dtype=torch.int64)
+    kvtool.save_cache(cache, tmp_path / "b.safetensors")
+    with pytest.raises(kvtool.KvtoolError, match=r"`labels` is int64 \[2\], not int64 \[3\]"):
+        kvtool.load_cache(tmp_path / "b.safetensors", model)
+    cache.reset()
+    assert Labels.of(cache).numbers is None
 
 
 def test_bytes_are_counted_where_buffers_grow_and_shrink(model):

@@ -56,7 +56,7 @@ class CachePart:
 
     # ---- what it keeps
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Forget the text."""
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:

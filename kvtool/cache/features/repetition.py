@@ -139,7 +139,7 @@ class Repetition(CachePart):
     def __init__(self, layers: list[SlotLayer], policy: Policy, asked: RepetitionAsked) -> None:
         self._layers, self._name, self.asked = layers, policy.score.name, asked
         self.instructions: Instructions | None = None
-        self.reset()
+        self.clear()
 
     @classmethod
     def serves(cls, policy: Policy) -> bool:
@@ -150,7 +150,7 @@ class Repetition(CachePart):
         asked, free = policy.repetition, [layer for layer in layers if layer.window is None]
         return None if asked is None else cls(free, policy, asked)
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Forget the text, and what was around it."""
         self.ended = self.driven = False
         if self.instructions is not None:

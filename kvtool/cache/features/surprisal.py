@@ -112,7 +112,7 @@ class Surprisals(CachePart):
 
     def __init__(self, layers: list[SlotLayer], score: SirLLM) -> None:
         self._layers, self._score = layers, score
-        self.reset()
+        self.clear()
 
     @classmethod
     def serves(cls, policy: Policy) -> bool:
@@ -136,7 +136,7 @@ class Surprisals(CachePart):
                 hint="call kvtool.attach(model) and then the model itself",
             )
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         self.table: Tensor | None = None
         self.next_logits: Tensor | None = None
         self.arriving: Arriving | None = None
