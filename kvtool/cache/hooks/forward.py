@@ -29,7 +29,7 @@ from kvtool.cache.hooks.training import check_training
 from kvtool.cache.steps.call import IMPLEMENTATION, forget_pending
 from kvtool.cache.steps.shared_kv import forget_shared_kv
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.transformers_versions import cache_argument, given_cache, returned_cache
+from kvtool.transformers_versions import cache_argument
 
 _KEEP = "logits_to_keep"
 
@@ -182,7 +182,9 @@ def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any]
     """Return the arguments of a forward that begins, and its kvtool cache if it has one."""
     forget_pending()
     given = _named(module, args, kwargs) if args else kwargs
-    cache = given_cache(given)
+    cache = given.get("cache")  # as `given_cache` finds it, without a call for each token
+    if cache is None:
+        cache = given.get("past_key_values")
     if not isinstance(cache, KVCache):
         return given, None
     if given.get("use_cache") is False:
@@ -194,13 +196,15 @@ def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any]
 
 def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
     given = _named(module, args, kwargs) if args else kwargs
-    cache = given_cache(given)
+    cache = given.get("cache")
+    if cache is None:
+        cache = given.get("past_key_values")
     if not isinstance(cache, KVCache):
         return
     if cache.settings.kv_sharing:
         forget_shared_kv()
-    returned: object = returned_cache(output)
-    if returned is not cache:
+    returned: object = getattr(output, "cache", None)
+    if returned is not cache and getattr(output, "past_key_values", None) is not cache:
         check_returned(module, cache, output)
     if not cache.parts.by_logits:
         if not cache.changing:
@@ -211,11 +215,13 @@ def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object)
 @torch.no_grad()
 def _after_model(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     given = _named(module, args, kwargs) if args else kwargs
-    cache = given_cache(given)
+    cache = given.get("cache")
+    if cache is None:
+        cache = given.get("past_key_values")
     if not isinstance(cache, KVCache):
         return None
-    returned: object = returned_cache(output)
-    if returned is not cache:
+    returned: object = getattr(output, "cache", None)
+    if returned is not cache and getattr(output, "past_key_values", None) is not cache:
         check_returned(module, cache, output)
     layer, compiling = cache.slot_layers[0], torch.compiler.is_compiling()
     stored = cache.running.unstored is None
