@@ -7,7 +7,7 @@ from kvtool.documents.settings import Protocol
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.planning.variants import make_variants
 from kvtool.policies.grammar import parse_policy
-from kvtool.policies.policy import drawn_for
+from kvtool.policies.draws import drawn_for
 from kvtool.sizes import Budget
 
 
