@@ -155,6 +155,7 @@ def evaluate(
     query_agnostic: bool = False,
     keep_question: bool = False,
     shared_prefill: bool = False,
+    answers: Literal["decoded", "scored"] | None = None,
     chat_template: Literal["auto", "on", "off"] | None = None,
     max_length: int | None = None,
     truncate: Literal["middle", "left", "error"] | None = None,

@@ -137,6 +137,7 @@ class _NotEmpty:
 
 
 Name = Annotated[str, _NotEmpty()]
+_UNSET = object()
 Template = Literal["auto", "on", "off"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -201,6 +202,7 @@ class Asking:
         keep_question: whether a question that comes after the context has been compressed is kept
             whole, beside the budget; else it is compressed with what is left.
         shared_prefill: whether a sample's prompt is read once for all variants that can share it.
+        answers: `decoded`, or `scored`: how likely the right answer is, in place of an answer.
         max_length: tokens of a prompt, above which it is cut; None: what the model was trained for.
     """
 
@@ -232,6 +234,15 @@ class Asking:
             later=True,
         ),
     ] = False
+    answers: Annotated[
+        Literal["decoded", "scored"],
+        Flag(
+            "--answers",
+            help="scored: feed the right answer, mostly in one run, in place of decoding one; adds "
+            "its NLL.  [default: decoded]",
+            later=True,
+        ),
+    ] = "decoded"
     chat_template: Annotated[
         Template, Flag("--chat-template", help="Put prompts into the model's chat template.")
     ] = "auto"
@@ -280,8 +291,9 @@ class Protocol(Asking):
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that distinguish measurements, and later ones only if set."""
-        later = _later(type(self))
-        return {name: each for name, each in asdict(self).items() if each or name not in later}
+        plain = {each.name: each.default for each in settings_of(type(self)) if each.flag.later}
+        given = asdict(self)
+        return {name: given[name] for name in given if given[name] != plain.get(name, _UNSET)}
 
 
 def _later(kind: type) -> list[str]:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.documents.recipe import ModelChoice
+from kvtool.errors import UsageError
 from kvtool.evaluation.bench.estimate import Estimate, largest_batch_of
 from kvtool.evaluation.comparison import Comparison, is_named, run_folder
 from kvtool.evaluation.run.runner import Job, draw_jobs
 from kvtool.evaluation.samples.sample import Json, token_counter
+from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.selection import hub_data
 from kvtool.model_shape import stored_dtype, trained_length
 from kvtool.models.attached import ModelSource
@@ -129,6 +131,7 @@ def prepare(
         watcher.note_any(handful_note(min(sizes)))
     if comparison.protocol.shared_prefill:
         watcher.note("arms read a prompt together where they can, and share its seconds")
+    note_answers(comparison, watcher)
     place = run_folder(comparison, folder)
     settings = comparison.recipe.model.model_dump(exclude={"id"})
     source = ModelSource(None) if source is None else source
@@ -149,6 +152,33 @@ def prepare(
     _note_samples(comparison, jobs, estimate, watcher)
     named = is_named(comparison, folder)
     return Prepared(comparison, place, jobs, estimate, model, named)
+
+
+def note_answers(comparison: Comparison, watcher: Watcher) -> None:
+    """Say which answers are decoded or fed token by token although they are to be scored.
+
+    Raises:
+        UsageError: none can be scored, or answers are to be drawn.
+    """
+    if comparison.protocol.answers != "scored":
+        return
+    if comparison.protocol.temperature:
+        raise UsageError(
+            "--answers scored compares with the likeliest tokens, and answers are to be drawn",
+            hint="leave out the temperature, or --answers decoded",
+        )
+    asking = [task for task in comparison.tasks if isinstance(task, Asking)]
+    decoded = [task.name for task in asking if not task.one_answer]
+    if len(decoded) == len(asking):
+        raise UsageError(
+            "--answers scored: no task here has one right answer that can be fed",
+            hint="niah, niah/passkey and niah/city have; or --answers decoded",
+        )
+    if decoded:
+        watcher.note(f"answers are decoded, not scored, of {', '.join(decoded)}")
+    steps = [each.name for each in comparison.variants if not each.policy.plain_steps]
+    if steps:
+        watcher.note(f"answers are scored token by token under {', '.join(steps)}")
 
 
 def _check_model(model: ModelSource, choice: ModelChoice) -> str:

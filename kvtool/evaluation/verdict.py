@@ -330,6 +330,9 @@ def _held(results: Sequence[TaskResult]) -> float | None:
 
 
 def _read(results: Sequence[TaskResult]) -> float | None:
+    """Return the bytes that a decoded token reads; None where nothing was decoded on a task."""
+    if any(result.n and result.cost and not result.cost.traffic_bytes for result in results):
+        return None
     return _mean(results, lambda result: result.cost.traffic_bytes if result.cost else 0.0)
 
 

@@ -6,7 +6,7 @@ from kvtool.generation.continuation import Compressed, Generation, compress, gen
 from kvtool.generation.conversation import Conversation
 from kvtool.generation.feeding import decode_step, prefill
 from kvtool.generation.fidelity import Fidelity, compare_logits
-from kvtool.generation.scoring import follow, token_logprobs
+from kvtool.generation.scoring import follow, token_logprobs, token_scores
 
 __all__ = [
     "Compressed",
@@ -20,4 +20,5 @@ __all__ = [
     "generate",
     "prefill",
     "token_logprobs",
+    "token_scores",
 ]

@@ -12,7 +12,6 @@ from kvtool.generation.feeding import decode_step, forward
 from kvtool.generation.finite import broken_entries, check_logits, explain, explaining
 
 
-@torch.no_grad()
 def token_logprobs(
     model: PreTrainedModel,
     cache: KVCache,
@@ -22,6 +21,31 @@ def token_logprobs(
     first_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score given tokens, each from what the cache still holds (teacher forcing).
+
+    Args:
+        input_ids, chunk, first_logits: as for `token_scores`.
+
+    Returns:
+        Log-probabilities, (1, n) float32, and whether each token was the most likely one, (1, n)
+        bool, both on the CPU; (1, n - 1) without `first_logits`.
+    """
+    logprobs, likeliest = token_scores(
+        model, cache, input_ids, chunk=chunk, first_logits=first_logits
+    )
+    targets = input_ids[:, input_ids.shape[1] - likeliest.shape[1] :]
+    return logprobs, likeliest == targets.cpu()
+
+
+@torch.no_grad()
+def token_scores(
+    model: PreTrainedModel,
+    cache: KVCache,
+    input_ids: Tensor,
+    *,
+    chunk: int,
+    first_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Score given tokens, and find the most likely token in the place of each.
 
     The last token is scored and not fed.
 
@@ -34,8 +58,8 @@ def token_logprobs(
             token, which nothing predicts.
 
     Returns:
-        Log-probabilities, (1, n) float32, and whether each token was the most likely one, (1, n)
-        bool, both on the CPU; (1, n - 1) without `first_logits`.
+        Log-probabilities, (1, n) float32, and the most likely tokens, (1, n) int64, both on the
+        CPU; (1, n - 1) without `first_logits`.
 
     Raises:
         UsageError: `chunk` below 1.
@@ -60,22 +84,22 @@ def token_logprobs(
                     logits = forward(model, cache, fed[:, part], None, None)
             scored.append(_score_tokens(logits, targets[:, part]))
     if not scored:
-        return torch.zeros(1, 0), torch.zeros(1, 0, dtype=torch.bool)
-    logprobs, greedy = (torch.cat(parts, 1) for parts in zip(*scored, strict=True))
+        return torch.zeros(1, 0), torch.zeros(1, 0, dtype=torch.int64)
+    logprobs, likeliest = (torch.cat(parts, 1) for parts in zip(*scored, strict=True))
     if bool(logprobs.isnan().any()):
         raise explain(model, input_ids)
-    return logprobs, greedy
+    return logprobs, likeliest
 
 
 def _score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each target, and whether it is the most likely, on the CPU.
+    """Return the log-probability of each target, and the most likely token, on the CPU.
 
     It is NaN where the logits are broken.
     """
     chosen = logits.gather(-1, targets[..., None])[..., 0]
     logprobs = chosen.float() - logits.float().logsumexp(-1)
     logprobs = logprobs.masked_fill(broken_entries(logits), float("nan"))
-    return logprobs.cpu(), (logits.argmax(-1) == targets).cpu()
+    return logprobs.cpu(), logits.argmax(-1).cpu()
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from kvtool.policies.combination import (
     check_split,
 )
 from kvtool.policies.declared import check_count, check_declared, class_fault, form_fault
-from kvtool.policies.evicted.eviction import SelectOnly
+from kvtool.policies.evicted.eviction import Merging, SelectOnly
 from kvtool.policies.evidence import MomentsAsked, RepetitionAsked
 from kvtool.policies.guard import (
     fault,
@@ -209,6 +209,19 @@ class Policy:
     def attends_all(self) -> bool:
         """Return whether every token stays, and every step looks at all of them."""
         return self.score.when == "never" and self.reader is None
+
+    @property
+    def plain_steps(self) -> bool:
+        """Return whether decode steps only append and evict, so that several may run as one block.
+
+        Not so with a reader, which chooses in every step, with evicted tokens that correct what a
+        step attends to, with keys that move, with a score that reads the logits of each step, and
+        with a codec: the tokens of a block see each other before they are rounded.
+        """
+        score, used = self.score, self.on_evict
+        appends = score.positions == "text" and score.evidence is not Evidence.LOGITS
+        appends = appends and self.reader is None and self.codec is None
+        return appends and (used is None or isinstance(used, Merging))
 
     @property
     def takes_budget(self) -> bool:

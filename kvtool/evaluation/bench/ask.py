@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.messages import Message
 from kvtool.evaluation.bench.prompts import Prompt, first_prompt, spoken, text_before
+from kvtool.evaluation.bench.scored import score_answer
 from kvtool.evaluation.samples.sample import Json, Sample, Turn
 from kvtool.generation.repeating import instruct_chat
 from kvtool.model_shape import trained_length
@@ -33,6 +34,7 @@ class AskOptions:
         min_new_tokens: tokens that an answer has at least.
         thinking: whether the model thinks first, for chat templates with a switch; None: theirs.
         conversation: whether the context is the JSON list of messages.
+        scored: whether the right answer is scored, and none decoded.
         temperature: in place of the run's.
         seed: of the draws, in place of the run's.
     """
@@ -46,6 +48,7 @@ class AskOptions:
     min_new_tokens: int = 0
     thinking: bool | None = None
     conversation: bool = False
+    scored: bool = False
     temperature: float | None = None
     seed: int | None = None
 
@@ -57,7 +60,7 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
     as a further turn, compressed with what is left, or kept whole.
 
     Returns:
-        Per turn its `prediction`, `references` and `new_tokens`.
+        Per turn its `prediction`, `references` and `new_tokens`; see `score_answer`.
     """
     frame = make_frame(
         bench.tokenizer, bench.protocol.template, options.chat, thinking=options.thinking
@@ -79,16 +82,20 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
         goes_on = i + 1 < len(sample.turns) and not options.same_context
         with cache.rollback() if options.same_context else contextlib.nullcontext():
             if read_so_far:
-                ids = bench.encode_on(piece)
+                ids, text = bench.encode_on(piece), piece.before + piece.text
             else:
-                ids = bench.encode(prompt.context + prompt.question, special=prompt.special)
+                text = prompt.context + prompt.question
+                ids = bench.encode(text, special=prompt.special)
                 ending = frame.closing + turn.answer_prefix
                 instruct_chat(cache, bench.tokenizer, frame, ids, ending)
             with cache.budgets.raising() if options.question_kept else contextlib.nullcontext():
                 feed = bench.feed if read_so_far else bench.feed_first
-                feed(cache, ids, new_tokens=_answer_tokens(bench, turn))
+                logits = feed(cache, ids, new_tokens=_answer_tokens(bench, turn))
             with cache.rollback() if goes_on and options.golden else contextlib.nullcontext():
-                answers.append(_answer(bench, cache, turn, options))
+                if options.scored:
+                    answers.append(score_answer(bench, cache, turn, text, logits))
+                else:
+                    answers.append(_answer(bench, cache, turn, options))
         read_so_far = True
         if goes_on and options.golden:
             space = " " if turn.answer_prefix else ""

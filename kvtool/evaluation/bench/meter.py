@@ -117,6 +117,24 @@ class Meter:
         self.decoded += steps
         self.read(cache)
 
+    def count_answer(self, cache: KVCache, tokens: int, seconds: float, *, grown: bool) -> None:
+        """Count an answer that was scored, whose seconds are not those of decoding.
+
+        Args:
+            grown: whether the cache holds the whole answer on top, as it never does in decoding; a
+                decoded token would read the tokens kept before.
+        """
+        self.decode_s += seconds
+        self.new_tokens += tokens
+        if grown:
+            now = self.bytes
+            self.bytes = now | {
+                "traffic_pairs": now["kept_tokens"],
+                "traffic_bytes": now["kv_bytes"],
+            }
+        else:
+            self.read(cache)
+
     def read(self, cache: KVCache) -> None:
         """Take the bytes of a cache as it is now, from its tensors."""
         report = cache.report(of_all_processes=True)

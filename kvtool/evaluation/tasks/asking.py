@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, NonNegativeInt
 
+from kvtool.documents.results import Number
 from kvtool.errors import UsageError
 from kvtool.evaluation.metrics.text import string_match_all
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
@@ -26,11 +27,20 @@ if TYPE_CHECKING:
     from kvtool.evaluation.bench.bench import Bench
 
 
+_SCORED = ("nll", "right_tokens")
+
+
 class AskedTurn(BaseModel):
-    """A question that was asked: the answer and the right ones."""
+    """A question that was asked: the answer and the right ones.
+
+    Where the right answer was scored, `nll` is the mean of its tokens in nats, and `right_tokens`
+    are those before the first that was not the likeliest.
+    """
 
     prediction: str
     references: Annotated[list[str], Field(min_length=1)]
+    nll: Number | None = None
+    right_tokens: NonNegativeInt | None = None
 
 
 class Facts(BaseModel):
@@ -55,6 +65,7 @@ class Asking(Task):
     """A task that asks and compares answers with references; subclasses score one answer."""
 
     record: ClassVar[type[BaseModel] | None] = AskedRecord
+    one_answer: ClassVar[bool] = False  # that a right answer begins with, so that it can be scored
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -104,6 +115,7 @@ class Asking(Task):
             min_new_tokens=self.min_new_tokens,
             thinking=self.enable_thinking,
             conversation=self.conversation,
+            scored=self.one_answer and protocol.answers == "scored",
         )
 
     @abstractmethod
@@ -118,12 +130,17 @@ class Asking(Task):
         return {"turns": turns, "facts": sample.facts}
 
     def score(self, record: Json) -> dict[str, float]:
-        """Return the mean over turns."""
-        turns = [
+        """Return means over turns; of answers that were scored, more than the headline."""
+        turns = record["turns"]
+        scores = [
             self.score_answer(turn["prediction"], turn["references"], record["facts"])
-            for turn in record["turns"]
+            for turn in turns
         ]
-        return {self.metric: sum(turns) / len(turns)}
+        found = {self.metric: sum(scores) / len(turns)}
+        for name in _SCORED:
+            if all(turn.get(name) is not None for turn in turns):
+                found[name] = sum(turn[name] for turn in turns) / len(turns)
+        return found
 
 
 Cell = dict[str, int | float | str]

@@ -78,6 +78,7 @@ class Hidden(Drawn):
     samples: Samples = 1
     haystack: str = "builtin"
 
+    one_answer: ClassVar[bool] = True
     metric: ClassVar[str] = "em"
     best: ClassVar[float | None] = 1.0
 

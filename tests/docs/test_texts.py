@@ -1,0 +1,145 @@
+"""The script that gets novels reads a stand-in package, and the real one where it can be had."""
+
+import gzip
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import zlib
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "recipes" / "texts.py"
+LONG = "It was late, and nobody came. " * 150
+NOVELS = {
+    "one": ["ONE", "", "CHAPTER I", "", LONG.strip(), "went on.", "", "CHAPTER II", "", "Short."],
+    "two": ["TWO", "", "Chapter 1", "", LONG.strip(), "", "", "Chapter 2", "", LONG.strip()],
+}
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """The script as a module, which reads JSON in place of what R serialises."""
+    spec = importlib.util.spec_from_file_location("texts", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "read_r", json.loads)
+    sums = {name: module.checksum(lines) for name, lines in NOVELS.items()}
+    monkeypatch.setattr(module, "NOVELS", sums)
+    return module
+
+
+def package(novels, name="data.tar.xz"):
+    """A package of Debian with the data of R's: an `ar` archive with a tar archive in it."""
+    data, places = b"", {}
+    for title, lines in novels.items():
+        plain = json.dumps(lines).encode()
+        chunk = len(plain).to_bytes(4, "big") + zlib.compress(plain)
+        places[title] = [len(data), len(chunk)]
+        data += chunk
+    index = gzip.compress(json.dumps({"variables": places}).encode())
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:xz") as tar:
+        for ending, content in (("rdx", index), ("rdb", data)):
+            path = "./usr/lib/R/site-library/janeaustenr/data/Rdata."
+            info = tarfile.TarInfo(path + ending)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    members = {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", name: file.getvalue()}
+    made = b"!<arch>\n"
+    for title, content in members.items():
+        made += f"{title:<16}{0:<12}{0:<6}{0:<6}{'100644':<8}{len(content):<10}`\n".encode()
+        made += content + b"\n" * (len(content) % 2)
+    return made
+
+
+def test_novels_are_read_and_written(texts, tmp_path, capsys):
+    (tmp_path / "austen.deb").write_bytes(package(NOVELS))
+    folder = tmp_path / "out"
+    assert texts.main(["austen", "--deb", str(tmp_path / "austen.deb"), "-o", str(folder)]) == 0
+    assert capsys.readouterr() == (
+        "",
+        f"wrote 2 novels, austen.txt and chapters.jsonl to {folder}\n",
+    )
+    one = f"ONE\n\nCHAPTER I\n\n{LONG.strip()} went on.\n\nCHAPTER II\n\nShort.\n"
+    assert (folder / "one.txt").read_text() == one
+    assert (folder / "austen.txt").read_text().startswith(one.rstrip() + "\n\nTWO\n")
+    rows = [json.loads(line) for line in (folder / "chapters.jsonl").read_text().splitlines()]
+    assert [row["book"] for row in rows] == ["one", "two", "two"]  # the first chapters first
+    assert rows[0]["text"] == f"{LONG.strip()} went on."
+
+
+def test_a_package_is_downloaded_where_none_is_given(texts, tmp_path, monkeypatch):
+    def run(command, cwd, **settings):
+        assert command == ["apt-get", "download", "r-cran-janeaustenr"]
+        (cwd / "r-cran-janeaustenr_1_all.deb").write_bytes(package(NOVELS))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(texts.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(texts.subprocess, "run", run)
+    monkeypatch.chdir(tmp_path)
+    assert texts.main(["austen"]) == 0
+    assert (tmp_path / "texts" / "austen" / "two.txt").is_file()
+
+
+def failed(command, **settings):
+    return subprocess.CompletedProcess(command, 100, "", "W: odd\nE: Unable to connect\n")
+
+
+@pytest.mark.parametrize(
+    ("apt", "told"),
+    [
+        (None, "no apt-get on this system; give a downloaded r-cran-janeaustenr_*.deb with --deb"),
+        ("/usr/bin/apt-get", "apt-get download r-cran-janeaustenr failed (E: Unable to connect);"),
+    ],
+)
+def test_what_is_missing_is_told_in_one_line(texts, monkeypatch, capsys, apt, told):
+    monkeypatch.setattr(texts.shutil, "which", lambda name: apt)
+    monkeypatch.setattr(texts.subprocess, "run", failed)
+    assert texts.main(["austen"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {told}")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "cannot read austen.deb: No such file"),
+        (b"PK", "this is no package r-cran-janeaustenr that can be read: no archive of Debian"),
+        (package(NOVELS, "data.tar.zst")[:200], "this is no package"),
+        (package({"one": NOVELS["one"]}), "the package has no `two`"),
+        (package(NOVELS | {"two": ["Other."]}), "`two` in the package is another text"),
+    ],
+)
+def test_other_packages_are_refused(texts, tmp_path, monkeypatch, capsys, content, told):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("austen.deb").write_bytes(content)
+    assert texts.main(["austen", "--deb", "austen.deb"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {told}")
+    assert not Path("texts").exists()
+
+
+def test_it_says_that_rdata_is_missing(texts, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "rdata", None)
+    monkeypatch.setitem(sys.modules, "rdata.parser", None)
+    with pytest.raises(texts.TextsError, match="pip install rdata"):
+        texts.read_r(b"")
+
+
+@pytest.mark.slow
+def test_the_real_package_holds_the_novels_of_the_checksums(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "austen", "-o", str(tmp_path)], capture_output=True, text=True
+    )
+    if done.returncode == 1 and ("apt-get" in done.stderr or "rdata" in done.stderr):
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    assert 3_900_000 < (tmp_path / "austen.txt").stat().st_size < 4_100_000
+    rows = (tmp_path / "chapters.jsonl").read_text().splitlines()
+    assert len(rows) == 268
+    assert json.loads(rows[0])["text"].startswith("Emma Woodhouse, handsome, clever, and rich")
