@@ -11,8 +11,9 @@ import torch
 import kvtool
 from kvtool.errors import PolicyError, UsageError
 from kvtool.generation import decode_step, prefill
+from kvtool.policies.draws import drawn_for
 from kvtool.policies.parts import Evicted, Evidence, Rescore, Score, Select
-from kvtool.policies.policy import Policy, compose, drawn_for
+from kvtool.policies.policy import Policy, compose
 from kvtool.policies.scores.h2o import H2O
 from tests.models_for_tests import peaky_model, random_ids
 

@@ -6,8 +6,8 @@ import torch
 from kvtool.documents.settings import Protocol
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.planning.variants import make_variants
-from kvtool.policies.grammar import parse_policy
 from kvtool.policies.draws import drawn_for
+from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
 
 
