@@ -116,7 +116,9 @@ def repeat_prompt(cache: KVCache, rows: Sequence[Sequence[int]], forward: Forwar
             weights.begin_chunk(chunk)
             with storing_nothing(cache, weights):
                 forward(*_padded(fed, cache.first_layer.slots.device))
-    part.cut(weights, spans)
+    own = Repetition.of(cache)  # anew: a rollback leaves a copy of the one before
+    if own is not None:
+        own.cut(weights, spans)
 
 
 def _span(asked: RepetitionAsked, around: Instructions, length: int, budget: int) -> Span:
