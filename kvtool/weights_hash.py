@@ -28,7 +28,7 @@ _CHUNK = 1 << 23  # bytes read at a time
 _WORDS = 64  # of 8 bytes that one number of a mark sums
 _ALONE = 1 << 24  # bytes of weights below which no threads are started
 _KNOWN: WeakKeyDictionary[Any, dict[tuple, str]] = WeakKeyDictionary()
-"""Of a model that lives, the hash of each tensor beside what tells that it is unchanged."""
+"""Of a model that lives, the hash of each tensor beside the signs that it is unchanged."""
 
 
 def weights_hash(source: Any) -> str:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvtool.cache.state import CacheState
 
 Mark = Literal["merged", "offloaded", "read"]
-"""What is told of tokens beside whether they are held: evicted ones that were merged into others or
-moved to host memory, and held ones that the last decoded tokens have read."""
+"""What is shown of tokens beside whether they are held: evicted ones that were merged into others
+or moved to host memory, and held ones that the last decoded tokens have read."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def _shape(value: Any) -> str:
 
 
 BY_SHAPE = Discriminator(_shape)
-"""Tells the members of a union apart that are tagged `SHORT` and `MAPPING`."""
+"""Distinguishes the members of a union that are tagged `SHORT` and `MAPPING`."""
 
 
 def listed(value: Any) -> Any:

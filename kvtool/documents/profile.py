@@ -33,7 +33,7 @@ Layers = list[FiniteFloat | None]
 """One number per layer."""
 
 LayerCurves = list[list[FiniteFloat] | None]
-"""One list per layer, an entry for each point of an axis that stands beside it."""
+"""One list per layer, an entry for each point of the axis beside it."""
 
 
 _PER_RATE = Unit("a list per layer, a number per rate")

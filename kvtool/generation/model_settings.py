@@ -33,7 +33,7 @@ Use = Literal["followed", "ours", "idle", "refused"]
 """What becomes of a setting.
 
 followed: transformers makes a processor or a stopping criterion of it, which the loop calls.
-ours: an option of kvtool stands in its place.
+ours: an option of kvtool replaces it.
 idle: it changes no token: speed, what is returned beside the tokens, or beams, which are refused.
 refused: it would change the tokens, and the loop cannot follow it.
 """

@@ -38,7 +38,7 @@ from kvtool.models.smollm2 import is_smollm2, unpack_once
 from kvtool.models.tensors import check_tensors
 
 CHECKPOINT = ("revision", "trust_remote_code")
-"""What `load` is told that says which files of a checkpoint are read, and how."""
+"""Arguments of `load` that say which files of a checkpoint are read, and how."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Look = Literal["", "better", "worse", "failed", "dim"]
-"""What a cell, a note or a row stands out by: a class of the style sheet, a style of a terminal."""
+"""How a cell, a note or a row is highlighted: a class of the style sheet, a style of a terminal."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import tokenize
@@ -54,10 +55,9 @@ def refused(text: str) -> list[str]:
 def prose(source: str) -> Iterator[tuple[int, str]]:
     """Yield the docstrings and comments of a module, each with its first line."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node)
-            if text is not None:
-                yield node.body[0].lineno, text + "\n"
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield value.lineno, inspect.cleandoc(value.value) + "\n"
     first, last, comment = 0, -1, ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -86,7 +86,7 @@ def pages() -> list[Path]:
 
 def test_docstrings_and_comments_use_the_words():
     wrong = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")]):
         source = path.read_text(encoding="utf-8")
         if not (REFUSED.search(source) or TWIN.search(source)):
             continue

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SPOKEN = Frame(
     opening="User: ", closing="\n\nAssistant:", given="\n\nAssistant: ", next="\n\nUser: "
 )
-"""What stands around messages where there is no chat template."""
+"""The text around messages where there is no chat template."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def doing(kept: KeptTokens) -> str:
 
 
 PART = "⋯"
-"""A token that ends inside a character; the character stands at the last of its tokens."""
+"""A token that ends inside a character; the character is shown at the last of its tokens."""
 
 _BROKEN = "�"
 _BEFORE = 4  # tokens in front, which a tokenizer may need to decode a token
