@@ -130,11 +130,12 @@ def when_asked(*, query_aware: bool, keep_question: bool) -> str:
 class TaskResult(Section):
     """One task under one variant.
 
-    `value` is the headline `metric`; `best` the value of a perfect score, None where there is none.
-    `delta` is `value` less that of the full cache; `failed` counts samples without a result.
-    `droppable` says whether a loss in percent of the full cache's value means something. `paired`
-    is None for the full cache itself, and where the two may not be compared sample by sample.
-    `scores` is None where the headline is no mean over samples.
+    `value` is the headline `metric`. `best` is the value of a perfect score, None where there is
+    none. `delta` is `value` less that of the full cache. `failed` counts samples without a result.
+    `one_token` is the share of questions whose right answers are one token, which all policies
+    answer alike where the question is known. `droppable` says whether a loss in percent of the full
+    cache's value means something. `paired` is None for the full cache itself, and where the two may
+    not be compared sample by sample. `scores` is None where the headline is no mean over samples.
     """
 
     arm: str
@@ -160,6 +161,7 @@ class TaskResult(Section):
     cost: Cost | None
     paired: Paired | None = None
     scores: SampleScores | None = None
+    one_token: float = 0.0
 
     @property
     def question(self) -> str:
@@ -261,6 +263,7 @@ class TaskSamples(Section):
     settings: dict[str, Any]
     fingerprint: str
     samples: list[tuple[str, str]]
+    one_token: float = 0.0
 
 
 if TYPE_CHECKING:

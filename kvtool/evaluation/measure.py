@@ -14,6 +14,7 @@ from kvtool.evaluation.prepare import Prepared
 from kvtool.evaluation.run.environment import without_home
 from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.run.index import RECIPE, partition_of, read_results
+from kvtool.evaluation.run.progress_lines import ProgressLines, work_in_words
 from kvtool.evaluation.run.run import Run
 from kvtool.evaluation.run.runner import Step
 from kvtool.evaluation.run.store import Store
@@ -48,6 +49,8 @@ def run_prepared(
         silent = tensor_parallel and not processes.first
         store = Store(prepared.folder, processes.rank, silent=silent)
         processes.lead(lambda: _open(store, held, overwrite))
+        if processes.first:
+            watcher.note(work_in_words(prepared.jobs, len(prepared.comparison.variants)))
         with prepared.model.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
             chosen: list[Run] = []  # by the first process, which sends the folder to the others
 
@@ -197,6 +200,7 @@ def _measure_missing(
             f"{processes.count} processes share {len(left)} measurements, {len(part)} of them here"
         )
     noted: set[tuple[str, str, str]] = set()
+    lines = ProgressLines(part, jobs, watcher.note)
     with watcher.progress(len(part)) as advance:
 
         def step(done: Step) -> None:
@@ -207,6 +211,8 @@ def _measure_missing(
                 noted.add(what)
                 watcher.note(f"failed: {done.task}, {done.variant}: {done.error}")
             advance(f"{done.task} {done.variant}")
+            if not watcher.shows_progress:
+                lines.step()
 
         try:
             run.measure(part, jobs, loaded, step, stop_on_error=stop_on_error)

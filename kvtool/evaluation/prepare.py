@@ -11,6 +11,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.bench.estimate import Estimate, largest_batch_of
 from kvtool.evaluation.comparison import Comparison, is_named, run_folder
 from kvtool.evaluation.run.runner import Job, draw_jobs
+from kvtool.evaluation.samples.questions import one_token_note
 from kvtool.evaluation.samples.sample import Json, token_counter
 from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.selection import hub_data
@@ -149,6 +150,9 @@ def prepare(
     counter = token_counter(tokenizer, trained_length(config))
     jobs = draw_jobs(comparison.tasks, counter, comparison.recipe.eval.limit)
     estimate = Estimate(tokenizer, config, dtype, comparison.protocol)
+    for job in jobs:
+        if job.task.knows_query(comparison.protocol):
+            watcher.note_any(one_token_note(job.task.name, job.one_token))
     _note_samples(comparison, jobs, estimate, watcher)
     named = is_named(comparison, folder)
     return Prepared(comparison, place, jobs, estimate, model, named)

@@ -10,6 +10,7 @@ from collections import Counter
 from kvtool.documents.claim import ClaimRow, ClaimVerdict
 from kvtool.documents.results import ResultsDocument
 from kvtool.documents.verdict import Choice, Difference, Standing, Verdict
+from kvtool.evaluation.samples.questions import one_token_note
 from kvtool.evaluation.verdict import LEAST_PAIRS, unseen
 from kvtool.report import formats
 from kvtool.report.costs import spent_by_variant
@@ -288,6 +289,7 @@ def notes(document: ResultsDocument) -> list[str]:
         f"samples: {_samples(document)}",
         *_queries(document),
         *_chunks(document),
+        *_one_token(document),
     ]
     failed = sum(result.failed for result in document.results)
     if failed:
@@ -301,6 +303,13 @@ def notes(document: ResultsDocument) -> list[str]:
             " cost is the mean over the samples of all tasks, 1.05x = 1.05 times as fast"
         )
     return lines
+
+
+def _one_token(document: ResultsDocument) -> list[str]:
+    """Say of which tasks the prompt's own run gives most answers."""
+    shares = {each.task: each.one_token for each in document.results if each.query_aware}
+    notes = (one_token_note(task, share) for task, share in shares.items())
+    return [note for note in notes if note is not None]
 
 
 def _metrics(document: ResultsDocument) -> list[str]:

@@ -64,6 +64,49 @@ def test_a_run_holds_every_sample_and_its_results(kvtool, tmp_path):
     assert len(results.of("h2o(recent=8)+caote@32", "niah").cost.kept_per_layer) == 4
 
 
+def test_a_run_without_a_bar_says_how_much_it_is_and_how_far(kvtool):
+    done = kvtool(
+        "eval", *QUICK, "-p", "h2o", "-b", "32", "--no-progress", "--no-plots", "-f", "text"
+    )
+    lines = done.err.splitlines()
+    assert "3 cells x 1 samples x 2 variants = 6 measurements" in lines
+    assert [line for line in lines if line.startswith("measured ")] == [
+        f"measured {n}/6: niah length=256 depth={depth}" for n, depth in ((2, 0), (4, 50), (6, 100))
+    ]
+
+
+def test_answers_of_one_token_compare_no_policies(kvtool):
+    run = (*QUICK, "--set", "eval.tasks.0.digits=1", "-p", "h2o", "-b", "32", "--no-plots")
+    warned = "niah: 100% of the right answers are one token"
+    known = kvtool("eval", *run, "-f", "text", "-o", "known")
+    assert any(line.startswith(warned) for line in known.err.splitlines())
+    assert warned in " ".join(known.out.split())
+    assert warned in " ".join((Path("known") / "report.html").read_text().split())
+    later = kvtool("eval", *run, "-f", "text", "-o", "later", "--query-agnostic")
+    assert later.code == 0
+    assert warned not in later.err + " ".join(later.out.split())
+
+
+def test_right_answers_are_scored(kvtool):
+    run = ("-t", "niah,ruler/vt", "--lengths", "256", "--depths", "2", "--samples", "1")
+    run += ("-p", "h2o,quest", "-b", "128", "-o", "run", "--answers", "scored")
+    done = kvtool("eval", *run, "--no-plots", "-f", "json")
+    lines = done.err.splitlines()
+    assert "answers are decoded, not scored, of ruler/vt" in lines
+    assert "answers are scored token by token under quest@128" in lines
+    results = ResultsDocument(**json.loads(done.out))
+    names = {metric.name for metric in results.of("h2o@128", "niah").metrics}
+    assert names == {"em", "word_set", "nll", "right_tokens"}
+    assert {m.name for m in results.of("h2o@128", "ruler/vt").metrics} == {"string_match_all"}
+    assert results.of("full", "niah").value == 1.0
+    recorded = (Path("run") / "samples" / "full" / "niah.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["scores"]["right_tokens"] == 7 for line in recorded)
+    assert (
+        yaml.safe_load((Path("run") / "recipe.lock.yaml").read_text())["eval"]["answers"]
+        == "scored"
+    )
+
+
 def test_bytes_are_those_of_the_tensors(kvtool):
     results = evaluate(kvtool, *QUICK, "-p", "h2o", "-b", "32", "-o", "run")
     cost, full = results.of("h2o@32", "niah").cost, results.of("full", "niah").cost
@@ -388,6 +431,19 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
         (["-t", "fidelity", "--depths", "3"], "none of these tasks takes --depths"),
         (["-t", "ruler/qa_1"], "ruler/qa_1` needs"),
         (["-t", "niah", "--data", "niah=x.json"], "takes no data"),
+        (["-t", "niah", "--data", "haystack=x.txt", "-p", "h2o"], "x.txt` is neither builtin"),
+        (
+            ["-t", "ruler/vt", "-p", "h2o", "--answers", "scored"],
+            "one right answer that can be fed",
+        ),
+        (
+            [
+                *("-t", "niah", "-p", "h2o", "--answers", "scored"),
+                "--set",
+                "generation.temperature=1",
+            ],
+            "leave out the temperature",
+        ),
         (["-t", "longbench/qasper", "--data", "longbench/qasper=no.jsonl"], "no.jsonl"),
         (["-t", "niah", "--fail-under", "ppl=3"], "no such task in this run"),
         (["no.yaml"], "`no.yaml` does not exist"),

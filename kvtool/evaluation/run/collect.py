@@ -40,6 +40,7 @@ class Measured:
     query_aware: bool
     fingerprint: str
     question_kept: bool = False
+    one_token: float = 0.0
 
 
 def task_result(measured: Measured, summary: Summary | None = None) -> TaskResult:
@@ -69,6 +70,7 @@ def task_result(measured: Measured, summary: Summary | None = None) -> TaskResul
         settings=task.model_dump(mode="json", exclude={"name"}),
         fingerprint=measured.fingerprint,
         failed=measured.failed,
+        one_token=measured.one_token,
         metrics=[]
         if summary is None
         else [_metric(name, number) for name, number in summary.metrics.items()],

@@ -142,6 +142,7 @@ def task_entry(job: Job) -> TaskSamples:
         version=job.task.version,
         settings=job.task.model_dump(mode="json", exclude={"name"}),
         fingerprint=job.fingerprint,
+        one_token=job.one_token,
         samples=[
             (sample.id, content) for sample, content in zip(job.samples, job.hashes, strict=True)
         ],

@@ -350,6 +350,7 @@ class Run:
             query_aware=task.knows_query(self._place.protocol),
             question_kept=task.keeps_question(self._place.protocol),
             fingerprint=entry.fingerprint,
+            one_token=entry.one_token,
         )
 
 

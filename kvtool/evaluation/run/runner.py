@@ -15,6 +15,7 @@ from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.run.fingerprint import Fingerprint, code_digests, digest
 from kvtool.evaluation.run.store import Store
+from kvtool.evaluation.samples.questions import one_token_share
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.task import Task
 from kvtool.planning.variants import Variant
@@ -28,11 +29,16 @@ WHICH_SAMPLES = frozenset({"name", "seed", "samples", "lengths", "depths", "data
 
 @dataclass(frozen=True)
 class Job:
-    """A task and its samples, each with the hash of its content."""
+    """A task and its samples, each with the hash of its content.
+
+    Attributes:
+        one_token: share of its questions whose right answers are one token.
+    """
 
     task: Task
     samples: list[Sample]
     hashes: list[str]
+    one_token: float = 0.0
 
     @property
     def fingerprint(self) -> str:
@@ -109,7 +115,8 @@ def draw_jobs(tasks: Sequence[Task], tokens: TokenCounter, limit: int | None) ->
         if len(set(ids)) < len(ids):
             twice = next(name for name in ids if ids.count(name) > 1)
             raise KvtoolError(f"{task.name}: two samples are called `{twice}`")
-        jobs.append(Job(task, samples, [_hash(asdict(sample)) for sample in samples]))
+        hashes = [_hash(asdict(sample)) for sample in samples]
+        jobs.append(Job(task, samples, hashes, one_token_share(samples, tokens)))
     names = [job.task.name for job in jobs]
     for name in names:
         if names.count(name) > 1:

@@ -7,6 +7,10 @@ from typing import Any
 
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.metrics.code import LETTERS, right_letter
+from kvtool.evaluation.samples.sample import Sample, TokenCounter, Turn
+
+_MANY = 0.5
+_LONG = 40  # letters of an answer that is more than a token
 
 
 def texts_of(answer: Any) -> tuple[str, ...]:
@@ -14,6 +18,38 @@ def texts_of(answer: Any) -> tuple[str, ...]:
     if isinstance(answer, (list, tuple)):
         return tuple(str(part) for part in answer)
     return (str(answer),)
+
+
+def one_token_share(samples: Sequence[Sample], tokens: TokenCounter) -> float:
+    """Return the share of questions whose right answers are one token each."""
+    turns = [turn for sample in samples for turn in sample.turns if turn.references]
+    short = sum(
+        all(_is_one_token(turn, answer, tokens) for answer in turn.references) for turn in turns
+    )
+    return short / len(turns) if turns else 0.0
+
+
+def one_token_note(task: str, share: float) -> str | None:
+    """Say that a task whose questions are known cannot compare policies; None if it can.
+
+    Args:
+        share: of its questions whose right answers are one token.
+    """
+    if share < _MANY:
+        return None
+    return (
+        f"{task}: {share:.0%} of the right answers are one token, which follows from the prompt's "
+        "own run before any token is evicted; all policies give the same answer unless the "
+        "question comes later (--query-agnostic)"
+    )
+
+
+def _is_one_token(turn: Turn, answer: str, tokens: TokenCounter) -> bool:
+    if len(answer) > _LONG:
+        return False
+    space = " " if turn.answer_prefix else ""
+    whole = turn.answer_prefix + space + answer
+    return tokens.count(whole) - tokens.count(turn.answer_prefix) == 1
 
 
 def require(row: Mapping[str, Any], columns: Sequence[str], where: str) -> None:

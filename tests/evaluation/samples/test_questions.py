@@ -3,7 +3,16 @@
 import pytest
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.samples.questions import option_answer, require, split_option, texts_of
+from kvtool.evaluation.samples.questions import (
+    one_token_note,
+    one_token_share,
+    option_answer,
+    require,
+    split_option,
+    texts_of,
+)
+from kvtool.evaluation.samples.sample import Sample, Turn
+from tests.evaluation.tokenizers import WORDS
 
 OPTIONS = ["red", "blue. Dark", "green", "white"]
 
@@ -41,3 +50,28 @@ def test_what_is_lacking_is_named(row):
     with pytest.raises(KvtoolError, match="row 2 lacks `b`"):
         require(row, ["a", "b"], "row 2")
     require({"a": 0, "b": ""}, ["a", "b"], "row 2")
+
+
+def asking(*answers):
+    return Sample("a", "", (Turn(" Where?", answers, 8, " It is"),))
+
+
+@pytest.mark.parametrize(
+    ("samples", "share"),
+    [
+        ([asking("here")], 1.0),
+        ([asking("here", "there")], 1.0),
+        ([asking("here", "over there")], 0.0),
+        ([asking("here"), asking("there"), asking("over there")], 2 / 3),
+        ([asking("x" * 41)], 0.0),  # not counted: as long as no token is
+        ([asking()], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_answers_of_one_token_are_counted(samples, share):
+    assert one_token_share(samples, WORDS) == share
+
+
+def test_it_is_said_where_most_answers_are_one_token():
+    assert one_token_note("niah", 0.4) is None
+    assert one_token_note("niah/city", 0.96).startswith("niah/city: 96% of the right answers are")

@@ -1,0 +1,75 @@
+"""Lines that say how far a run is, and how much work it is."""
+
+import pytest
+
+from kvtool.evaluation.run.progress_lines import ProgressLines, work_in_words
+from kvtool.evaluation.run.runner import Job, Measurement
+from kvtool.evaluation.samples.sample import Sample
+from tests.evaluation.echo import Echo
+from tests.evaluation.tasks.drawing import make
+from tests.evaluation.tokenizers import WORDS
+
+
+def job(cells, each):
+    samples = [Sample(f"{c}/{i}", "", cell={"depth": c}) for c in range(cells) for i in range(each)]
+    return Job(Echo(name="echo"), samples, [sample.id for sample in samples])
+
+
+def said(jobs, variants, seconds=0.0):
+    """The lines of a run whose measurements take so many seconds each."""
+    part = [
+        Measurement(j, s, v, 1)
+        for j, each in enumerate(jobs)
+        for s in range(len(each.samples))
+        for v in range(variants)
+    ]
+    lines, now = [], [0.0]
+    progress = ProgressLines(part, jobs, lines.append, lambda: now[0])
+    for _ in part:
+        now[0] += seconds
+        progress.step()
+    return lines
+
+
+def test_a_line_comes_for_each_finished_cell():
+    assert said([job(2, 3), job(1, 1)], 2) == [
+        "measured 6/14: echo depth=0",
+        "measured 12/14: echo depth=1",
+        "measured 14/14: echo depth=0",
+    ]
+
+
+def test_many_cells_share_lines_and_the_last_one_comes():
+    lines = said([job(101, 1)], 1)
+    assert 15 <= len(lines) <= 21
+    assert lines[-1] == "measured 101/101: echo depth=100"
+
+
+def test_a_slow_run_says_something_every_minute():
+    lines = said([job(1, 10)], 2, seconds=25)
+    assert lines[:2] == [
+        "measured 3/20: echo depth=0, not finished",
+        "measured 6/20: echo depth=0, not finished",
+    ]
+    assert lines[-1] == "measured 20/20: echo depth=0"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "words"),
+    [
+        ([job(11, 20)], "11 cells x 20 samples x 3 variants = 660 measurements"),
+        ([job(1, 20)], "20 samples x 3 variants = 60 measurements"),
+        ([job(2, 5), job(1, 2)], "12 samples x 3 variants = 36 measurements"),
+    ],
+)
+def test_the_work_is_counted(jobs, words):
+    assert work_in_words(jobs, 3) == words
+
+
+def test_a_number_of_depths_and_a_place_are_told_apart():
+    def samples(depths):
+        drawn = list(make("niah", lengths=[100], depths=depths, samples=2).draw(WORDS))
+        return work_in_words([Job(Echo(name="echo"), drawn, [])], 3)
+
+    assert samples("50") == "50 cells x 2 samples x 3 variants = 300 measurements"
+    assert samples("50%") == "2 samples x 3 variants = 6 measurements"
