@@ -109,8 +109,6 @@ def load_gguf_weights(
     """
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    for unused in ("revision", "trust_remote_code"):
-        options.pop(unused, None)
     with contextlib.nullcontext() if progress else _no_bars():
         model, info = AutoModelForCausalLM.from_pretrained(
             gguf.place,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +117,13 @@ def load(
         ):
             loaded = _load_weights(
                 source,
+                where,
                 progress,
                 config=config,
                 dtype=torch_dtype(dtype, place, device_map),
                 device_map=device_map,
                 attn_implementation=None if attn_implementation == "auto" else attn_implementation,
                 **split,
-                **where,
             )
             if device_map is None and not tensor_parallel:
                 loaded.to(place)
@@ -235,7 +236,7 @@ def _load_tokenizer(source: Source, own: str | None, where: dict[str, Any]) -> A
     return AutoTokenizer.from_pretrained(own or source.place, **where)
 
 
-def _load_weights(source: Source, progress: bool, **options: Any) -> Any:
+def _load_weights(source: Source, where: Mapping[str, Any], progress: bool, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     name, place, gguf = source
@@ -243,7 +244,7 @@ def _load_weights(source: Source, progress: bool, **options: Any) -> Any:
         model, info = load_gguf_weights(gguf, progress, **options)
     else:
         model, info = AutoModelForCausalLM.from_pretrained(
-            place, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            place, output_loading_info=True, ignore_mismatched_sizes=True, **where, **options
         )
     check_tensors(name, info)
     return model

@@ -242,7 +242,7 @@ def test_takes_every_device_that_torch_finds(monkeypatch):
 
 
 def check_flash(device, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("kvtool.models.placement.find_spec", lambda name: object())
     check_attention("flash_attention_2", device)
 
 
@@ -252,7 +252,7 @@ def test_refuses_two_places():
 
 
 def test_refuses_flash_attention_without_its_package(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("kvtool.models.placement.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="flash_attention_2 needs the flash-attn package"):
         load(attn_implementation="flash_attention_2")
 

@@ -66,7 +66,7 @@ def test_a_file_is_read_from_a_drawn_sentence_and_again_when_it_is_too_short(tmp
     assert hay.pool == (" One two.", " Three four five!", "\n\nSix seven eight nine?")
     assert hay.name == str(file)
     again = [*hay.pool, *hay.pool]  # sentences of 2, 3 and 4 words
-    expected = {0: again[:4], 1: again[1:4], 2: again[2:5]}
+    expected = {0: again[:4], 1: again[1:5], 2: again[2:5]}
     found = [hay.sentences(rng(seed), 12, WORDS) for seed in range(20)]
     assert {hay.pool.index(each[0]) for each in found} == {0, 1, 2}
     assert all(each == expected[hay.pool.index(each[0])] for each in found)
