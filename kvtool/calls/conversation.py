@@ -214,7 +214,7 @@ def answer(
             first = cache.get_seq_length() == 0
             prompt_ids = encode(loaded, request.prompt, first=first, source=request.source)
         else:
-            prompt_ids = talk.turn_ids(UserTurn(request.prompt))
+            prompt_ids = talk.turn_ids(request.turn)
         tokens = prompt_ids.shape[1]
     if settings.cache is None:
         request.check_length(tokens, watcher)
@@ -226,7 +226,7 @@ def answer(
     elif request.prompt is None:
         result = talk.answer(**drawing)
     else:
-        result = talk.say(UserTurn(request.prompt), **drawing)
+        result = talk.say(request.turn, **drawing)
     listener.on_answer(result.text[0])
     return document_of(request, loaded, result, planned)
 

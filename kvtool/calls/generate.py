@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
 from kvtool.calls.memory import estimate_run
-from kvtool.calls.needle import NEEDLE, compare_needle, note_needle, write_needle
+from kvtool.calls.needle import NEEDLE, answer_prefix, compare_needle, note_needle, write_needle
 from kvtool.calls.request import (
     Request,
     choose_policy,
@@ -245,4 +245,6 @@ def _resolve(settings: GenerationSettings, plan: PlanDocument | None, watcher: W
     if settings.wants_needle:
         (prompt, code), source = write_needle(), NEEDLE
         note_needle(code, watcher)
+        prefix = answer_prefix(prompt)
+        return Request(prompt, source, policy, budget, prefill, plan, prefix)
     return Request(prompt, source, policy, budget, prefill, plan)

@@ -34,6 +34,15 @@ def write_needle() -> tuple[str, str]:
     return prompt, answer.strip()
 
 
+def answer_prefix(prompt: str) -> str:
+    """Return the beginning of the answer, with which the built-in prompt ends.
+
+    >>> answer_prefix("What is the secret code for owl? Answer: The secret code for owl:")
+    ' The secret code for owl:'
+    """
+    return prompt.rpartition("Answer:")[2]
+
+
 def note_needle(code: str, watcher: Watcher) -> None:
     """Say what the prompt is."""
     watcher.note(

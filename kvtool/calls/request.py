@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.settings import GenerationSettings, PromptSettings
 from kvtool.documents.files import check_prompt, read_prompt
+from kvtool.documents.turns import UserTurn
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.model_shape import layer_shapes, stored_dtype
@@ -38,6 +39,8 @@ class Request:
 
     Attributes:
         prompt: the text, or None for none.
+        answer_prefix: the beginning of the answer, with which the text ends; in a chat it is the
+            assistant's.
         source: where the text came from, in words.
         budget: None for policies that keep everything.
         prefill: `full` or `block:M`.
@@ -50,9 +53,16 @@ class Request:
     budget: Budget | None
     prefill: str
     plan: PlanDocument | None = None
+    answer_prefix: str = ""
 
     def __post_init__(self) -> None:
         check_blocks(self.policy, parse_prefill(self.prefill))
+
+    @property
+    def turn(self) -> UserTurn:
+        """The prompt as a turn of the user."""
+        prefix = self.answer_prefix
+        return UserTurn((self.prompt or "").removesuffix(prefix), begun=prefix)
 
     def new_cache(self, model: Any, *, record: bool = False) -> KVCache:
         """Return an empty cache as it is asked for.

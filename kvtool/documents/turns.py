@@ -43,11 +43,13 @@ class UserTurn:
         text: of the user; empty only where an answer is given to what was said before the turns.
         verbatim: whether nothing goes around it, no chat template and no line end.
         answer: the answer that is given; None: one is generated.
+        begun: the beginning of the answer that is generated, which the model goes on from.
     """
 
     text: str
     verbatim: bool = False
     answer: str | None = None
+    begun: str = ""
 
 
 @dataclass(frozen=True)

@@ -157,12 +157,14 @@ class Conversation:
         """
         ids = self.turn_ids(turn)
         if not turn.verbatim:
-            instruct_chat(self.cache, self.tokenizer, self._frame, ids, self._frame.closing)
+            ending = self._frame.closing + turn.begun
+            instruct_chat(self.cache, self.tokenizer, self._frame, ids, ending)
+        begun = ids.shape[1] - self._ids(self._piece(turn)).shape[1] if turn.begun else 0
         outside = turn.verbatim and self._frame.closing and self._behind in ("nothing", "text")
         said = generate(self.model, self.tokenizer, self.cache, ids, **drawing)
         new = len(said.token_ids[0])
         if not turn.verbatim:
-            self._note(self._with_turn(turn), new)
+            self._note(self._with_turn(turn), begun + new)
         elif outside:
             self._note([])
         else:
@@ -195,7 +197,8 @@ class Conversation:
             return self._ids(Piece("", turn.text), special=True)
         if not turn.text and self._behind != "open":
             raise UsageError("an assistant message answers a message of the user, and none is open")
-        return self._ids(self._piece(turn))
+        piece = self._piece(turn)
+        return self._ids(Piece(piece.before, piece.text + turn.begun))
 
     def prompt_ids(self, messages: Sequence[Message]) -> Tensor:
         """Return a whole conversation, up to where its last message is answered: (1, n) int64."""

@@ -6,11 +6,18 @@ import re
 import pytest
 
 import kvtool
+from kvtool.cache.build import build_cache
 from kvtool.calls import needle
 from kvtool.calls.generate import prepare_generation
 from kvtool.calls.settings import GenerationSettings
+from kvtool.evaluation.bench.prompts import first_prompt
+from kvtool.evaluation.samples.sample import Sample, Turn
+from kvtool.generation.conversation import Conversation
+from kvtool.models.chat import make_frame
+from kvtool.models.load import load
 from kvtool.sizes import bytes_in_words
 from kvtool.watcher import Listener, Watcher
+from tests.chat_templates import VICUNA
 
 JUDGED = r"^(correct|wrong, the code is \d+|cut off, the code is \d+); \S+ \S+ held$"
 OTHER = r'^(full cache|streaming, same budget): "(.*)" is (correct|wrong|cut off); (\S+ \S+) held$'
@@ -72,6 +79,29 @@ def test_the_first_command_finds_what_a_window_of_the_same_size_loses(kvtool):
     assert done.err.splitlines()[-4].startswith("correct; ")
     assert f'full cache: "{code}." is correct; ' in done.err
     assert re.search('^streaming, same budget: ".*" is wrong; ', done.err, re.MULTILINE)
+
+
+def test_in_a_chat_the_answer_begins_as_it_does_in_benchmarks():
+    loaded = load()
+    loaded.tokenizer.chat_template = VICUNA
+    request = prepare_generation(GenerationSettings(policy="full"), Watcher()).request
+    prompt, prefix = needle.write_needle()[0], request.answer_prefix
+    assert re.fullmatch(r" The secret code for \w+:", prefix)
+    talk = Conversation(loaded.model, loaded.tokenizer, build_cache(loaded.model, "full"))
+    asked = first_prompt(
+        loaded.tokenizer,
+        make_frame(loaded.tokenizer, "auto", chat=True),
+        Sample("needle", "", (Turn(prompt.removesuffix(prefix), ("1",), 8, prefix),)),
+        max_length=None,
+        truncate="error",
+    )
+    expected = loaded.tokenizer(asked.context + asked.question, add_special_tokens=asked.special)
+    assert talk.turn_ids(request.turn)[0].tolist() == expected["input_ids"]
+    said = talk.say(request.turn, max_new_tokens=4)
+    begun = loaded.tokenizer(prefix, add_special_tokens=False)["input_ids"]
+    heard = talk.cache.input_ids[0, -len(begun) - len(said.token_ids[0]) :].tolist()
+    assert heard == [*begun, *said.token_ids[0]]
+    assert talk._answered == len(heard)  # a further turn has the beginning in the answer
 
 
 @pytest.mark.parametrize(
