@@ -6,6 +6,7 @@ the beginning of a line run one after another in one namespace. A small local mo
 every model of the hub. The main job alone is in the default tier.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from kvtool.cli.main import main
 from kvtool.models.reference.tasks import needle_prompt
 from kvtool.policies.table import BASES, MODIFIERS, describe
+from tests.models import tiny_gguf
 from tests.models.bundled import shipped
 from tests.models.published import LLAMA_3
 
@@ -102,6 +104,8 @@ def folder(shipped_model, tmp_path) -> Path:
     (tmp_path / "book.txt").write_text(text)
     (tmp_path / "log.txt").write_text(text)
     (tmp_path / "chat.jsonl").write_text("\n".join(CHAT))
+    if importlib.util.find_spec("gguf") is not None:
+        tiny_gguf.write(tmp_path / "model.gguf")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     return tmp_path
 
@@ -109,7 +113,7 @@ def folder(shipped_model, tmp_path) -> Path:
 def with_local_model(command: str) -> str:
     """Put local models in place of those of the hub and of the reader's."""
     command = command.replace(LLAMA, "llama")
-    return re.sub(r"(?<=-m )(Qwen/\S+|MODEL|DIR)", str(shipped()), command)
+    return re.sub(r"(?<=-m )(Qwen/\S+|MODEL|DIR|smollm2)", str(shipped()), command)
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
