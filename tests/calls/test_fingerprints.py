@@ -20,6 +20,7 @@ OTHER_REQUESTS = {
     "budget": Budget.parse(25),
     "prefill": "block:16",
     "plan": None,
+    "answer_prefix": "The code is",
 }
 
 
