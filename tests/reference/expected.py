@@ -30,7 +30,7 @@ class Expected(Reference):
         future=512,
         covariance=True,
         values=True,
-        epsilon=0.0,
+        epsilon=0.01,
         turn=None,
         scale=None,
     ):
