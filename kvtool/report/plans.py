@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,24 +21,42 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH = 32  # letters of the longest bar
+_TOGETHER = 3  # equal layers in a row share a line
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _FREE, _FIXED = "#0072B2", "#777777"
 
 
 def plan_table(plan: PlanDocument) -> RenderableType:
-    """Return what every layer stores with bars, the totals, and RocketKV's sizes."""
+    """Return what layers store with bars, equal ones together, the totals, and RocketKV's sizes."""
     stored, prompt, rows = stored_tokens(plan), plan.target.prompt_tokens, []
-    for i, (kind, tokens) in enumerate(zip(plan.model.layer_types, stored, strict=True)):
-        fixed = i not in plan.free_layers
+    for first, last in _equal_layers(plan, stored):
+        kind, tokens, fixed = (
+            plan.model.layer_types[first],
+            stored[first],
+            first not in plan.free_layers,
+        )
         share = kind.removesuffix("_attention") if fixed else formats.share(tokens / prompt)
         cells = list(map(Cell, (str(tokens), share, bar(tokens / max(stored)))))
-        rows.append(Row(str(i), cells, look="dim" if fixed else ""))
+        name = str(first) if first == last else f"{first}-{last}"
+        rows.append(Row(name, cells, look="dim" if fixed else ""))
     columns = [*map(Column, ("layer", "tokens", "of prompt")), Column("", words=True)]
     table = rich_table(Table(columns, rows))
     parts: list[RenderableType] = [Text(heading(plan), style="bold"), table]
     if plan.rocketkv is not None:
         parts.append(Text(_rocketkv(plan.rocketkv)))
     return Group(*parts)
+
+
+def _equal_layers(plan: PlanDocument, stored: list[int]) -> list[tuple[int, int]]:
+    """Return the first and last layer of each run of `_TOGETHER` or more equal ones, and others."""
+    layers = zip(plan.model.layer_types, stored, strict=True)
+    runs, first = list[tuple[int, int]](), 0
+    for _, run in groupby(layers):
+        end = first + len(list(run))
+        long = end - first >= _TOGETHER
+        runs += [(first, end - 1)] if long else [(i, i) for i in range(first, end)]
+        first = end
+    return runs
 
 
 def layer_table(plan: PlanDocument) -> Table:
@@ -122,13 +141,17 @@ def _rocketkv(plan: RocketKVSection) -> str:
 
 
 def plan_figure(plan: PlanDocument) -> Figure:
-    """Return a bar per layer, the mean of the planned layers dashed across."""
+    """Return a bar per layer, one for equal layers, the mean of the planned ones dashed across."""
     stored, free = stored_tokens(plan), plan.free_layers
-    layers = range(len(stored))
-    figure = new_figure(max(3.6, 0.16 * len(layers) + 1.6), 2.6)
+    figure = new_figure(max(3.6, 0.16 * len(stored) + 1.6), 2.6)
     axes = figure.subplots()
-    colours = [_FREE if i in free else _FIXED for i in layers]
-    axes.bar(list(layers), stored, color=colours, width=0.8)
+    runs = _equal_layers(plan, stored)
+    axes.bar(
+        [(first + last) / 2 for first, last in runs],
+        [stored[first] for first, _ in runs],
+        color=[_FREE if first in free else _FIXED for first, _ in runs],
+        width=[last - first + 0.8 for first, last in runs],
+    )
     mean = sum(stored[i] for i in free) / len(free)
     axes.axhline(mean, color="black", linestyle="--", linewidth=1.0)
     axes.set_xlabel("layer")

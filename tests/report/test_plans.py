@@ -44,6 +44,22 @@ def test_every_layer_has_its_tokens_and_a_bar_in_proportion():
     assert [row[3] for row in rows] == [bar(1), bar(1), bar(180 / 243), bar(134 / 243)]
 
 
+def test_equal_layers_share_a_line_and_a_bar():
+    """Layers 0 to 29 of one budget, then two sliding ones, which are too few to share a line."""
+    kinds = [FULL] * 30 + [SLIDING] * 2
+    plan = make_plan(shape(*kinds), Uniform(), Target(tokens=256, context=1000)).document
+    rows = [line.split() for line in shown(plan).splitlines() if line.strip()[:1].isdigit()]
+    assert rows[0] == ["0-29", "256", "26%", bar(1)]
+    assert [row[0] for row in rows] == ["0-29", "30", "31"]
+    assert plan.to_data()["layers"]["tokens"][:30] == [256] * 30
+    pytest.importorskip("matplotlib")
+    with drawing():
+        (axes,) = plan_figure(plan).axes
+    wide, *narrow = axes.patches
+    assert (wide.get_x(), wide.get_width()) == pytest.approx((-0.4, 29.8))
+    assert [patch.get_width() for patch in narrow] == pytest.approx([0.8, 0.8])
+
+
 def test_rocketkv_is_told_in_words():
     text = " ".join(shown(d2o_plan(tokens=64)).split())
     assert "rocketkv at 64 of 1000 tokens per step: stage 1 keeps" in text
