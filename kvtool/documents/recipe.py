@@ -190,7 +190,11 @@ class ModelChoice(RecipeSection, ModelFields, _Named):  # type: ignore[misc]
     """Which model runs, and how; the bundled reference model if there is no `id`."""
 
     refused_keys: ClassVar[dict[str, str]] = {
-        "trust_remote_code": "no file can allow this; pass the flag --trust-remote-code"
+        "trust_remote_code": "no file can allow this; pass the flag --trust-remote-code",
+        **{
+            name: f"unknown key `{name}`; did you mean `id`?"
+            for name in ("name", "model", "path", "folder", "repo")
+        },
     }
 
 

@@ -187,6 +187,10 @@ def test_policies_become_strings(line, policies):
         ("model: 3", "2:8: model: must be a mapping, got `3`"),
         ("model: {di: x}", "2:9: model.di: unknown key `di`; did you mean `id`?"),
         (
+            "model: {name: x}",
+            "2:9: model.name: unknown key `name`; did you mean `id`?",
+        ),
+        (
             "model: {id: x, trust_remote_code: false}",
             "2:16: model.trust_remote_code: no file can allow this; pass the flag",
         ),
