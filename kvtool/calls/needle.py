@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -73,7 +74,7 @@ def compare_needle(
 ) -> None:
     """Say whether the code was found, and what the full cache and `streaming` make of the prompt.
 
-    Where the answer took long already, nothing is run beside it.
+    Where the answer took long already, nothing is run beside it: a command that does is named.
 
     Args:
         document: what the request has come to.
@@ -85,6 +86,9 @@ def compare_needle(
     if not request.policy.takes_budget:
         return
     took = document.timing.prefill_s + document.timing.decode_s
+    if took >= _PATIENCE:
+        command = f"kvtool generate -m {shlex.quote(document.model)} -p full"
+        watcher.note(f"full cache: not run, as this answer took {took:.0f} s; run {command}")
     for name, policy in _neighbours(request.policy) if took < _PATIENCE else ():
         budget = request.budget if policy.takes_budget else None
         try:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -194,6 +195,12 @@ def test_long_answers_are_not_made_three_times(kvtool, monkeypatch):
     done = kvtool("generate", "-p", "h2o")
     assert judged(done.err) == (["correct"], [])
     assert LOOK in done.err
+    (said,) = (line for line in done.err.splitlines() if line.startswith("full cache: not run, as"))
+    command = shlex.split(said.partition("; run ")[2])
+    assert command == ["kvtool", "generate", "-m", "reference", "-p", "full"]
+    full = kvtool(*command[1:])
+    assert judged(full.err) == (["correct"], [])
+    assert "full cache: not run" not in full.err
 
 
 def test_an_answer_that_somebody_ends_is_not_judged():
