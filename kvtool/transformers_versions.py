@@ -71,6 +71,15 @@ def cache_argument() -> str:
     return "past_key_values" if _release(version("transformers")) < (5, 24) else "cache"
 
 
+@functools.cache
+def eager_families() -> tuple[str, ...]:
+    """Return the families whose attention cannot be exchanged, only watched.
+
+    Releases before 5.24 have an attention of its own for GPT-J.
+    """
+    return ("falcon", "gptj") if cache_argument() == "past_key_values" else ("falcon",)
+
+
 def given_cache(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a forward or of `generate`, None where it has none.
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import kvtool
 from kvtool.cache.features.repetition import Instructions, Repetition
+from kvtool.transformers_versions import eager_families
 
 SINK = 1  # the token that attracts queries
 SIZES = {
@@ -105,7 +106,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
 }
 RECURRENT = ("qwen3_next", "falcon_h1", "lfm2")
-HOOKED = ("falcon", "gptj")
+HOOKED = eager_families()
 
 
 def peaky_model(family: str, kernel: str = "sdpa", **changes) -> PreTrainedModel:

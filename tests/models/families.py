@@ -35,10 +35,10 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 import kvtool
 from kvtool.cache.cache import KVCache
-from kvtool.cache.hooks.families import EAGER_FAMILIES, check_supported
+from kvtool.cache.hooks.families import check_supported
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.model_shape import RECURRENT, SLIDING, layer_kinds, stores_latents
-from kvtool.transformers_versions import kv_sharing_layers
+from kvtool.transformers_versions import eager_families, kv_sharing_layers
 from tests.coded import decoded_slots
 from tests.models.tiny import VOCABULARY, families, takes, tiny_config, tiny_model
 
@@ -128,7 +128,7 @@ def _mask_module(module: nn.Module, args: tuple, given: dict) -> tuple[tuple, di
 
 def kept_model(config: PreTrainedConfig) -> PreTrainedModel:
     """A model that attends to what was kept only."""
-    if config.model_type not in EAGER_FAMILIES:
+    if config.model_type not in eager_families():
         return tiny_model(config, "kept")
     model = tiny_model(config)
     for name, module in model.named_modules():
@@ -274,7 +274,7 @@ def says(model: PreTrainedModel) -> list[str]:
     text = model.config.get_text_config(decoder=True)
     kinds = set(layer_kinds(text))
     facts = {
-        "its own eager attention, watched by hooks": text.model_type in EAGER_FAMILIES,
+        "its own eager attention, watched by hooks": text.model_type in eager_families(),
         "stores latents (MLA), which are compressed": stores_latents(text),
         "layers that attend in chunks keep their chunk": "chunked_attention" in kinds,
         "layers with a window keep it": bool(kinds & set(SLIDING) - {"chunked_attention"}),

@@ -9,10 +9,11 @@ from kvtool.cache.hooks import eager as eager_hooks
 from kvtool.cache.hooks import forward, rope, same_cache
 from kvtool.cache.hooks.attachment import Attachment, attachment, note_attachment, uncompiled
 from kvtool.cache.hooks.attention import kvtool_attention, kvtool_mask
-from kvtool.cache.hooks.families import EAGER_FAMILIES, check_supported
+from kvtool.cache.hooks.families import check_supported
 from kvtool.cache.hooks.generate_calls import give_back_generate, stand_in_for_generate
 from kvtool.cache.steps.call import IMPLEMENTATION
 from kvtool.errors import KvtoolError
+from kvtool.transformers_versions import eager_families
 
 
 def attach(model: PreTrainedModel) -> PreTrainedModel:
@@ -42,7 +43,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
             hint="adapters that change weights, such as LoRA, work",
         )
     before = model.config._attn_implementation
-    eager = model.config.get_text_config(decoder=True).model_type in EAGER_FAMILIES
+    eager = model.config.get_text_config(decoder=True).model_type in eager_families()
     if eager:
         if before not in ("eager", "sdpa"):
             raise KvtoolError(

@@ -7,9 +7,8 @@ from transformers import PreTrainedConfig
 from kvtool.cache.layers import check_layers
 from kvtool.errors import KvtoolError
 from kvtool.model_shape import FREE, RECURRENT, SLIDING, window_width
-from kvtool.transformers_versions import kv_sharing_layers, layer_types
+from kvtool.transformers_versions import eager_families, kv_sharing_layers, layer_types
 
-EAGER_FAMILIES = ("falcon", "gptj")  # whose attention cannot be exchanged, only watched
 _INDEXED = ("index_topk", "index_n_heads", "index_head_dim", "indexer_budget")
 _KEY_BIASED = ("bloom", "mpt")
 _OWN_WAYS = {
@@ -65,7 +64,7 @@ def notes(config: PreTrainedConfig) -> list[str]:
     """Say what a user of this model should know before a run, one line each."""
     text = config.get_text_config(decoder=True)
     lines = []
-    if text.model_type in EAGER_FAMILIES:
+    if text.model_type in eager_families():
         lines.append(
             f"`{text.model_type}` runs its own eager attention, watched by hooks: "
             "a prompt's attention weights exist in full while it runs"

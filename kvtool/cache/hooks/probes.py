@@ -22,7 +22,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.attachment import ask_once, attachment
-from kvtool.cache.hooks.families import EAGER_FAMILIES
 from kvtool.cache.hooks.rope import length_kinds
 from kvtool.cache.slots.tensor_parallel import heads_of_layer, shards_of
 from kvtool.cache.steps.call import Call, PendingStep
@@ -32,7 +31,7 @@ from kvtool.model_shape import RECURRENT, layer_kinds, layer_shapes, stores_late
 from kvtool.policies.allocate.duo import PROXY, rank_heads, reach_of_heads, read_scores
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
-from kvtool.transformers_versions import cache_argument
+from kvtool.transformers_versions import cache_argument, eager_families
 
 _PLACE, _STEP = 3, 1000  # of the token that is read twice
 
@@ -108,7 +107,7 @@ def _check(model: PreTrainedModel) -> None:
     """Refuse models whose keys cannot be rotated, whatever the keys look like."""
     text = _text(model)
     reason = None
-    if text.model_type in EAGER_FAMILIES:
+    if text.model_type in eager_families():
         reason = "runs its own eager attention"
     elif stores_latents(text):
         reason = "stores latents in place of keys"
