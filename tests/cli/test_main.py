@@ -83,10 +83,10 @@ def test_stdout_holds_data_only():
 @pytest.mark.exhaustive
 def test_what_libraries_print_goes_to_stderr(tmp_path):
     program = (
-        "import os, sys\nimport kvtool.cli.policies as policies\n"
-        "import kvtool.policies.table as table\nreal = table.describe\n"
+        "import os\nimport kvtool.cli.policies as page\n"
+        "real = page.describe\n"
         "def noisy():\n    print('from python')\n    os.system('echo from C')\n    return real()\n"
-        "table.describe = noisy\n"
+        "page.describe = noisy\n"
         "from kvtool.cli.main import run\nrun(['policies', '-f', 'json'])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
