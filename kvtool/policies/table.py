@@ -43,6 +43,7 @@ BASES: dict[str, str] = {
     "d2o": "scores.d2o:D2O",
     "rkv": "scores.rkv:RKV",
     "keydiff": "scores.keydiff:KeyDiff",
+    "knorm": "scores.knorm:Knorm",
     "expected": "scores.expected:Expected",
     "kvzip": "scores.kvzip:KVzip",
     "sirllm": "scores.sirllm:SirLLM",

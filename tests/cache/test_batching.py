@@ -55,6 +55,7 @@ JOINED = [
     "d2o",
     "roco(sinks=1,protect_recent=2)+d2o-merge",
     "keydiff",
+    "knorm",
     "expected",
     "rkv(window=3,buffer=8)",
     "pyramidinfer(min_context=2,sinks=1)",

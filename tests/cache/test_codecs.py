@@ -26,6 +26,7 @@ POLICIES = (
     "h2o+caote",
     "roco+fastcaote",
     "keydiff",
+    "knorm",
     "snapkv(window=4)",
     "expected",
     "rkv(window=4,buffer=6)",

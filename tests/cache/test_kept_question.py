@@ -17,6 +17,7 @@ POLICIES = [
     "roco",
     "streaming",
     "keydiff",
+    "knorm",
     "snapkv(window=6)",
     "snapkv(window=6)+chunk(length=5)",
     "expected",

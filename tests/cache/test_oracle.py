@@ -25,6 +25,8 @@ STEADY = [
     ("streaming", {"sinks": 1}),
     ("keydiff", {}),
     ("keydiff", {"sinks": 2, "recent": 5}),
+    ("knorm", {}),
+    ("knorm", {"sinks": 2, "recent": 5}),
 ]
 ATTENDING = [
     ("scissorhands", {}),

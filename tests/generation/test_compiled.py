@@ -26,7 +26,7 @@ from kvtool.policies.scores.recency import Recency
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
 STEADY = ["streaming", "h2o+caote", "roco", "tova", "d2o+uniform", "streaming+cam"]
-STEADY += ["h2o(positions=cache)"]
+STEADY += ["h2o(positions=cache)", "knorm"]
 CODED = ["h2o+caote+int8", "tova+fp8", "snapkv(window=4)+int4", "streaming(positions=cache)+int4"]
 APPENDING = ["full", "snapkv(window=4)"]
 PACED = ["h2o+every(steps=6)", "rkv(window=4,buffer=6)", "tova+caote+every(steps=6)"]

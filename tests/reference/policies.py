@@ -108,6 +108,20 @@ def _unit(vector):
     return [number / length for number in vector]
 
 
+class Knorm(KeyDiff):
+    """Minus the length of each key, of 19 bits behind its first, so that equal tokens tie."""
+
+    def scores(self, head, positions, values):
+        lengths = [math.sqrt(_dot(key, key)) for key in map(self.keys[head].get, positions)]
+        return [-_rounded(length) for length in lengths]
+
+
+def _rounded(number, bits=20):
+    """A number to so many significant bits."""
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(round(mantissa * 2**bits), exponent - bits)
+
+
 class RKV(KeyDiff):
     """What the newest queries attend to, and no other key says."""
 
@@ -403,6 +417,7 @@ BASES = {
     "recency": Recency,
     "streaming": Streaming,
     "keydiff": KeyDiff,
+    "knorm": Knorm,
     "rkv": RKV,
     "scissorhands": Scissorhands,
     "h2o": H2O,

@@ -51,14 +51,19 @@ class RaggedBuffers:
         return self._beside([bucket.stored_positions() for bucket in self.buckets], -1)
 
     def sorted_slots(self) -> Slots:
-        """Copies of what all lanes hold, in ascending position, empty slots last."""
+        """Copies of what all lanes hold, in ascending position, as wide as the fullest."""
         parts = [bucket.sorted_slots() for bucket in self.buckets]
+        most = max(int((part.positions >= 0).sum(-1).max()) for part in parts)
+
+        def joined(tensors: list[Tensor], fill: int) -> Tensor:
+            return self._beside([tensor[:, :, :most] for tensor in tensors], fill)
+
         names = parts[0].state
-        state = {name: self._beside([part.state[name] for part in parts], 0) for name in names}
+        state = {name: joined([part.state[name] for part in parts], 0) for name in names}
         stored = {
-            name: self._beside([part.stored[name] for part in parts], 0) for name in parts[0].stored
+            name: joined([part.stored[name] for part in parts], 0) for name in parts[0].stored
         }
-        return Slots(stored, self._beside([part.positions for part in parts], -1), state)
+        return Slots(stored, joined([part.positions for part in parts], -1), state)
 
     def whole_form(self, form: Form) -> Form:
         """Return the form of all heads side by side, by those of the buckets."""
