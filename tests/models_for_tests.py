@@ -221,5 +221,5 @@ def instructed(cache):
     """The cache, which repeats prompts by tokens that say nothing, if its policy has it repeat."""
     part = Repetition.of(cache)
     if part is not None:
-        part.instruct(Instructions([5, 9, 2], [7, 3]))
+        part.instruct(Instructions((5, 9, 2), (7, 3)))
     return cache

@@ -74,7 +74,7 @@ class Subject:
         cache = build_cache(self.model, self.policy, tokens, prefill=mode)
         part = Repetition.of(cache)
         if part is not None:
-            part.instruct(Instructions([5, 9, 2], [7, 3]))
+            part.instruct(Instructions((5, 9, 2), (7, 3)))
         return cache
 
     def feed(self, cache: KVCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:

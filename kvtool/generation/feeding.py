@@ -87,7 +87,7 @@ def prefill(
                 ids[own].tolist()
                 for ids, own in zip(input_ids, _tokens(input_ids, mask), strict=True)
             ]
-            repeat_prompt(cache, rows, partial(_run, model, cache))
+            repeat_prompt([cache], rows, partial(feed, model))
     if logits is None:
         raise UsageError("the prompt is empty")
     check_logits(model, logits, input_ids)
@@ -130,7 +130,7 @@ def _tokens(input_ids: Tensor, mask: Tensor | None) -> Tensor:
     return torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
 
 
-def _run(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, valid: Tensor | None) -> None:
+def feed(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, valid: Tensor | None) -> None:
     """Run a forward whose logits are not used."""
     forward(model, cache, input_ids, valid, [0] * len(input_ids))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from itertools import compress, takewhile
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from kvtool.errors import UsageError
 from kvtool.models.chat import Frame, continued_ids
 from kvtool.policies.evidence import RepetitionAsked
 
-Forward = Callable[[Tensor, Tensor | None], object]
+Forward = Callable[[KVCache, Tensor, Tensor | None], object]
 Span = tuple[int, int]
 
 
 def plain_instructions(tokenizer: PreTrainedTokenizerBase, asked: RepetitionAsked) -> Instructions:
     """Return what goes around a prompt without a chat template."""
-    first, later = (continued_ids(tokenizer, text) for text in (asked.first, asked.later))
+    first, later = (tuple(continued_ids(tokenizer, text)) for text in (asked.first, asked.later))
     return Instructions(first, later)
 
 
@@ -41,9 +41,9 @@ def chat_instructions(
         ending: the text behind the user's message; empty where that is still open.
     """
 
-    def instruction_ids(text: str) -> list[int]:
+    def instruction_ids(text: str) -> tuple[int, ...]:
         asks = frame.next + frame.message(text) if ending else text
-        return continued_ids(tokenizer, asks + frame.closing)
+        return tuple(continued_ids(tokenizer, asks + frame.closing))
 
     opening = tokenizer(frame.opening, add_special_tokens=frame.special)["input_ids"]
     behind = continued_ids(tokenizer, ending)[::-1]
@@ -90,35 +90,48 @@ def begin_prompt(cache: KVCache, tokenizer: PreTrainedTokenizerBase | None) -> N
     part.announce()
 
 
-def repeat_prompt(cache: KVCache, rows: Sequence[Sequence[int]], forward: Forward) -> None:
-    """Repeat a prompt that has just been read, and cut it; nothing where it fits the budget.
+def repeat_prompt(
+    caches: Sequence[KVCache], rows: Sequence[Sequence[int]], forward: Forward
+) -> None:
+    """Repeat a prompt that caches have just read, once for all, and cut each to its own budget.
+
+    Where it fits the budget, it is not cut.
 
     Args:
-        cache: holds the prompt whole.
+        caches: of one policy, which hold the prompt whole and repeat it in the same words.
         rows: token ids of each batch entry.
-        forward: runs the model over (batch, n) int64 tokens and bool, which of them are no padding;
-            None: all.
+        forward: runs the model over a cache and (batch, n) int64 tokens and bool, which of them are
+            no padding; None: all.
 
     Raises:
         UsageError: what is not repeated fills the budget of an entry.
     """
-    part = Repetition.of(cache)
+    part = Repetition.of(caches[0])
     if part is None or part.ended or part.instructions is None:
         return
-    budgets = entry_budgets(cache)
+    asked, instructions = part.asked, part.instructions
     spans = [
-        _span(part.asked, part.instructions, len(row), budget)
-        for row, budget in zip(rows, budgets, strict=True)
+        [
+            _span(asked, instructions, len(row), budget)
+            for row, budget in zip(rows, entry_budgets(cache), strict=True)
+        ]
+        for cache in caches
     ]
-    weights = RepeatedWeights(part.asked.sinks) if any(a < b for a, b in spans) else None
+    are_cut = [any(start < end for start, end in own) for own in spans]
+    cut = list(compress(caches, are_cut))
+    weights = RepeatedWeights(asked.sinks) if cut else None
     if weights is not None:
-        for chunk, fed in _passes(part.asked, part.instructions, rows, spans):
+        of_any = [min(own) for own in zip(*spans, strict=True)]  # where all of it fits, it is empty
+        for chunk, fed in _passes(asked, instructions, rows, of_any):
             weights.begin_chunk(chunk)
-            with storing_nothing(cache, weights):
-                forward(*_padded(fed, cache.first_layer.slots.device))
-    own = Repetition.of(cache)  # anew: a rollback leaves a copy of the one before
-    if own is not None:
-        own.cut(weights, spans)
+            with storing_nothing(cut[0], weights):
+                forward(cut[0], *_padded(fed, cut[0].first_layer.slots.device))
+        for other in cut[1:]:
+            other.meter.run(cut[0].meter.peak - other.meter.held)
+    for cache, own, is_cut in zip(caches, spans, are_cut, strict=True):
+        part = Repetition.of(cache)  # anew: a rollback leaves a copy of the one before
+        if part is not None:
+            part.cut(weights if is_cut else None, own)
 
 
 def _span(asked: RepetitionAsked, around: Instructions, length: int, budget: int) -> Span:

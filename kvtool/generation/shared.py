@@ -9,26 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.build import build_cache
 from kvtool.cache.cache import KVCache
+from kvtool.cache.features.cache_part import CachePart
+from kvtool.cache.features.repetition import Instructions, Repetition
 from kvtool.cache.hooks.attachment import attachment
 from kvtool.cache.replay import replay
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import KnownColumns
 from kvtool.cache.steps.call import Call, PendingStep
-from kvtool.generation.feeding import prefill
+from kvtool.generation.feeding import feed, prefill
+from kvtool.generation.repeating import begin_prompt, repeat_prompt
 from kvtool.model_shape import stores_latents
 
 
 def can_share(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
     """Return whether an empty cache can take a prompt in from another one's run.
 
-    Not where it reads the prompt in blocks, uses logits, has the prompt repeated or numbers tokens
-    anew. Nor on a model with other layers than those of full attention, or whose keys are stored in
+    Not where it reads the prompt in blocks, uses logits or numbers tokens anew, nor where it has
+    the prompt repeated and was not told in which words, or the model's RoPE depends on how far that
+    goes. Nor on a model with other layers than those of full attention, or whose keys are stored in
     latent form.
 
     Args:
@@ -41,7 +46,7 @@ def can_share(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
         and not stores_latents(cache.config)
         and cache.get_seq_length() == 0
         and (block is None or block >= tokens)
-        and not cache.parts
+        and all(_repeats(cache, part) for part in cache.parts.values())
         and not (cache.recurrent or cache.renumbers)
         and not cache.settings.kv_sharing
         and all(_is_plain(layer) for layer in cache.layers)
@@ -53,6 +58,12 @@ def _is_plain(layer: object) -> bool:
     return isinstance(layer, SlotLayer) and layer.window is None and not layer.chunked
 
 
+def _repeats(cache: KVCache, part: CachePart) -> bool:
+    """Whether a part of a cache repeats the prompt, in known words and at the same angles."""
+    told = isinstance(part, Repetition) and part.instructions is not None
+    return told and cache.link.rope is None
+
+
 def prefill_shared(
     model: PreTrainedModel,
     caches: Sequence[KVCache],
@@ -62,6 +73,8 @@ def prefill_shared(
     length: int = 0,
 ) -> Tensor:
     """Feed a prompt to several empty caches by one run of the model.
+
+    Caches of one policy that has the prompt repeated repeat it together.
 
     Args:
         caches: those that `can_share` accepts.
@@ -90,5 +103,19 @@ def prefill_shared(
     lead.watch_steps(take_in, norms=False)
     with ExitStack() as prompts:
         for cache in caches:
+            begin_prompt(cache, None)
             prompts.enter_context(cache.prompt([width] * batch, new_tokens))
-        return prefill(model, lead, input_ids, new_tokens=new_tokens)
+        logits = prefill(model, lead, input_ids, new_tokens=new_tokens)
+        for together in _by_policy(caches):
+            repeat_prompt(together, input_ids.tolist(), partial(feed, model))
+        return logits
+
+
+def _by_policy(caches: Sequence[KVCache]) -> list[list[KVCache]]:
+    """Group the caches that have their prompt repeated, in the same words each."""
+    groups: dict[tuple[str, Instructions], list[KVCache]] = {}
+    for cache in caches:
+        part = Repetition.of(cache)
+        if part is not None and part.instructions is not None:
+            groups.setdefault((str(cache.policy), part.instructions), []).append(cache)
+    return list(groups.values())

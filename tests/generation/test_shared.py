@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvtool
+from kvtool.cache.features.repetition import Instructions, Repetition
 from kvtool.cache.steps.attend_block import OwnBlock
 from kvtool.errors import UsageError
 from kvtool.generation import prefill
@@ -17,7 +18,7 @@ BUDGET, TOKENS, NEW = 48, 90, 5
 SHARING = {  # families of full attention alone
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gpt_neox", "mixtral", "qwen3_moe")
 }
-ALONE = {"kvzip", "sirllm"}  # repeats its prompt, scores by logits
+ALONE = {"sirllm"}  # scores by logits
 COMBINED = [
     *("h2o+caote", "snapkv+fastcaote", "snapkv+ada", "snapkv+pyramid", "snapkv+chunk"),
     *("h2o+every(steps=4)", "h2o+d2o-merge", "streaming+cam", "snapkv+calidrop", "h2o+calidrop"),
@@ -62,6 +63,36 @@ def test_a_cache_ends_as_it_would_have_alone(policy):
         assert_same(own, cache)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("policy", ["kvzip", "kvzip(layers=each)", "kvzip(chunk=40)+int8"])
+def test_caches_that_repeat_a_prompt_repeat_it_together(policy):
+    """Cut to budgets of their own; one is as large as the prompt, and one policy is another."""
+    model, ids = kvtool.attach(peaky_model("llama")), random_ids(TOKENS, batch=2)
+    budgets, words = (32, BUDGET, TOKENS), Instructions((5, 9), (5, 7))
+    alone, together = ([any_cache(model, policy, each) for each in budgets] for _ in range(2))
+    beside = [any_cache(model, name, BUDGET) for name in ("h2o", "kvzip(sinks=2)")]
+    for cache in (*alone, *together, *beside):
+        if Repetition.of(cache) is not None:
+            Repetition.of(cache).instruct(words)
+    logits = [prefill(model, cache, ids, new_tokens=NEW) for cache in alone]
+    runs = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: runs.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert all(can_share(model, cache, TOKENS) for cache in (*together, *beside))
+    shared = prefill_shared(model, [*together, *beside], ids, new_tokens=NEW)
+    hook.remove()
+    passes = 3 if "chunk=40" in policy else 1
+    assert len(runs) == 1 + passes + 1  # the prompt; the policy's passes; those of sinks=2
+    tokens = random_ids(NEW, seed=3, batch=2).unbind(1)
+    for own, other, expected in zip(alone, together, logits, strict=True):
+        torch.testing.assert_close(shared, expected, rtol=0, atol=2e-5)
+        assert_same(own, other)
+        wanted = [decode_step(model, own, token) for token in tokens]
+        found = [decode_step(model, other, token) for token in tokens]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-2 if "int8" in policy else 5e-5)
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize("policy", ["h2o+caote", "snapkv+ada", "rocketkv", "full"])
 @pytest.mark.parametrize("family", sorted(SHARING))
@@ -82,6 +113,11 @@ def test_the_model_runs_once():
     caches = [any_cache(model, policy, BUDGET) for policy in ("h2o", "snapkv", "quest")]
     prefill_shared(model, caches, ids)
     assert len(runs) == 1
+
+
+def test_a_cache_that_does_not_know_the_words_reads_alone():
+    model = kvtool.attach(peaky_model("llama"))
+    assert not can_share(model, kvtool.build_cache(model, "kvzip", BUDGET), TOKENS)
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, LONG_PROMPT])

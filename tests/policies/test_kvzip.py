@@ -18,7 +18,7 @@ from kvtool.policies.policy import Policy
 from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.reference import kvzip as slow
 
-FIRST, LATER = [5, 9, 2, 44], [7, 3]
+FIRST, LATER = (5, 9, 2, 44), (7, 3)
 PROMPT, BUDGET = 37, 12
 
 
@@ -48,11 +48,11 @@ def looped(model, ids, chunk, sinks=4, around=(0, 0)):
     found = [[{}, {}] for _ in range(2)]
     for start in range(begin, end, chunk):
         own = range(start, min(start + chunk, end))
-        told = FIRST if start == begin else LATER + row[max(begin, start - 8) : start]
+        told = FIRST if start == begin else (*LATER, *row[max(begin, start - 8) : start])
         seen, cache = [], kvtool.build_cache(model, "full")
         prefill(model, cache, ids)
         cache.watch_steps(lambda step, call, out, seen=seen: seen.append(call))
-        prefill(model, cache, torch.tensor([told + [row[j] for j in own]]))
+        prefill(model, cache, torch.tensor([[*told, *(row[j] for j in own)]]))
         for layer, call in enumerate(seen):
             given = call.query[0].tolist(), call.key[0].tolist()
             group = len(given[0]) // len(given[1])

@@ -40,8 +40,8 @@ class Instructions:
         before, behind: tokens of the prompt around its text, which are not repeated.
     """
 
-    first: Sequence[int]
-    later: Sequence[int]
+    first: tuple[int, ...]
+    later: tuple[int, ...]
     before: int = 0
     behind: int = 0
 

@@ -19,6 +19,7 @@ from kvtool.evaluation.bench.prompts import text_before
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.samples.sample import Json
 from kvtool.generation import Generation, compress, generate, token_logprobs
+from kvtool.generation.repeating import begin_prompt
 from kvtool.model_shape import trained_length
 from kvtool.models.chat import Piece, piece_ids
 from kvtool.planning.variants import Variant
@@ -160,7 +161,8 @@ class Bench:
         """Feed the first prompt of a sample, in one run for all that can share it; see `feed`."""
         found, length = None, cache.rope.expected
         if self.prompts is not None:
-            found = self.prompts.take(self, ids, new_tokens, length)
+            begin_prompt(cache, self.tokenizer)
+            found = self.prompts.take(self, cache, ids, new_tokens, length)
         if found is None:
             return self.feed(cache, ids, new_tokens=new_tokens)
         cache.become(found.cache)

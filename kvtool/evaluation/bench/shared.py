@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from kvtool.cache.features.repetition import Repetition
 from kvtool.generation.shared import can_share, prefill_shared
 
 if TYPE_CHECKING:
@@ -49,53 +50,61 @@ class SharedPrompts:
     def begin(self, readers: Sequence[Reader]) -> None:
         """Begin a sample, which will be measured with these."""
         self._readers = readers
-        self._read: dict[tuple[tuple[int, ...], int, int], dict[Variant, ReadPrompt]] = {}
+        self._read: dict[tuple[object, ...], dict[Variant, ReadPrompt]] = {}
 
     def take(
-        self, reader: Reader, ids: Tensor, new_tokens: int, length: int = 0
+        self, reader: Reader, own: KVCache, ids: Tensor, new_tokens: int, length: int = 0
     ) -> ReadPrompt | None:
         """Return the cache of a variant that holds a prompt; None where it has to read it alone.
 
-        Whoever asks first has it read for all that can.
+        Whoever asks first has it read for all that can. Those that have it repeated read it with
+        the other budgets of their policy only, as they know the words.
 
         Args:
+            own: the variant's cache, still empty, which knows how the prompt is repeated.
             ids: (1, n) int64.
             new_tokens: how many will be generated after it, as far as is known.
             length: tokens of the whole text; see `KVCache.expect_length`.
         """
-        key = tuple(ids[0].tolist()), new_tokens, length
+        part = Repetition.of(own)
+        words = None if part is None else (str(own.policy), part.instructions)
+        key = tuple(ids[0].tolist()), new_tokens, length, words
         if key not in self._read:
             self._read[key] = {}
             try:
-                self._read[key] = self._read_together(ids, new_tokens, length)
+                self._read[key] = self._read_together(own, ids, new_tokens, length)
             except Exception:  # any: each variant reads alone, and says what is wrong with it
                 return None
         return self._read[key].pop(reader.variant, None)
 
     def _read_together(
-        self, ids: Tensor, new_tokens: int, length: int
+        self, own: KVCache, ids: Tensor, new_tokens: int, length: int
     ) -> dict[Variant, ReadPrompt]:
         caches = {}
         for reader in self._readers:
-            cache = _ready(reader, ids.shape[1])
+            cache = _ready(reader, own, ids.shape[1])
             if cache is not None:
                 caches[reader.variant] = cache
         if len(caches) < 2:
             return {}
         start = time.perf_counter()
-        model, own = self._readers[0].model, list(caches.values())
-        logits = prefill_shared(model, own, ids, new_tokens=new_tokens, length=length).cpu()
+        model, all_caches = self._readers[0].model, list(caches.values())
+        logits = prefill_shared(model, all_caches, ids, new_tokens=new_tokens, length=length).cpu()
         seconds = time.perf_counter() - start
         for cache in caches.values():
             cache.remember(ids.cpu(), logits)
         return {variant: ReadPrompt(cache, logits, seconds) for variant, cache in caches.items()}
 
 
-def _ready(reader: Reader, tokens: int) -> KVCache | None:
-    """Return an empty cache of a variant that can take a prompt in with others."""
+def _ready(reader: Reader, own: KVCache, tokens: int) -> KVCache | None:
+    """Return an empty cache of a variant that can take a prompt in with another variant's own."""
     try:
         cache = reader.new_cache()
         cache.budgets.check([tokens])
     except Exception:  # any: it reads alone, and says what is wrong with it
         return None
-    return cache if can_share(reader.model, cache, tokens) else None
+    repeats, asked = Repetition.of(own), Repetition.of(cache)
+    if asked is not None and repeats is not None and repeats.instructions is not None:
+        asked.instruct(repeats.instructions)
+    alike = repeats is None or str(cache.policy) == str(own.policy)
+    return cache if alike and can_share(reader.model, cache, tokens) else None
