@@ -31,9 +31,9 @@ from kvtool.model_shape import stores_latents
 def can_share(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
     """Return whether an empty cache can take a prompt in from another one's run.
 
-    Not where it reads the prompt in blocks, uses logits or numbers tokens anew, nor where it has
-    the prompt repeated and was not told in which words, or the model's RoPE depends on how far that
-    goes. Nor on a model with other layers than those of full attention, or whose keys are stored in
+    Not where it reads the prompt in blocks, uses logits or numbers tokens anew. Nor where it has
+    the prompt repeated and does not know the words yet, or the model's RoPE depends on the length.
+    Nor on a model with other layers than those of full attention, or whose keys are stored in
     latent form.
 
     Args:
