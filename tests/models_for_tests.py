@@ -210,6 +210,11 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [SINK, *rest]
 
 
+def cutting(base):
+    """A base of the table that cuts a prompt, too, where by itself it keeps all of it."""
+    return f"{base}(prompt=false)" if kvtool.parse_policy(base).score.keeps_prompt else base
+
+
 def any_cache(model, policy, budget=None, prefill="full", **options):
     """Any policy's empty cache; one that repeats its prompt gets instructions and no blocks."""
     repeats = kvtool.parse_policy(policy).repetition is not None

@@ -103,14 +103,16 @@ def check(function: Callable[[Subject], None]) -> Callable[[Subject], None]:
 def small_budget(policy: Policy) -> int | None:
     """Return the least budget from `LEAST` on that a policy takes, None where it takes none.
 
-    A policy of two stages has to take it for a text of any length, too.
+    A policy of two stages has to take it for a text of any length, too. One that keeps its prompts
+    gets a budget that the longest ones fit in.
 
     Raises:
         UsageError: it takes none of those that are tried.
     """
     if not policy.takes_budget:
         return None
-    for tokens in range(LEAST, MOST):
+    least = PROMPT + TURN + 1 if policy.score.keeps_prompt else LEAST
+    for tokens in range(least, MOST):
         try:
             policy.check_budget(tokens)
             for length in range(1, MOST_READ):
@@ -118,7 +120,7 @@ def small_budget(policy: Policy) -> int | None:
         except UsageError:
             continue
         return tokens
-    raise UsageError(f"`{policy}` takes no budget from {LEAST} to {MOST} tokens")
+    raise UsageError(f"`{policy}` takes no budget from {least} to {MOST} tokens")
 
 
 def random_model() -> PreTrainedModel:
@@ -393,6 +395,8 @@ def what_is_protected_is_reserved(own: Subject) -> None:
 def a_budget_at_its_limit_is_refused_or_works(own: Subject) -> None:
     if own.budget is None:
         raise Skip("it takes no budget")
+    if own.policy.score.keeps_prompt:
+        raise Skip("the prompt stays, and has to fit")
     least = own.policy.min_budget
     own.policy.check_budget(least)
     cache = own.cache(budget=least)

@@ -9,8 +9,12 @@ the pairs have no position. `Rotation` describes how a model places its keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from kvtool.maths.pairs import pair_lengths
 
 
 def cosines_and_sines(shifts: Tensor, frequencies: Tensor) -> Tensor:
@@ -111,6 +115,33 @@ class Rotation:
         """
         first = torch.as_tensor(start, device=self.frequencies.device).view(-1, 1, 1)
         return mean_cosines_and_sines(first, count, self.frequencies)
+
+    def rotation_ahead(self, start: int | Tensor, distances: Sequence[int]) -> Tensor:
+        """Average the rotations to some positions, for `rotate`.
+
+        Args:
+            start: the position from which they are counted, one or (batch, 1, 1).
+            distances: of the positions from it.
+
+        Returns:
+            (batch or 1, 1, 1, 2 * pairs) float32.
+        """
+        frequencies = self.frequencies.double()
+        first = torch.as_tensor(start, device=frequencies.device).double().view(-1, 1, 1, 1)
+        far = torch.tensor(distances, dtype=torch.float64).to(frequencies.device)
+        angles = (first + far)[..., None] * frequencies
+        return torch.cat([angles.cos().mean(3), angles.sin().mean(3)], -1).float()
+
+    def lengths(self, states: Tensor) -> Tensor:
+        """Measure every pair of keys or queries, those behind the rotated ones included.
+
+        Args:
+            states: (.., head_dim), before or after RoPE.
+
+        Returns:
+            (.., pairs) float32.
+        """
+        return pair_lengths(states, len(self.frequencies), interleaved=self.interleaved)
 
     def rotate(self, states: Tensor, rotations: Tensor) -> Tensor:
         """Rotate vectors by cosines and sines, which may be averages.

@@ -25,10 +25,10 @@ def check_evidence(score: Score) -> None:
         )
     if score.evidence is not Evidence.MOMENTS:
         return
-    if score.when != "prompt":
+    if score.when == "never" or (score.when == "always" and score.pace is None):
         raise UsageError(
-            f"`{score.name}` goes by the moments of a prompt's queries, "
-            f"so it can cut prompts only, not {score.when}"
+            f"`{score.name}` goes by the moments of a prompt's queries, so it can cut prompts, "
+            f"or decoded tokens at a pace of its own, not {score.when}"
         )
     if score.positions == "cache":
         raise UsageError(
@@ -116,12 +116,20 @@ def check_pace(pace: Pace, score: Score) -> None:
     if score.pace is not None:
         raise UsageError(
             f"`{score.name}` cuts every so many tokens by itself, which excludes `{pace.name}`",
-            hint=f"{score.name}(buffer={pace.spare})",
+            hint=_pace_setting(score, pace),
         )
     if score.layer_tokens == "same":
         raise UsageError(
             f"`{pace.name}` says when a layer is cut, and `{score.name}` cuts all layers at once"
         )
+
+
+def _pace_setting(score: Score, pace: Pace) -> str | None:
+    """Spell a score that cuts at its own pace with another one; None: no setting is the pace."""
+    for name in ("buffer", "every"):
+        if hasattr(score, name):
+            return f"{score.name}({name}={pace.spare})"
+    return None
 
 
 def check_evicted(evicted: Evicted, score: Score) -> None:

@@ -7,9 +7,11 @@ prompt once more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvtool.maths.pairs import pair_count, pair_lengths
 from kvtool.policies.numbers import HeadSizes
 
 if TYPE_CHECKING:
@@ -67,16 +69,20 @@ class MomentsAsked:
     Args:
         sinks: number of first tokens whose queries are left out.
         covariance: whether their covariance is wanted beside their mean.
+        lengths: whether the mean length of each of their pairs is wanted, too.
     """
 
     sinks: int = 0
     covariance: bool = True
+    lengths: bool = False
 
     def held_bytes(self, layer: HeadSizes) -> int:
         """Count the bytes of them beside the slots, for one batch entry of a layer."""
         numbers = 1 + layer.key_dim
         if self.covariance:
             numbers += layer.key_dim**2
+        if self.lengths:
+            numbers += pair_count(layer.key_dim)
         return layer.heads * numbers * _NUMBER
 
 
@@ -89,12 +95,34 @@ class QueryMoments:
         covariance: (batch, heads, head_dim, head_dim) float32; None where it was not asked for.
         scale: what the layer multiplies its logits by.
         rotation: how the layer rotates queries and keys; None: it does not.
+        lengths: (batch, heads, pairs) float32, the mean length of each pair of numbers, as
+            `pair_lengths` orders them; None where it was not asked for.
     """
 
     mean: Tensor
     covariance: Tensor | None
     scale: float
     rotation: Rotation | None = None
+    lengths: Tensor | None = None
+
+    def pair_lengths(self, states: Tensor) -> Tensor:
+        """Measure the pairs of keys or queries, (.., head_dim) to (.., pairs) float32."""
+        return pair_lengths(states) if self.rotation is None else self.rotation.lengths(states)
+
+    def mean_ahead(self, start: Count, distances: Sequence[int]) -> Tensor:
+        """Rotate the mean by the average of the rotations to some positions.
+
+        Args:
+            start: the position from which they are counted.
+            distances: of the positions from it.
+
+        Returns:
+            (batch, heads, head_dim) float32.
+        """
+        if self.rotation is None:
+            return self.mean
+        turns = self.rotation.rotation_ahead(start, distances)
+        return self.rotation.rotate(self.mean[:, :, None], turns)[:, :, 0]
 
     def ahead(self, start: Count, count: int) -> QueryMoments:
         """Rotate them by the mean rotation R of `count` positions in a row: R m and R C R^T.

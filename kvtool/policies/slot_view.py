@@ -80,7 +80,7 @@ class SlotView:
         keys: (batch, kv_heads, slots, key_dim) of each layer, as they are stored, for a score that
             needs keys; else none.
         queries: of the newest tokens of each layer, for a score that looks back from them.
-        moments: of the queries of the text's prompts, for a score that uses them.
+        moments: of the queries of the text's prompts, of each layer, for a score that uses them.
     """
 
     values: Sequence[Tensor]
@@ -95,7 +95,7 @@ class SlotView:
     first_layer_budget: Count | None = None
     keys: Sequence[Tensor] = ()
     queries: tuple[NewestQueries, ...] = ()
-    moments: QueryMoments | None = None
+    moments: tuple[QueryMoments, ...] = ()
     repeated: Repeated | None = None
 
     @property

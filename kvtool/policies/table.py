@@ -42,6 +42,7 @@ BASES: dict[str, str] = {
     "duoattention": "scores.duoattention:DuoAttention",
     "d2o": "scores.d2o:D2O",
     "rkv": "scores.rkv:RKV",
+    "triattention": "scores.triattention:TriAttention",
     "keydiff": "scores.keydiff:KeyDiff",
     "knorm": "scores.knorm:Knorm",
     "expected": "scores.expected:Expected",

@@ -25,12 +25,14 @@ def policies() -> list[str]:
     """Every base, a base with every modifier, and a few of their settings."""
     combined = [f"{base}+{name}" for name in MODIFIERS for base in ("h2o", "snapkv(window=4)")]
     settings = {"snapkv": "window=4", "pyramidkv": "window=4", "adakv": "window=4"}
+    settings["triattention"] = "every=6,prompt=false"
     bases = [f"{name}({settings[name]})" if name in settings else name for name in BASES]
     more = [
         "random(per_head=true)",
         "tova+caote",
         "tova+ada",
         "h2o+ada+caote",
+        "triattention(every=6,prompt=false)+ada",
         "h2o+calidrop(granularity=layer)",
         "tova+d2o-alloc",
     ]

@@ -58,6 +58,7 @@ JOINED = [
     "knorm",
     "expected",
     "rkv(window=3,buffer=8)",
+    "triattention(every=8,prompt=false)",
     "pyramidinfer(min_context=2,sinks=1)",
 ]
 APART = [  # with the reason, below

@@ -6,7 +6,7 @@ import torch
 import kvtool
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.table import BASES
-from tests.models_for_tests import peaky_model, random_ids
+from tests.models_for_tests import cutting, peaky_model, random_ids
 from tests.tiers import first
 
 WINDOW = {name: f"{name}(window=4)" for name in ("snapkv", "pyramidkv", "adakv")}
@@ -21,7 +21,7 @@ POLICIES = [
     "h2o+fp8",
     "h2o+ada",
     "tova+d2o-alloc",
-    *(WINDOW.get(name, name) for name in BASES if name not in ("d2o", "kvzip")),
+    *(WINDOW.get(name, cutting(name)) for name in BASES if name not in ("d2o", "kvzip")),
 ]
 
 

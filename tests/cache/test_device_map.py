@@ -15,7 +15,7 @@ from kvtool.cache.files.save import save_cache
 from kvtool.generation.feeding import decode_step, prefill
 from kvtool.policies.table import BASES
 from tests.cache.split_model import BUDGET, one
-from tests.models_for_tests import any_cache, peaky_model, random_ids
+from tests.models_for_tests import any_cache, cutting, peaky_model, random_ids
 from tests.tiers import first
 
 SETTINGS = {"snapkv": "(window=4)", "pyramidkv": "(window=4)", "adakv": "(window=4)"}
@@ -46,7 +46,7 @@ def offloaded(whole, tmp_path_factory):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("policy", first(6, [*reversed(BASES), "tova+d2o-alloc"]))
+@pytest.mark.parametrize("policy", first(6, [*map(cutting, reversed(BASES)), "tova+d2o-alloc"]))
 def test_an_offloaded_model_keeps_and_says_the_same(whole, offloaded, policy):
     policy += SETTINGS.get(policy, "")
     expected, found = (one(model, any_cache(model, policy, BUDGET)) for model in (whole, offloaded))

@@ -10,13 +10,20 @@ from kvtool.generation import compress, decode_step, generate, prefill
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.table import BASES
-from tests.models_for_tests import RECURRENT, any_cache, family_model, peaky_model, random_ids
+from tests.models_for_tests import (
+    RECURRENT,
+    any_cache,
+    cutting,
+    family_model,
+    peaky_model,
+    random_ids,
+)
 
 pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
 
 BUDGET = 24
 SETTINGS = dict.fromkeys(("adakv", "pyramidkv", "snapkv", "rocketkv", "rocketkv-mt"), "(window=4)")
-POLICIES = [base + SETTINGS.get(base, "") for base in BASES]
+POLICIES = [cutting(base) + SETTINGS.get(base, "") for base in BASES]
 POLICIES += ["h2o+caote", "snapkv(window=4)+fastcaote", "tova(head_reduce=kv_head)"]
 POLICIES += ["h2o+pyramid", "h2o+d2o-alloc", "streaming+d2o-alloc", "h2o+ada", "h2o+duo"]
 POLICIES += ["h2o+d2o-merge", "streaming+cam", "snapkv(window=4)+cam"]

@@ -11,6 +11,7 @@ from kvtool.model_shape import layer_shapes
 from kvtool.models.load import load, load_config
 from kvtool.policies.table import BASES
 from tests.models.published import LLAMA_3
+from tests.models_for_tests import cutting
 
 PROMPT = " ".join(["The old lamp was near the school."] * 30)
 MODIFIED = ["h2o+caote", "h2o+calidrop", "snapkv+calidrop", "h2o+pyramid", "d2o(merge=none)+cam"]
@@ -36,7 +37,7 @@ def ran(kvtool, command, *arguments):
 @pytest.mark.few(14)
 @pytest.mark.parametrize("mode", ["full", "block:32"])
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("policy", [*BASES, *MODIFIED, *MORE, *CODED])
+@pytest.mark.parametrize("policy", [*map(cutting, BASES), *MODIFIED, *MORE, *CODED])
 def test_generate_holds_what_was_told(kvtool, policy, budget, mode):
     keeps = ("exact-topk", "quest", "quest(k=20)", "sparq", "loki", "hsa", "rocketkv-mt")
     if budget == "400KiB" and policy in keeps:

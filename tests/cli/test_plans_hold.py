@@ -8,6 +8,7 @@ import yaml
 
 from kvtool.models.load import load_tokenizer
 from kvtool.policies.table import BASES, MODIFIERS
+from tests.models_for_tests import cutting
 from tests.planning.test_forecast import MODIFIED
 
 pytestmark = pytest.mark.few(2)
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.few(2)
 TEXT = "The old lamp was near the school. The quiet falcon was behind the tower. " * 12
 NEW = 8
 SIZE = 160 * 1024
-BASE = [name for name in BASES if name != "full"]
+BASE = [cutting(name) for name in BASES if name != "full"]
 OTHERS = ["h2o+calidrop", "h2o+ada", "h2o+caote+cam", "streaming(positions=cache)"]
 
 

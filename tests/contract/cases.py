@@ -24,6 +24,8 @@ SMALL = {
     "length": 5,
     "steps": 6,
     "buffer": 7,
+    "every": 7,
+    "prompt": False,  # kept whole it fills the budget
     "chunk": 11,
     "min_context": 2,
     "m": 5,
@@ -124,7 +126,10 @@ def small(spelled: str) -> str:
     """
     name, _, given = spelled.partition("(")
     given = given.removesuffix(")")
-    settings = [f"{key}={SMALL[key]}" for key in entries()[name].parameters if key in SMALL]
+    changed = [
+        key for key, own in entries()[name].parameters.items() if SMALL.get(key, own) is not own
+    ]
+    settings = [f"{key}={str(SMALL[key]).lower()}" for key in changed]
     settings = [given] * bool(given) + settings
     return name + (f"({','.join(settings)})" if settings else "")
 

@@ -12,7 +12,14 @@ from kvtool.generation.feeding import decode_step
 from kvtool.generation.shared import can_share, prefill_shared
 from kvtool.policies.table import BASES
 from kvtool.sizes import LONG_PROMPT
-from tests.models_for_tests import FAMILIES, any_cache, family_model, peaky_model, random_ids
+from tests.models_for_tests import (
+    FAMILIES,
+    any_cache,
+    cutting,
+    family_model,
+    peaky_model,
+    random_ids,
+)
 
 BUDGET, TOKENS, NEW = 48, 90, 5
 SHARING = {  # families of full attention alone
@@ -27,7 +34,7 @@ COMBINED = [
 
 
 def policies():
-    return [name for name in BASES if name not in ALONE] + COMBINED
+    return [cutting(name) for name in BASES if name not in ALONE] + COMBINED
 
 
 def budget(policy):

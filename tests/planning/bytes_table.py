@@ -25,12 +25,12 @@ from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.table import BASES
 from kvtool.sizes import Budget
 from tests.models.bundled import shipped
-from tests.models_for_tests import any_cache
+from tests.models_for_tests import any_cache, cutting
 
 PAGE = Path(__file__).parents[2] / "kvtool" / "planning" / "README.md"
 TARGETS = ("768KiB", "2MiB", "6MiB")
 PROMPT, NEW = 600, 16
-POLICIES = [name for name in BASES if name != "full"]
+POLICIES = [cutting(name) for name in BASES if name != "full"]
 CODED = ("h2o+int8", "snapkv+fp8", "h2o+int4")
 SMALLER = ("128KiB", "256KiB", "768KiB")
 CASES = [(name, target) for name in POLICIES for target in TARGETS]

@@ -46,7 +46,7 @@ def view_of(keys, values, moments, places=None, held=None):
         budget=slots - 1,
         held=slots if held is None else held,
         keys=(keys[None],),
-        moments=moments,
+        moments=() if moments is None else (moments,),
     )
 
 
@@ -196,8 +196,8 @@ def test_the_sinks_are_below_the_budget():
     ("cuts", "places", "told"),
     [
         ("prompt", "cache", "`other` turns queries back from their place in the text"),
-        ("always", "text", "so it can cut prompts only, not always"),
-        ("never", "text", "so it can cut prompts only, not never"),
+        ("always", "text", "or decoded tokens at a pace of its own, not always"),
+        ("never", "text", "or decoded tokens at a pace of its own, not never"),
     ],
 )
 def test_scores_that_cannot_go_by_moments_are_refused(cuts, places, told):
@@ -222,8 +222,8 @@ def test_any_score_may_ask_for_moments_of_its_own():
             return MomentsAsked(sinks=1, covariance=False)
 
         def importance(self, state, view, rows):
-            assert view.moments.covariance is None
-            mean = view.moments.mean.unflatten(1, (view.keys[0].shape[1], -1)).mean(2)
+            assert view.moments[0].covariance is None
+            mean = view.moments[0].mean.unflatten(1, (view.keys[0].shape[1], -1)).mean(2)
             return (view.keys[0].float() @ mean[..., None])[..., 0]
 
     model, ids, seen = kvtool.attach(peaky_model("llama")), random_ids(40), []

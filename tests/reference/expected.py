@@ -178,5 +178,6 @@ class AskingOracle(Oracle):
             known = self.asked.setdefault(layer, [[] for _ in made])
             for head, new in zip(known, made, strict=True):
                 head.extend(new)
+            policy.in_prompt = self.in_prompt
             policy.hear(known)
         super().look(layer, policy, key)

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
+from kvtool.cache.slots.part import Lanes, LayerSite, Part, tensor_bytes
 from kvtool.cache.steps.attend_block import last_of_prompt
 from kvtool.cache.steps.block import Block, store_block
 from kvtool.cache.steps.call import Call
 from kvtool.maths.attention import group_queries
+from kvtool.maths.pairs import pair_count, pair_lengths
 from kvtool.maths.rotation import Rotation
 from kvtool.maths.selection import take
 from kvtool.maths.statistics import add_moments
@@ -228,21 +229,28 @@ class Moments(Part):
     Attributes:
         asked: what of them the policy wants.
         rotation: how the layer turns its queries; None: it does not.
-        state: `count` (batch, heads), `mean` (batch, heads, head_dim) and, where it is wanted,
-            `scatter` (batch, heads, head_dim, head_dim), all float32; empty before the first block.
+        shows_tokens: whether the policy looks at them while tokens are decoded, too.
+        state: `count` (batch, heads), `mean` (batch, heads, head_dim) and, where they are wanted,
+            `scatter` (batch, heads, head_dim, head_dim) and `lengths` (batch, heads, pairs), all
+            float32; empty before the first block.
     """
 
     name = "moments"
+    joins_decode = False
 
-    def __init__(self, asked: MomentsAsked, rotation: Rotation | None) -> None:
-        self.asked, self.rotation = asked, rotation
+    def __init__(
+        self, asked: MomentsAsked, rotation: Rotation | None, *, shows_tokens: bool = False
+    ) -> None:
+        self.asked, self.rotation, self.shows_tokens = asked, rotation, shows_tokens
         self._scale: float = 1.0  # of the logits of the running attention
         self.clear()
 
     @classmethod
     def make(cls, site: LayerSite) -> Moments | None:
-        asked = site.policy.moments
-        return None if asked is None else cls(asked, site.rotation)
+        asked, when = site.policy.moments, site.policy.score.when
+        if asked is None:
+            return None
+        return cls(asked, site.rotation, shows_tokens=when == "always")
 
     def clear(self) -> None:
         self.state: State = {}
@@ -279,10 +287,20 @@ class Moments(Part):
         scatter = self.state.get("scatter")
         sums = add_moments(self.state["count"], self.state["mean"], scatter, query, valid)
         names = ("count", "mean", "scatter")
-        self.state = {k: t for k, t in zip(names, sums, strict=True) if t is not None}
+        state = {k: t for k, t in zip(names, sums, strict=True) if t is not None}
+        if self.asked.lengths:
+            own = pair_lengths(query) if self.rotation is None else self.rotation.lengths(query)
+            before = self.state.get("lengths", torch.zeros_like(own[:, :, 0]))
+            state["lengths"] = add_moments(self.state["count"], before, None, own, valid)[1]
+        self.state = state
+
+    def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
+        if not (self.state and self.shows_tokens):
+            return view
+        return replace(view, moments=(*view.moments, self.summary()))
 
     def show_block(self, view: SlotView) -> SlotView:
-        return replace(view, moments=self.summary())
+        return replace(view, moments=(self.summary(),))
 
     def summary(self) -> QueryMoments:
         """Return them as a score sees them."""
@@ -291,7 +309,11 @@ class Moments(Part):
         covariance = None
         if self.asked.covariance:
             covariance = self.state["scatter"] / self.state["count"].clamp(min=1)[..., None, None]
-        return QueryMoments(self.state["mean"], covariance, self._scale, self.rotation)
+        mean, lengths = self.state["mean"], self.state.get("lengths")
+        return QueryMoments(mean, covariance, self._scale, self.rotation, lengths)
+
+    def for_heads(self, lanes: Lanes) -> LaneMoments | None:
+        return LaneMoments(self, lanes) if self.shows_tokens else None
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         self.state = {name: change(number) for name, number in self.state.items()}
@@ -309,11 +331,36 @@ class Moments(Part):
             scatter = file.take(f"{prefix}moments.scatter", (*heads, dim, dim), torch.float32)
             if (scatter.diagonal(dim1=2, dim2=3) < 0).any():
                 raise file.bad(f"{prefix}moments.scatter", "holds a variance below 0")
+        if self.asked.lengths:
+            sizes = (*heads, pair_count(dim))
+            file.take(f"{prefix}moments.lengths", sizes, torch.float32, 0)
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        names = ("count", "mean", "scatter") if self.asked.covariance else ("count", "mean")
+        names = ["count", "mean"] + ["scatter"] * self.asked.covariance
+        names += ["lengths"] * self.asked.lengths
         self.state = {name: tensors[f"moments.{name}"] for name in names}
 
     @property
     def nbytes(self) -> int:
         return tensor_bytes(self.state.values())
+
+
+class LaneMoments(Part):
+    """The moments of the queries of some heads, in the layer that holds their tokens apart."""
+
+    name = "lane_moments"
+    joins_decode = False
+
+    def __init__(self, whole: Moments, lanes: Lanes) -> None:
+        self._whole, self._lanes = whole, lanes
+
+    def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
+        found = self._whole.summary()
+        of_heads, lengths = self._lanes.of_query_heads, found.lengths
+        own = replace(
+            found,
+            mean=of_heads(found.mean),
+            covariance=None if found.covariance is None else of_heads(found.covariance),
+            lengths=None if lengths is None else of_heads(lengths),
+        )
+        return replace(view, moments=(*view.moments, own))

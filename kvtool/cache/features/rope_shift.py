@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import LayerSite, Part
+from kvtool.cache.slots.part import Lanes, LayerSite, Part
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import Call, Placement
 from kvtool.errors import KvtoolError
@@ -48,7 +48,7 @@ class RopeShift(Part):
     def make(cls, site: LayerSite) -> RopeShift | None:
         return cls(site.rotation) if site.policy.score.positions == "cache" else None
 
-    def for_heads(self) -> RopeShift:
+    def for_heads(self, lanes: Lanes) -> RopeShift:
         return RopeShift(self.rotation)
 
     def place_forward(self, layer: SlotLayer, given: Mapping[str, Any]) -> tuple[Placement, Tensor]:

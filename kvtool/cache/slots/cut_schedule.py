@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kvtool.cache.slots.part import LayerSite, Part
+from kvtool.cache.slots.part import Lanes, LayerSite, Part
 
 
 class CutSchedule(Part):
@@ -36,7 +36,7 @@ class CutSchedule(Part):
     def make(cls, site: LayerSite) -> CutSchedule | None:
         return None if site.policy.cuts is None else cls(site.policy.spare)
 
-    def for_heads(self) -> CutSchedule:  # whose cuts come at other times
+    def for_heads(self, lanes: Lanes) -> CutSchedule:  # whose cuts come at other times
         return CutSchedule(self.spare)
 
     def clear(self) -> None:

@@ -69,6 +69,24 @@ class LayerSite:
     above: Sequence[Any] = ()
 
 
+@dataclass(frozen=True)
+class Lanes:
+    """Some KV heads of some batch entries, which a layer holds apart from the others.
+
+    Attributes:
+        entries, heads: (lanes,) int64, the batch entry and the KV head of each.
+        kv_heads: of a batch entry.
+    """
+
+    entries: Tensor
+    heads: Tensor
+    kv_heads: int
+
+    def of_query_heads(self, numbers: Tensor) -> Tensor:
+        """Pick what belongs to their query heads: (batch, heads, ..) to (lanes, group, ..)."""
+        return numbers.unflatten(1, (self.kv_heads, -1))[self.entries, self.heads]
+
+
 HOOKS = (
     "place_forward",
     "begin_prompt",
@@ -149,7 +167,7 @@ class Part:
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         """Let everything follow the batch entries, by what is done to a tensor of theirs."""
 
-    def for_heads(self) -> Part | None:
+    def for_heads(self, lanes: Lanes) -> Part | None:
         """Make the part of a layer that holds some of this one's heads; None: it has none."""
         return None
 

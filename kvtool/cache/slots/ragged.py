@@ -15,6 +15,7 @@ from torch import Tensor
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
+from kvtool.cache.slots.part import Lanes
 from kvtool.cache.slots.slot_form import CodedForm, Form
 from kvtool.maths.quantise import ChannelRanges
 from kvtool.policies.allocate.problem import UNLIMITED
@@ -119,7 +120,8 @@ def to_ragged(layer: SlotLayer, slots: Slots) -> None:
         own = _lanes(slots, index, heads, width)
         budget = LayerBudget.of([budgets[lane] for lane in lanes], index.device)
         form = _form_of_lanes(layer.slots.form, index, heads)
-        buckets.append(_bucket(layer, own, budget, index // heads, form, uneven=uneven))
+        whose = Lanes(index // heads, index % heads, heads)
+        buckets.append(_bucket(layer, own, budget, whose, form, uneven=uneven))
         order += lanes
     layer.hold_ragged(
         RaggedBuffers(buckets, torch.tensor(order, device=slots.positions.device), heads)
@@ -146,7 +148,7 @@ def _bucket(
     layer: SlotLayer,
     slots: Slots,
     budget: LayerBudget,
-    entries: Tensor,
+    lanes: Lanes,
     form: Form,
     *,
     uneven: bool,
@@ -154,11 +156,11 @@ def _bucket(
     """Make the slot layer of some lanes; what is remembered for all heads stays with the layer.
 
     Args:
-        entries: (lanes,) the batch entry of each.
         form: of the lanes.
         uneven: whether their counts or budgets differ.
     """
-    own = [part.for_heads() for part in layer.parts.values()]
+    entries = lanes.entries
+    own = [part.for_heads(lanes) for part in layer.parts.values()]
     parts = [part for part in own if part is not None]
     bucket = SlotLayer(layer.index, layer.policy, parts=parts, meter=layer.sizing.meter)
     bucket.begin_as(layer, len(entries))

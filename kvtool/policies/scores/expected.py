@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvtool.policies.evidence import AttentionRows, MomentsAsked, QueryMoments
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
+from kvtool.policies.scores.shared import moments_of_layers
 from kvtool.policies.spelling import check_least
 
 if TYPE_CHECKING:
@@ -100,9 +101,7 @@ class Expected(Score):
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         import torch
 
-        if view.moments is None:
-            raise ValueError("this score has MOMENTS as its evidence, and was given none")
-        queries = view.moments.ahead(view.tokens_seen, self.future)
+        queries = moments_of_layers(view)[0].ahead(view.tokens_seen, self.future)
         logits = expected_logits(view.keys[0], queries)
         judged = (view.positions >= self.sinks)[:, :, None]  # neither sinks nor empty slots
         logits = logits.masked_fill(~judged, torch.finfo(logits.dtype).min)

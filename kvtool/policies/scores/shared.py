@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from kvtool.errors import UsageError
 from kvtool.maths.votes import pool_votes
-from kvtool.policies.evidence import AttentionRows, asked
+from kvtool.policies.evidence import AttentionRows, QueryMoments, asked
 from kvtool.policies.numbers import Count, State, minimum
 from kvtool.policies.parts import Evidence, Score, SlotView
 
@@ -60,6 +60,13 @@ class Voting(Score):
 
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"window": self.window}
+
+
+def moments_of_layers(view: SlotView) -> tuple[QueryMoments, ...]:
+    """Return the moments of the queries of each layer of a view, which a score has asked for."""
+    if len(view.moments) != len(view.keys):
+        raise ValueError("this score has MOMENTS as its evidence, and was given none")
+    return view.moments
 
 
 class KeepsEnds(Protocol):
