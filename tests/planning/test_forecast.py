@@ -11,7 +11,7 @@ from kvtool.model_shape import layer_shapes
 from kvtool.planning.bytes import Text, forecast, grown
 from kvtool.planning.held import even_budgets
 from kvtool.policies.table import ALLOCATORS, BASES, MODIFIERS
-from tests.models_for_tests import any_cache, family_model, peaky_model, random_ids
+from tests.models_for_tests import any_cache, cutting, family_model, peaky_model, random_ids
 from tests.planning.documents import shape
 
 pytestmark = pytest.mark.few(2)
@@ -30,6 +30,7 @@ OTHERS = [
     "h2o+every(steps=7)",
     "h2o+every(steps=9)+calidrop",
     "keydiff+ada+every(steps=5)",
+    "triattention(every=7,prompt=false)",
     "snapkv(window=8)+cam",
     "streaming(positions=cache)",
     "rocketkv(window=8,skip_layers=1)",
@@ -40,8 +41,9 @@ TEXTS = [(90, 0), (90, 1), (90, 12), (300, 70), (40, 3), (38, 12), (30, 5)]
 
 
 def small(base: str) -> str:
-    """A base whose window is smaller than the budget."""
-    return f"{base}(window=8)" if base in ("snapkv", "adakv", "rocketkv", "rocketkv-mt") else base
+    """A base whose window is smaller than the budget, and which cuts its prompt."""
+    windows = ("snapkv", "adakv", "rocketkv", "rocketkv-mt")
+    return f"{base}(window=8)" if base in windows else cutting(base)
 
 
 @pytest.fixture(scope="module")
