@@ -216,9 +216,10 @@ def cutting(base):
 
 
 def any_cache(model, policy, budget=None, prefill="full", **options):
-    """Any policy's empty cache; one that repeats its prompt gets instructions and no blocks."""
-    repeats = kvtool.parse_policy(policy).repetition is not None
-    mode = "full" if repeats else prefill
+    """Any policy's empty cache, without blocks where they are refused, with instructions."""
+    parsed = kvtool.parse_policy(policy)
+    whole = parsed.repetition is not None or parsed.shown_queries > 0
+    mode = "full" if whole else prefill
     return instructed(kvtool.build_cache(model, policy, budget, prefill=mode, **options))
 
 

@@ -119,9 +119,9 @@ def repeat_prompt(
     ]
     are_cut = [any(start < end for start, end in own) for own in spans]
     cut = list(compress(caches, are_cut))
-    weights = RepeatedWeights(asked.sinks) if cut else None
+    of_any = [min(own) for own in zip(*spans, strict=True)]  # where all of it fits, it is empty
+    weights = RepeatedWeights(asked.sinks, of_any) if cut else None
     if weights is not None:
-        of_any = [min(own) for own in zip(*spans, strict=True)]  # where all of it fits, it is empty
         for chunk, fed in _passes(asked, instructions, rows, of_any):
             weights.begin_chunk(chunk)
             with storing_nothing(cut[0], weights):

@@ -132,12 +132,15 @@ def _pace_setting(score: Score, pace: Pace) -> str | None:
     return None
 
 
-def check_evicted(evicted: Evicted, score: Score) -> None:
+def check_evicted(evicted: Evicted, score: Score, pace: Pace | None) -> None:
     """Refuse to make something of evicted tokens where that cannot be.
+
+    Args:
+        pace: beside the score; None: there is none.
 
     Raises:
         UsageError: nothing is evicted, or not by a layer itself; keys move; the score makes
-            something else of them.
+            something else of them; a prompt is repaired that is not cut once.
     """
     name = evicted.name
     if isinstance(evicted, SelectOnly):
@@ -156,6 +159,8 @@ def check_evicted(evicted: Evicted, score: Score) -> None:
             f"`{name}` makes something of tokens that a layer evicts by itself, "
             f"and `{score.name}` cuts all layers at once"
         )
+    if isinstance(evicted, Merging) and evicted.queries:
+        _check_cut_once(evicted, score, pace)
     if score.positions == "cache" and evicted.works_on_keys:
         raise UsageError(
             f"`{name}` works on keys that stand still, and with positions=cache they move",
@@ -165,6 +170,22 @@ def check_evicted(evicted: Evicted, score: Score) -> None:
         raise UsageError(
             f"`{score.name}` merges what it evicts already, which excludes `{name}`",
             hint=f"{score.name}(merge=none)+{name}",
+        )
+
+
+def _check_cut_once(repair: Merging, score: Score, pace: Pace | None) -> None:
+    """Refuse to repair a prompt that goes on being cut while tokens are decoded."""
+    if score.when != "prompt":
+        raise UsageError(
+            f"`{repair.name}` repairs kept values once, when a prompt is cut, "
+            f"and `{score.name}` evicts while it decodes",
+            hint=f"put it on a policy that cuts prompts only: snapkv+{repair.name}",
+        )
+    if pace is not None:
+        raise UsageError(
+            f"`{repair.name}` repairs kept values once, when a prompt is cut, "
+            f"and `{pace.name}` cuts again while tokens are decoded",
+            hint=f"{score.name}+{repair.name}",
         )
 
 
@@ -234,7 +255,7 @@ def check_codec(codec: Codec, score: Score, read: Read | None, on_evict: Evicted
             f"which `{codec.name}` does not store",
             hint=f"put it on a policy without a reader: full+{codec.name}, snapkv+{codec.name}",
         )
-    if isinstance(on_evict, Merging):
+    if isinstance(on_evict, Merging) and not on_evict.queries:
         name, without = on_evict.name, score.name
         if score.evicted is not None:
             name, without = score.name, f"{score.name}(merge=none)"

@@ -1,8 +1,8 @@
-"""The evidence of scores: attention weights, moments of queries, a repeated prompt.
+"""The evidence of policies: attention weights, moments of queries, a repeated prompt, queries.
 
 A score sees the attention weights of some queries. One that looks ahead sees the moments of a
 text's queries before RoPE. One that asks which tokens a repetition of the prompt needs sees the
-prompt once more.
+prompt once more. What repairs kept tokens sees queries of the prompt that is being cut.
 """
 
 from __future__ import annotations
@@ -185,3 +185,26 @@ class Repeated:
 
     weights: Tensor
     tokens: Tensor
+
+
+@dataclass(frozen=True)
+class PromptQueries:
+    """Queries of a prompt that is being cut, and how they attend.
+
+    Attributes:
+        query: (batch, heads, rows, head_dim), after RoPE.
+        positions: (batch, rows) int64 of their tokens, -1 = none.
+        scale, softcap: as for `kvtool.maths.attention.attention_weights`.
+        sinks: (heads,) logits that the model has learned; None: it has none.
+        spans: (batch, rows, 2) as for `kvtool.maths.attention.visible_keys`; None: there are none.
+        slots: (batch, kv_heads, slots) positions of the keys before the cut, -1 = empty; None until
+            it comes.
+    """
+
+    query: Tensor
+    positions: Tensor
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    spans: Tensor | None = None
+    slots: Tensor | None = None

@@ -125,7 +125,7 @@ class Policy:
                 hint=hint,
             )
         if self.evicted is not None:
-            check_evicted(self.evicted, self.score)
+            check_evicted(self.evicted, self.score, self.pace)
         if self.codec is not None:
             check_codec(self.codec, self.score, self.read, self.on_evict)
         used, split = self.on_evict, self.head_split
@@ -209,6 +209,12 @@ class Policy:
     def attends_all(self) -> bool:
         """Return whether every token stays, and every step looks at all of them."""
         return self.score.when == "never" and self.reader is None
+
+    @property
+    def shown_queries(self) -> int:
+        """Return how many queries of a prompt are shown to what repairs it as it is cut."""
+        used = self.on_evict
+        return used.queries if isinstance(used, Merging) else 0
 
     @property
     def plain_steps(self) -> bool:
@@ -417,6 +423,8 @@ def reads_whole(policy: Policy, *, planned: bool) -> bool:
     """
     if policy.repetition is not None or policy.score.layer_tokens == "nested":
         return True
+    if policy.shown_queries:
+        return True
     allocator, split = policy.allocator, policy.head_split
     measures = allocator is not None and allocator.metric is not None
     return not planned and (measures or (split is not None and split.whole_prompt))
@@ -429,8 +437,15 @@ def check_blocks(policy: Policy, block: int | None) -> None:
         block: tokens that are asked for; None: all at once.
 
     Raises:
-        UsageError: blocks for a policy whose prompt is repeated.
+        UsageError: blocks for a policy whose prompt is repeated, or repaired as it is cut.
     """
+    used = policy.on_evict
+    if block is not None and used is not None and policy.shown_queries:
+        raise UsageError(
+            f"`{used.name}` fits what a prompt keeps to what its last queries see of all of it, "
+            "so it cannot be read in blocks",
+            hint="--prefill full",
+        )
     if block is not None and policy.repetition is not None:
         raise UsageError(
             f"`{policy.score.name}` cuts a prompt once it is whole in the cache and has been "

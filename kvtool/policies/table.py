@@ -65,6 +65,7 @@ MODIFIERS: dict[str, str] = {
     "d2o-merge": "evicted.d2o_merge:D2OMerge",
     "cam": "evicted.cam:CaM",
     "calidrop": "evicted.calidrop:CaliDrop",
+    "refit": "evicted.refit:Refit",
 }
 CODECS: dict[str, str] = {
     "int8": "codec.int8:Int8",

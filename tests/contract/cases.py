@@ -20,6 +20,7 @@ from kvtool.policies.table import BASES, CODECS, MODIFIERS, Entry, describe
 BUDGET = 20
 SMALL = {
     "window": 4,
+    "queries": 6,
     "kernel": 3,
     "length": 5,
     "steps": 6,

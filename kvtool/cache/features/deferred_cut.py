@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvtool.cache.features.held_queries import HeldQueries
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import LayerSite, Part
 from kvtool.cache.steps.block import cut, note_scores
@@ -110,6 +111,9 @@ def cut_deferred(layer: SlotLayer) -> None:
     layer.grow_exactly(False)
     split = layer.budget.by_head is not None
     if scores is None or (layer.slots.used <= layer.budget.min_budget and not split):
+        held = HeldQueries.of(layer)
+        if held is not None:
+            held.clear()
         return
     used = layer.slots.used_slots()
     view = replace(used_view(layer), block=scores.block)

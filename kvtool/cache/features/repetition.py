@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvtool.cache.features.cache_part import Budgets, CachePart
 from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.held_queries import HeldQueries, joined, spread_queries
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.attend import call_weights
 from kvtool.cache.steps.attend_block import attend_plain
@@ -23,7 +24,7 @@ from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.view import make_view, score, used_view
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.maths.selection import take
-from kvtool.policies.evidence import Repeated, RepetitionAsked
+from kvtool.policies.evidence import PromptQueries, Repeated, RepetitionAsked
 from kvtool.policies.numbers import at_least_zero
 from kvtool.policies.policy import Policy
 
@@ -53,12 +54,16 @@ class RepeatedWeights:
 
     Attributes:
         sinks: number of first tokens that are attended to beside the running chunk.
+        spans: first and last position, excluded, of what is repeated of each batch entry.
         starts, ends: positions of the running chunk of each batch entry; equal where it has none.
         by_layer: (batch, kv_heads, slots) float32 of each layer, by its index.
+        queries: of each layer, by its index, those that repair what it keeps; a rollback, as
+            recurrent layers need it, would forget them in the layer.
     """
 
-    def __init__(self, sinks: int) -> None:
-        self.sinks = sinks
+    def __init__(self, sinks: int, spans: Sequence[tuple[int, int]]) -> None:
+        self.sinks, self.spans = sinks, spans
+        self.queries: dict[int, PromptQueries] = {}
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.by_layer: dict[int, Tensor] = {}
@@ -77,7 +82,17 @@ class RepeatedWeights:
         out = attend_plain(layer, call, block)
         if layer.window is None:
             _note_weights(layer, call, block, self)
+            self._note_queries(layer, call, block)
         return out
+
+    def _note_queries(self, layer: SlotLayer, call: Call, block: Block) -> None:
+        """Keep some of the queries that repeat the chunk, at equal steps over all chunks."""
+        rows = layer.policy.shown_queries
+        if rows:
+            chunk = list(zip(self.starts, self.ends, strict=True))
+            own = spread_queries(call, block.new, self.spans, chunk, rows)
+            before = self.queries.get(layer.index)
+            self.queries[layer.index] = own if before is None else joined(before, own)
 
     def slots(self, positions: Tensor, padded: bool) -> tuple[Tensor, Tensor]:
         """Find the slots of the first tokens and of the running chunk.
@@ -288,7 +303,9 @@ def cut_repeated(
         raise RuntimeError("heads that compete have budgets of their own")
     tokens = split.split.tokens_of([heads for *_, heads in judged])
     for layer, (view, importance, protected, _), own in zip(layers, judged, tokens, strict=True):
-        used = layer.slots.used_slots()
+        held, used = HeldQueries.of(layer), layer.slots.used_slots()
+        if held is not None:
+            held.take(weights.queries[layer.index])
         counts = layer.slots.heads.own(own)
         cut(layer, view, used.state, None, importance, protected, counts)
 

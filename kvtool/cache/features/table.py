@@ -8,6 +8,7 @@ from kvtool.cache.features.cache_part import CachePart, CacheParts
 from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.held_queries import HeldQueries
 from kvtool.cache.features.merge_memory import MergeMemory
 from kvtool.cache.features.parents import Parents
 from kvtool.cache.features.queries import LastQueries, Moments, QueryWindow
@@ -27,6 +28,7 @@ FEATURES: tuple[type[Part], ...] = (
     HeadBudgets,
     Deferred,
     LastQueries,
+    HeldQueries,
     CutSchedule,
     QueryWindow,
     RopeShift,

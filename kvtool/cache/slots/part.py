@@ -111,6 +111,7 @@ HOOKS = (
     "show",
     "voting_budget",
     "note_scores",
+    "show_eviction",
     "take_evicted",
     "take_decoded",
     "note_merged",
@@ -332,6 +333,10 @@ class Part:
 
     def note_scores(self, importance: Tensor, positions: Tensor, protected: Tensor | None) -> None:
         """Take note of the scores by which slots are cut, (batch, kv_heads, slots)."""
+
+    def show_eviction(self, view: Any, eviction: Eviction) -> Eviction:
+        """Return tokens evicted from the slots of a view with what the policy sees of the part."""
+        return eviction
 
     def take_evicted(self, layer: Any, eviction: Eviction) -> None:
         """Make something of the tokens evicted from a block and the slots before it."""

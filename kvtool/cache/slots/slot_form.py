@@ -90,6 +90,10 @@ class Form:
         """Return keys and values in the dtype of the model."""
         return stored["keys"], stored["values"]
 
+    def with_values(self, stored: Stored, values: Tensor) -> Stored:
+        """Return what is stored with other values beside the same keys."""
+        return {**stored, "values": values}
+
     def join(self, stored: Stored, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return what is stored and a block behind it, in the dtype of the model."""
         return torch.cat([stored["keys"], keys], 2), torch.cat([stored["values"], values], 2)
@@ -195,6 +199,10 @@ class CodedForm(Form):
 
     def dequantise(self, stored: Stored) -> tuple[Tensor, Tensor]:
         return self.dequantise_keys(stored), self.dequantise_values(stored)
+
+    def with_values(self, stored: Stored, values: Tensor) -> Stored:
+        codes, scales = self.codec.encode(_rotated(values.float(), self.rotations[1]))
+        return {**stored, "values": codes, "value_scales": scales}
 
     def join(self, stored: Stored, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return (

@@ -15,6 +15,7 @@ from torch.nn import functional
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.slot_form import Form, Stored
 from kvtool.cache.steps.view import (
     held_slots,
     observe,
@@ -23,7 +24,7 @@ from kvtool.cache.steps.view import (
     used_view,
     with_empty_slots,
 )
-from kvtool.maths.selection import keep_top, lowest
+from kvtool.maths.selection import keep_top, lowest, take
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import State
@@ -54,7 +55,10 @@ def part_block(
     taking = layer.parts.at["take_evicted"]
     if taking:
         keys, values = layer.slots.dequantised() if slots is None else slots
-        kept_keys, kept_values = layer.slots.form.dequantise(stored)
+        form = layer.slots.form
+        kept_keys, kept_values = form.dequantise(stored)
+        if form.codec is not None:  # changed before they are rounded
+            kept_values = take(values, chosen)
         split = layer.budget.by_head
         fewest = layer.budget.min_budget if split is None else int(split.min())
         evicted, evicted_positions = _evicted_slots(view.positions, chosen, positions, fewest)
@@ -74,11 +78,26 @@ def part_block(
             whole=not layer.masked and split is None,
             importance=importance,
         )
+        for part in layer.parts.at["show_eviction"]:
+            eviction = part.show_eviction(view, eviction)
         for part in taking:
             part.take_evicted(layer, eviction)
+        if form.codec is not None and layer.policy.shown_queries:
+            lost = (eviction.evicted_positions >= 0).any(-1)
+            kept = kept._replace(stored=_changed_values(form, stored, kept_values, lost))
     for part in layer.parts.at["slots_left"]:
         part.slots_left(kept.state, view.positions, chosen)
     return kept
+
+
+def _changed_values(form: Form, stored: Stored, values: Tensor, lost: Tensor) -> Stored:
+    """Store changed values; heads that have lost no token keep what is stored.
+
+    Args:
+        lost: bool (batch, kv_heads).
+    """
+    new, heads = form.with_values(stored, values), lost[..., None, None]
+    return {name: torch.where(heads, new[name], own) for name, own in stored.items()}
 
 
 def _evicted_slots(

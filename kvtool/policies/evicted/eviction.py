@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from kvtool.policies.evidence import PromptQueries
 from kvtool.policies.numbers import Count, HeadSizes, KVHeads, State, all_here
 from kvtool.policies.parts import Evicted
 
@@ -38,6 +39,7 @@ class Eviction:
         whole: whether every head loses equally many.
         importance: (batch, kv_heads, slots) float32 by which a block was judged; None for a decoded
             token.
+        queries: those that a `Merging` asks for by its `queries`; None: it asks for none.
     """
 
     keys: Tensor
@@ -54,6 +56,7 @@ class Eviction:
     whole: bool = False
     heads: KVHeads = field(default_factory=all_here)
     importance: Tensor | None = None
+    queries: PromptQueries | None = None
 
     @property
     def decoded(self) -> bool:
@@ -62,7 +65,14 @@ class Eviction:
 
 
 class Merging(Evicted):
-    """Goes into the tokens that stay."""
+    """Goes into the tokens that stay.
+
+    Attributes:
+        queries: how many queries of a prompt it is shown when the prompt is cut, the last ones; it
+            then changes kept tokens at that cut and never again. 0: it is shown none.
+    """
+
+    queries: int = 0
 
     def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
         import torch
