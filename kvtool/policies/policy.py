@@ -110,7 +110,7 @@ class Policy:
             raise UsageError(
                 f"`{self.heads.modifier}` lets heads compete by their scores, "
                 f"and those of `{self.score.name}` say nothing of heads",
-                hint=f"{_SCORED}, expected, keydiff or knorm",
+                hint=f"{_SCORED}, expected, lagkv, keydiff or knorm",
             )
         if self.rescore is not None and not self.score.attention:
             hint = f"{_SCORED} or expected(values=false)"

@@ -46,6 +46,7 @@ BASES: dict[str, str] = {
     "keydiff": "scores.keydiff:KeyDiff",
     "knorm": "scores.knorm:Knorm",
     "expected": "scores.expected:Expected",
+    "lagkv": "scores.lagkv:LagKV",
     "kvzip": "scores.kvzip:KVzip",
     "sirllm": "scores.sirllm:SirLLM",
     "pyramidinfer": "scores.pyramidinfer:PyramidInfer",

@@ -57,6 +57,7 @@ JOINED = [
     "keydiff",
     "knorm",
     "expected",
+    "lagkv(sinks=1,lag=2)",
     "rkv(window=3,buffer=8)",
     "triattention(every=8,prompt=false)",
     "pyramidinfer(min_context=2,sinks=1)",

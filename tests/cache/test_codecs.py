@@ -29,6 +29,7 @@ POLICIES = (
     "knorm",
     "snapkv(window=4)",
     "expected",
+    "lagkv(lag=5)",
     "rkv(window=4,buffer=6)",
     "h2o+ada",
     "adakv(window=4)",

@@ -21,6 +21,7 @@ POLICIES = [
     "snapkv(window=6)",
     "snapkv(window=6)+chunk(length=5)",
     "expected",
+    "lagkv(lag=5)",
     "pyramidkv(window=6)",
     "pyramidinfer(min_context=2)",
     "adakv(window=6)",

@@ -27,6 +27,8 @@ STEADY = [
     ("keydiff", {"sinks": 2, "recent": 5}),
     ("knorm", {}),
     ("knorm", {"sinks": 2, "recent": 5}),
+    ("lagkv", {}),
+    ("lagkv", {"sinks": 1, "lag": 6, "rank": False}),
 ]
 ATTENDING = [
     ("scissorhands", {}),

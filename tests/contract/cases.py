@@ -22,6 +22,7 @@ SMALL = {
     "window": 4,
     "queries": 6,
     "kernel": 3,
+    "lag": 5,
     "length": 5,
     "steps": 6,
     "buffer": 7,

@@ -5,7 +5,9 @@ tokens that its query sees; `attention[head][member]` is the list of rows of one
 for each query of the block in order; `values[head]` is `{position: [numbers]}`.
 """
 
+import itertools
 import math
+import statistics
 
 from .caote import caote_scores
 from .selection import choose_kept, pool
@@ -120,6 +122,48 @@ def _rounded(number, bits=20):
     """A number to so many significant bits."""
     mantissa, exponent = math.frexp(number)
     return math.ldexp(round(mantissa * 2**bits), exponent - bits)
+
+
+class LagKV(KeyDiff):
+    """What varies most on the scale of the next partition of what a head holds."""
+
+    prompt_only = True
+
+    def __init__(self, budget, sinks=4, lag=128, rank=True):
+        super().__init__(budget, sinks)
+        self.rank = rank
+        self.lag = lag if budget >= sinks + 2 * lag else max((budget - sinks) // 4, 2)
+
+    def partitions(self, positions):
+        """Whole ones behind the sinks; what is left over is in none."""
+        behind = [p for p in positions if p >= self.sinks]
+        return [behind[i : i + self.lag] for i in range(0, len(behind) - self.lag + 1, self.lag)]
+
+    def scores(self, head, positions, values):
+        score = dict.fromkeys(positions, 1.0)
+        parts = self.partitions(positions)
+        for own, following in itertools.pairwise(parts):
+            kinds = [self._shares(own, following, of) for of in (self.keys[head], values)]
+            results = [(a + b) / 2 for a, b in zip(*kinds, strict=True)]
+            lowest = sorted(range(self.lag), key=lambda i: (results[i], i))
+            for rank, i in enumerate(lowest):
+                score[own[i]] = rank / self.lag if self.rank else results[i]
+        return [score[p] for p in positions]
+
+    def _shares(self, own, following, vectors):
+        scale = [(min(c), max(c)) for c in zip(*(vectors[p] for p in following), strict=True)]
+        spread = []
+        for p in own:
+            z = [
+                (x - low) / (high - low) if high > low else 0.0
+                for x, (low, high) in zip(vectors[p], scale, strict=True)
+            ]
+            spread.append(statistics.stdev(z))
+        return softmax(spread)
+
+    def forced(self, head, positions, victims):
+        judged = {p for part in self.partitions(positions)[:-1] for p in part}
+        return set(positions) - judged
 
 
 class RKV(KeyDiff):
@@ -418,6 +462,7 @@ BASES = {
     "streaming": Streaming,
     "keydiff": KeyDiff,
     "knorm": Knorm,
+    "lagkv": LagKV,
     "rkv": RKV,
     "scissorhands": Scissorhands,
     "h2o": H2O,
