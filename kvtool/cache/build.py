@@ -130,7 +130,8 @@ def check_codec(model: PreTrainedModel, policy: Policy) -> None:
     """
     if policy.codec is not None:
         check_dims(policy, layer_shapes(model.config))
-        policy.codec.check_device(str(model.device))
+        for side in policy.codec.sides():
+            side.check_device(str(model.device))
 
 
 def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:

@@ -5,9 +5,10 @@ first launch dequantises codes in registers. Each of its programs leaves the log
 their maximum, the sum of exponentials and the mean of its values. Where a slot has one scale (int8,
 fp8), codes are multiplied unscaled: the scale of a key is applied to its logit, and that of a value
 to its weight. Where groups of channels have scales (int4), codes are multiplied with them first.
+Keys and values may have different forms.
 
 A byte of int4 holds channels i and i + DIM / 2. Tiles have the two beside each other, since that is
-how registers hold them, and so do the query and the mean.
+how registers hold them, and so do the query (keys in int4) and the mean (values in int4).
 """
 
 import torch
@@ -134,10 +135,13 @@ def attend_codes_part_kernel(
     KEYS: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
-    FP8: tl.constexpr,
-    NIBBLES: tl.constexpr,
+    KEY_FP8: tl.constexpr,
+    KEY_NIBBLES: tl.constexpr,
+    KEY_SHIFT: tl.constexpr,
+    VALUE_FP8: tl.constexpr,
+    VALUE_NIBBLES: tl.constexpr,
+    VALUE_SHIFT: tl.constexpr,
     GROUP: tl.constexpr,
-    SHIFT: tl.constexpr,
 ):
     """Attend to one part of the slots of a head by the queries that share it."""
     own = tl.program_id(0) % key_heads
@@ -155,7 +159,7 @@ def attend_codes_part_kernel(
     query += batch * query_batch + head * share * query_head
     columns = tl.arange(0, DIM_WIDTH)
     tile = tl.load(
-        query + members[:, None] * query_head + channel_of(columns, DIM, NIBBLES)[None, :],
+        query + members[:, None] * query_head + channel_of(columns, DIM, KEY_NIBBLES)[None, :],
         mask=real[:, None] & (columns < DIM)[None, :],
         other=0.0,
     )
@@ -172,7 +176,7 @@ def attend_codes_part_kernel(
         if MASKED:
             stored = stored & (tl.load(positions + places, mask=stored, other=-1) >= 0)
         lines = places.to(tl.int64)
-        if NIBBLES:
+        if KEY_NIBBLES:
             keys = load_nibbles(
                 key,
                 key_scales,
@@ -188,9 +192,9 @@ def attend_codes_part_kernel(
             )
             found = logits_of(tile, keys, scale, softcap, CAPPED)
         else:
-            keys = load_bytes(key, places, key_row, stop, FP8, DIM, DIM_WIDTH).to(dtype)
+            keys = load_bytes(key, places, key_row, stop, KEY_FP8, DIM, DIM_WIDTH).to(dtype)
             sizes = tl.load(key_scales + lines * key_scales_row, mask=stored, other=0.0)
-            sizes = sizes.to(tl.float32) * (scale * SHIFT)
+            sizes = sizes.to(tl.float32) * (scale * KEY_SHIFT)
             found = logits_of(tile, keys, sizes[None, :], softcap, CAPPED)
         found = tl.where(stored[None, :], found, float("-inf"))
         tl.store(
@@ -201,7 +205,7 @@ def attend_codes_part_kernel(
         highest, total, weights, shrink = softmax_step(found, highest, total)
         seen += stored.to(tl.float32)
         mean = mean * shrink[:, None]
-        if NIBBLES:
+        if VALUE_NIBBLES:
             values = load_nibbles(
                 value,
                 value_scales,
@@ -217,9 +221,9 @@ def attend_codes_part_kernel(
             )
             mean += tl.dot(weights.to(dtype), values, input_precision="ieee")
         else:
-            values = load_bytes(value, places, value_row, stop, FP8, VALUE_DIM, VALUE_WIDTH)
+            values = load_bytes(value, places, value_row, stop, VALUE_FP8, VALUE_DIM, VALUE_WIDTH)
             sizes = tl.load(value_scales + lines * value_scales_row, mask=stored, other=0.0)
-            sizes = sizes.to(tl.float32) * SHIFT
+            sizes = sizes.to(tl.float32) * VALUE_SHIFT
             largest = 1.0
             if dtype == tl.float16:  # weights times small scales would fall below its range
                 largest = tl.maximum(tl.max(sizes, 0), _LEAST)
@@ -233,7 +237,7 @@ def attend_codes_part_kernel(
         part_seen,
         line * parts + part,
         real,
-        channel_of(tl.arange(0, VALUE_WIDTH), VALUE_DIM, NIBBLES),
+        channel_of(tl.arange(0, VALUE_WIDTH), VALUE_DIM, VALUE_NIBBLES),
         mean,
         highest,
         total,
@@ -252,7 +256,7 @@ def attend_codes(
     positions: Tensor | None,
     sums: dict[str, Tensor],
     *,
-    form: str,
+    forms: tuple[str, str],
     value_dim: int,
     scale: float,
     softcap: float | None = None,
@@ -269,7 +273,7 @@ def attend_codes(
         key_scales, value_scales: (batch, heads of the attention, slots, 1 or dim / 32) float16.
         positions: (batch, kv_heads, slots) int, -1 = empty slot; None: no slot is empty.
         sums: some of `COLUMNS` by name, (batch, kv_heads, slots) float32, laid out alike.
-        form: of the codes: int8, fp8 or int4.
+        forms: of the codes of keys and of values: int8, fp8 or int4.
         value_dim: channels of a value.
         scale, softcap, sinks, valid, weights: as for `kvtool.kernels.attend_slots.attend_slots`.
 
@@ -278,6 +282,7 @@ def attend_codes(
         weights, (batch, heads, slots) float32, 0 in rows of padding; None if they are not asked
         for.
     """
+    of_keys, of_values = forms
     query = dense(query[:, :, 0])
     codes = [dense(tensor) for tensor in (key_codes, key_scales, value_codes, value_scales)]
     batch, heads, head_dim = query.shape
@@ -311,10 +316,13 @@ def attend_codes(
             KEYS=tile_edge(query, parts.mean, rows=width(share)),
             CAPPED=softcap is not None,
             MASKED=positions is not None,
-            FP8=form == "fp8",
-            NIBBLES=form == "int4",
+            KEY_FP8=of_keys == "fp8",
+            KEY_NIBBLES=of_keys == "int4",
+            KEY_SHIFT=FP8_SHIFT if of_keys == "fp8" else 1.0,
+            VALUE_FP8=of_values == "fp8",
+            VALUE_NIBBLES=of_values == "int4",
+            VALUE_SHIFT=FP8_SHIFT if of_values == "fp8" else 1.0,
             GROUP=GROUP,
-            SHIFT=FP8_SHIFT if form == "fp8" else 1.0,
         )
     return join_parts(
         parts, query.dtype, sums, key_heads, sinks=sinks, valid=valid, weights=weights

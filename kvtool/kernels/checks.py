@@ -214,9 +214,10 @@ def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
 def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     from kvtool.kernels.attend_codes import attend_codes
 
-    form = next(form for form, family in CODES.items() if family is draw.kind.family)
+    forms = next(forms for forms, family in CODES.items() if family is draw.kind.family)
     query = draw.normal(_ROWS, _HEADS * draw.kind.group, 1, draw.kind.head_dim)
-    key, value = (QUANTISED[form](each) for each in draw.pairs(_STORED))
+    pairs = zip(forms, draw.pairs(_STORED), strict=True)
+    key, value = (QUANTISED[form](each) for form, each in pairs)
     sinks, stored = draw.sinks(), draw.stored()
     sums, plain = draw.sums(_STORED)
     valid = torch.arange(_ROWS) > 0
@@ -226,7 +227,7 @@ def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
         *draw.placed(*value),
         draw.shown(stored),
         sums,
-        form=form,
+        forms=forms,
         value_dim=draw.kind.value_dim,
         scale=draw.scale,
         softcap=draw.softcap,
@@ -236,7 +237,7 @@ def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     )
     plain_out, plain_weights = reference.attend_codes(
         *(query, *key, *value, stored, plain),
-        form=form,
+        forms=forms,
         value_dim=draw.kind.value_dim,
         scale=draw.scale,
         softcap=draw.softcap,

@@ -16,12 +16,20 @@ class Family(str, Enum):
     INT8 = "attention of a decoded token to int8 slots"
     FP8 = "attention of a decoded token to fp8 slots"
     INT4 = "attention of a decoded token to int4 slots"
+    K8V4 = "attention of a decoded token to int8 keys and int4 values"
+    K4V8 = "attention of a decoded token to int4 keys and int8 values"
     PAGES = "page bounds"
     PRODUCTS = "products with chosen rows"
 
 
-CODES = {"int8": Family.INT8, "fp8": Family.FP8, "int4": Family.INT4}
-"""The family that attends to quantised slots, by the form of their codes."""
+CODES = {
+    ("int8", "int8"): Family.INT8,
+    ("fp8", "fp8"): Family.FP8,
+    ("int4", "int4"): Family.INT4,
+    ("int8", "int4"): Family.K8V4,
+    ("int4", "int8"): Family.K4V8,
+}
+"""The family that attends to quantised slots, by the forms of the codes of keys and of values."""
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def attend_codes(
     positions: Tensor | None,
     sums: dict[str, Tensor],
     *,
-    form: str,
+    forms: tuple[str, str],
     value_dim: int,
     scale: float,
     softcap: float | None = None,
@@ -148,11 +148,11 @@ def attend_codes(
     weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute what `kvtool.kernels.attend_codes.attend_codes` does, in float32."""
-    dequantised = _DEQUANTISED[form]
+    of_keys, of_values = (_DEQUANTISED[form] for form in forms)
     out, found = attend_slots(
         query.float(),
-        dequantised(key_codes, key_scales),
-        dequantised(value_codes, value_scales),
+        of_keys(key_codes, key_scales),
+        of_values(value_codes, value_scales),
         positions,
         sums,
         scale=scale,

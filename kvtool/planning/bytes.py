@@ -53,7 +53,8 @@ def stored_bytes(layer: LayerShape, codec: Codec | None) -> int:
     """
     if codec is None:
         return layer.token_bytes
-    return codec.vector_bytes(layer.key_dim) + codec.vector_bytes(layer.value_dim)
+    of_keys, of_values = codec.sides()
+    return of_keys.vector_bytes(layer.key_dim) + of_values.vector_bytes(layer.value_dim)
 
 
 def range_bytes(layer: LayerShape, codec: Codec | None) -> int:
@@ -88,9 +89,11 @@ def check_dims(policy: Policy | None, layers: Sequence[LayerShape | None]) -> No
     """
     if policy is None or policy.codec is None:
         return
-    stored = [layer for layer in layers if layer is not None]
-    for dim in dict.fromkeys(dim for layer in stored for dim in (layer.key_dim, layer.value_dim)):
-        policy.codec.check_dim(dim)
+    of_keys, of_values = policy.codec.sides()
+    for layer in layers:
+        if layer is not None:
+            of_keys.check_dim(layer.key_dim)
+            of_values.check_dim(layer.value_dim)
 
 
 _INDEX = 8  # bytes of the index of a slot

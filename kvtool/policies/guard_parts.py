@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.maths.allocation import Allocation
 from kvtool.policies.allocate.problem import AllocationProblem, Heads
-from kvtool.policies.codec.codec import SCALE_BYTES
+from kvtool.policies.codec.codec import SCALE_BYTES, Codec
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.guard import fault, is_count, kind_of, run_hook
 from kvtool.policies.parts import Read
@@ -270,6 +270,13 @@ def _tokens(guard: _Guard, part: Any, hook: str, found: Any, heads: Heads) -> An
 # ---- codecs
 
 
+def _sides(guard: _Guard, part: Any, hook: str, found: Any) -> Any:
+    pair = isinstance(found, tuple) and len(found) == 2
+    if not pair or not all(isinstance(each, Codec) for each in found):
+        raise fault(part, hook, f"returns {kind_of(found)}, not the codecs of keys and of values")
+    return tuple(guarded_part(each) for each in found)
+
+
 def _encode(guard: _Guard, part: Any, hook: str, found: Any, numbers: Tensor) -> Any:
     import torch
 
@@ -318,6 +325,7 @@ _CHECKS: dict[str, Callable[..., Any]] = {
     "absorb": _absorb,
     "split": _split,
     "tokens": _tokens,
+    "sides": _sides,
     "encode": _encode,
     "decode": _decode,
 }

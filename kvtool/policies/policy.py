@@ -86,6 +86,8 @@ class Policy:
     codec: Codec | None = None
 
     def __post_init__(self) -> None:
+        if self.codec is not None:
+            object.__setattr__(self, "codec", self.codec.shortest())
         self._check_class(form_fault)
         for part in self._parts:
             check_numbers(part)

@@ -72,6 +72,8 @@ CODECS: dict[str, str] = {
     "int8": "codec.int8:Int8",
     "int4": "codec.int4:Int4",
     "fp8": "codec.fp8:FP8",
+    "int": "codec.mixed:Int",
+    "k8v4": "codec.mixed:K8V4",
 }
 ALLOCATORS: dict[str, str] = {  # modifiers that split the budget; `d2o` itself is a base
     "d2o-alloc" if name == "d2o" else name: f"allocate.{place}"

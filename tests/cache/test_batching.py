@@ -20,6 +20,8 @@ JOINED = [
     "full",
     "full+int8",
     "full+int4",
+    "full+k8v4",
+    "full+int(keys=4,values=8)",
     "random",
     "recency",
     "streaming(sinks=2)",
@@ -97,7 +99,7 @@ def run_alone(model, policy, budget, length: int, seed: int, steps: int):
 
 def in_codes(policy: str) -> bool:
     """Whether a last bit may move a code: 4 bits are too few for that to happen in these tests."""
-    return bool({"int8", "fp8"} & set(policy.split("+")))
+    return bool({"int8", "fp8", "k8v4", "int(keys=4,values=8)"} & set(policy.split("+")))
 
 
 def same_logits(logits, expected, cache, row, codes) -> None:
@@ -130,7 +132,9 @@ def same_row(both, alone, row: int) -> None:
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("policy", JOINED)
 def test_a_row_that_joins_is_what_it_is_alone(policy, budget):
-    model = kvtool.attach(peaky_model("llama", head_dim=32 if "int4" in policy else 16))
+    model = kvtool.attach(
+        peaky_model("llama", head_dim=32 if re.search("int4|k8v4|keys=4", policy) else 16)
+    )
     # (length, seed, steps): the second leaves after 5 steps, and the third and fourth come
     texts = [(37, 1, 14), (60, 2, 5), (11, 3, 9), (53, 4, 9)]
     alone = [run_alone(model, policy, budget, *text) for text in texts]

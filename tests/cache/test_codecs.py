@@ -19,7 +19,7 @@ from kvtool.maths.attention import attention_weights, group_queries, weighted_va
 from tests.coded import TIE_LOGITS, decoded_slots
 from tests.models_for_tests import FAMILIES, family_model, peaky_model, random_ids
 
-CODECS = ("int8", "fp8", "int4", "int4(rotate=false)")
+CODECS = ("int8", "fp8", "int4", "int4(rotate=false)", "k8v4", "int(keys=4,values=8)")
 POLICIES = (
     "full",
     "h2o",
@@ -109,13 +109,13 @@ def test_slices_make_no_difference(model, codec, monkeypatch):
 
 @pytest.mark.few(2)
 @pytest.mark.each_once
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "k8v4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_of_layers(family, codec):
     """Sliding windows, chunks, sinks, capped logits, latents, shared keys, own attention."""
     model = kvtool.attach(family_model(family))
     sizes = {dim for shape in shapes(model) for dim in (shape.key_dim, shape.value_dim)}
-    if codec == "int4" and any(size % 32 for size in sizes):
+    if codec != "int8" and any(size % 32 for size in sizes):
         return
     same(model, "h2o", codec, "full", atol=2e-3)
 
@@ -184,18 +184,49 @@ def test_a_prompt_attends_to_itself_exactly(model, codec):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("codec", "vector"), [("int8", 34), ("fp8", 34), ("int4", 18), ("int4(rotate=false)", 18)]
+    ("codec", "pair"),
+    [
+        ("int8", 34 + 34),
+        ("fp8", 34 + 34),
+        ("int4", 18 + 18),
+        ("int4(rotate=false)", 18 + 18),
+        ("k8v4", 34 + 18),
+        ("int(keys=4,values=8)", 18 + 34),
+    ],
 )
-def test_bytes_are_counted_from_tensors(model, codec, vector):
+def test_bytes_are_counted_from_tensors(model, codec, pair):
     _, cache = run(model, f"h2o+{codec}", 16)
     slots = cache.first_layer.slots
-    assert slots.token_bytes == 2 * vector
+    assert slots.token_bytes == pair
     held = sum(t.numel() * t.element_size() for t in slots.stored.values())
-    assert slots.kv_bytes == held == 17 * 2 * 2 * vector
+    assert slots.kv_bytes == held == 17 * 2 * pair
     report = cache.report()
-    assert report.kv_bytes == 2 * 2 * 16 * 2 * vector
+    assert report.kv_bytes == 2 * 2 * 16 * pair
     assert report.allocated_bytes == 2 * held
     assert report.full_bytes == 60 * 2 * 2 * 2 * 32 * 4
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("rotate", ["true", "false"])
+def test_each_side_has_the_codes_of_its_own_format(model, rotate):
+    """Those of int8 and int4, bit for bit; a prompt has the same keys and values in all three."""
+    stored = {}
+    for codec in ("int8", f"int4(rotate={rotate})", f"int(keys=8,values=4,rotate={rotate})"):
+        cache = kvtool.build_cache(model, f"full+{codec}")
+        prefill(model, cache, random_ids(40))
+        stored[codec] = [layer.slots.used_stored() for layer in cache.slot_layers]
+    for of_keys, of_values, mixed in zip(*stored.values(), strict=True):
+        for name in ("keys", "key_scales"):
+            assert torch.equal(mixed[name], of_keys[name])
+        for name in ("values", "value_scales"):
+            assert torch.equal(mixed[name], of_values[name])
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("bits", "short"), [(8, "int8"), (4, "int4")])
+def test_short_forms_compute_the_same_bit_for_bit(model, bits, short):
+    long, _ = run(model, f"h2o+int(keys={bits},values={bits})", 16)
+    assert torch.equal(long, run(model, f"h2o+{short}", 16)[0])
 
 
 def test_copies_share_what_never_changes(model):

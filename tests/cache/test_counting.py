@@ -74,6 +74,8 @@ def test_policies_keep_the_same(monkeypatch, policy, mode):
         "snapkv(window=4)+int8",
         "streaming+int4(rotate=false)",
         "h2o+ada+int4",
+        "tova+k8v4",
+        "roco+ada+int(keys=4,values=8)",
     ],
 )
 def test_codes_are_read_where_they_lie(monkeypatch, policy, padded):
@@ -96,7 +98,9 @@ def with_key_bias(model, size=200.0):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("policy", ["h2o+int8", "tova+fp8", "roco+caote+int4", "h2o+ada+int4"])
+@pytest.mark.parametrize(
+    "policy", ["h2o+int8", "tova+fp8", "roco+caote+int4", "h2o+ada+int4", "h2o+k8v4"]
+)
 def test_codes_of_biased_keys_are_read_where_they_lie(monkeypatch, policy):
     model = with_key_bias(peaky_model("llama", head_dim=32))
     compare(monkeypatch, model, policy, "full", random_ids(LENGTH), tolerance=2e-3)

@@ -28,7 +28,7 @@ TEXT = (
 )
 ASKED = ((7429103, 55812, "falcon"), (36592, 90417, "tiger"), (18273, 64509, "falcon"))
 PAIRS = {"middle": [0.5], "slowest": [1], "several": [0.5, 0.8, 1]}  # the model needs the fast
-CODECS = ["fp8", "int8", "int4"]
+CODECS = ["fp8", "int8", "int4", "k8v4"]
 WHY = "a few channels are so much larger than the others"
 
 
@@ -155,7 +155,7 @@ def test_values_that_rounding_would_lose_are_refused():
 
 
 @pytest.mark.parametrize(
-    "policy", ["h2o+int8", "full+int4", "snapkv(window=4)+ada+fp8", "h2o+calidrop+int8"]
+    "policy", ["h2o+int8", "full+int4", "snapkv(window=4)+ada+fp8", "h2o+calidrop+int8", "h2o+k8v4"]
 )
 def test_a_padded_entry_a_file_and_a_beam_are_what_one_alone_is(policy, tmp_path):
     model = biased("slowest", 100.0)

@@ -162,15 +162,21 @@ class Rounded(Int8):
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
-    ("codec", "form"), [(Int8, "int8"), (Halves, None), (Coarse, None), (Rounded, "int8")]
+    ("codec", "forms"),
+    [
+        (Int8, ("int8", "int8")),
+        (Halves, None),
+        (Coarse, None),
+        (Rounded, ("int8", "int8")),
+    ],
 )
-def test_kernels_are_asked_for_codes_that_they_know(monkeypatch, codec, form):
+def test_kernels_are_asked_for_codes_that_they_know(monkeypatch, codec, forms):
     """They run on CUDA; here the device replaces it, and plain torch computes in their place."""
     asked: set[Family] = set()
     monkeypatch.setattr(attend, "TRITON_DEVICES", frozenset({DEVICE.type}))
     monkeypatch.setattr(trust, "usable", lambda family, *_, **__: asked.add(family))
     check(elsewhere(), compose(H2O(), [codec()]), "full", padded_turns)
-    assert asked & set(CODES.values()) == ({CODES[form]} if form else set())
+    assert asked & set(CODES.values()) == ({CODES[forms]} if forms else set())
 
 
 def test_tensors_of_two_devices_do_not_meet():

@@ -306,7 +306,7 @@ def test_heads_that_4_bits_cannot_share_scales_in_are_refused(kvtool, flags):
     done = kvtool("plan-budget", *asked, "-p", "h2o+int4", *flags)
     assert (done.code, done.out) == (2, "")
     assert done.err.splitlines() == [
-        "error: `int4` shares scales among 32 channels, and a head of this model has 48",
+        "error: 4 bits share scales among 32 channels, and a head of this model has 48",
         "hint: take int8 or fp8, which take any head size",
     ]
     assert kvtool("plan-budget", *asked, "-p", "h2o+int8", *flags).code == 0

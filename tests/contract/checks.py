@@ -26,6 +26,7 @@ from kvtool.generation import decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding
 from kvtool.maths.quantise import RandomRotation
 from kvtool.policies.policy import reads_whole
+from tests.coded import TIE_LOGITS
 from tests.contract.cases import Case
 from tests.models_for_tests import any_cache, instructed, peaky_model, random_ids
 
@@ -240,18 +241,29 @@ def full_logits(policy: str, mode: str) -> Tensor:
     return torch.stack(found)
 
 
+def same_but_for_ties(case: Case, found: Tensor, expected: Tensor) -> None:
+    """Compare logits; under a codec a number between two codes may be rounded to the other one."""
+    close = torch.isclose(found, expected, atol=2e-5, rtol=2e-5)
+    if case.policy.codec is not None and not close.all():
+        assert close.float().mean() > 0.5
+        torch.testing.assert_close(found, expected, atol=TIE_LOGITS, rtol=2e-5)
+    else:
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
 @check
 def a_budget_that_fits_gives_the_full_caches_logits(case: Case) -> None:
     for mode in MODES:
         cache = new_cache(case, mode, budget=2 * (PROMPT + NEW))
         found = torch.cat([feed(cache, random_ids(PROMPT)), steps(cache, random_ids(NEW, seed=1))])
         read = "full" if reads_whole(case.policy, planned=False) else mode
-        torch.testing.assert_close(found, full_logits(case.full, read), atol=2e-5, rtol=2e-5)
+        same_but_for_ties(case, found, full_logits(case.full, read))
         report = cache.report()
         assert report.kept_per_layer == [PROMPT + NEW] * LAYERS
         codec = case.policy.codec
-        pair = report.full_bytes if codec is None else 2 * codec.vector_bytes(DIM) * SLOTS
-        assert report.kv_bytes == pair
+        sides = () if codec is None else codec.sides()
+        coded = sum(side.vector_bytes(DIM) for side in sides) * SLOTS
+        assert report.kv_bytes == (coded or report.full_bytes)
 
 
 @functools.cache

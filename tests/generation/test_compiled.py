@@ -27,7 +27,13 @@ from tests.models_for_tests import family_model, peaky_model, random_ids
 
 STEADY = ["streaming", "h2o+caote", "roco", "tova", "d2o+uniform", "streaming+cam"]
 STEADY += ["h2o(positions=cache)", "knorm"]
-CODED = ["h2o+caote+int8", "tova+fp8", "snapkv(window=4)+int4", "streaming(positions=cache)+int4"]
+CODED = [
+    "h2o+caote+int8",
+    "tova+fp8",
+    "snapkv(window=4)+int4",
+    "streaming(positions=cache)+int4",
+    "h2o+k8v4",
+]
 APPENDING = ["full", "snapkv(window=4)", "lagkv"]
 PACED = ["h2o+every(steps=6)", "rkv(window=4,buffer=6)", "tova+caote+every(steps=6)"]
 PACED += ["keydiff+every(steps=6)", "roco+ada+every(steps=6)", "d2o+uniform+every(steps=6)"]

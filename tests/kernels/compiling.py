@@ -23,6 +23,7 @@ from kvtool.kernels.attend_rows import attend_rows
 from kvtool.kernels.attend_slots import attend_slots
 from kvtool.kernels.checks import QUANTISED
 from kvtool.kernels.column_sums import column_sums
+from kvtool.kernels.kind import CODES
 from kvtool.kernels.page_scores import page_scores
 from kvtool.kernels.row_product import row_product
 from kvtool.maths.columns import COLUMNS
@@ -102,11 +103,11 @@ def call_kernels(case: Case, dtype: torch.dtype) -> None:
     counted = decode | {"valid": torch.ones(batch, dtype=torch.bool), "weights": True}
     masked, wanted = (None, decode) if case.plain else (stored, counted)
     attend_slots(token, key, value, masked, sums, **wanted)
-    for form, quantised in QUANTISED.items():
-        if form == "int4" and (case.dim % GROUP or case.value_dim % GROUP):
+    for of_keys, of_values in CODES:
+        if "int4" in (of_keys, of_values) and (case.dim % GROUP or case.value_dim % GROUP):
             continue
-        codes = *quantised(key), *quantised(value)
-        options = wanted | {"form": form, "value_dim": case.value_dim}
+        codes = *QUANTISED[of_keys](key), *QUANTISED[of_values](value)
+        options = wanted | {"forms": (of_keys, of_values), "value_dim": case.value_dim}
         attend_codes(token, *codes, masked, sums, **options)
     chosen = torch.zeros(batch, case.shown, min(total, 100), dtype=torch.int64)
     for places in (None, chosen):

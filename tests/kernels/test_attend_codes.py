@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvtool.kernels import reference
 from kvtool.kernels.checks import QUANTISED
+from kvtool.kernels.kind import CODES
 from kvtool.maths.attention import attention_weights, group_queries, weighted_values
 from kvtool.maths.columns import COLUMNS
 from kvtool.maths.quantise import from_fp8, from_int4, from_int8
@@ -21,13 +22,15 @@ pytest.importorskip("triton")
 from kvtool.kernels.attend_codes import attend_codes
 
 DEQUANTISED = {"int8": from_int8, "fp8": from_fp8, "int4": from_int4}
-forms = pytest.mark.parametrize("form", QUANTISED)
+forms = pytest.mark.parametrize("forms", CODES, ids="-".join)
+
+Forms = tuple[str, str]  # of keys and of values
 
 
-def quantised(form: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Codes and scales of each tensor, as views of buffers with garbage behind what is in use."""
+def quantised(forms: Forms, *pair: torch.Tensor) -> list[torch.Tensor]:
+    """Codes and scales of keys and values, as views of buffers with garbage behind those in use."""
     views = []
-    for tensor in tensors:
+    for form, tensor in zip(forms, pair, strict=True):
         for part in QUANTISED[form](tensor.cpu()):
             slots = part.shape[2]
             buffer = part.new_full((*part.shape[:2], slots + 3, part.shape[3]), 77)
@@ -36,13 +39,13 @@ def quantised(form: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return views
 
 
-def compare(form: str, size: Sizes, names, weights: bool) -> None:
+def compare(forms: Forms, size: Sizes, names, weights: bool) -> None:
     drawn = Drawn(size)
-    codes = quantised(form, drawn.key, drawn.value)
+    codes = quantised(forms, drawn.key, drawn.value)
     stored = drawn.stored if size.ragged else None
     valid = torch.arange(size.batch, device=DEVICE) > 0 if size.ragged else None
     options = {
-        "form": form,
+        "forms": forms,
         "value_dim": size.value_dim,
         "scale": size.head_dim**-0.5,
         "softcap": size.softcap,
@@ -70,10 +73,13 @@ def compare(form: str, size: Sizes, names, weights: bool) -> None:
 @st.composite
 def decoded(draw):
     """Any head sizes in 8 bits, and multiples of a group, powers of two and others, in 4 bits."""
-    form = draw(st.sampled_from(list(QUANTISED)))
-    dims = st.sampled_from([32, 64, 96, 160] if form == "int4" else [8, 16, 24, 40, 64])
+    forms = draw(st.sampled_from(list(CODES)))
+    dims = [
+        draw(st.sampled_from([32, 64, 96, 160] if form == "int4" else [8, 16, 24, 40, 64]))
+        for form in forms
+    ]
     size = draw(sizes(most_new=1, most_kept=200))
-    return form, replace(size, window=None, head_dim=draw(dims), value_dim=draw(dims))
+    return forms, replace(size, window=None, head_dim=dims[0], value_dim=dims[1])
 
 
 @pytest.mark.exhaustive
@@ -87,24 +93,24 @@ def test_codes_are_attended_and_counted_as_in_plain_torch(drawn, names, weights)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.few(1)
 @pytest.mark.each_once
-def test_every_form_with_padding_sinks_and_a_soft_cap(form, dtype):
+def test_every_form_with_padding_sinks_and_a_soft_cap(forms, dtype):
     """Heads of 96 and 32: one is no power of two; one row of the batch is padding."""
-    compare(form, Sizes(2, 1, 2, 6, 90, 1, 96, 32, dtype, True, None, 3.0, True, 3), COLUMNS, True)
+    compare(forms, Sizes(2, 1, 2, 6, 90, 1, 96, 32, dtype, True, None, 3.0, True, 3), COLUMNS, True)
 
 
 @forms
 @pytest.mark.few(1)
-def test_long_caches_are_split_and_joined(form):
+def test_long_caches_are_split_and_joined(forms):
     size = Sizes(1, 2, 2, 4, 1100, 1, 32, 64, torch.float32, True, None, None, False, seed=9)
-    compare(form, size, COLUMNS, weights=True)
+    compare(forms, size, COLUMNS, weights=True)
 
 
 # ---- against explicit dequantisation
 
 
-def in_full(form, query, codes, visible=None):
+def in_full(forms, query, codes, visible=None):
     """Weights and output of attention over keys and values that are dequantised first."""
-    key, value = (DEQUANTISED[form](*codes[i : i + 2]) for i in (0, 2))
+    key, value = (DEQUANTISED[forms[i]](*codes[2 * i : 2 * i + 2]) for i in (0, 1))
     grouped = group_queries(query, key.shape[1])
     weights = attention_weights(grouped, key, scale=query.shape[-1] ** -0.5, visible=visible)
     return weights, weighted_values(weights, value)
@@ -112,19 +118,19 @@ def in_full(form, query, codes, visible=None):
 
 @pytest.mark.few(1)
 @forms
-def test_attention_over_codes_equals_explicit_dequantisation(form):
+def test_attention_over_codes_equals_explicit_dequantisation(forms):
     generator = torch.Generator().manual_seed(5)
     query = torch.randn(2, 6, 1, 64, generator=generator).to(DEVICE)
     key = torch.randn(2, 2, 70, 64, generator=generator)
     value = torch.randn(2, 2, 70, 96, generator=generator)
-    codes = quantised(form, key, value)
+    codes = quantised(forms, key, value)
     stored = torch.arange(70, device=DEVICE).expand(2, 2, -1).clone()
     stored[:, 1, ::3] = -1
     sums = {"attention_sum": torch.zeros(2, 2, 70, device=DEVICE)}
     out, weights = attend_codes(
-        *(query, *codes, stored, sums), form=form, value_dim=96, scale=1 / 8, weights=True
+        *(query, *codes, stored, sums), forms=forms, value_dim=96, scale=1 / 8, weights=True
     )
-    expected, expected_out = in_full(form, query, codes, (stored >= 0)[:, :, None, None])
+    expected, expected_out = in_full(forms, query, codes, (stored >= 0)[:, :, None, None])
     torch.testing.assert_close(weights, expected.flatten(1, 3), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-5)
     mean = expected.mean((2, 3))
@@ -138,9 +144,12 @@ def test_rotated_queries_over_rotated_codes_give_a_rotated_output():
     query = torch.randn(1, 4, 1, 64, generator=generator).to(DEVICE)
     key = torch.randn(1, 2, 50, 64, generator=generator).to(DEVICE)
     value = torch.randn(1, 2, 50, 96, generator=generator).to(DEVICE)
-    codes = quantised("int4", of_keys.rotate(key), of_values.rotate(value))
+    codes = quantised(("int4", "int4"), of_keys.rotate(key), of_values.rotate(value))
     out, _ = attend_codes(
-        *(of_keys.rotate(query), *codes, None, {}), form="int4", value_dim=96, scale=1 / 8
+        *(of_keys.rotate(query), *codes, None, {}),
+        forms=("int4", "int4"),
+        value_dim=96,
+        scale=1 / 8,
     )
     back = [
         of_keys.rotate_back(from_int4(*codes[:2])),
@@ -149,6 +158,27 @@ def test_rotated_queries_over_rotated_codes_give_a_rotated_output():
     weights = attention_weights(group_queries(query, 2), back[0], scale=1 / 8)
     expected = weighted_values(weights, back[1])
     torch.testing.assert_close(of_values.rotate_back(out), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_queries_and_outputs_are_rotated_for_their_own_side():
+    """Keys of 8 bits take the query as it is, and values of 4 bits give a rotated output."""
+    generator = torch.Generator().manual_seed(6)
+    rotation = Int4().rotation(7, 64, torch.device(DEVICE))
+    query = torch.randn(1, 4, 1, 64, generator=generator).to(DEVICE)
+    key, value = (torch.randn(1, 2, 50, 64, generator=generator).to(DEVICE) for _ in range(2))
+    outs = []
+    for forms in (("int8", "int4"), ("int4", "int8")):
+        turned = [form == "int4" for form in forms]
+        keys = rotation.rotate(key) if turned[0] else key
+        values = rotation.rotate(value) if turned[1] else value
+        asked = rotation.rotate(query) if turned[0] else query
+        codes = quantised(forms, keys, values)
+        out, _ = attend_codes(asked, *codes, None, {}, forms=forms, value_dim=64, scale=1 / 8)
+        outs.append(rotation.rotate_back(out) if turned[1] else out)
+    weights = attention_weights(group_queries(query, 2), key, scale=1 / 8)
+    expected = weighted_values(weights, value)
+    for out in outs:
+        torch.testing.assert_close(out, expected, atol=0.1, rtol=0.1)
 
 
 # ---- the formats, bit by bit
@@ -168,7 +198,7 @@ def one_slot(form: str, codes: list[int], scales: list[float], value_dim: int) -
     sizes = torch.tensor(scales, dtype=torch.float16, device=DEVICE).view(1, 1, 1, -1)
     query = torch.ones(1, 1, 1, value_dim, device=DEVICE)
     given = query, value, sizes, value, sizes, None, {}
-    out, _ = attend_codes(*given, form=form, value_dim=value_dim, scale=1.0)
+    out, _ = attend_codes(*given, forms=(form, form), value_dim=value_dim, scale=1.0)
     return out.flatten().tolist()
 
 
@@ -197,24 +227,24 @@ def test_nibbles_stand_in_their_channels_beside_their_scales():
 
 @pytest.mark.few(1)
 @forms
-def test_what_lies_in_empty_slots_changes_nothing(form):
+def test_what_lies_in_empty_slots_changes_nothing(forms):
     """A slot that was never written may hold any bits, NaN as a scale among them."""
     size = Sizes(1, 1, 1, 2, 600, 1, 32, 32, torch.float32, True, None, None, False, seed=11)
     drawn = Drawn(size)
     drawn.stored[..., :520] = -1  # a whole part
-    codes = quantised(form, drawn.key, drawn.value)
+    codes = quantised(forms, drawn.key, drawn.value)
     empty = drawn.stored[0, 0] < 0
     for tensor in codes:
         tensor[:, :, empty] = math.nan if tensor.is_floating_point() else 127
     kept = [tensor[:, :, ~empty] for tensor in codes]
     out, weights = attend_codes(
         *(drawn.query, *codes, drawn.stored, {}),
-        form=form,
+        forms=forms,
         value_dim=32,
         scale=0.2,
         weights=True,
     )
-    options = {"form": form, "value_dim": 32, "scale": 0.2, "weights": True}
+    options = {"forms": forms, "value_dim": 32, "scale": 0.2, "weights": True}
     expected, expected_weights = reference.attend_codes(drawn.query, *kept, None, {}, **options)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(weights[..., ~empty], expected_weights, atol=1e-5, rtol=1e-5)
@@ -223,14 +253,14 @@ def test_what_lies_in_empty_slots_changes_nothing(form):
 
 @pytest.mark.few(1)
 @forms
-def test_small_values_keep_their_bits_in_half_precision(form):
+def test_small_values_keep_their_bits_in_half_precision(forms):
     """Weights of e^-6 times scales of 1e-4 are denormal in float16; the first slot has no value."""
     generator = torch.Generator().manual_seed(8)
     query = torch.ones(1, 1, 1, 32, dtype=torch.float16, device=DEVICE)
     key, value = torch.zeros(1, 1, 300, 32), torch.rand(1, 1, 300, 32, generator=generator)
     key[:, :, 0], value[:, :, 0] = 6 / 32, 0
-    codes = quantised(form, key, value * 0.0127)
-    options = {"form": form, "value_dim": 32, "scale": 1.0}
+    codes = quantised(forms, key, value * 0.0127)
+    options = {"forms": forms, "value_dim": 32, "scale": 1.0}
     out, _ = attend_codes(query, *codes, None, {}, **options)
     expected, _ = reference.attend_codes(query.float(), *codes, None, {}, **options)
     torch.testing.assert_close(out.float(), expected, atol=0, rtol=2e-3)
@@ -238,16 +268,18 @@ def test_small_values_keep_their_bits_in_half_precision(form):
 
 @pytest.mark.gpu
 @forms
-def test_a_gpu_reads_codes_as_they_lie(form):
+def test_a_gpu_reads_codes_as_they_lie(forms):
     """One layer of an 8B model over 32K slots: what is allocated is far smaller than the codes."""
     assert DEVICE == "cuda"
     query = torch.randn(1, 32, 1, 128, device=DEVICE, dtype=torch.bfloat16)
     pair = [torch.randn(1, 8, 32768, 128, device=DEVICE) for _ in range(2)]
-    codes = [each for tensor in pair for each in QUANTISED[form](tensor)]
+    codes = [
+        each for form, tensor in zip(forms, pair, strict=True) for each in QUANTISED[form](tensor)
+    ]
     del pair
     sums = {"attention_sum": torch.zeros(1, 8, 32768, device=DEVICE)}
     expected = copied(sums)
-    options = {"form": form, "value_dim": 128, "scale": 128**-0.5, "weights": True}
+    options = {"forms": forms, "value_dim": 128, "scale": 128**-0.5, "weights": True}
     attend_codes(query, *codes, None, copied(sums), **options)  # compiles
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -31,7 +31,7 @@ PAGE = Path(__file__).parents[2] / "kvtool" / "planning" / "README.md"
 TARGETS = ("768KiB", "2MiB", "6MiB")
 PROMPT, NEW = 600, 16
 POLICIES = [cutting(name) for name in BASES if name != "full"]
-CODED = ("h2o+int8", "snapkv+fp8", "h2o+int4")
+CODED = ("h2o+int8", "snapkv+fp8", "h2o+int4", "h2o+k8v4")
 SMALLER = ("128KiB", "256KiB", "768KiB")
 CASES = [(name, target) for name in POLICIES for target in TARGETS]
 CASES += [(name, target) for name in CODED for target in SMALLER]

@@ -11,9 +11,9 @@ from kvtool.documents.memory import DeviceMemory, ModelShape
 from kvtool.documents.plan import Target
 from kvtool.errors import UsageError
 from kvtool.generation import compress, decode_step, prefill
-from kvtool.model_shape import layer_shapes
+from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.planning.batch_size import largest_batch
-from kvtool.planning.bytes import Text
+from kvtool.planning.bytes import Text, check_dims, stored_bytes
 from kvtool.planning.estimate import bytes_held, check_bytes, estimate_memory
 from kvtool.planning.held import check_run
 from kvtool.planning.peak import reading_bytes
@@ -24,8 +24,15 @@ from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.planning.test_forecast import bytes_of, forecast_of, most_held
 
 DIM, HEADS, LAYERS = 32, 2, 2
-VECTOR = {"int8": DIM + 2, "fp8": DIM + 2, "int4": DIM // 2 + DIM // 16}  # bytes, with scales
-CODECS = [*VECTOR, "int4(rotate=false)"]
+BITS_8, BITS_4 = DIM + 2, DIM // 2 + DIM // 16  # bytes of a vector, with its scales
+PAIR = {
+    "int8": 2 * BITS_8,
+    "fp8": 2 * BITS_8,
+    "int4": 2 * BITS_4,
+    "k8v4": BITS_8 + BITS_4,
+    "int(keys=4,values=8)": BITS_4 + BITS_8,
+}
+CODECS = [*PAIR, "int4(rotate=false)"]
 BASES = [
     "h2o",
     "snapkv(window=8)",
@@ -67,7 +74,7 @@ def test_what_is_forecast_is_held(model, base, codec, mode):
         assert found.full_storage == report.full_bytes == 2 * (n + NEW) * plain
 
 
-@pytest.mark.parametrize("codec", VECTOR)
+@pytest.mark.parametrize("codec", PAIR)
 def test_a_worked_slot(model, codec):
     """H2O: 41 slots of 2 heads, each of two vectors, a position and the attention received.
 
@@ -76,10 +83,10 @@ def test_a_worked_slot(model, codec):
     cache = kvtool.build_cache(model, f"h2o+{codec}", BUDGET)
     prefill(model, cache, random_ids(PROMPT), new_tokens=NEW)
     report = cache.report()
-    assert report.kv_bytes == LAYERS * HEADS * 40 * 2 * VECTOR[codec]
+    assert report.kv_bytes == LAYERS * HEADS * 40 * PAIR[codec]
     decode_step(model, cache, random_ids(1)[0])
     report = cache.report()
-    assert report.allocated_bytes == LAYERS * HEADS * 41 * 2 * VECTOR[codec]
+    assert report.allocated_bytes == LAYERS * HEADS * 41 * PAIR[codec]
     assert report.state_bytes == LAYERS * HEADS * (41 * (4 + 4) + 3 * DIM)
     assert report.traffic_bytes == report.allocated_bytes
 
@@ -158,6 +165,10 @@ def config_of(dim: int) -> LlamaConfig:
         ("full+fp8", None, 64, 1.94),
         ("full+int4", None, 128, 3.56),
         ("full+int4", None, 64, 3.56),
+        ("h2o+k8v4", "25%", 128, 10.1),
+        ("full+k8v4", None, 128, 2.53),
+        ("h2o+k8v4", "25%", 64, 10.0),
+        ("full+int(keys=4,values=8)", None, 64, 2.51),
     ],
 )
 def test_how_much_smaller_caches_are(policy, budget, dim, smaller):
@@ -181,7 +192,7 @@ def test_a_dry_run_tells_what_a_codec_saves_of_the_peak():
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["full", "block:16"])
-@pytest.mark.parametrize("policy", ["h2o+int8", "h2o+int4", "full+int8", "full+int4"])
+@pytest.mark.parametrize("policy", ["h2o+int8", "h2o+int4", "full+int8", "full+int4", "h2o+k8v4"])
 def test_the_bound_while_a_prompt_is_read_counts_one_layer_decoded(model, policy, mode):
     policy = kvtool.parse_policy(policy)
     budget = BUDGET if policy.takes_budget else None
@@ -201,7 +212,7 @@ def test_the_bound_while_a_prompt_is_read_counts_one_layer_decoded(model, policy
 
 @pytest.mark.few(2)
 @pytest.mark.each_once
-@pytest.mark.parametrize("codec", VECTOR)
+@pytest.mark.parametrize("codec", PAIR)
 @pytest.mark.parametrize(
     "base", ["h2o", "snapkv(window=8)", "h2o+ada", "streaming", "h2o+every(steps=7)"]
 )
@@ -227,7 +238,7 @@ def plan_of(model, policy, **target):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("codec", VECTOR)
+@pytest.mark.parametrize("codec", PAIR)
 def test_a_plan_in_bytes_is_obeyed(model, codec):
     plan = plan_of(model, f"h2o+{codec}", bytes=SIZE)
     cache = kvtool.build_cache(model, f"h2o+{codec}", plan=plan)
@@ -247,7 +258,7 @@ def test_a_plan_in_bytes_is_obeyed(model, codec):
 
 def test_a_plan_for_another_codec_is_looked_at_again(model):
     plan = plan_of(model, "h2o+int4", bytes=SIZE)
-    for other in ("h2o", "h2o+int8", "h2o+fp8"):
+    for other in ("h2o", "h2o+int8", "h2o+fp8", "h2o+k8v4"):
         refused = rf"for policy `h2o\+int4`, and `{re.escape(other)}` would hold"
         with pytest.raises(UsageError, match=refused) as told:
             kvtool.build_cache(model, other, plan=plan)
@@ -293,6 +304,14 @@ def test_a_value_may_be_what_cannot_be_stored():
     config.kv_lora_rank = 32  # beside a rotated key of 8
     with pytest.raises(UsageError, match="and a head of this model has 8"):
         kvtool.plan(config, tokens=9, context=90, policy="h2o+int4")
+
+
+def test_each_side_is_asked_for_its_own_size():
+    layer = LayerShape(kv_heads=2, heads=2, key_dim=48, value_dim=64, itemsize=2)
+    check_dims(kvtool.parse_policy("full+k8v4"), [layer, None])
+    with pytest.raises(UsageError, match="and a head of this model has 48"):
+        check_dims(kvtool.parse_policy("full+int(keys=4,values=8)"), [layer, None])
+    assert stored_bytes(layer, kvtool.parse_policy("full+k8v4").codec) == 48 + 2 + 32 + 4
 
 
 def test_a_device_that_cannot_make_codes_is_refused_before_a_cache(monkeypatch):

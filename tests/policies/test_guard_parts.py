@@ -187,6 +187,12 @@ MISTAKES = {
         lambda self, numbers: (numbers, numbers),
         "has codes that are Tensor of shape .*, not 1 bytes each",
     ),
+    "one codec for two sides": (
+        Codes,
+        "sides",
+        lambda self: self,
+        "returns Broken, not the codecs of keys and of values",
+    ),
     "decoded to nan": (
         Codes,
         "decode",

@@ -145,11 +145,13 @@ def _check_stored(
     dtype: torch.dtype,
 ) -> None:
     """Check keys and values, as they are or as codes."""
-    for kind, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
-        if codec is None:
+    sides = (None, None) if codec is None else codec.sides()
+    dims = {"key": shape.key_dim, "value": shape.value_dim}
+    for (kind, dim), side in zip(dims.items(), sides, strict=True):
+        if side is None:
             file.take(f"{name}.{kind}s", (*sizes, dim), dtype)
         else:
-            _check_codes(file, codec, f"{name}.{kind}", sizes, dim)
+            _check_codes(file, side, f"{name}.{kind}", sizes, dim)
     if codec is not None and any(f"{name}.{own}" in file.left for own in RANGES):
         channels = (*sizes[:2], 1, shape.key_dim)
         file.take(f"{name}.{RANGES[0]}", channels, torch.float16)

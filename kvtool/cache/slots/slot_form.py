@@ -111,6 +111,7 @@ class CodedForm(Form):
     """Codes and scales of keys and values.
 
     Attributes:
+        sides: the codecs of keys and of values.
         rotations: of keys and of values, before they are rounded; None: there are none.
         ranges: of the channels of keys, by the first block of each text.
         shifted: whether any of these changes anything.
@@ -125,14 +126,21 @@ class CodedForm(Form):
             layer: index in the model.
         """
         super().__init__(keys, values)
-        self.codec = codec
+        self.codec, self.sides = codec, codec.sides()
         batch, kv_heads, _, dim = keys.shape
         with torch.inference_mode(False):
             self.rotations = tuple(
-                codec.rotation(layer, tensor.shape[-1], tensor.device) for tensor in (keys, values)
+                side.rotation(layer, tensor.shape[-1], tensor.device)
+                for side, tensor in zip(self.sides, (keys, values), strict=True)
             )
             self.ranges = ChannelRanges.neutral(batch, kv_heads, dim, keys.device)
         self.shifted = False
+
+    @property
+    def kernel_forms(self) -> tuple[str, str]:
+        """The forms in which kernels read the codes of keys and of values; empty: they do not."""
+        of_keys, of_values = self.sides
+        return of_keys.kernel_form or "", of_values.kernel_form or ""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -182,14 +190,13 @@ class CodedForm(Form):
     def quantise(self, keys: Tensor, values: Tensor) -> Stored:
         if self.shifted:
             keys, values = self.ranges.narrow(keys), values.float()
-        if keys.shape == values.shape:  # both at once, which are rotated alike
-            codes, scales = self.codec.encode(
-                _rotated(torch.stack([keys, values]), self.rotations[0])
-            )
+        of_keys, of_values = self.sides
+        if of_keys is of_values and keys.shape == values.shape:  # both at once, rotated alike
+            codes, scales = of_keys.encode(_rotated(torch.stack([keys, values]), self.rotations[0]))
             (key_codes, value_codes), (key_scales, value_scales) = codes.unbind(), scales.unbind()
         else:
-            key_codes, key_scales = self.codec.encode(_rotated(keys, self.rotations[0]))
-            value_codes, value_scales = self.codec.encode(_rotated(values, self.rotations[1]))
+            key_codes, key_scales = of_keys.encode(_rotated(keys, self.rotations[0]))
+            value_codes, value_scales = of_values.encode(_rotated(values, self.rotations[1]))
         return {
             "keys": key_codes,
             "values": value_codes,
@@ -232,11 +239,11 @@ class CodedForm(Form):
 
     def rounded_keys(self, stored: Stored) -> Tensor:
         """Return the keys as they have been rounded, narrowed and rotated: float32."""
-        return self.codec.decode(stored["keys"], stored["key_scales"])
+        return self.sides[0].decode(stored["keys"], stored["key_scales"])
 
     def rounded_values(self, stored: Stored) -> Tensor:
         """Return the values as they have been rounded, rotated: float32."""
-        return self.codec.decode(stored["values"], stored["value_scales"])
+        return self.sides[1].decode(stored["values"], stored["value_scales"])
 
     def _rotated_back(self, vectors: Tensor, which: int) -> Tensor:
         rotation = self.rotations[which]

@@ -52,15 +52,14 @@ def can_count_codes(layer: SlotLayer, call: Call) -> bool:
     Keys that are rotated to their places at each step are not read as they lie.
     """
     form = layer.slots.form
-    codec = form.codec
-    if isinstance(form, CodedForm) and form.shifted and not (call.softcap is call.sinks is None):
-        return False  # what a shift adds to all products matters only there
-    if codec is None or codec.kernel_form not in CODES:
+    if not isinstance(form, CodedForm) or form.kernel_forms not in CODES:
         return False
+    if form.shifted and not (call.softcap is call.sinks is None):
+        return False  # what a shift adds to all products matters only there
     if layer.policy.observes_rows or call.place_keys is not None:
         return False
     return not _plain_asked(call) and trust.usable(
-        CODES[codec.kernel_form],
+        CODES[form.kernel_forms],
         call.query,
         group=call.query.shape[1] // layer.slots.kv_heads,
         value_dim=layer.slots.form.sample[1].shape[-1],
@@ -180,11 +179,11 @@ def _over_codes(
     valid: Tensor | None,
     weights: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend codes, by a query that is rotated as they are, and rotate the output back."""
+    """Attend codes, by a query that is rotated as keys are; rotate the output back as values."""
     from kvtool.kernels.attend_codes import attend_codes
 
     form, stored = slots.form, slots.used_stored()
-    if not isinstance(form, CodedForm) or form.codec.kernel_form is None:
+    if not isinstance(form, CodedForm):
         raise RuntimeError("these slots hold no codes that a kernel reads")
     of_values, query = form.rotations[1], call.query
     if form.shifted or form.rotations[0] is not None:
@@ -198,7 +197,7 @@ def _over_codes(
         stored["value_scales"],
         positions,
         sums,
-        form=form.codec.kernel_form,
+        forms=form.kernel_forms,
         value_dim=form.sample[1].shape[-1],
         scale=call.scale,
         softcap=call.softcap,

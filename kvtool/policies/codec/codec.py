@@ -17,6 +17,9 @@ RANGE_BYTES = 3  # of a channel of the keys of one head: float16 and int8
 class Codec:
     """A way to store keys and values; a slot is quantised when it is written, and never again.
 
+    Most store both alike. Another one returns those of keys and of values in `sides`, which have
+    the attributes and methods below.
+
     Attributes:
         code_bits: of one channel.
         kernel_form: the form of `kvtool.kernels.kind.CODES` in which kernels read the codes; None:
@@ -33,6 +36,14 @@ class Codec:
         super().__init_subclass__()
         if "decode" in vars(cls) and "kernel_form" not in vars(cls):
             cls.kernel_form = None  # a kernel would read the codes as the base does
+
+    def sides(self) -> tuple[Codec, Codec]:
+        """Return the codec of keys and that of values."""
+        return self, self
+
+    def shortest(self) -> Codec:
+        """Return the same codec under the shortest of its names."""
+        return self
 
     def check_dim(self, dim: int) -> None:
         """Refuse keys or values of `dim` channels, if they cannot be stored.

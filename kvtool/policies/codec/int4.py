@@ -43,7 +43,7 @@ class Int4(Codec):
     def check_dim(self, dim: int) -> None:
         if dim % GROUP:
             raise UsageError(
-                f"`int4` shares scales among {GROUP} channels, and a head of this model has {dim}",
+                f"4 bits share scales among {GROUP} channels, and a head of this model has {dim}",
                 hint="take int8 or fp8, which take any head size",
             )
 

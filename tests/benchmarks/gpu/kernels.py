@@ -260,17 +260,19 @@ def _chosen(settings: Settings):
     return call, moved, f"1 query, {count} of {slots} keys"
 
 
-def _codes(form: str, settings: Settings):
+def _codes(forms: tuple[str, str], settings: Settings):
     from kvtool.kernels.attend_codes import attend_codes
 
     kv_heads, heads, dim, slots, _ = _layer(settings)
     dim = max(dim, GROUP)
     query = _draw(settings, 1, heads, 1, dim)
     pair = [_draw(settings, 1, kv_heads, slots, dim) for _ in range(2)]
-    codes = [each for tensor in pair for each in QUANTISED[form](tensor)]
+    codes = [
+        each for form, tensor in zip(forms, pair, strict=True) for each in QUANTISED[form](tensor)
+    ]
     sums = {COLUMNS[0]: torch.zeros(1, kv_heads, slots, device=settings.device)}
     moved = sum(each.nbytes for each in codes) + 2 * sums[COLUMNS[0]].nbytes
-    options = {"form": form, "value_dim": dim, "scale": dim**-0.5}
+    options = {"forms": forms, "value_dim": dim, "scale": dim**-0.5}
     call = partial(attend_codes, query, *codes, None, sums, **options)
     return call, moved, f"1 query, {slots} keys"
 
@@ -295,12 +297,16 @@ def _products(settings: Settings):
     return call, table.nbytes // 4, f"{dim // 4} of {dim} channels, {slots} keys"
 
 
+def _named(forms: tuple[str, str]) -> str:
+    return " and ".join(dict.fromkeys(forms))
+
+
 TIMED: dict[str, Callable[[Settings], tuple[Callable[[], object], int, str]]] = {
     "attend_rows": _rows,
     "column_sums": _sums,
     "attend_slots": _slots,
     "attend_slots, chosen": _chosen,
-    **{f"attend_codes, {form}": partial(_codes, form) for form in CODES},
+    **{f"attend_codes, {_named(forms)}": partial(_codes, forms) for forms in CODES},
     "page_scores": _pages,
     "row_product": _products,
 }

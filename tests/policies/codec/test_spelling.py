@@ -6,6 +6,7 @@ from kvtool import UsageError
 from kvtool.policies.codec.fp8 import FP8
 from kvtool.policies.codec.int4 import Int4
 from kvtool.policies.codec.int8 import Int8
+from kvtool.policies.codec.mixed import K8V4, Int
 from kvtool.policies.grammar import parse_policy
 
 
@@ -16,6 +17,14 @@ from kvtool.policies.grammar import parse_policy
         ("h2o+fp8+caote", FP8(), "h2o+caote+fp8"),
         ("snapkv+int4( rotate = FALSE )+ada", Int4(rotate=False), "snapkv+ada+int4(rotate=false)"),
         ("adakv+int4(rotate=true)+calidrop", Int4(), "adakv+calidrop+int4"),
+        ("full+k8v4", K8V4(), "full+k8v4"),
+        ("h2o+int", K8V4(), "h2o+k8v4"),
+        ("h2o+int(keys=8,values=4)", K8V4(), "h2o+k8v4"),
+        ("h2o+int(rotate=false)", K8V4(rotate=False), "h2o+k8v4(rotate=false)"),
+        ("h2o+INT(Keys=4, Values=8)", Int(4, 8), "h2o+int(keys=4,values=8)"),
+        ("h2o+int(keys=8,values=8)", Int8(), "h2o+int8"),
+        ("h2o+int(keys=4,values=4)", Int4(), "h2o+int4"),
+        ("h2o+int(keys=4,rotate=false)", Int4(rotate=False), "h2o+int4(rotate=false)"),
     ],
 )
 def test_strings(text, codec, spelled):
@@ -25,7 +34,7 @@ def test_strings(text, codec, spelled):
     assert parse_policy(spelled) == policy
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("codec", ["int8", "fp8", "int4", "k8v4"])
 @pytest.mark.parametrize(
     ("base", "reason", "hint"),
     [
@@ -42,6 +51,13 @@ def test_what_is_refused(base, reason, hint, codec):
         parse_policy(f"{base}+CODEC".replace("CODEC", codec))
     assert reason.replace("CODEC", codec) in str(told.value)
     assert hint.replace("CODEC", codec) in (told.value.hint or "")
+
+
+@pytest.mark.parametrize("bits", [3, 0, 16])
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_bits_that_there_are_none_of(side, bits):
+    with pytest.raises(UsageError, match=f"int: {side} must have 4 or 8 bits, got {bits}"):
+        parse_policy(f"h2o+int({side}={bits})")
 
 
 def test_two_codecs_exclude_each_other():
