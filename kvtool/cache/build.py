@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
+from kvtool.cache.centres import read_centres
 from kvtool.cache.hooks.attach import attach
 from kvtool.cache.hooks.attachment import attachment, uncompiled
 from kvtool.cache.hooks.probes import find_query_rotations, find_rotations, rank_model
@@ -20,11 +21,13 @@ from kvtool.cache.slots.tensor_parallel import shards_of
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
 from kvtool.errors import UsageError
+from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import layer_shapes
 from kvtool.planning.bytes import check_dims
 from kvtool.planning.derived import check_derived, check_plan
 from kvtool.planning.held import check_run, planned_heads
 from kvtool.policies.allocate.uniform import Uniform
+from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy, check_blocks
 from kvtool.sizes import Budget, parse_prefill
@@ -108,18 +111,34 @@ def make_cache(
     block = parse_prefill(prefill)
     check_blocks(policy, block)
     attach(model)
-    split, rotations = policy.head_split, []
+    split, rotations = policy.head_split, list[Rotation | None]()
+    centres: dict[int, QueryCentres] = {}
     if policy.score.positions == "cache":
         rotations = find_rotations(model, attention_layers(config), "positions=cache")
     elif policy.moments is not None:
-        rotations = find_query_rotations(model, attention_layers(config), policy.score.name)
+        layers, asked = attention_layers(config), f"policy `{policy.score.name}`"
+        rotations = find_query_rotations(model, layers, asked)
+        if policy.moments.stats is not None:
+            rotated = dict(zip(layers, rotations, strict=True))
+            stats, name = policy.moments.stats, policy.score.name
+            centres = read_centres(stats, name, layer_shapes(model.config), rotated)
     if split is None or split.scores is None:
         head_ranks = None
     elif head_ranks is None:
         head_ranks = rank_model(model, split.scores)
     link = ModelLink(weakref.ref(model), shards_of(model), head_ranks, length_rope(model))
     kernel = kernel_of(model)
-    return KVCache(config, policy, request, block, kernel, plan, link=link, rotations=rotations)
+    return KVCache(
+        config,
+        policy,
+        request,
+        block,
+        kernel,
+        plan,
+        link=link,
+        rotations=rotations,
+        centres=centres,
+    )
 
 
 def check_codec(model: PreTrainedModel, policy: Policy) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedConfig
 
@@ -14,6 +14,7 @@ from kvtool.cache.steps.call import IMPLEMENTATION
 from kvtool.errors import KvtoolError
 from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import FREE, SLIDING, stores_latents
+from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
 from kvtool.transformers_versions import kv_sharing_layers, layer_types, stock_layers
@@ -72,12 +73,14 @@ def make_layers(
     policy: Policy,
     meter: ByteMeter,
     rotations: Sequence[Rotation | None] = (),
+    centres: Mapping[int, QueryCentres] | None = None,
 ) -> list:
     """Make a slot layer for each attention layer, and transformers' own for the others.
 
     Args:
         meter: counts the bytes of all.
         rotations: of each attention layer, where something rotates keys or queries.
+        centres: of the queries of layers by their index, where a file has them.
     """
     sliding = Policy(Recency(positions=policy.score.positions), codec=policy.codec)
     shown = stores_latents(config) or config._attn_implementation != IMPLEMENTATION
@@ -91,7 +94,8 @@ def make_layers(
             layers += stock_layers(kind, options)
             continue
         rotation = rotations[len(slot_layers)] if rotations else None
-        parts = make_parts(LayerSite(own, i, rotation, above=tuple(free)))
+        centre = None if centres is None else centres.get(i)
+        parts = make_parts(LayerSite(own, i, rotation, above=tuple(free), centres=centre))
         if kind.startswith("hybrid"):
             states = options.get("number_of_states", 1)
             layer: SlotLayer = HybridSlotLayer(i, own, window, parts, meter, states, shown=shown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -29,6 +29,7 @@ from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.maths.rotation import Rotation
+from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.policy import Policy, reads_whole
 from kvtool.sizes import Budget
 
@@ -65,10 +66,11 @@ class CacheState(Cache):
         *,
         link: ModelLink | None = None,
         rotations: Sequence[Rotation | None] = (),
+        centres: Mapping[int, QueryCentres] | None = None,
     ) -> None:
         promised = plan is not None or (budget is not None and budget.bytes is not None)
         self.meter = ByteMeter(promised=promised)
-        layers = make_layers(config, policy, self.meter, rotations)
+        layers = make_layers(config, policy, self.meter, rotations, centres)
         super().__init__(layers=layers)
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]

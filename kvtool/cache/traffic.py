@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvtool.cache.files.tensor_file import DamagedFile, TensorFile
+from kvtool.cache.files.heads import read_heads
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.documents.files import expand
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.planning.rocketkv import PlannedStages, planned_stages, sized_reader, tokens_left
@@ -33,18 +32,9 @@ def read_basis(path: str) -> Tensor:
         (layers, kv_heads, head_dim, head_dim), a direction a column, NaN for layers without one.
 
     Raises:
-        UsageError: no such file, or none with key bases.
+        UsageError: no such file, none with key bases, or one that was changed.
     """
-    if not expand(path).is_file():
-        raise UsageError(f"loki: no file of key bases at `{path}`")
-    try:
-        with expand(path).open("rb", buffering=0) as raw:
-            return TensorFile(raw).read(NAME)
-    except (DamagedFile, OSError, KeyError) as error:
-        raise UsageError(
-            f"`{path}` holds no `{NAME}`",
-            hint=f"written by kvtool profile --metrics {NAME} -o profile.yaml, beside it",
-        ) from error
+    return read_heads(path, (NAME,), policy="loki", what="key bases")[NAME]
 
 
 @dataclass

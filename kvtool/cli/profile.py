@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvtool.evaluation.profile import Profiled
 
 _PICTURES = (".png", ".svg", ".pdf")
+_IN_A_FILE = {"key_basis": "key bases", "query_centres": "centres of queries"}
 
 
 def profile(options: ProfileSettings, terminal: Terminal) -> None:
@@ -76,8 +77,9 @@ def _check_paths(options: ProfileSettings, terminal: Terminal) -> None:
             raise UsageError("--plot: memory alone has no picture", hint="leave out --plot")
         require("plots", needed_by="--plot")
     check_folder(options.model, config_only=metrics == ("memory",))
-    if "key_basis" in metrics and options.heads_path is None:
-        terminal.note("note: the key bases go to a file beside the profile; name it, -o FILE")
+    for metric, what in _IN_A_FILE.items():
+        if metric in metrics and options.heads_path is None:
+            terminal.note(f"note: the {what} go to a file beside the profile; name it, -o FILE")
 
 
 def _read_request(options: ProfileSettings) -> ProfileRequest:

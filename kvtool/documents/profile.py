@@ -122,6 +122,8 @@ class Metrics(_Sparse):
         robustness: share of tokens whose attention varies most within their first 50 steps.
         key_basis: share of the keys' variance in the first quarter of their principal components,
             which are in the file of numbers per head.
+        query_centres: length of the queries' mean before RoPE over their mean length, summed over
+            pairs; both are in the file of numbers per head.
     """
 
     f_variance: Annotated[Layers | None, PER_LAYER] = None
@@ -133,6 +135,7 @@ class Metrics(_Sparse):
     robustness: Annotated[Layers | None, Unit("of the tokens, per layer")] = None
     output_error: OutputErrors | None = None
     key_basis: Annotated[Layers | None, Unit("of the variance, per layer")] = None
+    query_centres: Annotated[Layers | None, Unit("of the mean length, per layer")] = None
     memory: MemoryTable | None = None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvtool.cache.files.heads import heads_metadata
 from kvtool.cache.files.tensor_file import digest_of_file, write_tensors
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.profile import HeadsFile, Metrics, ProfileDocument
@@ -109,6 +110,6 @@ def _save_heads(path: Path | None, found: dict[str, Tensor]) -> HeadsFile | None
     if path is None:
         return None
     tensors = {name: values.contiguous() for name, values in sorted(found.items())}
-    metadata = {"kind": "kvtool.heads", "schema_version": "1"}
+    metadata = heads_metadata(tensors)
     write_tensors(path, tensors, metadata)
     return HeadsFile(path=path.name, sha256=digest_of_file(tensors, metadata))

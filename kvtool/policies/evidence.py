@@ -70,11 +70,13 @@ class MomentsAsked:
         sinks: number of first tokens whose queries are left out.
         covariance: whether their covariance is wanted beside their mean.
         lengths: whether the mean length of each of their pairs is wanted, too.
+        stats: a file of means that takes the place of the prompt's own; None: none.
     """
 
     sinks: int = 0
     covariance: bool = True
     lengths: bool = False
+    stats: str | None = None
 
     def held_bytes(self, layer: HeadSizes) -> int:
         """Count the bytes of them beside the slots, for one batch entry of a layer."""
@@ -139,6 +141,19 @@ class QueryMoments:
             covariance = rotation.rotate(covariance, turns).transpose(2, 3)
             covariance = rotation.rotate(covariance, turns)
         return replace(self, mean=mean, covariance=covariance)
+
+
+@dataclass(frozen=True)
+class QueryCentres:
+    """The centres of a layer's queries before RoPE, in all processes together.
+
+    Attributes:
+        mean: (heads, head_dim) float32.
+        lengths: (heads, pairs) float32, the mean lengths of their pairs.
+    """
+
+    mean: Tensor
+    lengths: Tensor
 
 
 _FIRST = "\n\nRepeat the previous context exactly."

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 from kvtool.cache.build import build_cache
 from kvtool.cache.hooks.attachment import attachment
+from kvtool.cache.hooks.probes import find_query_rotations
+from kvtool.cache.layers import attention_layers
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.finite import broken_entries, explain
@@ -17,6 +19,7 @@ from kvtool.profiling.column_sums import Density
 from kvtool.profiling.jaccard import Jaccard
 from kvtool.profiling.key_basis import KeyMoments, with_basis
 from kvtool.profiling.output_error import OutputError
+from kvtool.profiling.query_centres import QueryCentres
 from kvtool.profiling.query_cosine import QueryCosine
 from kvtool.profiling.recompute_frequency import RecomputeFrequency
 from kvtool.profiling.request import Plan
@@ -80,6 +83,11 @@ def make_studies(model: PreTrainedModel, plan: Plan, tokens: int) -> list[Study]
         studies.append(RecomputeFrequency(steps))
     if "key_basis" in wanted:
         studies.append(KeyMoments())
+    if "query_centres" in wanted:
+        layers = attention_layers(model.config.get_text_config(decoder=True))
+        asked = "--metrics query_centres"
+        rotations = find_query_rotations(model, layers, asked)
+        studies.append(QueryCentres(dict(zip(layers, rotations, strict=True))))
     if "topk_union" in wanted:
         studies.append(TopKUnion(steps))
     if "jaccard" in wanted:

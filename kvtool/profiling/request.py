@@ -24,10 +24,11 @@ METRICS = (
     "robustness",
     "output_error",
     "key_basis",
+    "query_centres",
     "memory",
 )
 DEFAULT = ("f_variance", "entropy", "query_cosine", "topk_union")
-ON_PROMPTS = {"f_variance", "entropy", "key_basis"}
+ON_PROMPTS = {"f_variance", "entropy", "key_basis", "query_centres"}
 """What reads prompts alone, without anything generated."""
 
 POLICY = "h2o"

@@ -20,6 +20,7 @@ from kvtool.documents.profile import (
 )
 from kvtool.profiling.jaccard import RATES, SCORES
 from kvtool.profiling.key_basis import leading_share
+from kvtool.profiling.query_centres import concentration
 from kvtool.profiling.recompute_frequency import GRID, replays_prompt
 from kvtool.profiling.request import Plan
 from kvtool.profiling.topk_union import TOP_K
@@ -67,6 +68,8 @@ def summarise(
         curves["robustness"] = RobustnessCurve(steps=steps, values=values)
     if "key_basis" in wanted:
         metrics["key_basis"] = _layers(leading_share(found["key_variance"]))
+    if "query_centres" in wanted:
+        metrics["query_centres"] = _layers(concentration(found))
     if "output_error" in wanted:
         metrics["output_error"] = OutputErrors(
             policy=str(plan.policy), budgets=list(plan.budgets), errors=_rows(found["output_error"])

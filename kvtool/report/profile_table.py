@@ -27,6 +27,7 @@ _NAMES = {
     "topk_union": "tokens ever in the top-k",
     "robustness": "early peak of attention std",
     "key_basis": "key variance in 1/4 of components",
+    "query_centres": "length of the queries' centre",
 }
 
 

@@ -29,6 +29,7 @@ _BARS = {
     "topk_union": ("tokens ever in the top-k", "tokens"),
     "robustness": ("early peak of std", "share of tokens"),
     "key_basis": ("variance of keys", "share in 1/4 of components"),
+    "query_centres": ("centres of queries", "share of the mean length"),
 }
 _CURVES = {
     "query_cosine": ("cosine by distance", "distance (tokens)", "distances"),

@@ -10,8 +10,7 @@ from safetensors import safe_open
 
 import kvtool
 from kvtool.cache.batching import append_entries, keep_entries
-from kvtool.cache.files.format import digest_of
-from kvtool.cache.files.tensor_file import write_tensors
+from kvtool.cache.files.tensor_file import digest_of, write_tensors
 from kvtool.cache.hooks.rope import length_rope
 from kvtool.cache.rope_lengths import LengthRope, RopeLengths
 from kvtool.errors import KvtoolError, UsageError

@@ -25,7 +25,7 @@ from kvtool.maths.pairs import pair_count, pair_lengths
 from kvtool.maths.rotation import Rotation
 from kvtool.maths.selection import take
 from kvtool.maths.statistics import add_moments
-from kvtool.policies.evidence import MomentsAsked, QueryMoments
+from kvtool.policies.evidence import MomentsAsked, QueryCentres, QueryMoments
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evidence, SlotView
 
@@ -230,6 +230,7 @@ class Moments(Part):
         asked: what of them the policy wants.
         rotation: how the layer turns its queries; None: it does not.
         shows_tokens: whether the policy looks at them while tokens are decoded, too.
+        centres: of queries of other texts, in place of the prompt's own; None: there are none.
         state: `count` (batch, heads), `mean` (batch, heads, head_dim) and, where they are wanted,
             `scatter` (batch, heads, head_dim, head_dim) and `lengths` (batch, heads, pairs), all
             float32; empty before the first block.
@@ -239,18 +240,25 @@ class Moments(Part):
     joins_decode = False
 
     def __init__(
-        self, asked: MomentsAsked, rotation: Rotation | None, *, shows_tokens: bool = False
+        self,
+        asked: MomentsAsked,
+        rotation: Rotation | None,
+        *,
+        shows_tokens: bool = False,
+        centres: QueryCentres | None = None,
     ) -> None:
         self.asked, self.rotation, self.shows_tokens = asked, rotation, shows_tokens
+        self.centres = centres
         self._scale: float = 1.0  # of the logits of the running attention
         self.clear()
 
     @classmethod
     def make(cls, site: LayerSite) -> Moments | None:
-        asked, when = site.policy.moments, site.policy.score.when
+        asked = site.policy.moments
         if asked is None:
             return None
-        return cls(asked, site.rotation, shows_tokens=when == "always")
+        always = site.policy.score.when == "always"
+        return cls(asked, site.rotation, shows_tokens=always, centres=site.centres)
 
     def clear(self) -> None:
         self.state: State = {}
@@ -263,6 +271,9 @@ class Moments(Part):
         logits that it computes of them.
         """
         self._scale = call.scale
+        if self.centres is not None:
+            self._take(self.centres, layer, call.query)
+            return
         for start in range(0, call.q_len, _ROWS):
             rows = slice(start, start + _ROWS)
             query, positions = call.query[:, :, rows].float(), block.new[:, rows]
@@ -270,6 +281,16 @@ class Moments(Part):
                 back = -positions.clamp(min=0)[:, None].float()
                 query = self.rotation.shift(query, back)
             self.add(query, positions >= self.asked.sinks)
+
+    def _take(self, centres: QueryCentres, layer: SlotLayer, query: Tensor) -> None:
+        """Take the centres of the heads that are held here, of which no query counts."""
+        if self.state:
+            return
+        batch, heads = query.shape[:2]
+        self.state = {"count": query.new_zeros(batch, heads, dtype=torch.float32)}
+        for name, number in (("mean", centres.mean), ("lengths", centres.lengths)):
+            own = layer.slots.heads.own(number[None]).to(query.device)
+            self.state[name] = own.repeat(batch, 1, 1)
 
     def add(self, query: Tensor, valid: Tensor) -> None:
         """Take in queries.

@@ -6,7 +6,6 @@ The metadata name the model, the policy and the budget. They are checked before 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.cache import KVCache
-from kvtool.cache.files.tensor_file import DamagedFile, TensorFile, bytes_of
+from kvtool.cache.files.tensor_file import DamagedFile, TensorFile
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.sizes import MOST_TOKENS
 from kvtool.weights_hash import weights_hash
@@ -88,16 +87,6 @@ def _check_kind(path: Path, metadata: dict[str, str]) -> None:
             f"`{path}` has schema version {metadata.get('schema_version')}; "
             f"this kvtool reads {SCHEMA}"
         )
-
-
-def digest_of(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """Return the checksum of all that a file holds."""
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(bytes_of(tensor))
-    return digest.hexdigest()
 
 
 def check_one_process(cache: KVCache) -> None:

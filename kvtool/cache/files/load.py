@@ -20,11 +20,11 @@ from kvtool.cache.files.format import (
     bad_file,
     check_metadata,
     check_one_process,
-    digest_of,
     has_weights,
     read_file,
 )
 from kvtool.cache.files.rope_checks import read_rope
+from kvtool.cache.files.tensor_file import digest_of
 from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer

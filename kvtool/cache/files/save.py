@@ -15,10 +15,9 @@ from kvtool.cache.files.format import (
     KIND,
     SCHEMA,
     check_one_process,
-    digest_of,
     weights_labels,
 )
-from kvtool.cache.files.tensor_file import write_tensors
+from kvtool.cache.files.tensor_file import digest_of, write_tensors
 from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.hooks.probes import recurrent_states
 from kvtool.cache.slots.layer import SlotLayer

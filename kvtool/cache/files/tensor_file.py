@@ -66,6 +66,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     write_with(path, write)
 
 
+def digest_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Return the checksum of all that a file holds, which seals it."""
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()
+
+
 def digest_of_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """Return the sha256 of the file that `write_tensors` makes, whoever writes to its path next."""
     digest = hashlib.sha256()

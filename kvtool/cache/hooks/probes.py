@@ -53,7 +53,7 @@ def find_rotations(model: PreTrainedModel, layers: list[int], asked: str) -> lis
 
 
 def find_query_rotations(
-    model: PreTrainedModel, layers: list[int], policy: str
+    model: PreTrainedModel, layers: list[int], asked: str
 ) -> list[Rotation | None]:
     """Find out how each layer rotates its queries, which is how it rotates its keys.
 
@@ -62,7 +62,7 @@ def find_query_rotations(
 
     Args:
         layers: indices of the attention layers.
-        policy: the name of the one that needs it.
+        asked: what needs it, in the words of a user.
 
     Returns:
         One for each of `layers`; None where nothing is rotated.
@@ -70,7 +70,6 @@ def find_query_rotations(
     Raises:
         KvtoolError: the queries of a layer cannot be rotated back.
     """
-    asked = f"policy `{policy}`"
     ask = partial(_ask_rotations, model, layers, asked, added=True)
     return ask_once(model, "rotations of queries", ask)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvtool.cache.slots.memory import LayerBudget
 from kvtool.maths.rotation import Rotation
 from kvtool.policies.evicted.eviction import Eviction
+from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.numbers import Count
 from kvtool.policies.policy import Policy
 
@@ -61,12 +62,14 @@ class LayerSite:
         index: of the layer in the model.
         rotation: by which the layer rotates keys and queries, where the policy asks; None: by none.
         above: the layers of free budget before this one.
+        centres: of the layer's queries, from a file; None: the prompt's own.
     """
 
     policy: Policy
     index: int
     rotation: Rotation | None = None
     above: Sequence[Any] = ()
+    centres: QueryCentres | None = None
 
 
 @dataclass(frozen=True)

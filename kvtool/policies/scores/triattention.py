@@ -15,8 +15,9 @@ budget + `every` tokens are held, and then one selection cuts back to the budget
 The position of a key cancels out. The first sum is the dot product of the key as it is stored,
 after RoPE, with the centre rotated to t and averaged over the distances. So no key is rotated back.
 
-Differences: the authors take the centres from 50 thousand and more tokens of any text beforehand;
-here they are those of the prompt. The prompt stays by default, as theirs does, but counts in the
+Differences: the authors take the centres from 50 thousand and more tokens of any text beforehand,
+as `kvtool profile --metrics query_centres` does for `stats`. Without such a file they are those of
+the prompt, later turns included. The prompt stays by default, as theirs does, but counts in the
 budget. Scaled rotations (YaRN) multiply queries and keys by a factor, of which S has the square.
 Numbers that a model does not rotate are paired in the layout of the others, with omega 0. In a
 model without RoPE omega is 0 throughout.
@@ -33,7 +34,7 @@ from kvtool.policies.numbers import Count, State, half, minimum
 from kvtool.policies.pace.every import Every
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.shared import moments_of_layers
-from kvtool.policies.spelling import check_least
+from kvtool.policies.spelling import check_least, computed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,12 +108,14 @@ class TriAttention(Score):
         recent: newest tokens that are always kept; half the budget at most.
         horizon: largest distance from which the centre looks at a token.
         prompt: keep all of the prompt, and evict among what is generated.
+        stats: a safetensors file of centres that `kvtool profile` wrote; None: the prompt's own.
     """
 
     every: int = 128
     recent: int = 128
     horizon: int = 65536
     prompt: bool = True
+    stats: str | None = computed("those of the prompt")
 
     name: ClassVar = "triattention"
     paper: ClassVar = "https://arxiv.org/abs/2604.04921"
@@ -123,7 +126,7 @@ class TriAttention(Score):
 
     @property
     def moments(self) -> MomentsAsked:
-        return MomentsAsked(covariance=False, lengths=True)
+        return MomentsAsked(covariance=False, lengths=True, stats=self.stats)
 
     @property
     def pace(self) -> Every:
