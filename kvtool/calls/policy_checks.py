@@ -238,7 +238,7 @@ def a_text_that_fits_the_budget_is_left_alone(own: Subject) -> None:
 def the_budget_is_held(own: Subject) -> None:
     if own.budget is None or own.policy.budget_is_traffic:
         raise Skip("the budget is not what is stored")
-    appends = own.policy.score.when == "prompt"
+    appends = own.policy.when == "prompt"
     most = own.budget + max(own.policy.spare - 1, 0)
     for mode in ("full", BLOCK):
         cache = own.cache(mode)
@@ -292,7 +292,7 @@ def one_block_is_the_whole_prompt(own: Subject) -> None:
 @check
 def blocks_of_one_token_decide_as_decoded_tokens(own: Subject) -> None:
     policy = own.policy
-    if own.budget is None or policy.score.when != "always" or policy.cuts is not None:
+    if own.budget is None or policy.when != "always" or policy.cuts is not None:
         raise Skip("it does not cut after every decoded token")
     if policy.on_evict is not None or policy.allocator is not None:
         raise Skip("another part of it goes by prompts")

@@ -152,7 +152,7 @@ def _policies(recipe: Recipe, source: Source) -> list[Policy]:
     if recipe.allocator is None:
         return parsed
     return [
-        policy if policy.score.when == "never" else with_allocator(policy, recipe.allocator)
+        policy if policy.when == "never" else with_allocator(policy, recipe.allocator)
         for policy in parsed
     ]
 

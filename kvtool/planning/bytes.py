@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from kvtool.model_shape import LayerShape
 from kvtool.policies.codec.codec import RANGE_BYTES
-from kvtool.policies.parts import Evidence
 from kvtool.policies.read.dry import step_bytes, table_bytes
 
 if TYPE_CHECKING:
@@ -254,12 +253,11 @@ def _free(
     slots = sum(_held(policy, tokens, text) for tokens in heads)
     beside = 0 if policy.moments is None else policy.moments.held_bytes(layer)
     if policy.on_evict is not None:
-        one_by_one = policy.score.when == "always" and policy.cuts is None
+        one_by_one = policy.when == "always" and policy.cuts is None
         evicts = one_by_one and text.new > 0 and text.full > budget.tokens
         beside += policy.on_evict.held_bytes(layer, evicts)
-    if policy.ranking.evidence is Evidence.QUERIES:
-        sequences = policy.ranking.window
-        beside += sequences * (layer.heads * layer.key_dim * layer.itemsize + _INDEX)
+    if policy.newest_queries:
+        beside += policy.newest_queries * (layer.heads * layer.key_dim * layer.itemsize + _INDEX)
     if budget.reading is None:
         read = sum(min(_read(policy, tokens, text), text.last) for tokens in heads)
         return slots, beside, read * stored_bytes(layer, policy.codec)
@@ -281,9 +279,9 @@ def _slots(budget: int, text: Text, spare: int = 1) -> int:
 
 def _held(policy: Policy, tokens: int, text: Text) -> int:
     """Return the slots of a head when all has been fed."""
-    if policy.score.when == "always":
+    if policy.when == "always":
         return _slots(tokens, text, policy.spare)
-    stored = text.prompt if policy.score.when == "never" or policy.select_only else tokens
+    stored = text.prompt if policy.when == "never" or policy.select_only else tokens
     return min(stored, text.prompt) + text.new
 
 
@@ -293,9 +291,9 @@ def _read(policy: Policy, tokens: int, text: Text) -> int:
         more = min(text.prompt, tokens) + max(text.new, 1) - tokens
         over = more if more <= policy.spare else (more - 1) % policy.spare + 1
         return tokens + over  # cut back to the budget each time that it has read the spare ones
-    if policy.score.when == "always":
+    if policy.when == "always":
         return tokens + (policy.score.layer_tokens != "same")  # a slot more takes in the token
-    stored = text.prompt if policy.score.when == "never" else tokens
+    stored = text.prompt if policy.when == "never" else tokens
     return min(stored, text.prompt) + max(text.new, 1)
 
 

@@ -40,7 +40,7 @@ def estimate_memory(
     budgets = layer_budgets(variant, policy, layers, text)
     in_blocks = (parse_prefill(variant.prefill) or text.prompt) < text.prompt
     # the last token is never fed; only where a prompt of known length came at once has it a slot
-    fed = text.new - 1 if in_blocks and text.new and policy.score.when == "never" else text.new
+    fed = text.new - 1 if in_blocks and text.new and policy.when == "never" else text.new
     found = forecast(policy, layers, budgets, replace(text, new=fed))
     stored = _of_all(layers, [_stored(policy, each, text) for each in budgets], text.prompt)
     reads = None
@@ -102,7 +102,7 @@ def layer_budgets(
 
 def _stored(policy: Policy, budget: LayerBudget, text: Text) -> int:
     """Return the tokens of a prompt that a layer stores, per KV head in the mean."""
-    keeps_all = policy.score.when == "never" or policy.select_only
+    keeps_all = policy.when == "never" or policy.select_only
     return text.prompt if keeps_all else min(budget.tokens, text.prompt)
 
 
@@ -124,7 +124,7 @@ def _on_host(
     if policy.on_evict is None:
         return 0
     free = [layer for layer in layers if layer is not None and layer.window is None]
-    grows = text.new if policy.score.when == "always" else 0
+    grows = text.new if policy.when == "always" else 0
     return text.sequences * sum(
         policy.on_evict.host_bytes(layer, max(0, text.prompt + grows - budget.tokens))
         for layer, budget in zip(free, budgets, strict=True)

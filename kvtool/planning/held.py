@@ -98,7 +98,7 @@ def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
     split = parse_allocator(plan.layers.allocator)
     if not isinstance(split, HeadSplit) or policy.head_split is not None:
         return policy
-    keeps_equal = policy.score.when == "never" or policy.budget_is_traffic
+    keeps_equal = policy.when == "never" or policy.budget_is_traffic
     return policy if keeps_equal else replace(policy, heads=split)
 
 

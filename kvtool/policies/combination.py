@@ -102,17 +102,28 @@ def check_split(split: HeadSplit, score: Score) -> None:
         )
 
 
-def check_pace(pace: Pace, score: Score) -> None:
-    """Refuse to cut at times of its own what is not cut while tokens are decoded, layer by layer.
+def check_pace(pace: Pace, score: Score, reader: Read | None) -> None:
+    """Refuse to cut at times of its own what cannot be cut while tokens are decoded, by layers.
+
+    A score that cuts prompts can if the last queries vote: so can the newest ones, at any time.
+
+    Args:
+        reader: of what is stored; None: all is read.
 
     Raises:
-        UsageError: such a score.
+        UsageError: such a score, or a reader.
     """
-    if score.when != "always":
-        does = "keeps everything" if score.when == "never" else "cuts prompts only"
+    votes = score.evidence is Evidence.LAST_ROWS and score.layer_tokens == "own"
+    if score.when == "never" or (score.when == "prompt" and not votes):
+        does = "keeps everything" if score.when == "never" else "scores prompts only"
         raise UsageError(
             f"`{pace.name}` says when decoded tokens are cut, and `{score.name}` {does}",
-            hint=f"h2o+{pace.name}",
+            hint=f"h2o+{pace.name} or snapkv+{pace.name}",
+        )
+    if reader is not None:
+        raise UsageError(
+            f"`{pace.name}` cuts slots while tokens are decoded, "
+            f"and the tables of `{reader.name}` only grow"
         )
     if score.pace is not None:
         raise UsageError(

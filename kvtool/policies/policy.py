@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS
@@ -101,7 +101,7 @@ class Policy:
         if self.select is not None:
             check_select(self.select, self.score, self.head_split)
         if self.pace is not None:
-            check_pace(self.pace, self.score)
+            check_pace(self.pace, self.score, self.reader)
         if self.heads is not None:
             check_split(self.heads, self.score)
         for split, over in ((self.allocate, "layers"), (self.heads, "heads")):
@@ -131,13 +131,16 @@ class Policy:
         if self.codec is not None:
             check_codec(self.codec, self.score, self.read, self.on_evict)
         used, split = self.on_evict, self.head_split
-        if used is not None and split is not None and self.score.when == "always":
+        if used is not None and split is not None and self.when == "always":
             raise UsageError(
                 f"`{used.name}` cannot follow heads of unequal counts while they decode, as "
                 f"`{self.score.name}` with `{split.modifier}` has them",
                 hint=f"put it on a policy that cuts a prompt: adakv+{used.name}",
             )
         for name in (
+            "when",
+            "votes_again",
+            "shows_keys",
             "statistics",
             "columns",
             "needs_all_rows",
@@ -185,7 +188,7 @@ class Policy:
     @property
     def budget_is_traffic(self) -> bool:
         """Return whether the budget is what a decode step reads, and not what is stored."""
-        if self.reader is None or self.score.when == "always":
+        if self.reader is None or self.when == "always":
             return False
         return self.score.when == "never" or self.reader.k is None
 
@@ -230,6 +233,27 @@ class Policy:
         appends = score.positions == "text" and score.evidence is not Evidence.LOGITS
         appends = appends and self.reader is None and self.codec is None
         return appends and (used is None or isinstance(used, Merging))
+
+    @cached_property
+    def when(self) -> Literal["always", "prompt", "never"]:
+        """Return when the budget is held: after every step, at the end of prompts, or never."""
+        return "always" if self.votes_again else self.score.when
+
+    @cached_property
+    def votes_again(self) -> bool:
+        """Return whether the newest queries vote whenever a layer is cut, decoded ones too."""
+        return self.pace is not None and self.score.when == "prompt"
+
+    @property
+    def newest_queries(self) -> int:
+        """Return how many newest queries each layer keeps to look back from."""
+        looks = self.votes_again or self.ranking.evidence is Evidence.QUERIES
+        return self.ranking.window if looks else 0
+
+    @cached_property
+    def shows_keys(self) -> bool:
+        """Return whether keys are looked at when slots are scored."""
+        return self.votes_again or self.ranking.evidence.shows_keys
 
     @property
     def takes_budget(self) -> bool:
@@ -283,7 +307,7 @@ class Policy:
     @property
     def spare(self) -> int:
         """Return the slots that a head may have above its budget: those of tokens to be cut."""
-        if self.score.when != "always":
+        if self.when != "always":
             return 0
         return 1 if self.cuts is None else self.cuts.spare
 

@@ -46,10 +46,17 @@ class NewestQueries(Protocol):
 
     Attributes:
         scale, softcap: as for `kvtool.maths.attention.attention_weights`.
+        positions: (batch, rows) int64 of them, -1 where there was none yet.
     """
 
     scale: float
     softcap: float | None
+
+    @property
+    def positions(self) -> Tensor | None: ...
+
+    def sinks_by_kv_head(self, kv_heads: int) -> Tensor | None:
+        """Return logits without a key, (kv_heads, group) or (batch, kv_heads, group)."""
 
     def by_kv_head(self, kv_heads: int) -> tuple[Tensor, Tensor]:
         """Return queries after RoPE, (batch, kv_heads, group, rows, head_dim), and which there are.

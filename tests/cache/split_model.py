@@ -33,6 +33,8 @@ def policies() -> list[str]:
         "tova+ada",
         "h2o+ada+caote",
         "triattention(every=6,prompt=false)+ada",
+        "snapkv(window=4)+every(steps=5)",
+        "adakv(window=4)+every(steps=5)",
         "h2o+calidrop(granularity=layer)",
         "tova+d2o-alloc",
     ]

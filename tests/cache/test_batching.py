@@ -62,6 +62,8 @@ JOINED = [
     "lagkv(sinks=1,lag=2)",
     "rkv(window=3,buffer=8)",
     "triattention(every=8,prompt=false)",
+    "snapkv(window=3,kernel=3)+every(steps=4)",
+    "adakv(window=3,kernel=3)+every(steps=4)",
     "pyramidinfer(min_context=2,sinks=1)",
 ]
 APART = [  # with the reason, below

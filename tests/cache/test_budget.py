@@ -139,6 +139,7 @@ def test_budgets_that_make_no_sense_are_refused(policy, budget, message):
 
 PACED = ["h2o+every(steps=7)", "roco+caote+every(steps=7)", "tova+every(steps=5)"]
 PACED += ["keydiff+every(steps=7)", "rkv(window=4,buffer=5)", "h2o(positions=cache)+every(steps=7)"]
+PACED += ["snapkv(window=4)+every(steps=7)", "snapkv(window=4)+caote+every(steps=7)"]
 PACED += ["h2o+d2o-merge+every(steps=7)", "streaming+calidrop+every(steps=7)"]
 
 

@@ -36,6 +36,7 @@ POLICIES = (
     "streaming(positions=cache)",
     "tova(positions=cache)+caote",
     "h2o+every(steps=5)",
+    "snapkv(window=4)+every(steps=5)",
     "h2o+calidrop(theta1=0.45,theta2=0.6)",
     "snapkv(window=4)+calidrop(theta1=0.45,theta2=0.6)",
     "sirllm",

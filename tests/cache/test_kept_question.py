@@ -31,6 +31,8 @@ POLICIES = [
     "sirllm",
     "rkv(window=4,buffer=8)",
     "h2o+every(steps=6)",
+    "snapkv(window=6)+every(steps=6)",
+    "adakv(window=6)+every(steps=6)",
     "h2o(positions=cache)",
     "rocketkv(window=6)",
 ]
@@ -75,7 +77,7 @@ def test_a_policy_then_holds_the_budget_and_the_question(policy):
         decode_step(model, cache, token[None])
         for layer in range(2):
             held = sum(map(len, kept(cache, layer)))
-            if parsed.score.when == "prompt":
+            if parsed.when == "prompt":
                 assert held == after[layer] + 2 * i
             else:
                 assert held <= after[layer] + 2 * (parsed.spare - 1)

@@ -45,9 +45,13 @@ def test_generate_asks_sharing_layers_for_the_last_token_only(family, policy):
         assert first.kept_positions(index).equal(second.kept_positions(index))
 
 
+PACED = ["h2o+every(steps=2)", "rkv(window=2,kernel=3,buffer=2)"]
+PACED += ["snapkv(window=2,kernel=3)+every(steps=2)"]
+
+
 @pytest.mark.few(1)
 @torch.no_grad()
-@pytest.mark.parametrize("policy", ["h2o+every(steps=2)", "rkv(window=2,kernel=3,buffer=2)"])
+@pytest.mark.parametrize("policy", PACED)
 @pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
 def test_a_layer_is_cut_after_others_have_read_its_keys(family, policy):
     """Against the plain model under the mask of what was kept before each token."""

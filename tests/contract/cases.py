@@ -87,7 +87,7 @@ class Case:
     @property
     def appends(self) -> bool:
         """Whether what is generated is appended to what a budget left of the prompt."""
-        return "appended" in self.entry.budget_kind
+        return "appended" in self.entry.budget_kind and self.policy.when == "prompt"
 
     @cached_property
     def budget(self) -> int | None:

@@ -140,7 +140,7 @@ class Policies:
                 logits = decode_step(self.model, cache, torch.tensor([token]))
         assert logits.isfinite().all(), f"{policy} makes logits that are not finite"
         kept = cache.report().kept_per_layer
-        holds = policy.score.when == "always" and isinstance(budget, int)
+        holds = policy.when == "always" and isinstance(budget, int)
         if holds and policy.allocator is None and policy.head_split is None:
             most = budget + policy.spare - 1  # before the next cut
             assert max(kept) <= most, f"{policy} keeps {kept} of {most}"

@@ -36,6 +36,7 @@ CODED = [
 ]
 APPENDING = ["full", "snapkv(window=4)", "lagkv"]
 PACED = ["h2o+every(steps=6)", "rkv(window=4,buffer=6)", "tova+caote+every(steps=6)"]
+PACED += ["snapkv(window=4)+every(steps=6)", "adakv(window=4)+every(steps=6)"]
 PACED += ["keydiff+every(steps=6)", "roco+ada+every(steps=6)", "d2o+uniform+every(steps=6)"]
 ROOMY = [*APPENDING, "adakv(window=4)"]
 

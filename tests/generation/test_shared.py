@@ -28,7 +28,14 @@ SHARING = {  # families of full attention alone
 ALONE = {"sirllm"}  # scores by logits
 COMBINED = [
     *("h2o+caote", "snapkv+fastcaote", "snapkv+ada", "snapkv+pyramid", "snapkv+chunk"),
-    *("h2o+every(steps=4)", "h2o+d2o-merge", "streaming+cam", "snapkv+calidrop", "h2o+calidrop"),
+    *(
+        "h2o+every(steps=4)",
+        "snapkv+every(steps=4)",
+        "h2o+d2o-merge",
+        "streaming+cam",
+        "snapkv+calidrop",
+        "h2o+calidrop",
+    ),
     *("h2o+int8", "snapkv+fp8", "d2o+uniform"),
 ]
 

@@ -42,6 +42,7 @@ BASES = [
     "h2o+caote",
     "h2o+calidrop",
     "h2o+every(steps=7)",
+    "snapkv(window=8)+every(steps=7)",
     "streaming(positions=cache)",
     "snapkv(window=8)+pyramid",
 ]

@@ -161,9 +161,9 @@ def test_a_budget_of_the_window_alone_is_refused():
 def test_attention_that_shows_no_queries_is_refused():
     model = family_model("falcon")
     cache = kvtool.build_cache(model, "rkv(window=4,buffer=4)", 12)
-    with pytest.raises(KvtoolError, match="`rkv` looks back from queries"):
+    with pytest.raises(KvtoolError, match=r"`rkv\(.*\)` looks back from queries"):
         model.generate(random_ids(20), past_key_values=cache, max_new_tokens=2)
     model = family_model("deepseek_v3")
     cache = kvtool.build_cache(model, "rkv(window=4,buffer=4)", 12)
-    with pytest.raises(KvtoolError, match="`rkv` needs keys that are stored as they are attended"):
+    with pytest.raises(KvtoolError, match="needs keys that are stored as they are attended"):
         model.generate(random_ids(20), past_key_values=cache, max_new_tokens=2)

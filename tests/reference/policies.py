@@ -349,6 +349,49 @@ class SnapKV(Reference):
         return set(positions[len(positions) - len(self.voters[head]) :])
 
 
+class VotesAgain(SnapKV):
+    """SnapKV whose newest queries vote on whatever is kept, each time that it is cut."""
+
+    def __init__(self, budget, window=32, kernel=7, pool="max", budgets=None):
+        super().__init__(budget, window, kernel, pool)
+        self.asked, self.budgets = {}, budgets
+
+    def look(self, keys):
+        """See `keys[head]`, `{position: [numbers]}` of all tokens so far."""
+        self.keys = keys
+
+    def ask(self, queries, scale):
+        """See `queries[head][member]`, a list of the block's queries; keep the newest."""
+        self.scale = scale
+        for head, members in enumerate(queries):
+            for member, own in enumerate(members):
+                before = self.asked.get((head, member), [])
+                self.asked[head, member] = (before + own)[-self.window :]
+
+    def observe(self, attention):
+        """Leave the block's own rows alone."""
+
+    def look_back(self, head, positions):
+        """One row for each of the newest queries: what it sees of the kept tokens."""
+        members = [own for (h, _), own in sorted(self.asked.items()) if h == head]
+        last = positions[-1]
+        rows = []
+        for i, same_token in enumerate(zip(*members, strict=True)):
+            seen = [p for p in positions if p <= last - (len(members[0]) - 1 - i)]
+            logits = [[_dot(q, self.keys[head][p]) * self.scale for p in seen] for q in same_token]
+            weights = [softmax(own) for own in logits]
+            mean = [sum(column) / len(weights) for column in zip(*weights, strict=True)]
+            rows.append(dict(zip(seen, mean, strict=True)))
+        return rows
+
+    def scores(self, head, positions, values):
+        self.voters = {head: self.look_back(head, positions)}
+        return super().scores(head, positions, values)
+
+    def forced(self, head, positions, victims):
+        return set(positions[-self.window :])
+
+
 class Paced(Reference):
     """A policy that cuts a prompt at once, and then every few tokens."""
 
@@ -366,7 +409,9 @@ class Paced(Reference):
         self.policy.forget(head, kept)
 
     def keep(self, head, positions, values):
-        if not self.in_prompt and len(positions) < self.budget + self.steps:
+        budgets = getattr(self.policy, "budgets", None)  # of each head; None: they have the same
+        self.policy.budget = self.budget if budgets is None else budgets[head]
+        if not self.in_prompt and len(positions) < self.policy.budget + self.steps:
             return list(positions)
         return self.policy.keep(head, positions, values)
 
@@ -421,6 +466,9 @@ class Caote(Reference):
         super().__init__(base.budget)
         self.base, self.fast, self.norm = base, fast, norm
         self.prompt_only = base.prompt_only
+        for name in ("look", "ask"):
+            if hasattr(base, name):
+                setattr(self, name, getattr(base, name))
         if isinstance(base, Tova):
             base.head_reduce = "kv_head"
 
@@ -470,6 +518,7 @@ BASES = {
     "tova": Tova,
     "roco": Roco,
     "snapkv": SnapKV,
+    "votes again": VotesAgain,
 }
 
 

@@ -27,7 +27,7 @@ from kvtool.maths.selection import take
 from kvtool.maths.statistics import add_moments
 from kvtool.policies.evidence import MomentsAsked, QueryCentres, QueryMoments
 from kvtool.policies.numbers import State
-from kvtool.policies.parts import Evidence, SlotView
+from kvtool.policies.parts import SlotView
 
 _ROWS = 1024  # queries that are rotated at a time
 
@@ -43,13 +43,14 @@ class QueryWindow(Part):
         query: (batch, heads, rows, head_dim), after RoPE; None before the first token.
         positions: (batch, rows) int64, -1 where there was none yet.
         scale, softcap: as for `kvtool.maths.attention.attention_weights`.
+        sinks: (heads,) logits without a key; None: there are none.
     """
 
     name = "query_window"
     refusals: Mapping[str, str] = {
-        "eager": "`{policy.score.name}` looks back from queries, "
+        "eager": "`{policy}` looks back from queries, "
         "and the eager attention of `{model}` does not show them",
-        "latents": "`{policy.score.name}`",
+        "latents": "`{policy}`",
     }
 
     def __init__(self, rows: int) -> None:
@@ -58,20 +59,28 @@ class QueryWindow(Part):
 
     @classmethod
     def make(cls, site: LayerSite) -> QueryWindow | None:
-        ranking = site.policy.ranking
-        return cls(ranking.window) if ranking.evidence is Evidence.QUERIES else None
+        rows = site.policy.newest_queries
+        return cls(rows) if rows else None
 
     def clear(self) -> None:
         self.query: Tensor | None = None
         self.positions: Tensor | None = None
         self.scale: float = 1.0
         self.softcap: float | None = None
+        self.sinks: Tensor | None = None
+
+    def for_heads(self, lanes: Lanes) -> LaneQueries:
+        return LaneQueries(self, lanes)
 
     def by_kv_head(self, kv_heads: int) -> tuple[Tensor, Tensor]:
         """Return queries as (batch, kv_heads, group, rows, head_dim), and which there are."""
         if self.query is None or self.positions is None:
             raise RuntimeError("no prompt has been seen")
         return group_queries(self.query, kv_heads), self.positions >= 0
+
+    def sinks_by_kv_head(self, kv_heads: int) -> Tensor | None:
+        """Return the sinks as (kv_heads, group)."""
+        return None if self.sinks is None else self.sinks.detach().view(kv_heads, -1)
 
     @torch.no_grad()
     def see(self, query: Tensor, positions: Tensor, scale: float, softcap: float | None) -> None:
@@ -118,6 +127,7 @@ class QueryWindow(Part):
             self.positions.narrow(1, row, 1).fill_(position)
 
     def note_queries(self, layer: SlotLayer, call: Call, block: Block) -> None:
+        self.sinks = call.sinks
         self.see(call.query, block.new, call.scale, call.softcap)
 
     def note_token(self, layer: SlotLayer, call: Call) -> None:
@@ -126,6 +136,8 @@ class QueryWindow(Part):
             newest = call.positions
         elif isinstance(newest, Tensor):
             newest = newest[..., 0]
+        if self.sinks is None and call.sinks is not None:  # the prompt was read from a file
+            self.sinks = call.sinks
         self.see_token(call.query, newest, call.scale, call.softcap)
 
     def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
@@ -172,6 +184,43 @@ class QueryWindow(Part):
     def nbytes(self) -> int:
         held = (self.query, self.positions)
         return tensor_bytes([tensor for tensor in held if tensor is not None])
+
+
+class LaneQueries(Part):
+    """The newest queries of some heads, in the layer that holds their tokens apart."""
+
+    name = "lane_queries"
+    joins_decode = False
+
+    def __init__(self, whole: QueryWindow, lanes: Lanes) -> None:
+        self._whole, self._lanes = whole, lanes
+
+    @property
+    def scale(self) -> float:
+        return self._whole.scale
+
+    @property
+    def softcap(self) -> float | None:
+        return self._whole.softcap
+
+    @property
+    def positions(self) -> Tensor | None:
+        positions = self._whole.positions
+        return None if positions is None else positions[self._lanes.entries]
+
+    def sinks_by_kv_head(self, kv_heads: int) -> Tensor | None:
+        """Return logits without a key as (lanes, 1, group)."""
+        sinks = self._whole.sinks_by_kv_head(self._lanes.kv_heads)
+        return None if sinks is None else sinks[self._lanes.heads][:, None]
+
+    def by_kv_head(self, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """Return queries as (lanes, 1, group, rows, head_dim), and which there are."""
+        query, valid = self._whole.by_kv_head(self._lanes.kv_heads)
+        entries = self._lanes.entries
+        return query[entries, self._lanes.heads][:, None], valid[entries]
+
+    def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
+        return replace(view, queries=(*view.queries, self))
 
 
 class LastQueries(Part):

@@ -195,7 +195,7 @@ def _take_budget(file: FileTensors, layer: SlotLayer, name: str) -> Tensor:
     budget = file.take(name, (rows,), torch.int64, 0, MOST_TOKENS)
     if layer.window is not None and (budget != layer.window - 1).any():
         raise file.bad(name, "is not the width of the layer's window")
-    if layer.policy.score.when != "never" and layer.window is None and (budget < 1).any():
+    if layer.policy.when != "never" and layer.window is None and (budget < 1).any():
         raise file.bad(name, "keeps no token")
     return budget
 
@@ -209,7 +209,7 @@ def _check_filled(
         most: tokens that each head may keep, (batch or 1, heads or 1).
         uneven: whether sequences or heads may hold different counts.
     """
-    when, filled = layer.policy.score.when, (positions >= 0).sum(-1)
+    when, filled = layer.policy.when, (positions >= 0).sum(-1)
     if when == "always" and (filled >= most + layer.policy.spare).any():
         raise file.bad(name, "holds more tokens than its budget")
     if not uneven and (positions < 0).any():

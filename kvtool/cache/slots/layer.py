@@ -66,7 +66,7 @@ class SlotLayer(TokenCounts, BatchLayer):
             self._give_back()
             del self.slots
         self.is_initialized = False
-        growth = Growth(self.policy.score.when, spare=self.policy.spare)
+        growth = Growth(self.policy.when, spare=self.policy.spare)
         self.sizing = Sizing(growth, meter)
         self.ragged: Ragged | None = None
         self.count_from(0, None)
@@ -184,13 +184,13 @@ class SlotLayer(TokenCounts, BatchLayer):
     @property
     def evicts_tokens(self) -> bool:
         """Whether the layer holds its budget after every token by a choice of its own."""
-        score = self.policy.ranking
-        return score.when == "always" and score.layer_tokens != "same"
+        policy = self.policy
+        return policy.when == "always" and policy.ranking.layer_tokens != "same"
 
     @property
     def appends(self) -> bool:
         """Whether decoded tokens are added and never take another's place."""
-        return self.policy.score.when != "always"
+        return self.policy.when != "always"
 
     @property
     def grows(self) -> bool:

@@ -16,7 +16,14 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import WaitingCut
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.steps.evict import part_block
-from kvtool.cache.steps.view import make_view, observe, score, values_by_kv_head
+from kvtool.cache.steps.view import (
+    make_view,
+    observe,
+    ordered,
+    score,
+    values_by_kv_head,
+    vote_again,
+)
 from kvtool.errors import UsageError
 from kvtool.maths.selection import keep_top
 from kvtool.policies.evidence import AttentionRows
@@ -56,10 +63,8 @@ def cut(
         budget, most = layer.budget.tokens, layer.budget.max_budget
     else:
         budget, most = split[..., None], int(split.max())
-    slots, order = min(most, view.positions.shape[2]), importance
-    select = layer.policy.selecting
-    if select is not None:
-        order = select.order(importance, view, protected).expand_as(importance)
+    slots = min(most, view.positions.shape[2])
+    order = ordered(layer.policy, view, importance, protected)
     chosen, positions = keep_top(order, view.positions, budget, protected, slots)
     kept = part_block(layer, joined, view, state, importance, chosen, positions)
     if split is not None:
@@ -131,7 +136,7 @@ def enter_block(
     if PROMPT in state:
         state[PROMPT][:, :, kept:] = (new >= 0)[:, None].float()
         _check_prompt(layer, state[PROMPT])
-    keys = (raw_key,) if layer.policy.ranking.evidence.shows_keys else ()
+    keys = (raw_key,) if layer.policy.shows_keys else ()
     view = make_view(layer, (values_by_kv_head(layer, value),), stored, count, keys)
     waiting = None
     for part in layer.parts.at["waiting_cut"]:
@@ -160,7 +165,8 @@ def block_needs_all_rows(layer: SlotLayer, block: Block) -> bool:
 
 def block_needs_last_rows(layer: SlotLayer, block: Block) -> bool:
     """Whether the policy wants the last queries' weights: only if something has to go."""
-    if layer.policy.ranking.evidence is not Evidence.LAST_ROWS:
+    policy = layer.policy
+    if policy.ranking.evidence is not Evidence.LAST_ROWS or policy.votes_again:
         return False
     return block.waiting is not None or _over_budget(layer, block)
 
@@ -219,6 +225,7 @@ def leave_block(
     for part in layer.parts.at["show_block"]:
         view = part.show_block(view)
     if waiting is not None:
+        view, rows = vote_again(layer.policy, view, rows)
         importance, _ = score(layer.policy, view, block.state, rows, 0)
         waiting.wait(importance, view.block)
         store_block(layer, block, raw_key, raw_value)
@@ -231,6 +238,7 @@ def leave_block(
             to_ragged(layer, layer.sorted_slots())
         return None
     evicted = at_least_zero(view.held - layer.budget.tokens)
+    view, rows = vote_again(layer.policy, view, rows)
     importance, protected = score(layer.policy, view, block.state, rows, evicted)
     note_scores(layer, view, importance, protected)
     if layer.policy.select_only:

@@ -19,9 +19,11 @@ from kvtool.cache.slots.slot_form import Form, Stored
 from kvtool.cache.steps.view import (
     held_slots,
     observe,
+    ordered,
     score,
     used_state,
     used_view,
+    vote_again,
     with_empty_slots,
 )
 from kvtool.maths.selection import keep_top, lowest, take
@@ -139,9 +141,11 @@ def cut_to_budget(
         target = torch.where(held >= budget + schedule.spare, budget, held)
     used = layer.slots.used_slots()
     evicted = view.held - target
+    view, rows = vote_again(layer.policy, view, rows)
     importance, protected = score(layer.policy, view, used.state, rows, evicted)
     most = int(target.max()) if isinstance(target, Tensor) else target
-    chosen, positions = keep_top(importance, view.positions, target, protected, most)
+    order = ordered(layer.policy, view, importance, protected)
+    chosen, positions = keep_top(order, view.positions, target, protected, most)
     layer.slots.replace(part_block(layer, None, view, used.state, importance, chosen, positions))
     schedule.count(target, budget, layer.seen)
 

@@ -24,11 +24,13 @@ from kvtool.cache.steps.evict import part_block
 from kvtool.cache.steps.view import (
     make_view,
     observe,
+    ordered,
     score,
     show_parts,
     stacked,
     used_keys,
     used_values,
+    vote_again,
     with_empty_slots,
 )
 from kvtool.maths.selection import keep_top, lowest
@@ -208,8 +210,10 @@ class PacedGroup(LayerGroup):
     def _cut(self, view: SlotView, state: dict[str, Tensor], rows: AttentionRows | None) -> None:
         first = self.layers[0]
         budget = first.budget.max_budget
+        view, rows = vote_again(first.policy, view, rows)
         importance, protected = score(first.policy, view, state, rows, view.held - budget)
-        kept = keep_top(importance, view.positions, budget, protected, budget)
+        order = ordered(first.policy, view, importance, protected)
+        kept = keep_top(order, view.positions, budget, protected, budget)
         of_all = (importance, view.positions, *kept)
         parts = zip(*(tensor.split(self._batch) for tensor in of_all), strict=True)
         for layer, (own, before, chosen, positions) in zip(self.layers, parts, strict=True):

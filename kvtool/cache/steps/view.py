@@ -15,6 +15,7 @@ from torch import Tensor
 from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import Form, Stored
+from kvtool.maths.attention import attention_weights, visible_keys
 from kvtool.maths.columns import add_columns
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import PROMPT, Count, State
@@ -48,7 +49,7 @@ class Dequantised(Sequence[Tensor]):
 
 def used_keys(*layers: SlotLayer) -> Sequence[Tensor]:
     """The keys in the slots in use of each layer; none where the policy does not look at them."""
-    if not layers[0].policy.ranking.evidence.shows_keys:
+    if not layers[0].policy.shows_keys:
         return ()
     return _of_layers(layers, _dequantise_keys)
 
@@ -169,7 +170,7 @@ def decode_needs_rows(layer: SlotLayer) -> bool:
     if policy.needs_all_rows:
         return True
     evidence = policy.ranking.evidence
-    if not layer.evicts_tokens or evidence is Evidence.NOTHING or evidence.shows_keys:
+    if not layer.evicts_tokens or evidence is Evidence.NOTHING or policy.shows_keys:
         return False
     schedule = CutSchedule.of(layer)
     if schedule is None:
@@ -198,6 +199,46 @@ def observe(policy: Policy, state: State, view: SlotView, rows: AttentionRows) -
         add_columns(sums, rows.weights, rows.visible, rows.valid)
     if policy.observes_rows:
         policy.ranking.observe(state, view, rows)
+
+
+def vote_again(
+    policy: Policy, view: SlotView, rows: AttentionRows | None
+) -> tuple[SlotView, AttentionRows | None]:
+    """Let the newest queries of each layer look at all its slots, where the policy asks for that.
+
+    Returns:
+        The view and the rows by which the slots are ranked: as they came where it does not ask.
+    """
+    if not policy.votes_again:
+        return view, rows
+    if len(view.queries) != len(view.keys):
+        raise RuntimeError("nobody has shown the newest queries")
+    weights, seen = [], []
+    places = view.positions.chunk(len(view.keys))
+    for keys, newest, positions in zip(view.keys, view.queries, places, strict=True):
+        query, valid = newest.by_kv_head(keys.shape[1])
+        if newest.positions is None:
+            raise RuntimeError("no prompt has been seen")
+        visible = visible_keys(newest.positions, positions)
+        found = attention_weights(
+            query.to(keys.dtype),
+            keys,
+            scale=newest.scale,
+            visible=visible,
+            softcap=newest.softcap,
+            sinks=newest.sinks_by_kv_head(keys.shape[1]),
+        )
+        weights.append(found * valid[:, None, None, :, None])
+        seen.append(visible[:, :, 0])
+    rows = AttentionRows(torch.cat(weights), torch.cat(seen))
+    return replace(view, block=policy.ranking.window), rows
+
+
+def ordered(policy: Policy, view: SlotView, importance: Tensor, protected: Tensor | None) -> Tensor:
+    """Return the numbers by which slots are kept: their importance, or that of their runs."""
+    if policy.selecting is None:
+        return importance
+    return policy.selecting.order(importance, view, protected).expand_as(importance)
 
 
 def score(

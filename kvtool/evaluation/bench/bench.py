@@ -280,7 +280,7 @@ class Bench:
     def chunk(self) -> int:
         """Tokens fed at a time where a text is followed: one, if each step evicts or chooses."""
         block = parse_prefill(self.variant.prefill)
-        if self.variant.policy.score.when == "prompt" and self.variant.policy.reader is None:
+        if self.variant.policy.when == "prompt" and self.variant.policy.reader is None:
             return block or DEFAULT_BLOCK
         return 1
 

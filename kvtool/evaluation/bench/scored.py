@@ -66,4 +66,4 @@ def _in_one_run(bench: Bench, tokens: int) -> bool:
     if not policy.plain_steps:
         return False
     kept = min((kept for kept in bench.meter.kept_per_layer if kept), default=0)
-    return policy.score.when != "always" or (tokens - 1) * _SHARE <= kept
+    return policy.when != "always" or (tokens - 1) * _SHARE <= kept

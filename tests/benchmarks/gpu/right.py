@@ -64,7 +64,7 @@ def over_budget(cache: KVCache) -> list[str]:
     """Name the layers of a policy with a steady budget that hold more than it."""
     policy = cache.policy
     shared = policy.allocator is not None or policy.head_split is not None
-    if policy.score.when != "always" or policy.score.layer_tokens == "nested" or shared:
+    if policy.when != "always" or policy.score.layer_tokens == "nested" or shared:
         return []
     kept = cache.report().kept_per_layer
     most = BUDGET + policy.spare - 1  # before the next cut

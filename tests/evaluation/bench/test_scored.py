@@ -13,7 +13,16 @@ from tests.tiers import first
 
 BLOCKS = [
     *("h2o", "snapkv", "d2o", "roco", "tova", "keydiff", "streaming", "random", "expected"),
-    *("h2o+caote", "pyramidkv", "adakv", "kvzip", "rkv", "h2o+cam", "h2o+every(steps=16)"),
+    *(
+        "h2o+caote",
+        "pyramidkv",
+        "adakv",
+        "kvzip",
+        "rkv",
+        "h2o+cam",
+        "h2o+every(steps=16)",
+        "snapkv+every(steps=16)",
+    ),
 ]
 STEPS = ["quest", "rocketkv", "h2o+calidrop", "full+int8", "sirllm", "streaming(positions=cache)"]
 

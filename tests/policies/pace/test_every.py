@@ -123,7 +123,9 @@ def test_bytes_count_the_steps():
 @pytest.mark.parametrize(
     ("policy", "told"),
     [
-        ("snapkv+every", "`snapkv` cuts prompts only"),
+        ("expected+every", "`expected` scores prompts only"),
+        ("kvzip+every", "`kvzip` scores prompts only"),
+        ("pyramidinfer+every", "`pyramidinfer` scores prompts only"),
         ("full+every", "`full` keeps everything"),
         ("sirllm+every", "`sirllm` cuts all layers at once"),
         ("quest+every", "`every` has nothing to do there"),

@@ -1,0 +1,228 @@
+"""The newest queries vote at every cut: worked example, the oracle, heads, families, refusals."""
+
+import pytest
+import torch
+
+import kvtool
+from kvtool import parse_policy
+from kvtool.cache.steps.view import vote_again
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.generation import decode_step, prefill
+from kvtool.policies.parts import SlotView
+from kvtool.policies.policy import Policy
+from kvtool.policies.read.quest import Quest
+from tests.cache.test_oracle import Run, follow
+from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
+from tests.reference.policies import VotesAgain, build
+
+BUDGET = 20
+KEYS = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 0, 1], [2, 0, 0, 0], [0, 0, 1, 1], [0, 2, 0, 0]]
+QUERIES = [[1, 0, 1, 0], [0, 1, 0, 1]]
+
+
+class Newest:
+    """Queries of the last two of six tokens, the newest one in the first row."""
+
+    scale, softcap = 0.5, None
+    positions = torch.tensor([[5, 4]])
+
+    def by_kv_head(self, kv_heads):
+        query = torch.tensor([QUERIES[1], QUERIES[0]], dtype=torch.float32)
+        return query[None, None, None], self.positions >= 0
+
+    def sinks_by_kv_head(self, kv_heads):
+        return None
+
+
+def test_worked_votes():
+    """Query 4 sees 0 to 4: e^.5 e^.5 1 e^1 e^.5; query 5 all: 1 e^.5 e^1 1 e^.5 e^1."""
+    policy = parse_policy("snapkv(window=2,kernel=3)+every")
+    view = SlotView(
+        values=(),
+        positions=torch.arange(6)[None, None],
+        tokens_seen=6,
+        budget=4,
+        held=6,
+        keys=(torch.tensor(KEYS, dtype=torch.float32)[None, None],),
+        queries=(Newest(),),
+    )
+    view, rows = vote_again(policy, view, None)
+    first = [1.648721, 1.648721, 1.0, 2.718282, 1.648721]
+    second = [1.0, 1.648721, 2.718282, 1.0, 1.648721, 2.718282]
+    worked = [[w / sum(second) for w in second], [w / sum(first) for w in first] + [0.0]]
+    assert rows.weights[0, 0, 0].tolist() == [pytest.approx(row, abs=1e-6) for row in worked]
+    votes = [sum(column) for column in zip(*worked, strict=True)]
+    pooled = [max(votes[0:2]), max(votes[0:3]), max(votes[1:4]), max(votes[2:4])]
+    found = policy.ranking.importance({}, view, rows)[0, 0]
+    assert found[:4].tolist() == pytest.approx(pooled, abs=1e-6)
+    assert policy.ranking.protected({}, view, 2)[0, 0].tolist() == [False] * 4 + [True] * 2
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("mode", ["full", "block:20"])  # the last block is one token
+@pytest.mark.parametrize("modifier", ["every", "every caote"])
+@pytest.mark.parametrize("options", [{"window": 5}, {"window": 3, "kernel": 3, "pool": "avg"}])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_kept_positions_and_logits_equal_the_oracle(mode, modifier, options, family):
+    inside = ",".join(f"{key}={value}" for key, value in options.items())
+    spelled = f"snapkv({inside})" + ("+caote" if "caote" in modifier else "") + "+every(steps=5)"
+    follow(
+        anchored_model(family),
+        lambda: build("votes again", BUDGET, modifier, **options),
+        spelled,
+        BUDGET,
+        mode,
+        prompt(61),
+        new=22,
+    )
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("base", ["adakv(window=4)", "snapkv(window=4)+ada(share=0)"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_heads_are_cut_back_to_what_the_prompt_has_left_them(base, family):
+    model = anchored_model(family)
+    held = Run(model, f"{base}+every(steps=5)", BUDGET, "full", prompt(61)).kept()
+    kvtool.detach(model)
+    counts = [[len(head) for head in held[layer]] for layer in sorted(held)]
+    assert any(len(set(own)) > 1 for own in counts)
+    assert all(sum(own) == BUDGET * len(own) for own in counts)
+    budgets = iter(counts)
+
+    class Heads(VotesAgain):
+        def __init__(self):
+            super().__init__(BUDGET, window=4, budgets=next(budgets))
+
+    follow(
+        model,
+        lambda: paced(Heads()),
+        f"{base}+every(steps=5)",
+        BUDGET,
+        "full",
+        prompt(61),
+        new=22,
+    )
+
+
+def paced(policy):
+    from tests.reference.policies import Paced
+
+    return Paced(policy, 5)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])  # as it is, a cap, sinks
+@pytest.mark.parametrize("base", ["snapkv(window=4)", "pyramidkv(window=4)", "adakv(window=4)"])
+def test_a_prompt_is_cut_as_without_it(family, base):
+    kept = []
+    for policy in (base, f"{base}+every(steps=5)"):
+        model = family_model(family)
+        cache = kvtool.build_cache(model, policy, BUDGET)
+        prefill(model, cache, random_ids(50))
+        kept.append([cache.kept_positions(layer).tolist() for layer in range(2)])
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("budget", [BUDGET, "40%"])
+@pytest.mark.parametrize("base", ["snapkv", "snapkv+caote", "pyramidkv", "adakv", "snapkv+chunk"])
+def test_rows_that_are_cut_at_other_times_are_the_rows_alone(base, budget):
+    name, _, rest = base.partition("+")
+    settings = {"chunk": "chunk(length=4)"}.get(rest, rest)
+    spelled = f"{name}(window=4){'+' * bool(rest)}{settings}+every(steps=6)"
+    model, lengths = peaky_model("llama"), (61, 57, 33, 18)
+    ids = random_ids(61, batch=4)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, 61 - length :] = 1
+    batch = kvtool.build_cache(model, spelled, budget)
+    alone = [kvtool.build_cache(model, spelled, budget) for _ in lengths]
+    prefill(model, batch, ids, mask)
+    for row, (cache, length) in enumerate(zip(alone, lengths, strict=True)):
+        prefill(model, cache, ids[row : row + 1, 61 - length :])
+    for tokens in random_ids(20, seed=5, batch=4).T:
+        logits = decode_step(model, batch, tokens)
+        for row, cache in enumerate(alone):
+            own = decode_step(model, cache, tokens[row : row + 1])
+            torch.testing.assert_close(logits[row], own[0], atol=1e-4, rtol=1e-4)
+            for layer in range(2):
+                both = batch.kept_positions(layer)[row], cache.kept_positions(layer)[0]
+                kept = [[head[head >= 0].tolist() for head in each] for each in both]
+                assert kept[0] == kept[1]
+
+
+def test_the_newest_queries_vote_on_a_short_turn_too():
+    """Those of the answer before it: a turn of one token does not decide alone."""
+    model = peaky_model("llama")
+    cache = kvtool.build_cache(model, "snapkv(window=4)+every(steps=6)", BUDGET)
+    prefill(model, cache, random_ids(30))
+    for token in random_ids(5, seed=9)[0]:
+        decode_step(model, cache, token[None])
+    prefill(model, cache, random_ids(1, seed=7))
+    kept = cache.kept_positions(0)[0]
+    assert kept.shape[-1] == BUDGET
+    assert {32, 33, 34, 35} <= set(kept[0].tolist())
+
+
+def test_what_is_held_is_told_to_the_slot():
+    model, counts = peaky_model("llama"), []
+    cache = kvtool.build_cache(model, "snapkv(window=4)+every(steps=6)", BUDGET)
+    prefill(model, cache, random_ids(50))
+    for token in random_ids(14, seed=2)[0]:
+        counts.append(cache.kept_positions(0).shape[-1])
+        decode_step(model, cache, token[None])
+    assert counts == [20 + i % 6 for i in range(14)]
+    assert cache.slot_layers[0].slots.capacity == 26
+
+
+@pytest.mark.parametrize("base", ["snapkv(window=4)", "adakv(window=4)"])
+def test_a_file_holds_the_queries(tmp_path, base):
+    model = peaky_model("llama")
+    cache = kvtool.build_cache(model, f"{base}+every(steps=6)", BUDGET)
+    prefill(model, cache, random_ids(50))
+    for token in random_ids(3, seed=2)[0]:
+        decode_step(model, cache, token[None])
+    kvtool.save_cache(cache, tmp_path / "a.safetensors", model=model)
+    back = kvtool.load_cache(tmp_path / "a.safetensors", model)
+    for token in random_ids(9, seed=3)[0]:
+        logits = [decode_step(model, each, token[None]) for each in (cache, back)]
+        torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+    for layer in range(2):
+        assert cache.kept_positions(layer).tolist() == back.kept_positions(layer).tolist()
+
+
+@pytest.mark.parametrize(
+    "base", ["snapkv+calidrop", "snapkv+d2o-merge", "snapkv+int8", "adakv+fp8"]
+)
+def test_it_goes_with_what_follows_evicted_tokens_and_with_codes(base):
+    name, _, rest = base.partition("+")
+    model = peaky_model("llama")
+    cache = kvtool.build_cache(model, f"{name}(window=4)+every(steps=6)+{rest}", BUDGET)
+    prefill(model, cache, random_ids(50))
+    for token in random_ids(14, seed=2)[0]:
+        assert torch.isfinite(decode_step(model, cache, token[None])).all()
+        held = (cache.kept_positions(1)[0] >= 0).sum().item()
+        assert 2 * BUDGET <= held < 2 * (BUDGET + 6)
+
+
+def test_it_is_spelled_as_it_is_read():
+    assert str(parse_policy("AdaKV+caote+every(steps=8)")) == "adakv+caote+every(steps=8)"
+
+
+def test_what_makes_no_sense_is_refused():
+    snapkv = parse_policy("snapkv+every")
+    with pytest.raises(UsageError, match="the tables of `quest` only grow"):
+        Policy(snapkv.score, pace=snapkv.pace, read=Quest(k=4))
+    with pytest.raises(UsageError, match="cannot follow heads of unequal counts while they decode"):
+        parse_policy("adakv+every+calidrop")
+
+
+def test_attention_that_shows_no_queries_is_refused():
+    for family, told in (
+        ("falcon", r"`snapkv\(window=4\)\+every` looks back from queries"),
+        ("deepseek_v3", "needs keys that are stored as they are attended"),
+    ):
+        model = family_model(family)
+        cache = kvtool.build_cache(model, "snapkv(window=4)+every", 12)
+        with pytest.raises(KvtoolError, match=told):
+            model.generate(random_ids(20), past_key_values=cache, max_new_tokens=2)
