@@ -133,6 +133,7 @@ def prepare(
     if comparison.protocol.shared_prefill:
         watcher.note("arms read a prompt together where they can, and share its seconds")
     note_answers(comparison, watcher)
+    _note_key_bits(comparison, watcher)
     place = run_folder(comparison, folder)
     settings = comparison.recipe.model.model_dump(exclude={"id"})
     source = ModelSource(None) if source is None else source
@@ -183,6 +184,19 @@ def note_answers(comparison: Comparison, watcher: Watcher) -> None:
     steps = [each.name for each in comparison.variants if not each.policy.plain_steps]
     if steps:
         watcher.note(f"answers are scored token by token under {', '.join(steps)}")
+
+
+def _note_key_bits(comparison: Comparison, watcher: Watcher) -> None:
+    """Say that keys of few bits cost reasoning, where a task asks for it."""
+    policies = [each.policy for each in comparison.variants]
+    coarse = [str(each) for each in policies if each.codec and each.codec.key_bits < 8]
+    tasks = [task.name for task in comparison.tasks if task.reasons]
+    if coarse and tasks:
+        watcher.note(
+            "note: keys of 4 bits cost reasoning: 1 to 4 points (vLLM), on AIME25 up to 40 "
+            f"(SGLang); here {', '.join(dict.fromkeys(coarse))} on {', '.join(tasks)}; "
+            "+k8v4 keeps 8 bits for keys"
+        )
 
 
 def _check_model(model: ModelSource, choice: ModelChoice) -> str:

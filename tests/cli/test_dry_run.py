@@ -15,7 +15,7 @@ from tests.models_for_tests import cutting
 
 PROMPT = " ".join(["The old lamp was near the school."] * 30)
 MODIFIED = ["h2o+caote", "h2o+calidrop", "snapkv+calidrop", "h2o+pyramid", "d2o(merge=none)+cam"]
-CODED = ["h2o+int8", "snapkv+int4", "full+fp8", "adakv+int8"]
+CODED = ["h2o+int8", "snapkv+int4", "full+fp8", "adakv+int8", "h2o+k8v4"]
 MORE = ["streaming(positions=cache)", "h2o+d2o-alloc", "rocketkv(window=8)", "quest(k=20)"]
 BUDGETS = ("64", "25%", "400KiB")
 NEW = 6

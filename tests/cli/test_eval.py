@@ -527,3 +527,21 @@ def test_the_hub_is_asked_aloud_and_fails_in_one_line(kvtool, monkeypatch):
     assert "error: longbench_e/trec: cannot load `Xnhyacinth/LongBench" in done.err
     done = kvtool("eval", "-t", "ppl", "--data", "ppl=some/texts", "-o", "run")
     assert "data: some/texts (no such folder here, asking the hub)\nerror: " in done.err
+
+
+@pytest.mark.parametrize(
+    ("task", "policies", "said"),
+    [
+        ("trace", "full+int4,h2o+int(keys=4,values=8)", "full+int4, h2o+int(keys=4,values=8)"),
+        ("trace", "full+int8,full+k8v4,full+fp8,h2o", None),
+        ("niah", "full+int4", None),
+    ],
+)
+def test_it_is_said_once_that_keys_of_4_bits_cost_reasoning(kvtool, task, policies, said):
+    model = () if task == "niah" else ("-m", "reference-trace")
+    done = kvtool("eval", *model, "-t", task, "-p", policies, "-b", "64,80", "--dry-run")
+    assert done.code == 0, done.err
+    lines = [line for line in done.err.splitlines() if "keys of 4 bits cost reasoning" in line]
+    assert len(lines) == (said is not None)
+    if said is not None:
+        assert f"; here {said} on trace; +k8v4 keeps 8 bits for keys" in lines[0]

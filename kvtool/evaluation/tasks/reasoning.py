@@ -120,6 +120,7 @@ class Reasoning(Read):
     thinking: bool | None = None
 
     metric: ClassVar[str] = "pass@1"
+    reasons: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _different_answers(self) -> Reasoning:

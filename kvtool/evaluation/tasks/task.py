@@ -37,6 +37,7 @@ class Task(BaseModel, ABC):
         metric: the headline score.
         droppable: whether a loss in percent of the full cache's headline means something.
         record: the keys of a record that `score` needs; None: only the task itself knows.
+        reasons: whether an answer is a chain of steps, each of which needs earlier ones.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,6 +48,7 @@ class Task(BaseModel, ABC):
     metric: ClassVar[str]
     droppable: ClassVar[bool] = True
     query_aware: ClassVar[bool] = True
+    reasons: ClassVar[bool] = False
     record: ClassVar[type[BaseModel] | None] = None
 
     @property

@@ -48,6 +48,7 @@ class Trace(Asking):
     example: bool = False
 
     metric: ClassVar[str] = "em"
+    reasons: ClassVar[bool] = True
     best: ClassVar[float | None] = 1.0
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:

@@ -41,6 +41,11 @@ class Codec:
         """Return the codec of keys and that of values."""
         return self, self
 
+    @property
+    def key_bits(self) -> int:
+        """Return the bits of a channel of keys."""
+        return self.sides()[0].code_bits
+
     def shortest(self) -> Codec:
         """Return the same codec under the shortest of its names."""
         return self
