@@ -130,7 +130,7 @@ def _explicit_rows(policy: Policy, block: int, keys: int, first: int) -> int:
     """Count the queries whose attention weights exist at a time."""
     rows = 0
     if policy.needs_all_rows or policy.on_evict is not None:
-        rows = min(block, _ROWS)
+        rows = min(block, max(_ROWS, policy.shown_queries))
     if policy.score.evidence is Evidence.LAST_ROWS and block > 1:
         rows = max(rows, min(policy.score.voters(first), block, keys))
     return rows

@@ -24,6 +24,7 @@ POLICIES = [
     *("streaming(positions=cache)", "sirllm(sinks=2)", "streaming+cam", "pyramidkv(window=4)"),
     *("snapkv(window=4)+calidrop(store=int8)", "h2o+caote+calidrop", "quest", "sparq"),
     *("rocketkv(window=4)", "rocketkv-mt(window=4)", "duoattention", "h2o+d2o-merge"),
+    "snapkv(window=4)+refit(queries=4)",
     *("h2o+int8", "full+fp8", "snapkv(window=4)+int4", "h2o+ada+int4(rotate=false)", "h2o+k8v4"),
 ]
 _DTYPES = [
