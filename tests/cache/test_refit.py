@@ -221,7 +221,7 @@ def test_with_a_repetition_families_go_on(name):
     kvtool.detach(model)
 
 
-@pytest.mark.parametrize(("codec", "steps"), [("int8", 127), ("fp8", 14), ("int4", 7)])
+@pytest.mark.parametrize(("codec", "steps"), [("int8", 127), ("fp8", 14), ("int4", 7), ("k8v4", 7)])
 def test_values_are_refitted_before_they_are_rounded(codec, steps):
     model = kvtool.attach(peaky_model("llama", num_hidden_layers=2, head_dim=32))
     cache, _ = fed(model, f"snapkv(window=4)+{REFIT}+{codec}", random_ids(PROMPT))

@@ -208,7 +208,7 @@ class CodedForm(Form):
         return self.dequantise_keys(stored), self.dequantise_values(stored)
 
     def with_values(self, stored: Stored, values: Tensor) -> Stored:
-        codes, scales = self.codec.encode(_rotated(values.float(), self.rotations[1]))
+        codes, scales = self.sides[1].encode(_rotated(values.float(), self.rotations[1]))
         return {**stored, "values": codes, "value_scales": scales}
 
     def join(self, stored: Stored, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

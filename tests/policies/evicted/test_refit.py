@@ -143,6 +143,7 @@ def test_values_in_half_precision_are_fitted_in_more():
         ("h2o+refit", "once, when a prompt is cut, and `h2o` evicts while it decodes"),
         ("keydiff+refit", "and `keydiff` evicts while it decodes"),
         ("duoattention+refit", "and `duoattention` evicts while it decodes"),
+        ("snapkv+every+refit", "and `every` cuts again while tokens are decoded"),
         ("rkv+refit", "and `rkv` evicts while it decodes"),
         ("d2o(merge=none)+refit", "and `d2o` evicts while it decodes"),
         ("sirllm+refit", "and `sirllm` cuts all layers at once"),
