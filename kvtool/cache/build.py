@@ -13,6 +13,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.centres import read_centres
 from kvtool.cache.hooks.attach import attach
 from kvtool.cache.hooks.attachment import attachment, uncompiled
+from kvtool.cache.hooks.modules import find_projections, show_hidden
 from kvtool.cache.hooks.probes import find_query_rotations, find_rotations, rank_model
 from kvtool.cache.hooks.rope import length_rope
 from kvtool.cache.layers import attention_layers, check_layers, check_shared
@@ -126,6 +127,8 @@ def make_cache(
         head_ranks = None
     elif head_ranks is None:
         head_ranks = rank_model(model, split.scores)
+    projections = find_projections(model, policy) if policy.sees_projection else None
+    hooks = show_hidden(model, policy) if policy.sees_hidden else None
     link = ModelLink(weakref.ref(model), shards_of(model), head_ranks, length_rope(model))
     kernel = kernel_of(model)
     return KVCache(
@@ -138,6 +141,8 @@ def make_cache(
         link=link,
         rotations=rotations,
         centres=centres,
+        projections=projections,
+        hooks=hooks,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvtool.cache.features.table import features_of, make_parts
@@ -74,6 +75,8 @@ def make_layers(
     meter: ByteMeter,
     rotations: Sequence[Rotation | None] = (),
     centres: Mapping[int, QueryCentres] | None = None,
+    projections: Mapping[int, Callable[[], Tensor]] | None = None,
+    hooks: object = None,
 ) -> list:
     """Make a slot layer for each attention layer, and transformers' own for the others.
 
@@ -81,6 +84,8 @@ def make_layers(
         meter: counts the bytes of all.
         rotations: of each attention layer, where something rotates keys or queries.
         centres: of the queries of layers by their index, where a file has them.
+        projections: the weight of each layer's output projection, by index, where a policy asks.
+        hooks: show layers what enters their attention, as long as one holds them.
     """
     sliding = Policy(Recency(positions=policy.score.positions), codec=policy.codec)
     shown = stores_latents(config) or config._attn_implementation != IMPLEMENTATION
@@ -95,7 +100,9 @@ def make_layers(
             continue
         rotation = rotations[len(slot_layers)] if rotations else None
         centre = None if centres is None else centres.get(i)
-        parts = make_parts(LayerSite(own, i, rotation, above=tuple(free), centres=centre))
+        projection = None if projections is None else projections.get(i)
+        site = LayerSite(own, i, rotation, projection, hooks, tuple(free), centre)
+        parts = make_parts(site)
         if kind.startswith("hybrid"):
             states = options.get("number_of_states", 1)
             layer: SlotLayer = HybridSlotLayer(i, own, window, parts, meter, states, shown=shown)

@@ -33,7 +33,7 @@ def replay(
 
     Raises:
         KvtoolError: keys that are stored in another form than they are attended in; a policy that
-            scores by the model's logits.
+            scores by the model's logits, or by hidden states.
     """
     if cache.parts.by_logits:
         raise KvtoolError(
@@ -43,6 +43,12 @@ def replay(
         )
     if call.latent:
         raise KvtoolError("a model with latent attention cannot be replayed layer by layer")
+    if cache.policy.sees_hidden:
+        raise KvtoolError(
+            f"policy `{cache.policy.score.name}` looks at hidden states, "
+            "so it cannot be replayed layer by layer",
+            hint="measure it end to end",
+        )
     layer = cache.slot_layer(step.layer.index)
     if step.decoding:
         cache.prepare_decode(layer)

@@ -67,10 +67,12 @@ class CacheState(Cache):
         link: ModelLink | None = None,
         rotations: Sequence[Rotation | None] = (),
         centres: Mapping[int, QueryCentres] | None = None,
+        projections: Mapping[int, Callable[[], Tensor]] | None = None,
+        hooks: object = None,
     ) -> None:
         promised = plan is not None or (budget is not None and budget.bytes is not None)
         self.meter = ByteMeter(promised=promised)
-        layers = make_layers(config, policy, self.meter, rotations, centres)
+        layers = make_layers(config, policy, self.meter, rotations, centres, projections, hooks)
         super().__init__(layers=layers)
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]

@@ -31,10 +31,10 @@ from kvtool.model_shape import stores_latents
 def can_share(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
     """Return whether an empty cache can take a prompt in from another one's run.
 
-    Not where it reads the prompt in blocks, uses logits or numbers tokens anew. Nor where it has
-    the prompt repeated and does not know the words yet, or the model's RoPE depends on the length.
-    Nor on a model with other layers than those of full attention, or whose keys are stored in
-    latent form.
+    Not where it reads the prompt in blocks, uses logits or hidden states, or numbers tokens anew.
+    Nor where it has the prompt repeated and does not know the words yet, or the model's RoPE
+    depends on the length. Nor on a model with other layers than those of full attention, or whose
+    keys are stored in latent form.
 
     Args:
         tokens: of the prompt.
@@ -46,6 +46,7 @@ def can_share(model: PreTrainedModel, cache: KVCache, tokens: int) -> bool:
         and not stores_latents(cache.config)
         and cache.get_seq_length() == 0
         and (block is None or block >= tokens)
+        and not cache.policy.sees_hidden
         and all(_repeats(cache, part) for part in cache.parts.values())
         and not (cache.recurrent or cache.renumbers)
         and not cache.settings.kv_sharing

@@ -8,8 +8,11 @@ from kvtool.policies.codec.codec import Codec
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.eviction import Merging, SelectOnly
 from kvtool.policies.guard_parts import guarded_part
-from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Score, Select
-from kvtool.policies.spelling import part_name
+from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Rescore, Score, Select
+from kvtool.policies.spelling import is_inside, part_name
+
+SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv, d2o"
+"""What to do with a modifier that needs attention scores."""
 
 
 def check_evidence(score: Score) -> None:
@@ -18,6 +21,11 @@ def check_evidence(score: Score) -> None:
     Raises:
         UsageError: such a score.
     """
+    if score.sees_projection and score.when != "prompt":
+        raise UsageError(
+            f"`{score.name}` looks at the attention's output projection, which is too dear for "
+            f"every decoded token, so it can cut prompts only, not {score.when}"
+        )
     if (score.layer_tokens == "same") != (score.evidence is Evidence.LOGITS):
         raise UsageError(f"`{score.name}`: layers are cut together by logits, and by nothing else")
     if score.evidence is Evidence.REPETITION and score.when != "prompt":
@@ -35,6 +43,50 @@ def check_evidence(score: Score) -> None:
         raise UsageError(
             f"`{score.name}` turns queries back from their place in the text, "
             "which positions=cache does not tell"
+        )
+
+
+def check_rescore(rescore: Rescore, score: Score, select: Select | None) -> None:
+    """Refuse a rescore of scores that it cannot weigh.
+
+    Raises:
+        UsageError: such a score, or a selection that it does not go with.
+    """
+    if rescore.at_cut:
+        _check_at_cut(rescore, score, select)
+    elif not score.attention:
+        hint = f"{SCORED} or expected(values=false)"
+        if not is_inside(type(score)):
+            hint = (
+                "if its importance is attention that each token receives, its class says so: "
+                "attention: ClassVar = True"
+            )
+        raise UsageError(
+            f"`{rescore.name}` weighs values by attention scores, "
+            f"and `{part_name(score)}` has none",
+            hint=hint,
+        )
+
+
+def _check_at_cut(rescore: Rescore, score: Score, select: Select | None) -> None:
+    name, base = rescore.name, part_name(score)
+    blind = score.evidence is Evidence.NOTHING and not score.sees_hidden
+    if score.when != "prompt" or score.layer_tokens == "nested" or blind:
+        does = "evicts decoded tokens, too" if score.when == "always" else "does not cut it so"
+        raise UsageError(
+            f"`{name}` goes with scores by which each layer cuts a prompt once, "
+            f"and `{base}` {does}",
+            hint=f"put it on a policy that does: snapkv+{name}",
+        )
+    if score.unweighed is not None:
+        raise UsageError(
+            f"`{name}` weighs values by what is made of them, and `{base}` weighs them already",
+            hint=f"{score.unweighed}+{name}",
+        )
+    if select is not None:
+        raise UsageError(
+            f"`{select.name}` keeps the same tokens in all KV heads of a layer, "
+            f"and `{name}` chooses in each head by its values"
         )
 
 

@@ -89,13 +89,26 @@ def check_declared(score: Score) -> None:
         raise fault(score, "draws", "is true, and there is no setting `seed`", "seed: int = 0")
     _check(score, "window", lambda found: is_count(found, 1), "a count of 1 or more")
     _check(score, "min_budget", lambda found: is_count(found, 1), "a count of 1 or more")
-    for name in ("attention", "keeps_prompt", "distinct"):
+    for name in ("attention", "keeps_prompt", "distinct", "sees_projection", "sees_hidden"):
         _check(score, name, lambda found: isinstance(found, bool), "true or false")
+    _check_hidden(score)
     for name, kind in _PARTS.items():
         _check(score, name, partial(_is_part, kind), f"None or {_named(kind)}")
     head = run_hook(score, "by_head", score.by_head)
     if not isinstance(head, Score):
         raise fault(score, "by_head", f"returns {type(head).__name__}, not a score")
+
+
+def _check_hidden(score: Score) -> None:
+    made = type(score).from_hidden is not Score.from_hidden
+    if made and not score.sees_hidden:
+        hint = "sees_hidden: ClassVar = True"
+        raise fault(score, "from_hidden", "is called with `sees_hidden` alone", hint)
+    if score.sees_hidden and not made:
+        raise fault(score, "from_hidden", "is missing, and `sees_hidden` calls it")
+    if score.sees_hidden and not score.statistics:
+        hint = 'statistics: ClassVar = ("promise",)'
+        raise fault(score, "statistics", "are empty, and from_hidden fills them", hint)
 
 
 def _check_statistics(score: Score) -> None:

@@ -2,16 +2,18 @@
 
 A score sees the attention weights of some queries. One that looks ahead sees the moments of a
 text's queries before RoPE. One that asks which tokens a repetition of the prompt needs sees the
-prompt once more. What repairs kept tokens sees queries of the prompt that is being cut.
+prompt once more. What repairs kept tokens sees queries of the prompt that is being cut. Beside any
+of these, a part may see how the attention's output is projected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvtool.maths.pairs import pair_count, pair_lengths
+from kvtool.maths.projection import projected_lengths
 from kvtool.policies.numbers import HeadSizes
 
 if TYPE_CHECKING:
@@ -223,3 +225,26 @@ class PromptQueries:
     sinks: Tensor | None = None
     spans: Tensor | None = None
     slots: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class OutputProjection:
+    """The linear layer that takes the output of all query heads held here.
+
+    Attributes:
+        weight: (hidden_size, heads * value_dim), the columns of one head beside those of the next.
+    """
+
+    weight: Tensor
+
+    def lengths(self, values: Tensor, norm: Literal[1, 2]) -> Tensor:
+        """Measure each value as a query head's columns project it.
+
+        Args:
+            values: (batch, kv_heads, slots, value_dim).
+            norm: 1 sums absolute values, 2 is Euclidean.
+
+        Returns:
+            (batch, kv_heads, group, slots) float32.
+        """
+        return projected_lengths(values, self.weight, norm)

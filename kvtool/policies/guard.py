@@ -217,6 +217,33 @@ class GuardedScore(_Guarded):
                 raise fault(self._part, "protected", message, hint)
         return found.expand_as(view.positions)
 
+    def from_hidden(self, hidden: Tensor, layer: int) -> State:
+        import torch
+
+        with torch.no_grad():
+            found = run_hook(
+                self._part, "from_hidden", lambda: self._part.from_hidden(hidden, layer)
+            )
+        if torch.compiler.is_compiling():
+            return found
+        named = self._part.statistics
+        if not isinstance(found, dict) or not found or not found.keys() <= set(named):
+            message = f"returns {kind_of(found)}, not numbers by name"
+            raise fault(
+                self._part, "from_hidden", message, f"its statistics are {', '.join(named)}"
+            )
+        for name, numbers in found.items():
+            shape = tuple(numbers.shape) if isinstance(numbers, torch.Tensor) else ()
+            batch, tokens = hidden.shape[:2]
+            right = len(shape) == 3 and (shape[0], shape[2]) == (batch, tokens)
+            if not right or numbers.dtype != torch.float32:
+                message = (
+                    f"returns {kind_of(numbers)} as `{name}`, "
+                    f"not float32 numbers of shape ({batch}, KV heads, {tokens})"
+                )
+                raise fault(self._part, "from_hidden", message)
+        return cast("State", found)
+
     def voters(self, first_layer_budget: int) -> int:
         found = run_hook(self._part, "voters", lambda: self._part.voters(first_layer_budget))
         if not is_count(found, 1):

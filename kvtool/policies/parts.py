@@ -80,6 +80,21 @@ class Score:
         return False
 
     @property
+    def unweighed(self) -> str | None:
+        """Spell the score without the values that it weighs already; None: it weighs none."""
+        return None
+
+    @property
+    def sees_projection(self) -> bool:
+        """Return whether it looks at the attention's output projection, as `view.projections`."""
+        return False
+
+    @property
+    def sees_hidden(self) -> bool:
+        """Return whether `from_hidden` fills its statistics."""
+        return False
+
+    @property
     def moments(self) -> MomentsAsked:
         """Return what of the queries' moments is wanted, when the evidence is MOMENTS."""
         return MomentsAsked()
@@ -91,6 +106,18 @@ class Score:
 
     def observe(self, state: State, view: SlotView, rows: AttentionRows) -> None:
         """Add a chunk of rows to the statistics, in place; only with ALL_ROWS."""
+
+    def from_hidden(self, hidden: Tensor, layer: int) -> State:
+        """Make statistics of new tokens from what enters the attention layer; with `sees_hidden`.
+
+        Args:
+            hidden: (batch, tokens, hidden_size), of prompts and of decoded tokens.
+            layer: index of the layer.
+
+        Returns:
+            (batch, all KV heads or 1, tokens) float32 by the name of the statistic.
+        """
+        raise NotImplementedError
 
     def voters(self, first_layer_budget: int) -> int:
         """Count the last rows of LAST_ROWS, by the tokens that the first layer may keep."""
@@ -160,10 +187,19 @@ class Score:
 
 
 class Rescore:
-    """A change of the score that also looks at the values."""
+    """A change of the score that also looks at the values.
+
+    Attributes:
+        sees_projection: whether it looks at the attention's output projection, `view.projections`.
+        at_cut: whether it comes once each head's budget is known, `view.budget`, as a prompt is
+            cut. Protected slots then have an infinite importance, and heads have been given their
+            budgets by the importance before it.
+    """
 
     name: ClassVar[str]
     paper: ClassVar[str]
+    sees_projection: ClassVar[bool] = False
+    at_cut: ClassVar[bool] = False
 
     def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
         """Give each slot another number, higher = keep: (batch, kv_heads, slots) float32."""

@@ -16,12 +16,14 @@ from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.combination import (
+    SCORED,
     check_budget_split,
     check_codec,
     check_evicted,
     check_evidence,
     check_pace,
     check_reader,
+    check_rescore,
     check_select,
     check_split,
 )
@@ -44,7 +46,6 @@ from kvtool.policies.spelling import check_numbers, is_inside, part_name, spell_
 
 Part = Score | Rescore | Select | Pace | Allocator | Evicted | Read | Codec
 _ATTEMPTS = 10_000  # budgets that are tried until one is above what is always kept
-_SCORED = "put it on scissorhands, h2o, tova, roco, snapkv, pyramidkv, adakv, d2o"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Policy:
 
     Args:
         score: what matters.
-        rescore: a modifier of the score (CAOTE, FastCAOTE), or None.
+        rescore: a modifier of the score (CAOTE, FastCAOTE, CriticalKV), or None.
         allocate: how the budget is split over the layers; None: as the score does it by itself.
         heads: how a layer's budget is split over its KV heads; None: as the score does it.
         evicted: what becomes of the tokens that leave; None: what the score makes of them by
@@ -107,25 +108,15 @@ class Policy:
         for split, over in ((self.allocate, "layers"), (self.heads, "heads")):
             if split is not None:
                 check_budget_split(split, over, self.score)
-        blind = self.score.evidence is Evidence.NOTHING
+        blind = self.score.evidence is Evidence.NOTHING and not self.score.sees_hidden
         if self.heads is not None and self.heads.by_score and blind:
             raise UsageError(
                 f"`{self.heads.modifier}` lets heads compete by their scores, "
                 f"and those of `{self.score.name}` say nothing of heads",
-                hint=f"{_SCORED}, expected, lagkv, keydiff or knorm",
+                hint=f"{SCORED}, expected, lagkv, keydiff or knorm",
             )
-        if self.rescore is not None and not self.score.attention:
-            hint = f"{_SCORED} or expected(values=false)"
-            if not is_inside(type(self.score)):
-                hint = (
-                    "if its importance is attention that each token receives, its class says so: "
-                    "attention: ClassVar = True"
-                )
-            raise UsageError(
-                f"`{self.rescore.name}` weighs values by attention scores, "
-                f"and `{part_name(self.score)}` has none",
-                hint=hint,
-            )
+        if self.rescore is not None:
+            check_rescore(self.rescore, self.score, self.select)
         if self.evicted is not None:
             check_evicted(self.evicted, self.score, self.pace)
         if self.codec is not None:
@@ -145,6 +136,7 @@ class Policy:
             "columns",
             "needs_all_rows",
             "rescoring",
+            "rescoring_at_cut",
             "selecting",
             "reader",
             "on_evict",
@@ -153,6 +145,9 @@ class Policy:
             "coding",
         ):  # and what they follow from
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
+
+    def __deepcopy__(self, memo: dict) -> Policy:
+        return self  # a value; a score of one's own may hold the weights of a network
 
     def _check_class(self, fault_of: Callable[[type], str | None]) -> None:
         """Refuse the class of a score from outside that has a fault."""
@@ -268,8 +263,15 @@ class Policy:
 
     @cached_property
     def rescoring(self) -> Rescore | None:
-        """Return the rescore as it is run."""
-        return None if self.rescore is None else guarded_rescore(self.rescore)
+        """Return the rescore as it is run before budgets are split over heads; None: none is."""
+        own = self.rescore
+        return None if own is None or own.at_cut else guarded_rescore(own)
+
+    @cached_property
+    def rescoring_at_cut(self) -> Rescore | None:
+        """Return the rescore as it is run in each head's budget, as a prompt is cut."""
+        own = self.rescore
+        return guarded_rescore(own) if own is not None and own.at_cut else None
 
     @cached_property
     def selecting(self) -> Select | None:
@@ -353,6 +355,16 @@ class Policy:
         """Return how the model repeats a prompt before it is cut; None: it does not."""
         asks = self.ranking.evidence is Evidence.REPETITION
         return self.ranking.repetition if asks else None
+
+    @property
+    def sees_projection(self) -> bool:
+        """Return whether one of its parts looks at the attention's output projection."""
+        return any(each.sees_projection for each in (self.score, self.rescore) if each is not None)
+
+    @property
+    def sees_hidden(self) -> bool:
+        """Return whether numbers beside the slots are made of hidden states."""
+        return self.score.sees_hidden
 
     def check_budget(self, tokens: int) -> None:
         """Refuse a budget that the protected tokens alone would fill.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvtool.policies.evidence import QueryMoments, Repeated
+    from kvtool.policies.evidence import OutputProjection, QueryMoments, Repeated
     from kvtool.policies.numbers import Count
 
 
@@ -88,6 +88,8 @@ class SlotView:
             needs keys; else none.
         queries: of the newest tokens of each layer, for a score that looks back from them.
         moments: of the queries of the text's prompts, of each layer, for a score that uses them.
+        repeated: what slots have received while the prompt was repeated, for such a score.
+        projections: what takes the output of the heads of each layer, for a part that looks at it.
     """
 
     values: Sequence[Tensor]
@@ -104,6 +106,7 @@ class SlotView:
     queries: tuple[NewestQueries, ...] = ()
     moments: tuple[QueryMoments, ...] = ()
     repeated: Repeated | None = None
+    projections: tuple[OutputProjection, ...] = ()
 
     @property
     def stored(self) -> Tensor | None:

@@ -9,8 +9,10 @@ from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.features.held_queries import HeldQueries
+from kvtool.cache.features.hidden_states import HiddenStates
 from kvtool.cache.features.merge_memory import MergeMemory
 from kvtool.cache.features.parents import Parents
+from kvtool.cache.features.projection import Projection
 from kvtool.cache.features.queries import LastQueries, Moments, QueryWindow
 from kvtool.cache.features.repetition import Repetition
 from kvtool.cache.features.rope_shift import RopeShift
@@ -34,6 +36,8 @@ FEATURES: tuple[type[Part], ...] = (
     RopeShift,
     Moments,
     Parents,
+    Projection,
+    HiddenStates,
 )
 
 

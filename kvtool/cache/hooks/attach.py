@@ -89,7 +89,8 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
         return given
     give_back_generate(model)
     same_cache.give_back(model)
-    for hook in previous.hooks:
+    hidden = previous.hidden()
+    for hook in (*previous.hooks, *([] if hidden is None else [hidden])):
         hook.remove()
     if previous.eager:
         model.config._attn_implementation = previous.implementation

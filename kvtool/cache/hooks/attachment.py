@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -13,6 +14,25 @@ _NAME = "_kvtool_attachment"
 T = TypeVar("T")
 
 
+class HiddenHooks:
+    """Hooks that show hidden states; they go when the last cache that holds them does."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self.remove = weakref.finalize(self, _remove, handles)
+
+    def __deepcopy__(self, memo: dict) -> HiddenHooks:
+        return self  # the model's
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _none() -> None:
+    return None
+
+
 class Attachment:
     """What `detach` undoes.
 
@@ -20,13 +40,21 @@ class Attachment:
         implementation: the attention that the model had before.
         eager: whether the model's own eager attention runs, watched by hooks.
         hooks: handles of all hooks.
+        hidden: returns the hooks that show hidden states; None where no cache needs them any more.
     """
+
+    hidden: Callable[[], HiddenHooks | None]
 
     def __init__(
         self, implementation: str, hooks: list[RemovableHandle], *, eager: bool = False
     ) -> None:
         self.implementation, self.hooks, self.eager = implementation, hooks, eager
+        self.hidden = _none
         self._known: dict[Hashable, Any] = {}
+
+    def note_hidden(self, hooks: HiddenHooks) -> None:
+        """Know of hooks as long as a cache holds them."""
+        self.hidden = weakref.ref(hooks)
 
     def once(self, what: Hashable, ask: Callable[[], T]) -> T:
         """Return what has been found out of the model, asking it the first time."""

@@ -61,6 +61,10 @@ class LayerSite:
         policy: of the layer.
         index: of the layer in the model.
         rotation: by which the layer rotates keys and queries, where the policy asks; None: by none.
+        projection: returns the weight of the attention's output projection, (hidden_size, heads *
+            value_dim), where the policy asks; None: it does not, or no model is known.
+        hooks: show the layer what enters its attention, as long as a cache holds them; None as for
+            `projection`.
         above: the layers of free budget before this one.
         centres: of the layer's queries, from a file; None: the prompt's own.
     """
@@ -68,6 +72,8 @@ class LayerSite:
     policy: Policy
     index: int
     rotation: Rotation | None = None
+    projection: Callable[[], Tensor] | None = None
+    hooks: object = None
     above: Sequence[Any] = ()
     centres: QueryCentres | None = None
 
@@ -92,11 +98,13 @@ class Lanes:
 
 HOOKS = (
     "place_forward",
+    "note_hidden",
     "begin_prompt",
     "waiting_cut",
     "place_block",
     "begin_block",
     "correct_block",
+    "reorder",
     "note_queries",
     "postpone",
     "before_block",
@@ -212,6 +220,13 @@ class Part:
         """
         raise NotImplementedError
 
+    def note_hidden(self, hidden: Tensor, stored: bool) -> None:
+        """Take note of what enters a layer's attention, (batch, q_len, hidden_size).
+
+        Args:
+            stored: whether the tokens of the forward are stored.
+        """
+
     # ---- blocks of a prompt
 
     def begin_prompt(self) -> None:
@@ -242,6 +257,9 @@ class Part:
             lse: (batch, kv_heads, group, rows) float32 of the same.
         """
         return out
+
+    def reorder(self, order: Tensor) -> None:
+        """Bring what is held of the tokens of a forward into another order, (batch, q_len)."""
 
     def note_queries(self, layer: Any, call: Any, block: Any) -> None:
         """Take note of the queries of a block that has been attended."""

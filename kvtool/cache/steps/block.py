@@ -64,7 +64,7 @@ def cut(
     else:
         budget, most = split[..., None], int(split.max())
     slots = min(most, view.positions.shape[2])
-    order = ordered(layer.policy, view, importance, protected)
+    order = ordered(layer.policy, view, importance, protected, budget)
     chosen, positions = keep_top(order, view.positions, budget, protected, slots)
     kept = part_block(layer, joined, view, state, importance, chosen, positions)
     if split is not None:

@@ -144,7 +144,7 @@ def cut_to_budget(
     view, rows = vote_again(layer.policy, view, rows)
     importance, protected = score(layer.policy, view, used.state, rows, evicted)
     most = int(target.max()) if isinstance(target, Tensor) else target
-    order = ordered(layer.policy, view, importance, protected)
+    order = ordered(layer.policy, view, importance, protected, target)
     chosen, positions = keep_top(order, view.positions, target, protected, most)
     layer.slots.replace(part_block(layer, None, view, used.state, importance, chosen, positions))
     schedule.count(target, budget, layer.seen)

@@ -212,7 +212,7 @@ class PacedGroup(LayerGroup):
         budget = first.budget.max_budget
         view, rows = vote_again(first.policy, view, rows)
         importance, protected = score(first.policy, view, state, rows, view.held - budget)
-        order = ordered(first.policy, view, importance, protected)
+        order = ordered(first.policy, view, importance, protected, budget)
         kept = keep_top(order, view.positions, budget, protected, budget)
         of_all = (importance, view.positions, *kept)
         parts = zip(*(tensor.split(self._batch) for tensor in of_all), strict=True)

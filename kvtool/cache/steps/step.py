@@ -256,6 +256,8 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
         # padding goes behind the tokens
         order = (call.positions < 0).long().argsort(dim=-1, stable=True)
         layer.slots.read_out_of_order()
+        for part in layer.parts.at["reorder"]:
+            part.reorder(order)
     kept, placement = call.key.shape[2] - call.q_len, call.context.placement
     latent = call.key is not call.raw_key
     sources = (call.key, call.value, call.raw_key, call.raw_value)
@@ -266,22 +268,22 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
         positions = positions.gather(1, order)
     attended = call.key[:, :, :kept], call.value[:, :, :kept]
     outs = []
-    for part in (slice(i, i + size) for i in range(0, call.q_len, size)):
+    for rows in (slice(i, i + size) for i in range(0, call.q_len, size)):
         layer.compact()
-        raw_key, raw_value = layer.slots.joined(new[2][:, :, part], new[3][:, :, part])
+        raw_key, raw_value = layer.slots.joined(new[2][:, :, rows], new[3][:, :, rows])
         key, value = raw_key, raw_value
         if latent:
-            key = torch.cat([attended[0], new[0][:, :, part]], 2)
-            value = torch.cat([attended[1], new[1][:, :, part]], 2)
-        there = None if placement is None else placement.after(part.start)
+            key = torch.cat([attended[0], new[0][:, :, rows]], 2)
+            value = torch.cat([attended[1], new[1][:, :, rows]], 2)
+        there = None if placement is None else placement.after(rows.start)
         step = replace(
             call,
-            query=query[:, :, part],
+            query=query[:, :, rows],
             key=key,
             value=value,
             raw_key=raw_key,
             raw_value=raw_value,
-            positions=None if positions is None else positions[:, part],
+            positions=None if positions is None else positions[:, rows],
             context=replace(call.context, placement=there, norms=None),
         )
         out, chosen = run_block(layer, OwnBlock(step), step.q_len)

@@ -234,11 +234,21 @@ def vote_again(
     return replace(view, block=policy.ranking.window), rows
 
 
-def ordered(policy: Policy, view: SlotView, importance: Tensor, protected: Tensor | None) -> Tensor:
-    """Return the numbers by which slots are kept: their importance, or that of their runs."""
-    if policy.selecting is None:
+def ordered(
+    policy: Policy, view: SlotView, importance: Tensor, protected: Tensor | None, budget: Count
+) -> Tensor:
+    """Return the numbers by which slots are kept: importance, by runs or anew in a head's budget.
+
+    Args:
+        budget: of each head.
+    """
+    if policy.selecting is not None:
+        return policy.selecting.order(importance, view, protected).expand_as(importance)
+    if policy.rescoring_at_cut is None:
         return importance
-    return policy.selecting.order(importance, view, protected).expand_as(importance)
+    if protected is not None:
+        importance = importance.masked_fill(protected, float("inf"))
+    return policy.rescoring_at_cut.rescore(importance, replace(view, budget=budget))
 
 
 def score(

@@ -95,6 +95,10 @@ class Expected(Score):
         return not self.values
 
     @property
+    def unweighed(self) -> str | None:
+        return f"{self.name}(values=false)" if self.values else None
+
+    @property
     def moments(self) -> MomentsAsked:
         return MomentsAsked(self.sinks, self.covariance)
 
