@@ -233,9 +233,14 @@ class OutputProjection:
 
     Attributes:
         weight: (hidden_size, heads * value_dim), the columns of one head beside those of the next.
+        heads: (batch,) int64, the KV head of each entry of the batch where it is one head alone, of
+            `kv_heads`; None: an entry has all heads.
+        kv_heads: that read by these columns.
     """
 
     weight: Tensor
+    heads: Tensor | None = None
+    kv_heads: int = 1
 
     def lengths(self, values: Tensor, norm: Literal[1, 2]) -> Tensor:
         """Measure each value as a query head's columns project it.
@@ -247,4 +252,7 @@ class OutputProjection:
         Returns:
             (batch, kv_heads, group, slots) float32.
         """
-        return projected_lengths(values, self.weight, norm)
+        if self.heads is None:
+            return projected_lengths(values, self.weight, norm)
+        weight = self.weight.unflatten(1, (self.kv_heads, -1))[:, self.heads].flatten(1)
+        return projected_lengths(values.transpose(0, 1), weight, norm).transpose(0, 1)

@@ -61,6 +61,7 @@ BASES: dict[str, str] = {
 MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",
     "fastcaote": "rescore.caote:FastCAOTE",
+    "critical": "rescore.critical:Critical",
     "every": "pace.every:Every",
     "chunk": "select.chunk:Chunk",
     "d2o-merge": "evicted.d2o_merge:D2OMerge",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import LayerSite, Part
+from kvtool.cache.slots.part import Lanes, LayerSite, Part
 from kvtool.policies.evidence import OutputProjection
 from kvtool.policies.parts import SlotView
 
@@ -28,8 +28,10 @@ class Projection(Part):
         "latents": "policy `{policy}`",
     }
 
-    def __init__(self, weight: Callable[[], Tensor] | None) -> None:
-        self.weight = weight
+    def __init__(
+        self, weight: Callable[[], Tensor] | None, heads: Tensor | None = None, kv_heads: int = 1
+    ) -> None:
+        self.weight, self._heads, self._kv_heads = weight, heads, kv_heads
 
     @classmethod
     def make(cls, site: LayerSite) -> Projection | None:
@@ -39,7 +41,10 @@ class Projection(Part):
         """Return it as a policy sees it."""
         if self.weight is None:
             raise RuntimeError("this cache was made without a model")
-        return OutputProjection(self.weight())
+        return OutputProjection(self.weight(), self._heads, self._kv_heads)
+
+    def for_heads(self, lanes: Lanes) -> Projection:
+        return Projection(self.weight, lanes.heads, lanes.kv_heads)
 
     def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
-        return replace(view, projection=self.seen())
+        return replace(view, projections=(*view.projections, self.seen()))
