@@ -50,6 +50,13 @@ def test_so_they_do_with_modifiers(text):
     assert check_policy(text, raises=False).failed == ()
 
 
+@pytest.mark.parametrize("policy", ["random(prompt=true)", "triattention"])
+def test_one_that_keeps_its_prompt_gets_a_budget_that_fits_it(policy):
+    report = check_policy(policy, raises=False)
+    assert report.failed == ()
+    assert report.budget == 60
+
+
 @dataclass(frozen=True)
 class BySlot(Own):
     """Rank by slot, which is another one in a file and after decoding."""

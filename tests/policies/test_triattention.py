@@ -1,5 +1,7 @@
 """TriAttention: worked example, slow twin, and a model against the oracle; what is refused."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +14,10 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.pairs import pair_lengths
 from kvtool.maths.rotation import Rotation
-from kvtool.policies.evidence import QueryMoments
-from kvtool.policies.parts import SlotView
+from kvtool.policies.evidence import MomentsAsked, QueryMoments
+from kvtool.policies.pace.every import Every
+from kvtool.policies.parts import Evidence, Score, SlotView
+from kvtool.policies.policy import Policy
 from kvtool.policies.scores.triattention import pull_of_centres, standardised
 from tests.cache.test_moments import OWN, YARN
 from tests.cache.test_oracle import follow
@@ -245,8 +249,11 @@ def test_the_prompt_stays_and_what_is_generated_is_cut_every_few_tokens():
 def test_a_prompt_above_the_budget_is_refused_with_its_number():
     model = kvtool.attach(peaky_model("llama"))
     cache = kvtool.build_cache(model, "triattention", 24)
-    with pytest.raises(UsageError, match="its 24 tokens and one that is generated exceed"):
+    told = "its 24 tokens and one that is generated exceed the budget of 24"
+    with pytest.raises(UsageError, match=told) as caught:
         prefill(model, cache, random_ids(24))
+    assert caught.value.hint == "a budget of 25 tokens or more"
+    prefill(model, kvtool.build_cache(model, "triattention", 25), random_ids(24))
 
 
 def test_what_is_generated_does_not_move_the_centres():
@@ -287,6 +294,35 @@ def test_a_file_with_lengths_below_0_is_refused(tmp_path):
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_contract_holds_with_modifiers(modifier, name):
     CHECKS[name](Case(f"triattention(every=7,prompt=false)+{modifier}", "again"))
+
+
+def test_any_score_with_a_pace_may_look_at_moments_while_it_decodes():
+    seen = []
+
+    @dataclass(frozen=True)
+    class Mean(Score):
+        name, paper, evidence = "mean", "-", Evidence.MOMENTS
+
+        @property
+        def moments(self):
+            return MomentsAsked(covariance=False)
+
+        @property
+        def pace(self):
+            return Every(4)
+
+        def importance(self, state, view, rows):
+            seen.append([each.lengths for each in view.moments])
+            means = [each.mean.unflatten(1, (2, -1)).mean(2) for each in view.moments]
+            pairs = zip(view.keys, means, strict=True)
+            return torch.cat([(keys.float() @ mean[..., None])[..., 0] for keys, mean in pairs])
+
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, Policy(Mean()), 12)
+    prefill(model, cache, random_ids(30))
+    for token in random_ids(9, seed=2)[0]:
+        decode_step(model, cache, token[None])
+    assert seen == [[None], [None], [None, None], [None, None]]  # blocks by layer, then together
 
 
 # ---- what is refused

@@ -1,6 +1,7 @@
 """Centres of queries: a profile's against the queries themselves, and the file that it writes."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import kvtool.models.load
 from kvtool.cache.features.queries import Moments
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
+from kvtool.policies import evidence
+from kvtool.policies.numbers import KVHeads
 from kvtool.profiling import query_centres
 from kvtool.profiling.measure import measure
 from kvtool.profiling.query_centres import QueryCentres, concentration
@@ -150,6 +153,26 @@ def test_rows_files_and_beams_follow_the_files_centres(tmp_path):
     both.reset()
     prefill(model, both, ids[:1])
     assert len(Moments.of(both.slot_layers[0]).state["mean"]) == 1
+
+
+def test_a_process_takes_the_centres_of_its_own_heads():
+    class SecondHalf(KVHeads):
+        def own(self, numbers):
+            return numbers.chunk(2, 1)[1]
+
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, "triattention(prompt=false)", 20)
+    prefill(model, cache, random_ids(30))
+    layer, source = cache.slot_layers[0], torch.Generator().manual_seed(0)
+    layer.slots.heads = SecondHalf()
+    centres = evidence.QueryCentres(
+        torch.randn(8, 16, generator=source), torch.randn(8, 8, generator=source)
+    )
+    part = Moments(layer.policy.moments, None, centres=centres)
+    call = SimpleNamespace(query=torch.zeros(3, 4, 5, 16), scale=1.0)
+    part.note_queries(layer, call, None)
+    assert torch.equal(part.state["mean"], centres.mean[4:].expand(3, -1, -1))
+    assert torch.equal(part.state["lengths"], centres.lengths[4:].expand(3, -1, -1))
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,8 @@ def _check_prompt(layer: SlotLayer, prompt: Tensor) -> None:
         own = int(budget[row]) if isinstance(budget, Tensor) else budget
         raise UsageError(
             f"policy `{layer.policy}` keeps the whole prompt: its {int(count[row])} tokens and one "
-            f"that is generated exceed the budget of {own}"
+            f"that is generated exceed the budget of {own}",
+            hint=f"a budget of {int(count[row]) + 1} tokens or more",
         )
 
 
