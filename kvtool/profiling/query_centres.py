@@ -38,7 +38,7 @@ class QueryCentres:
         layer, query, rotation = seen.layer, seen.query, self._rotations[seen.layer]
         tokens = query.shape[1]
         first = seen.step.layer.seen - tokens
-        centre, lengths = 0.0, 0.0
+        centres, lengths = list[Tensor](), list[Tensor]()
         for start in range(0, tokens, _ROWS):
             part = query[None, :, start : start + _ROWS].float()
             if rotation is None:
@@ -47,10 +47,10 @@ class QueryCentres:
                 places = first + start + torch.arange(part.shape[2], device=part.device)
                 part = rotation.shift(part, -places.float()[None, None])
                 own = rotation.lengths(part)
-            centre = centre + part[0].double().sum(1)
-            lengths = lengths + own[0].double().sum(1)
-        self._found[CENTRES][layer] = centre / tokens
-        self._found[LENGTHS][layer] = lengths / tokens
+            centres.append(part[0].double().sum(1))
+            lengths.append(own[0].double().sum(1))
+        self._found[CENTRES][layer] = torch.stack(centres).sum(0) / tokens
+        self._found[LENGTHS][layer] = torch.stack(lengths).sum(0) / tokens
         numbers = rotation_numbers(rotation, query.shape[-1])
         self._found[FREQUENCIES][layer], self._found[LAYOUT][layer] = numbers
 
