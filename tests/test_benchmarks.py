@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtool import parse_policy
 from tests.benchmarks import __main__ as all_of_them
 from tests.benchmarks import headline
 from tests.benchmarks.models import build_models
@@ -53,6 +54,28 @@ def test_the_headline_goes_on_after_a_comparison_that_fails_and_ends_with_an_err
     with pytest.raises(SystemExit, match="1 of 1 comparisons failed"):
         headline.main([*TINY, *cannot])
     assert "left out: " in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_the_headline_sets_steps_of_each_policy_beside_those_of_the_first(tmp_path, capsys):
+    file = tmp_path / "beside.json"
+    tiny = (*TINY, "snapkv(window=4)+every(steps=4)", "h2o+int8")
+    headline.main(
+        [*tiny, "--steps", "3", "--tables", "beside", "--turns", "9", "--json", str(file)]
+    )
+    found = json.loads(file.read_text())["beside"]
+    assert [line["policy"] for line in found] == list(tiny[-3:])
+    assert {(line["first"], line["steps"], line["budget"]) for line in found} == {("h2o", 9, 16)}
+    assert [line["graphs"] > 0 for line in found] == [False, True, True]  # h2o shares its own
+    assert all(line["left_eager"] < 9 for line in found)
+    assert "9 steps at budget 16 beside those of h2o" in capsys.readouterr().out
+
+
+def test_the_leaders_are_policies_of_this_package():
+    args = headline.read_options(["--policies", "leaders", "roco"])
+    assert args.policies == [*headline.LEADERS, "roco"]
+    for policy in headline.LEADERS:
+        parse_policy(policy)
 
 
 SMOKE = {

@@ -49,9 +49,10 @@ class NewestQueries(Protocol):
         positions: (batch, rows) int64 of them, -1 where there was none yet.
     """
 
-    scale: float
-    softcap: float | None
-
+    @property
+    def scale(self) -> float: ...
+    @property
+    def softcap(self) -> float | None: ...
     @property
     def positions(self) -> Tensor | None: ...
 

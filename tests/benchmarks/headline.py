@@ -15,6 +15,11 @@ A policy's prompt is of twice its budget: what a step costs does not depend on a
 The turns table sets the eager steps of each policy against those of the first one, step by step in
 the same round, the steps that cut included: less noise than the ratios above have among each other.
 
+The beside table, made where it is asked for, sets eager and compiled steps of each policy against
+those of the first one in the same round, cuts included; `--policies leaders` are those of 2026:
+
+    python -m tests.benchmarks.headline --tables beside --policies leaders    # about 10 min
+
 The prefill table sets a prompt in blocks against DynamicCache with sdpa: time, K/V bytes from the
 tensors, and the growth of memory at its peak. The whole table does the same of prompts that are
 read at once, by policies that sum the attention of every query; it is made where it is asked for.
@@ -39,13 +44,22 @@ from rich.table import Table
 from tests.benchmarks.decoding import ATTENTIONS, WARM, DecodeLine, copy_bandwidth, decode_lines
 from tests.benchmarks.models import SHAPES, build_models
 from tests.benchmarks.prefilling import PrefillLine, prefill_lines, whole_lines
-from tests.benchmarks.turns import TurnLine, turn_lines
+from tests.benchmarks.turns import BesideLine, TurnLine, beside_lines, turn_lines
 
 LENGTHS = (8192, 32768, 102400)
 POLICIES = ("h2o", "h2o+caote", "roco", "snapkv", "tova", "h2o+every(steps=64)", "rkv", "keydiff")
 POLICIES += ("h2o+int8", "h2o+fp8", "h2o+int4")
 SUMMING = ("h2o", "roco", "scissorhands", "d2o")
-TABLES = ("decode", "turns", "prefill", "whole")
+LEADERS = (
+    "h2o",
+    "knorm",
+    "lagkv",
+    "triattention(prompt=false)",
+    "snapkv",
+    "snapkv+every(steps=64)",
+)
+LEADERS += ("snapkv+refit", "h2o+k8v4")
+TABLES = ("decode", "turns", "prefill", "whole", "beside")
 
 
 def note(text: str) -> None:
@@ -114,6 +128,31 @@ def turns_table(lines: list[TurnLine]) -> Table:
     return table
 
 
+def beside_table(lines: list[BesideLine]) -> Table:
+    one = lines[0]
+    title = f"{one.steps} steps at budget {one.budget} beside those of {one.first}, cuts included"
+    table = Table(title=title)
+    table.add_column("policy", no_wrap=True)
+    for kind in ("eager", "compiled"):
+        for name in (f"{kind} ms", f"over {one.first}", "paired"):
+            table.add_column(name, justify="right")
+    table.add_column("graphs", justify="right")
+    table.add_column("left eager", justify="right")
+    for line in lines:
+        table.add_row(
+            line.policy,
+            f"{line.eager_ms:.2f}",
+            f"{line.eager_ratio:.3f}",
+            f"{line.eager_paired:.3f}",
+            f"{line.compiled_ms:.2f}",
+            f"{line.compiled_ratio:.3f}",
+            f"{line.compiled_paired:.3f}",
+            f"{line.graphs}",
+            f"{line.left_eager}",
+        )
+    return table
+
+
 def prefill_table(lines: list[PrefillLine]) -> Table:
     one = lines[0]
     told = f"prompt of {one.length} tokens in blocks of {one.block}"
@@ -153,7 +192,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="default: float32, on a GPU bfloat16",
     )
     parser.add_argument("--tables", nargs="+", choices=TABLES)
-    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument(
+        "--policies", nargs="+", default=POLICIES, help="`leaders`: those of 2026, beside h2o"
+    )
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument(
         "--lengths",
@@ -163,7 +204,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--attentions", nargs="+", choices=ATTENTIONS, help="of the full caches")
     parser.add_argument("--steps", type=int, default=60, help="decoded tokens of each")
-    parser.add_argument("--turns", type=int, default=128, help="eager steps of each in turns")
+    parser.add_argument("--turns", type=int, default=128, help="steps of each in turns")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--prefill-policies", nargs="+", default=["h2o"])
     parser.add_argument("--prefill-length", type=int, default=32768)
@@ -184,6 +225,8 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     if gpu and not torch.cuda.is_available():
         parser.error("no CUDA device is there")
     args.tables = args.tables or TABLES[:3]
+    groups = [LEADERS if each == "leaders" else (each,) for each in args.policies]
+    args.policies = [policy for group in groups for policy in group]
     args.dtype = args.dtype or ("bfloat16" if gpu else "float32")
     args.lengths = (LENGTHS if gpu else ()) if args.lengths is None else args.lengths
     if min((args.budget, *args.lengths)) <= args.steps + WARM:
@@ -215,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = {
         "decode": (lambda: decode_lines(ours, plain, args, bandwidth, note), decode_table),
         "turns": (lambda: turn_lines(ours, args, note), turns_table),
+        "beside": (lambda: beside_lines(ours, args, note), beside_table),
         "prefill": (lambda: prefill_lines(ours, plain, args, note), prefill_table),
         "whole": (lambda: whole_lines(ours, plain, args, note), prefill_table),
     }
@@ -229,9 +273,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 args.json.write_text(json.dumps({"machine": machine, **lines}, indent=1))
         if found[name]:
             console.print(draw(found[name]))
-    wanted = len(args.policies) * len(args.attentions) * (1 + len(args.lengths))
-    if "decode" in args.tables and len(found["decode"]) < wanted:
-        sys.exit(f"{wanted - len(found['decode'])} of {wanted} comparisons failed, see above")
+    each = len(args.attentions) * (1 + len(args.lengths))
+    comparisons = {"decode": len(args.policies) * each, "beside": len(args.policies)}
+    wanted = sum(count for name, count in comparisons.items() if name in args.tables)
+    failed = wanted - len(found["decode"]) - len(found["beside"])
+    if failed:
+        sys.exit(f"{failed} of {wanted} comparisons failed, see above")
 
 
 if __name__ == "__main__":
