@@ -8,10 +8,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtool import parse_policy
 from tests.benchmarks import __main__ as all_of_them
-from tests.benchmarks import headline
+from tests.benchmarks import headline, kvpress
 from tests.benchmarks.models import build_models
 
 TINY = ("--shape", "tiny", "--backend", "eager", "--budget", "16", "--policies", "h2o")
@@ -78,6 +79,34 @@ def test_the_leaders_are_policies_of_this_package():
         parse_policy(policy)
 
 
+def test_kvpress_is_compared_where_no_rank_of_two_partitions_competes():
+    for case in kvpress.CASES:
+        if not case.ranked:
+            continue
+        partitions = torch.arange(4, kvpress.TOKENS).split(case.ranked)
+        ranked = sum(len(each) == case.ranked for each in partitions) - 1
+        always = kvpress.TOKENS - case.ranked * ranked
+        for budget in case.budgets(kvpress.TOKENS):
+            assert (budget - always) % ranked == 0
+            assert always < budget < kvpress.TOKENS
+    assert any(case.ranked for case in kvpress.CASES)
+
+
+def test_a_token_that_kvpress_does_not_keep_counts():
+    ours = [[[0, 1, 5], [2, 3]], [[4], []]]
+    assert kvpress.differing(ours, ours) == 0
+    assert kvpress.differing(ours, [[[0, 2, 5], [2, 3]], [[6], []]]) == 2
+
+
+def test_a_policy_that_is_not_there_says_so_and_asks_nothing():
+    there, missing = kvpress.known(
+        (kvpress.Case("knorm", ["KnormPress", {}]), kvpress.Case("norm", ["KnormPress", {}]))
+    )
+    assert (there.budgets, there.without) == ([150, 75], "")
+    assert missing.budgets == []
+    assert "norm" in missing.without
+
+
 SMOKE = {
     "speed": "--lengths 48 --budgets 16 --policies h2o snapkv(window=4) --repeats 1 --steps 3",
     "reading": "--length 64 --budget 16 --policies quest --steps 3",
@@ -87,13 +116,15 @@ SMOKE = {
     "serving": "--prompts 4 --length 64 --new 8 --rows 2 --policies h2o",
     "calidrop": "--bases h2o --length 64 --budget 16 --rounds 1",
     "startup": "--runs 1",
+    "kvpress": "--seeds 1",
 }
 DRIVEN = ("headline", "models", "decoding", "prefilling", "turns")  # by the headline's tests above
+ELSEWHERE = ("kvpress_side",)  # by `kvpress`, in an environment of its own
 
 
 def test_no_benchmark_is_left_out():
     files = (Path(__file__).parent / "benchmarks").glob("*.py")
-    assert {file.stem for file in files} - {"__init__", "__main__"} == {*SMOKE, *DRIVEN}
+    assert {file.stem for file in files} - {"__init__", "__main__"} == {*SMOKE, *DRIVEN, *ELSEWHERE}
 
 
 def test_the_list_tells_what_every_benchmark_answers_and_how_long_it_takes(capsys):
