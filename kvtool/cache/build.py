@@ -128,7 +128,8 @@ def make_cache(
     elif head_ranks is None:
         head_ranks = rank_model(model, split.scores)
     projections = find_projections(model, policy) if policy.sees_projection else None
-    hooks = show_hidden(model, policy) if policy.sees_hidden else None
+    looks = policy.sees_hidden or policy.repeats_by_output
+    hooks = show_hidden(model, policy) if looks else None
     link = ModelLink(weakref.ref(model), shards_of(model), head_ranks, length_rope(model))
     kernel = kernel_of(model)
     return KVCache(

@@ -1,4 +1,4 @@
-"""What a linear layer behind the attention makes of single values."""
+"""What a linear layer behind the attention makes of single values, and of their weights."""
 
 from __future__ import annotations
 
@@ -37,3 +37,19 @@ def projected_lengths(values: Tensor, weight: Tensor, norm: Literal[1, 2]) -> Te
                     projected = values[:, head, own].float() @ columns
                     found[:, head, member, own] = torch.linalg.vector_norm(projected, norm, -1)
     return found
+
+
+def weights_by_output(weights: Tensor, lengths: Tensor, hidden: Tensor) -> Tensor:
+    """Multiply weights by the lengths of projected values, relative to those of hidden states.
+
+    Args:
+        weights: (batch, kv_heads, group, rows, slots) float32.
+        lengths: (batch, kv_heads, group, slots) float32, as of `projected_lengths`.
+        hidden: (batch, rows, hidden_size), what has entered the attention of each row.
+    """
+    import torch
+
+    own = torch.linalg.vector_norm(hidden.float(), dim=-1).clamp(
+        min=torch.finfo(torch.float32).tiny
+    )
+    return weights * lengths[:, :, :, None] / own[:, None, None, :, None]

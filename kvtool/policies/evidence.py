@@ -172,12 +172,15 @@ class RepetitionAsked:
             chunk.
         instruction: the text that asks the model to repeat; None: KVzip's words.
         lead: tokens of the chunk before that are put before those of a chunk.
+        by_output: whether a weight is multiplied by the length of what the output projection makes
+            of its value, and divided by that of the hidden state which enters the attention.
     """
 
     chunk: int = 2048
     sinks: int = 0
     instruction: str | None = None
     lead: int = 8
+    by_output: bool = False
 
     @property
     def first(self) -> str:

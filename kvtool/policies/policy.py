@@ -359,7 +359,13 @@ class Policy:
     @property
     def sees_projection(self) -> bool:
         """Return whether one of its parts looks at the attention's output projection."""
-        return any(each.sees_projection for each in (self.score, self.rescore) if each is not None)
+        own = (each.sees_projection for each in (self.score, self.rescore) if each is not None)
+        return self.repeats_by_output or any(own)
+
+    @property
+    def repeats_by_output(self) -> bool:
+        """Return whether a repetition's weights are those of what comes out of the attention."""
+        return self.repetition is not None and self.repetition.by_output
 
     @property
     def sees_hidden(self) -> bool:

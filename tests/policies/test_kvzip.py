@@ -1,5 +1,7 @@
 """KVzip: scores and choice against plain loops on a model, and what it is refused for."""
 
+import gc
+import math
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -12,7 +14,9 @@ from kvtool.cache import cache as cache_module
 from kvtool.cache.features import repetition
 from kvtool.cache.features.repetition import Instructions, Repetition
 from kvtool.generation import compress, generate, prefill
+from kvtool.maths.projection import weights_by_output
 from kvtool.models.load import load
+from kvtool.policies.evidence import OutputProjection
 from kvtool.policies.parts import Evidence, Score
 from kvtool.policies.policy import Policy
 from tests.models_for_tests import family_model, peaky_model, random_ids
@@ -41,7 +45,7 @@ def cut(model, policy, ids, budget=BUDGET, mask=None, around=(0, 0)):
     return cache, (noted[0] if noted else {})
 
 
-def looped(model, ids, chunk, sinks=4, around=(0, 0)):
+def looped(model, ids, chunk, sinks=4, around=(0, 0), plus=False):
     """The same weights by plain loops: of each layer and KV head, by position."""
     row, (before, behind) = ids[0].tolist(), around
     begin, end = max(sinks, before), len(row) - behind
@@ -49,30 +53,55 @@ def looped(model, ids, chunk, sinks=4, around=(0, 0)):
     for start in range(begin, end, chunk):
         own = range(start, min(start + chunk, end))
         told = FIRST if start == begin else (*LATER, *row[max(begin, start - 8) : start])
-        seen, cache = [], kvtool.build_cache(model, "full")
+        seen, entered, cache = [], [], kvtool.build_cache(model, "full")
         prefill(model, cache, ids)
+        hooks = [
+            each.self_attn.register_forward_pre_hook(noting(entered), with_kwargs=True)
+            for each in model.model.layers
+        ]
         cache.watch_steps(lambda step, call, out, seen=seen: seen.append(call))
         prefill(model, cache, torch.tensor([[*told, *(row[j] for j in own)]]))
+        for hook in hooks:
+            hook.remove()
         for layer, call in enumerate(seen):
             given = call.query[0].tolist(), call.key[0].tolist()
             group = len(given[0]) // len(given[1])
-            by_head = slow.weights(*given, group, call.scale, len(row), sinks, own)
+            more = {}
+            if plus:
+                weight = model.model.layers[layer].self_attn.o_proj.weight
+                more["hidden"] = [math.hypot(*state) for state in entered[layer][0].tolist()]
+                more["lengths"] = [
+                    [slow.length(columns.tolist(), value) for value in values]
+                    for columns, values in zip(
+                        weight.chunk(len(given[0]), 1),
+                        call.value[0, :, : len(row)].repeat_interleave(group, 0).tolist(),
+                        strict=True,
+                    )
+                ]
+            by_head = slow.weights(*given, group, call.scale, len(row), sinks, own, **more)
             for head, scores in enumerate(by_head):
                 found[layer][head] |= scores
     return found
+
+
+def noting(entered):
+    return lambda module, args, kwargs: entered.append(kwargs["hidden_states"])
 
 
 def positions(cache, layer, row=0):
     return [[j for j in head if j >= 0] for head in cache.kept_positions(layer)[row].tolist()]
 
 
+@pytest.mark.parametrize("plus", [False, True])
 @pytest.mark.parametrize(
     ("chunk", "sinks", "around"), [(2048, 4, (0, 0)), (13, 2, (0, 0)), (9, 4, (6, 3))]
 )
-def test_weights_and_choice_equal_plain_loops(chunk, sinks, around):
+@pytest.mark.each_once
+def test_weights_and_choice_equal_plain_loops(chunk, sinks, around, plus):
     model, ids = attached(), random_ids(PROMPT)
-    expected = looped(model, ids, chunk, sinks, around)
-    cache, found = cut(model, f"kvzip(chunk={chunk},sinks={sinks})", ids, around=around)
+    expected = looped(model, ids, chunk, sinks, around, plus)
+    policy = f"kvzip(chunk={chunk},sinks={sinks},plus={str(plus).lower()})"
+    cache, found = cut(model, policy, ids, around=around)
     for layer, heads in enumerate(expected):
         for head, scores in enumerate(heads):
             ours = found[layer][0, head][list(scores)]
@@ -85,6 +114,56 @@ def test_weights_and_choice_equal_plain_loops(chunk, sinks, around):
     assert sum(map(len, stay.values())) == 4 * BUDGET
     outside = [*range(max(sinks, around[0])), *range(PROMPT - around[1], PROMPT)]
     assert all(set(outside) <= set(own) for own in stay.values())
+
+
+def test_worked_weights_of_what_comes_out():
+    # |W v| 1.4142, 4.4721, 4.2426, 2.2361, 3.3166, 6.6332; |h| 2 and 1
+    rows = [[0.1, 0.3, 0.2, 0.2, 0.1, 0.1], [0.05, 0.05, 0.4, 0.2, 0.2, 0.1]]
+    values = torch.tensor([[1, 0], [0, 2], [3, 0], [0, 1], [1, 1], [2, 2]], dtype=torch.float32)
+    projection = OutputProjection(torch.tensor([[1.0, 2], [0, 1], [-1, 0]]))
+    lengths = projection.lengths(values[None, None], 2)
+    hidden = torch.tensor([[[0.0, 2.0], [1.0, 0.0]]])
+    found = weights_by_output(torch.tensor(rows)[None, None, None], lengths, hidden)
+    expected = [0.070711, 0.670820, 1.697056, 0.447214, 0.663325, 0.663325]
+    torch.testing.assert_close(found.amax(3)[0, 0, 0], torch.tensor(expected))
+
+
+def test_what_comes_out_changes_the_choice_and_hooks_go_with_the_cache():
+    model, ids = attached(), random_ids(PROMPT)
+    hooks = model.model.layers[0].self_attn._forward_pre_hooks
+    plain, _ = cut(model, "kvzip", ids)
+    assert not hooks
+    plus, _ = cut(model, "kvzip(plus=true)", ids)
+    assert len(hooks) == 1
+    assert any(positions(plain, i) != positions(plus, i) for i in range(2))
+    other = attached()  # another model: nothing of a decoded token is noted
+    cache, _ = cut(other, "kvzip(plus=true)", ids)
+    prefill(other, cache, random_ids(5))
+    part = cache.slot_layers[0].parts["of_hidden"]
+    with pytest.raises(KvtoolError, match="has shown no hidden states"):
+        part.take(1)
+    del plus
+    gc.collect()
+    assert not hooks
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        ("falcon", "runs its own eager attention"),
+        ("deepseek_v3", "stores latents in place of values"),
+        ("qwen3_next", "changes the output of its heads"),
+    ],
+)
+def test_models_whose_heads_output_is_not_projected_plainly_take_no_plus(family, told):
+    model = kvtool.attach(family_model(family))
+    with pytest.raises(KvtoolError, match=told):
+        kvtool.build_cache(model, "kvzip(plus=true)", 20)
+
+
+def test_plus_takes_no_other_weighing_of_values():
+    with pytest.raises(UsageError, match=r"`kvzip` weighs them already; kvzip\+critical"):
+        parse_policy("kvzip(plus=true)+critical")
 
 
 def test_heads_of_each_layer_compete_where_that_is_asked_for():
@@ -262,7 +341,7 @@ def test_what_is_never_repeated_must_leave_room():
         ("pyramid", "compete for one budget, of all layers or of each"),
         ("d2o-alloc", "compete for one budget, of all layers or of each"),
         ("chunk", "`kvzip` lets them differ"),
-        ("every", "cuts prompts only"),
+        ("every", "scores prompts only"),
     ],
 )
 def test_modifiers_without_sense_are_refused_with_the_reason(modifier, told):

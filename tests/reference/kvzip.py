@@ -3,7 +3,7 @@
 import math
 
 
-def weights(queries, keys, group, scale, prompt, sinks, chunk):
+def weights(queries, keys, group, scale, prompt, sinks, chunk, lengths=None, hidden=None):
     """The highest weight on each token of a chunk, by KV head.
 
     Args:
@@ -11,6 +11,8 @@ def weights(queries, keys, group, scale, prompt, sinks, chunk):
         keys: of each KV head, a vector for each token of the prompt and of the repetition.
         prompt: tokens of the prompt.
         chunk: positions that are repeated.
+        lengths: of each query head, how long it makes each token of the prompt (KVzip+).
+        hidden: how long the hidden state of each token of the repetition is.
     """
     found = []
     for head in range(len(keys)):
@@ -23,9 +25,17 @@ def weights(queries, keys, group, scale, prompt, sinks, chunk):
                 whole = sum(math.exp(logit - top) for logit in logits)
                 for j, logit in zip(seen, logits, strict=True):
                     if j in best:
-                        best[j] = max(best[j], math.exp(logit - top) / whole)
+                        weight = math.exp(logit - top) / whole
+                        if lengths is not None:
+                            weight *= lengths[member][j] / hidden[i]
+                        best[j] = max(best[j], weight)
         found.append(best)
     return found
+
+
+def length(rows, value):
+    """How long a matrix, by its rows, makes a vector."""
+    return math.sqrt(sum(dot(row, value) ** 2 for row in rows))
 
 
 def dot(a, b):

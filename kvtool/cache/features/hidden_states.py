@@ -23,13 +23,10 @@ from kvtool.policies.numbers import State
 
 
 class HiddenStates(Part):
-    """The hidden states of the running forward, of a layer that was asked to hold them.
-
-    Attributes:
-        by_token: whether they are wanted of all forwards; else of those that are not stored.
-    """
+    """The hidden states of the running forward, held until the layer's step has used them."""
 
     name = "of_hidden"
+    joins_decode = False
     refusals: Mapping[str, str] = {
         "eager": "policy `{policy}` looks at hidden states, "
         "and the eager attention of `{model}` does not show them",
@@ -37,19 +34,19 @@ class HiddenStates(Part):
 
     def __init__(self, hooks: object) -> None:
         self._hooks = hooks  # which go with the last cache that has them
-        self.by_token = True
         self.clear()
 
     @classmethod
     def make(cls, site: LayerSite) -> HiddenStates | None:
-        return cls(site.hooks) if site.policy.sees_hidden else None
+        if site.policy.sees_hidden:
+            return HiddenNumbers(site.hooks)
+        return RepeatedStates(site.hooks) if site.policy.repeats_by_output else None
 
     def clear(self) -> None:
         self._hidden: Tensor | None = None
 
     def note_hidden(self, hidden: Tensor, stored: bool) -> None:
-        if stored or not self.by_token:
-            self._hidden = hidden.detach()
+        self._hidden = hidden.detach()
 
     def take(self, count: int) -> Tensor:
         """Return the hidden states of the next tokens, and let go of them.
@@ -70,6 +67,20 @@ class HiddenStates(Part):
         """Bring the tokens of a forward into another order, (batch, q_len)."""
         if self._hidden is not None:
             self._hidden = self._hidden.gather(1, order[..., None].expand_as(self._hidden))
+
+
+class RepeatedStates(HiddenStates):
+    """Those of tokens that repeat a prompt, and of no others."""
+
+    def note_hidden(self, hidden: Tensor, stored: bool) -> None:
+        if not stored:
+            super().note_hidden(hidden, stored)
+
+
+class HiddenNumbers(HiddenStates):
+    """Those of all tokens, of which a score makes numbers beside the slots."""
+
+    joins_decode = True
 
     @torch.no_grad()
     def note_queries(self, layer: SlotLayer, call: Call, block: Block) -> None:

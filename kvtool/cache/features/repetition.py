@@ -16,6 +16,8 @@ from torch import Tensor
 from kvtool.cache.features.cache_part import Budgets, CachePart
 from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.features.held_queries import HeldQueries, joined, spread_queries
+from kvtool.cache.features.hidden_states import HiddenStates
+from kvtool.cache.features.projection import Projection
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.attend import call_weights
 from kvtool.cache.steps.attend_block import attend_plain
@@ -23,6 +25,7 @@ from kvtool.cache.steps.block import Block, cut, note_scores
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.view import make_view, score, used_view
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.maths.projection import weights_by_output
 from kvtool.maths.selection import take
 from kvtool.policies.evidence import PromptQueries, Repeated, RepetitionAsked
 from kvtool.policies.numbers import at_least_zero
@@ -258,23 +261,44 @@ def _lay_out(layer: SlotLayer, call: Call) -> Block:
 def _note_weights(layer: SlotLayer, call: Call, block: Block, weights: RepeatedWeights) -> None:
     """Note the highest weight on each token of the chunk, of all queries and of a head's group.
 
-    The softmax is over the first tokens, the chunk and the repetition up to the query.
+    The softmax is over the first tokens, the chunk and the repetition up to the query. With
+    `by_output` each weight counts by what its value adds to the hidden state.
     """
     kept, new = block.kept, block.new.expand(call.query.shape[0], -1)
     index, there = weights.slots(layer.slots.positions[:, 0, :kept], layer.padded)
     key = torch.cat([take(call.key[:, :, :kept], index[:, None]), call.key[:, :, kept:]], 2)
     valid, place = new >= 0, torch.arange(call.q_len, device=new.device)
     best: Tensor | None = None
+    hidden, lengths = _by_output(layer, call, index)
     for start in range(0, call.q_len, _ROWS):
         rows = slice(start, start + _ROWS)
         own = (place <= place[rows, None]) & valid[:, None]
         seen = torch.cat([there[:, None].expand(-1, own.shape[1], -1), own], 2)[:, None, None]
         found = call_weights(call, call.query[:, :, rows], key, seen)[..., : index.shape[1]]
+        if hidden is not None and lengths is not None:
+            found = weights_by_output(found, lengths, hidden[:, rows])
         top = found.masked_fill_(~valid[:, None, None, rows, None], 0).amax(3)
         best = top if best is None else torch.maximum(best, top)
     if best is not None:
         best = best.flatten(1, 2).unflatten(1, (layer.slots.kv_heads, -1)).amax(2)
         weights.add(layer.index, best, index, there, kept)
+
+
+def _by_output(layer: SlotLayer, call: Call, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the hidden states of a repetition, and how long the values of slots are projected.
+
+    Args:
+        index: (batch, count) of the slots.
+
+    Returns:
+        (batch, q_len, hidden_size), and (batch, kv_heads, group, count) float32; None and None
+        where the policy asks for neither.
+    """
+    states, projection = HiddenStates.of(layer), Projection.of(layer)
+    if not layer.policy.repeats_by_output or states is None or projection is None:
+        return None, None
+    values = take(call.value, index[:, None])
+    return states.take(call.q_len), projection.seen().lengths(values, 2)
 
 
 def cut_repeated(

@@ -5,6 +5,12 @@ the highest weight that it receives while the prompt, which is whole in the cach
 by chunk. The softmax is over the first tokens, the chunk and the repetition alone; the repetition
 itself attends to everything, as the authors' code has it.
 
+KVzip+ (`plus=true`; Jegou and Jeblick, 2026, https://arxiv.org/abs/2601.07891) multiplies the
+weight of query i on token j by |W_O^h v_j| / |h_i|, before the maximum over queries and the heads
+of a group. W_O^h are the columns of the attention's output projection that belong to query head h,
+and h_i is the hidden state that enters the layer's attention, behind its norm. Lengths are
+Euclidean.
+
 Ties go to the lower position, then to the lower layer and head. What the chat template sets around
 the text is not repeated, and always kept; so are the first tokens, for which the authors' code
 takes the system message. Under a codec the prompt is read in exact numbers, and the repetition
@@ -40,12 +46,14 @@ class KVzip(Score):
         layers: whether the KV heads of all layers compete for the budget (`joint`), or those of
             `each` layer.
         instruction: the text that asks the model to repeat; None: the words of its authors.
+        plus: whether a weight counts by what its value adds to the hidden state (KVzip+).
     """
 
     sinks: int = 4
     chunk: int = 2048
     layers: Literal["joint", "each"] = "joint"
     instruction: str | None = computed("KVzip's words")
+    plus: bool = False
 
     name: ClassVar = "kvzip"
     paper: ClassVar = "https://arxiv.org/abs/2505.23416"
@@ -57,7 +65,11 @@ class KVzip(Score):
 
     @property
     def repetition(self) -> RepetitionAsked:
-        return RepetitionAsked(self.chunk, self.sinks, self.instruction)
+        return RepetitionAsked(self.chunk, self.sinks, self.instruction, by_output=self.plus)
+
+    @property
+    def unweighed(self) -> str | None:
+        return self.name if self.plus else None
 
     @property
     def head_split(self) -> Joint:
