@@ -58,7 +58,7 @@ LEADERS = (
     "snapkv",
     "snapkv+every(steps=64)",
 )
-LEADERS += ("snapkv+refit", "h2o+k8v4")
+LEADERS += ("snapkv+critical", "snapkv+refit", "h2o+k8v4")
 TABLES = ("decode", "turns", "prefill", "whole", "beside")
 
 
