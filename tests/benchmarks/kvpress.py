@@ -86,6 +86,10 @@ CASES = (
     Case("keydiff", press("KeyDiff")),
     Case("expected(epsilon=0)", press("ExpectedAttention")),
     Case("expected(values=false)+critical", press("CriticalKV", press=EXPECTED)),
+    Case(
+        "expected(values=false)+critical+ada(safeguard=force)",
+        press("CriticalAdaKV", press=EXPECTED),
+    ),
     Case("kvzip(sinks=0)", press("KVzip", n_sink=0)),
     Case("kvzip(sinks=0,plus=true)", press("KVzip", n_sink=0, kvzip_plus_normalization=True)),
 )

@@ -98,10 +98,11 @@ class LagKV(Score):
 
     def _lag(self, budget: Count) -> Count:
         """Return how many tokens a partition has under a budget."""
-        short = (budget - self.sinks) // 4
-        if isinstance(short, int) and isinstance(budget, int):
-            return self.lag if budget >= self.sinks + 2 * self.lag else max(short, _LEAST)
-        return short.clamp(min=_LEAST).where(budget < self.sinks + 2 * self.lag, self.lag)
+        limit = self.sinks + 2 * self.lag
+        if isinstance(budget, int):
+            return self.lag if budget >= limit else max((budget - self.sinks) // 4, _LEAST)
+        short = ((budget - self.sinks) // 4).clamp(min=_LEAST)
+        return short.where(budget < limit, self.lag)
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         import torch
