@@ -176,7 +176,7 @@ def test_modifiers_that_make_sense_go_on_it(modifier):
     ("policy", "why"),
     [
         ("lagkv+caote", "`caote` weighs values by attention scores, and `lagkv` has none"),
-        ("lagkv+every", "`lagkv` cuts prompts only"),
+        ("lagkv+every", "`lagkv` scores prompts only"),
         ("lagkv(sinks=-1)", "lagkv: sinks must be 0 or more, got -1"),
         ("lagkv(lag=1)", "lagkv: lag must be 2 or more, got 1"),
         ("lagkv(window=3)", "window"),
