@@ -180,7 +180,8 @@ def test_kept_positions_and_logits_equal_the_oracle(mode, options, family):
 
 
 def test_the_prompt_stays_as_in_the_oracle():
-    same_as_the_oracle(anchored_model("llama"), length=13, prompt=True, recent=4)
+    for recent in (4, 128):  # of which half of what the prompt leaves is taken
+        same_as_the_oracle(anchored_model("llama"), length=13, prompt=True, recent=recent)
 
 
 @pytest.mark.few(3)
@@ -244,6 +245,23 @@ def test_the_prompt_stays_and_what_is_generated_is_cut_every_few_tokens():
     assert counts == [*range(19, 30), *([24, 25, 26, 27, 28, 29] * 4)[:19]]
     assert cache.slot_layers[0].slots.capacity == 30
     assert all(head >= {45, 46, 47} for head in kept(cache, 1))
+
+
+@pytest.mark.parametrize("modifier", ["", "+ada", "+int8"])
+def test_a_long_prompt_stays_beside_the_recent_window_in_every_turn(modifier):
+    model = kvtool.attach(peaky_model("llama", head_dim=32))
+    cache = kvtool.build_cache(model, f"triattention(every=6){modifier}", 40)
+    prefill(model, cache, random_ids(27))
+    for token in random_ids(20, seed=2)[0]:
+        decode_step(model, cache, token[None])
+        assert all(head >= set(range(27)) for head in kept(cache))
+    prefill(model, cache, random_ids(9, seed=3))
+    for token in random_ids(20, seed=4)[0]:
+        decode_step(model, cache, token[None])
+        for head in kept(cache):
+            assert head >= {*range(27), *range(47, 56)}
+            newest = cache.tokens_seen()[0] - 1
+            assert newest in head
 
 
 def test_a_prompt_above_the_budget_is_refused_with_its_number():

@@ -31,7 +31,7 @@ class TriAttention(Reference):
         factor=1.0,
     ):
         super().__init__(budget)
-        self.recent, self.horizon, self.prompt = min(recent, budget // 2), horizon, prompt
+        self.recent, self.horizon, self.prompt = recent, horizon, prompt
         self.frequencies, self.interleaved, self.factor = list(frequencies), interleaved, factor
         self.in_prompt, self.of_prompt = True, 0
 
@@ -86,8 +86,8 @@ class TriAttention(Reference):
         return best
 
     def forced(self, head, positions, victims):
-        last = positions[-1] - self.recent
         asked = self.of_prompt if self.prompt else 0
+        last = positions[-1] - min(self.recent, (self.budget - asked) // 2)
         return {p for p in positions if p > last or p < asked}
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.policies.evidence import AttentionRows, MomentsAsked, QueryMoments
-from kvtool.policies.numbers import Count, State, half, minimum
+from kvtool.policies.numbers import PROMPT, Count, State, at_least_zero, half, minimum
 from kvtool.policies.pace.every import Every
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.shared import moments_of_layers
@@ -105,7 +105,8 @@ class TriAttention(Score):
 
     Args:
         every: decoded tokens between two cuts, held above the budget.
-        recent: newest tokens that are always kept; half the budget at most.
+        recent: newest tokens that are always kept; at most half of the budget, or of what the
+            prompt leaves of it where that stays.
         horizon: largest distance from which the centre looks at a token.
         prompt: keep all of the prompt, and evict among what is generated.
         stats: a safetensors file of centres that `kvtool profile` wrote; None: the prompt's own.
@@ -154,7 +155,11 @@ class TriAttention(Score):
         return torch.cat(scores)
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
-        return view.recent(minimum(self.recent, half(view.budget)))
+        budget = view.budget
+        if PROMPT in state:  # of what the prompt leaves
+            prompt = state[PROMPT].sum(-1, keepdim=True).to(view.positions.dtype)
+            budget = at_least_zero(budget - prompt)
+        return view.recent(minimum(self.recent, half(budget)))
 
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"recent": min(self.recent, half(budget))}
