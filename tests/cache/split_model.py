@@ -32,6 +32,8 @@ def policies() -> list[str]:
         "tova+caote",
         "tova+ada",
         "h2o+ada+caote",
+        "adakv(window=4)+critical",
+        "kvzip(plus=true)",
         "triattention(every=6,prompt=false)+ada",
         "snapkv(window=4)+every(steps=5)",
         "adakv(window=4)+every(steps=5)",

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import kvtool
 from kvtool import KvtoolError, UsageError, parse_policy
-from kvtool.cache.hooks.modules import find_projections
+from kvtool.cache.hooks.modules import _read, find_projections
 from kvtool.cache.steps import block as block_module
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.shared import can_share, prefill_shared
@@ -251,6 +252,20 @@ def test_layers_that_are_not_plain_are_refused_with_the_reason():
 
     assert "by a `Packed`, which is no plain linear layer" in without(pack)
     assert "by a `Sequential`, which is no plain linear layer" in without(normalise)
+
+
+def test_weights_that_are_no_plain_numbers_are_refused_with_the_reason():
+    def told(weight, width=4):
+        layer = nn.Linear(4, 6, bias=False)
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        return _read(layer, width)
+
+    assert "in codes (torch.uint8)" in told(torch.zeros(6, 4, dtype=torch.uint8))
+    assert "in codes (torch.float8_e4m3fn)" in told(torch.zeros(6, 4).to(torch.float8_e4m3fn))
+    assert "off the device" in told(torch.zeros(6, 4, device="meta"))
+    assert "splits the output projection" in told(torch.zeros(6, 4), width=8)
+    turned = Conv1D(6, 4)  # GPT-2's, which stores (in, out)
+    assert torch.equal(_read(turned, 4)(), turned.weight.T)
 
 
 def test_a_copy_of_a_cache_looks_at_the_same_weights():

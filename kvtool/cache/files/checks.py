@@ -125,7 +125,8 @@ def check_layer(
     file.check_places(f"{name}.positions", positions)
     for key in layer.policy.statistics:
         shifts = key == SHIFT
-        low, high = -MOST_TOKENS if shifts else 0, MOST_TOKENS
+        low: float | None = -MOST_TOKENS if shifts else 0
+        high: float | None = MOST_TOKENS
         if layer.policy.sees_hidden and key in layer.policy.score.statistics:
             low = high = None  # a network may return any number
         number = file.take(f"{name}.state.{key}", (batch, heads, slots), torch.float32, low, high)

@@ -89,9 +89,11 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
         return given
     give_back_generate(model)
     same_cache.give_back(model)
-    hidden = previous.hidden()
-    for hook in (*previous.hooks, *([] if hidden is None else [hidden])):
+    for hook in previous.hooks:
         hook.remove()
+    hidden = previous.hidden()
+    if hidden is not None:
+        hidden.remove()
     if previous.eager:
         model.config._attn_implementation = previous.implementation
     else:

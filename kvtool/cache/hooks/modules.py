@@ -28,7 +28,7 @@ from kvtool.errors import KvtoolError
 from kvtool.model_shape import FREE, layer_kinds, stores_latents
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
-from kvtool.transformers_versions import cache_argument, eager_families, given_cache, layer_types
+from kvtool.transformers_versions import cache_argument, eager_families, layer_types
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,20 @@ def show_hidden(model: PreTrainedModel, policy: Policy) -> HiddenHooks:
 
 def _show(index: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Show a cache what enters the attention of a layer."""
-    cache = given_cache(kwargs)
-    if not isinstance(cache, KVCache):
+    cache = _cache_of(args, kwargs)
+    if cache is None:
         return
     for part in cache.slot_layer(index).parts.at["note_hidden"]:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         part.note_hidden(hidden, cache.running.unstored is None)
+
+
+def _cache_of(args: tuple, kwargs: dict) -> KVCache | None:
+    """Find the cache among what a module is given, whatever its family calls it."""
+    for given in (*kwargs.values(), *args):
+        if isinstance(given, KVCache):
+            return given
+    return None
 
 
 @torch.no_grad()
@@ -140,7 +148,7 @@ def _attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
 
     def enter(module: Any, args: tuple, kwargs: dict) -> None:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else (*args, None)[0]
-        known = isinstance(given_cache(kwargs), KVCache) and isinstance(hidden, Tensor)
+        known = _cache_of(args, kwargs) is not None and isinstance(hidden, Tensor)
         if known and hidden.dim() == 3:
             entered[module.layer_idx] = module
 
@@ -196,7 +204,7 @@ def _ask_projections(model: PreTrainedModel) -> dict[int, LinearWeight | str]:
     return taken
 
 
-def _read(module: nn.Module, width: int) -> LinearWeight | str:
+def _read(module: Any, width: int) -> LinearWeight | str:
     """Return the weight of a module that takes the output of all heads, or what is wrong with it.
 
     Args:
@@ -218,5 +226,5 @@ def _read(module: nn.Module, width: int) -> LinearWeight | str:
 
 def _local(weight: Tensor) -> Tensor:
     """The part of a weight that this process holds."""
-    part = getattr(weight, "to_local", None)
+    part: Callable[[], Tensor] | None = getattr(weight, "to_local", None)
     return weight if part is None else part()
