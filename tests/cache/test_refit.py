@@ -262,7 +262,7 @@ def test_half_precision_is_fitted_in_more(dtype):
 
 def test_it_reads_and_holds_as_much_and_brings_outputs_nearer():
     model, ids = attached(), random_ids(200)
-    cache, calls = fed(model, "snapkv(window=8)+refit(queries=32)", ids, budget=24)
+    cache, calls = fed(model, "snapkv(window=8)+refit(queries=32,ridge=0.01)", ids, budget=24)
     plain, _ = fed(model, "snapkv(window=8)", ids, budget=24)
     assert cache.report() == plain.report()
     call, errors = calls[0], []
