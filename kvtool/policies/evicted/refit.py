@@ -11,9 +11,9 @@ of several kinds; here the policy alone chooses what stays, and no key has a bia
 towards the values as they are, not towards 0. With `kvzip` the queries are those of the
 repetition, at equal steps over all of it, since no query of the prompt has seen what comes later.
 
-A small penalty fits what those queries saw and spoils what others need: tokens of little weight get
-values far from their own, exact retrieval is lost. The default of 1 is the smallest power of ten
-at which neither model that was measured lost any (kvtool/policies/README.md).
+The default penalty is small, and spoils exact retrieval: it fits what those queries saw, and tokens
+of little weight get values far from their own. With a ridge of 1 neither model that was measured
+lost any (kvtool/policies/README.md).
 
 A further turn is cut again. Its own last queries are used, over what the cache holds then: values
 that were refitted before, and the turn.
@@ -46,7 +46,7 @@ class Refit(Merging):
     """
 
     queries: int = 64
-    ridge: float = 1.0
+    ridge: float = 0.01
 
     name: ClassVar = "refit"
     paper: ClassVar = "https://arxiv.org/abs/2602.16284"

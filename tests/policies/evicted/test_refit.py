@@ -59,7 +59,7 @@ def error(values):
 
 def test_worked_example():
     eviction = leave()
-    assert Refit(ridge=0.01).absorb({}, eviction).tolist() == [[[True, True]]]
+    assert Refit().absorb({}, eviction).tolist() == [[[True, True]]]
     torch.testing.assert_close(eviction.kept_values[0, 0], FITTED, atol=1e-5, rtol=0)
     assert torch.equal(eviction.kept_keys[0, 0], KEYS[KEPT])
     assert error(VALUES[KEPT]) == pytest.approx(1.264783, abs=1e-5)
@@ -175,7 +175,7 @@ def test_blocks_are_refused_with_the_reason():
     "text",
     [
         "snapkv+refit",
-        "adakv+caote+refit(queries=16,ridge=0.01)+pyramid+int8",
+        "adakv+caote+refit(queries=16,ridge=0.1)+pyramid+int8",
         "kvzip+refit+int4",
         "expected+chunk+refit",
         "pyramidinfer+refit",
