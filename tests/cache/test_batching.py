@@ -50,6 +50,7 @@ JOINED = [
     "snapkv(window=3,kernel=3)+pyramid",
     "snapkv(window=3,kernel=3)+chunk(length=4)",
     "snapkv(window=3,kernel=3)+int8",
+    "snapkv(window=3,kernel=3)+refit",
     "pyramidkv(window=3,kernel=3)",
     "adakv(window=3,kernel=3)",
     "adakv(window=3,kernel=3)+fp8",
