@@ -51,6 +51,7 @@ JOINED = [
     "snapkv(window=3,kernel=3)+chunk(length=4)",
     "snapkv(window=3,kernel=3)+int8",
     "snapkv(window=3,kernel=3)+refit",
+    "snapkv(window=3,kernel=3)+critical",
     "pyramidkv(window=3,kernel=3)",
     "adakv(window=3,kernel=3)",
     "adakv(window=3,kernel=3)+fp8",
@@ -86,6 +87,8 @@ BUDGETS = [(20, "full"), (0.5, "full"), (20, "block:8"), ("28KiB", "full")]
 def read(model, policy, budget, length: int, seed: int):
     tokens, mode = budget
     bound = None if policy.startswith("full") else tokens
+    if "refit" in policy:
+        mode = "full"  # it takes no other
     cache = kvtool.build_cache(model, policy, bound, prefill=mode)
     return cache, prefill(model, cache, random_ids(length, seed=seed), new_tokens=16)
 
