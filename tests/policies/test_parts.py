@@ -33,7 +33,7 @@ def test_one_file_has_the_roles_and_explains_their_words():
     }
     for word in WORDS.split():
         assert re.search(rf"^{word} {{2,}}\S", parts.__doc__, re.MULTILINE), word
-    assert len(Path(parts.__file__).read_text().splitlines()) < 300
+    assert len(Path(parts.__file__).read_text().splitlines()) < 350
 
 
 def test_no_flag_is_for_one_policy_alone():
