@@ -78,7 +78,9 @@ def test_a_cache_ends_as_it_would_have_alone(policy):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("policy", ["kvzip", "kvzip(layers=each)", "kvzip(chunk=40)+int8"])
+@pytest.mark.parametrize(
+    "policy", ["kvzip", "kvzip(layers=each)", "kvzip(plus=true)", "kvzip(chunk=40)+int8"]
+)
 def test_caches_that_repeat_a_prompt_repeat_it_together(policy):
     """Cut to budgets of their own; one is as large as the prompt, and one policy is another."""
     model, ids = kvtool.attach(peaky_model("llama")), random_ids(TOKENS, batch=2)
