@@ -21,6 +21,7 @@ ON = {
     "chunk": "snapkv(window=8)",
     "calidrop": "snapkv(window=8)",
     "refit": "snapkv(window=8)",
+    "critical": "snapkv(window=8)",
     "duo": "h2o",
 }
 MODIFIED = [f"{ON.get(name, 'h2o')}+{name}" for name in MODIFIERS if name != "optimal"]

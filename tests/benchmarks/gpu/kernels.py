@@ -32,6 +32,7 @@ FEW = 0.01  # of the weights may fall on the other side of the average
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 GROUPS = (1, 2, 4, 8)
 DECODING = (Family.SLOTS, *CODES.values())
+FOUR_BITS = [family for forms, family in CODES.items() if "int4" in forms]  # groups of channels
 OPTIONS = {
     "plain": {},
     "window": {"window": True},
@@ -64,7 +65,7 @@ def kinds(settings: Settings) -> Iterator[Wanted]:
     """Families of kernels, dtypes and head sizes, whole groups of channels in 4 bits."""
     dtypes = (torch.float32,) if settings.tiny else tuple(TOLERANCE)
     for family in Family:
-        step = GROUP if family is Family.INT4 else 1
+        step = GROUP if family in FOUR_BITS else 1
         dims = ((max(16, step),) * 2,) if settings.tiny else DIMS
         yield from product([family], dtypes, [dim for dim in dims if dim[0] % step == 0])
 
