@@ -89,6 +89,7 @@ class PlainConfig:
     model_type: str
     vocab_size: int
     hidden_size: int
+    intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -153,6 +154,7 @@ def plain_config(data: Mapping[str, Any]) -> PlainConfig | None:
         model_type=family,
         vocab_size=entries["vocab_size"],
         hidden_size=width,
+        intermediate_size=entries["intermediate_size"],
         num_hidden_layers=entries["num_hidden_layers"],
         num_attention_heads=heads,
         num_key_value_heads=entries["num_key_value_heads"],
