@@ -57,6 +57,19 @@ def bytes_in_words(count: float) -> str:
     return f"{count / 1024:.1f} TiB"
 
 
+def bytes_to_type(count: int) -> str:
+    """Write a size as an option takes it, with one decimal, and no less than `count`.
+
+    >>> bytes_to_type(13560184832), bytes_to_type(1023), bytes_to_type(3 * 2**30)
+    ('12.7GiB', '1023B', '3GiB')
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        size = _BYTE_UNITS[unit.upper()]
+        if count >= size:
+            return f"{-(-count * 10 // size) / 10:.10g}{unit}"
+    return f"{count}B"
+
+
 def parse_count(text: str | int) -> int:
     """Read a number of tokens: `4096` or `4K` (= 4096).
 

@@ -32,7 +32,7 @@ def write_shown(document: ShownDocument, options: OutputSettings, terminal: Term
     shown = terminal.interactive and options.output_path is None
     form = options.choose_format("text" if shown else "yaml")
     if form == "text" and shown:
-        from kvtool.report.view import layout
+        from kvtool.report.text import layout
 
         terminal.print(layout(document))
         return

@@ -84,10 +84,10 @@ class Terminal:
         """Print what rich lays out; on a terminal it is as wide as that, and coloured."""
         from rich.console import Console
 
-        from kvtool.cli.tables import Visible
+        from kvtool.cli.tables import Trimmed, Visible
 
         console = Console(file=self.data, highlight=False)
-        console.print(Visible(table) if self.interactive else table)
+        console.print(Visible(table) if self.interactive else Trimmed(table))
 
 
 @contextlib.contextmanager

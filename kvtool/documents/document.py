@@ -23,8 +23,8 @@ from pydantic import (
 from kvtool.documents.writers import dump_json, dump_yaml
 from kvtool.sizes import MOST_BYTES, MOST_TOKENS, WIDTH, parse_count
 
-VIEW = "kvtool.report.view"
-"""The module that shows documents and caches: a name, since `report` imports the documents."""
+VIEW, TEXT = "kvtool.report.view", "kvtool.report.text"
+"""The modules that show documents and caches: names, since `report` imports the documents."""
 
 TokenCount = Annotated[PositiveInt, Field(le=MOST_TOKENS)]
 """Tokens of a text, 1 or more."""
@@ -98,7 +98,8 @@ class ShownDocument(Document):
         Args:
             width: characters of a line.
         """
-        return view().text(self, width)
+        written: str = import_module(TEXT).text(self, width)
+        return written
 
     def to_pandas(self) -> Any:
         """Return the document's numbers as a pandas data frame.

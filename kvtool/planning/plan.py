@@ -37,7 +37,7 @@ from kvtool.planning.rocketkv import (
 from kvtool.policies.allocate.problem import AllocationProblem, ErrorCurves
 from kvtool.policies.allocate.table import spell_allocator
 from kvtool.policies.parts import Allocator
-from kvtool.sizes import DEFAULT_TOKENS
+from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words, bytes_to_type
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
@@ -373,8 +373,9 @@ def _total(drafts: Drafts) -> tuple[int, list[str]]:
         needed = drafts.forecast(drafts.of(mean * count).document).storage
         if needed > size:
             raise UsageError(
-                f"{budget} is too small: `{policy}` stores everything, which takes {needed} bytes",
-                hint=f"--bytes {needed}B, or a policy that evicts",
+                f"{bytes_in_words(size)} is too small: `{policy}` stores everything, which takes "
+                f"{bytes_in_words(needed)}",
+                hint=f"--bytes {bytes_to_type(needed)}, or a policy that evicts",
             )
         note = f"note: `{policy}` stores everything; a token reads {mean} pairs per KV head"
         return mean * count, [note]
@@ -401,8 +402,9 @@ def _total(drafts: Drafts) -> tuple[int, list[str]]:
     what = "token" if asked == 1 else "tokens"
     what = "pairs per step" if policy is not None and policy.two_stages else what
     raise UsageError(
-        f"{budget} is too small: {asked} {what} in every layer{why} take {needed} bytes",
-        hint=f"--bytes {needed}B",
+        f"{bytes_in_words(size)} is too small: {asked} {what} in every layer{why} take "
+        f"{bytes_in_words(needed)}",
+        hint=f"--bytes {bytes_to_type(needed)}",
     )
 
 

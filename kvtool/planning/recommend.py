@@ -25,7 +25,7 @@ from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
-from kvtool.sizes import DEFAULT_TOKENS, Budget, bytes_in_words
+from kvtool.sizes import DEFAULT_TOKENS, Budget, bytes_in_words, bytes_to_type
 
 _FULL = "full"
 _FINEST = 10**6  # of a measured share, in parts of the prompt
@@ -254,6 +254,6 @@ def _nothing_fits(target: Target, needed: dict[str, int], left_out: list[str]) -
     more = f"; left out: {'; '.join(left_out)}" if left_out else ""
     return UsageError(
         f"nothing that was measured fits into {bytes_in_words(target.bytes or 0)} at a context of "
-        f"{target.context}: `{name}` holds {needed[name]} bytes there{more}",
-        hint=f"--bytes {needed[name]}B",
+        f"{target.context}: `{name}` holds {bytes_in_words(needed[name])} there{more}",
+        hint=f"--bytes {bytes_to_type(needed[name])}",
     )

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
 from kvtool.planning.held import planned_budgets
+from kvtool.planning.rocketkv import goes_by_stages
 from kvtool.policies.grammar import read_spelling
 from kvtool.report import formats
 from kvtool.report.panels import drawing, new_figure, save, whole_ticks
@@ -20,7 +21,7 @@ from kvtool.report.terminal import rich_table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_WIDTH = 32  # letters of the longest bar
+_WIDTH = 24  # letters of the longest bar
 _TOGETHER = 3  # equal layers in a row share a line
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _FREE, _FIXED = "#0072B2", "#777777"
@@ -36,15 +37,20 @@ def plan_table(plan: PlanDocument) -> RenderableType:
             first not in plan.free_layers,
         )
         share = kind.removesuffix("_attention") if fixed else formats.share(tokens / prompt)
-        cells = list(map(Cell, (str(tokens), share, bar(tokens / max(stored)))))
+        cells = list(map(Cell, (f"{tokens:,}", share, bar(tokens / max(stored)))))
         name = str(first) if first == last else f"{first}-{last}"
         rows.append(Row(name, cells, look="dim" if fixed else ""))
-    columns = [*map(Column, ("layer", "tokens", "of prompt")), Column("", words=True)]
+    columns = [*map(Column, ("layers", "tokens", "of prompt")), Column("", words=True)]
     table = rich_table(Table(columns, rows))
     parts: list[RenderableType] = [Text(heading(plan), style="bold"), table]
-    if plan.rocketkv is not None:
+    if plan.rocketkv is not None and _has_stages(plan):
         parts.append(Text(_rocketkv(plan.rocketkv)))
     return Group(*parts)
+
+
+def _has_stages(plan: PlanDocument) -> bool:
+    """Return whether the plan's policy runs in RocketKV's stages."""
+    return plan.policy is not None and goes_by_stages(read_spelling(plan.policy))
 
 
 def _equal_layers(plan: PlanDocument, stored: list[int]) -> list[tuple[int, int]]:
@@ -83,7 +89,7 @@ def stored_tokens(plan: PlanDocument) -> list[int]:
 def bar(share: float) -> str:
     """Draw a bar in eighths of a letter.
 
-    >>> bar(0.5) == "█" * 16, bar(1 / 64)
+    >>> bar(0.5) == "█" * 12, bar(1 / 48)
     (True, '▌')
     """
     eighths = round(share * _WIDTH * 8)
@@ -96,8 +102,8 @@ def heading(plan: PlanDocument) -> str:
     rows = f" x {target.batch} rows" if target.batch > 1 else ""
     policy = "" if plan.policy is None else f"{plan.policy}, "
     asked = (
-        f"{policy}{plan.layers.allocator}: {_target(target)} for prompts of {target.prompt_tokens} "
-        f"tokens{rows}"
+        f"{policy}{plan.layers.allocator}: {_target(target)} for prompts of "
+        f"{target.prompt_tokens:,} tokens{rows}"
     )
     if totals is None:
         return f"{asked}: edited"
@@ -120,12 +126,12 @@ def heading(plan: PlanDocument) -> str:
 def _target(target: Target) -> str:
     budget = target.budget
     if budget.tokens is not None:
-        return f"{budget.tokens} tokens per layer"
+        return f"{budget.tokens:,} tokens per layer"
     return str(budget) if budget.bytes is None else formats.size(budget.bytes)
 
 
 def _rocketkv(plan: RocketKVSection) -> str:
-    start = f"rocketkv at {plan.token_budget} of {plan.context} tokens per step: "
+    start = f"rocketkv at {plan.token_budget:,} of {plan.context:,} tokens per step: "
     if plan.dense:
         return f"{start}everything fits, nothing is selected"
     split = "" if plan.split_factor is None else f" (split factor {plan.split_factor:.2f})"
@@ -134,9 +140,9 @@ def _rocketkv(plan: RocketKVSection) -> str:
         stored, read = formats.share(plan.storage.exact), formats.share(plan.traffic.exact)
         costs = f"; stores {stored}, reads {read}"
     return (
-        f"{start}stage 1 keeps {plan.prompt_tokens or plan.stage1_tokens} tokens of the prompt"
+        f"{start}stage 1 keeps {plan.prompt_tokens or plan.stage1_tokens:,} tokens of the prompt"
         f"{split}, stage 2 reads pages of {plan.page_size} in {plan.head_dims} channels and "
-        f"attends to {plan.top_k}{costs}"
+        f"attends to {plan.top_k:,}{costs}"
     )
 
 

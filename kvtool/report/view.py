@@ -1,14 +1,10 @@
-"""Show documents in Python: as text, as data frames, as tables in a notebook."""
+"""Show documents in Python: as data frames, and as tables in a notebook."""
 
 from __future__ import annotations
 
-import io
 from functools import singledispatch
 from importlib.util import find_spec
 from typing import Any
-
-from rich.console import Console, Group, RenderableType
-from rich.text import Text
 
 from kvtool.documents.generation import GenerationDocument, TurnSection
 from kvtool.documents.plan import PlanDocument
@@ -17,37 +13,10 @@ from kvtool.documents.results import ResultsDocument
 from kvtool.errors import UsageError
 from kvtool.report.kept.text import kept_text as kept_text
 from kvtool.report.notebook import html as html
-from kvtool.report.plans import plan_table, stored_tokens
-from kvtool.report.profile_table import measured, profile_table
-from kvtool.report.results_layout import results_tables
+from kvtool.report.plans import stored_tokens
+from kvtool.report.profile_table import measured
 
 _Record = dict[str, Any]
-
-
-def text(document: Any, width: int) -> str:
-    """Return what a terminal shows of a document, without colours, in lines of `width` letters."""
-    written = io.StringIO()
-    console = Console(
-        file=written, width=width, highlight=False, color_system=None, force_jupyter=False
-    )
-    console.print(layout(document))
-    return written.getvalue()
-
-
-@singledispatch
-def layout(document: Any) -> RenderableType:
-    """Return what rich lays out on a terminal for a document."""
-    raise TypeError(f"{type(document).__name__} has no table")
-
-
-layout.register(PlanDocument)(plan_table)
-layout.register(ProfileDocument)(profile_table)
-layout.register(ResultsDocument)(results_tables)
-
-
-@layout.register
-def _of_generation(document: GenerationDocument) -> RenderableType:
-    return Group(Text(document.text), Text(document.in_words()))
 
 
 def frame(document: Any) -> Any:

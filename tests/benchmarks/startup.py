@@ -40,6 +40,11 @@ def commands(folder: Path) -> dict[str, tuple[tuple[str, ...], str, float]]:
             "B",
             0.5,
         ),
+        "plan-budget as text": (
+            (*KVTOOL, "plan-budget", "-m", model, "-b", "64", "--context", "1K", "-f", "text"),
+            "B",
+            0.5,
+        ),
         "the first command": ((*KVTOOL, "generate"), "B", 1.25),
     }
 

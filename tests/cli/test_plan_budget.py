@@ -184,7 +184,7 @@ def test_a_dry_run_prints_the_request(kvtool):
 def test_text_and_pictures(kvtool):
     pytest.importorskip("matplotlib")
     done = kvtool("plan-budget", "profile.yaml", "--ratio", "20%", "-f", "text", "--plot", "a.svg")
-    assert "d2o: 20% for prompts of 1000 tokens" in done.out
+    assert "d2o: 20% for prompts of 1,000 tokens" in done.out
     assert "█" in done.out
     assert "<svg" in Path("a.svg").read_text()
     kvtool("plan-budget", "profile.yaml", "--ratio", "20%", "-o", "plan.txt")

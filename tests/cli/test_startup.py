@@ -13,7 +13,8 @@ from kvtool.transformers_versions import reads_plain_configs
 
 PROGRAM = (
     "import sys\nfrom kvtool.cli.main import main\ncode = main(sys.argv[1:])\n"
-    "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'pydantic'} & set(sys.modules)\n"
+    "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'pydantic', 'matplotlib'}\n"
+    "heavy &= set(sys.modules)\n"
     "print(code, sorted(heavy), file=sys.stderr)"
 )
 
@@ -74,10 +75,11 @@ def test_a_bad_recipe_is_refused_without_torch(tmp_path, line, told):
 
 
 @pytest.mark.skipif(not reads_plain_configs(), reason="transformers reads the configuration")
+@pytest.mark.parametrize("form", ["yaml", "text"])
 @pytest.mark.parametrize("policy", ["h2o", "snapkv+caote", "streaming"])
-def test_a_plan_from_a_configuration_needs_no_torch(tmp_path, policy):
+def test_a_plan_from_a_configuration_needs_no_torch(tmp_path, policy, form):
     (tmp_path / "config.json").write_bytes((reference.path() / "config.json").read_bytes())
-    model = ["-m", str(tmp_path), "--context", "1K"]
+    model = ["-m", str(tmp_path), "--context", "1K", "-f", form]
     assert ended("plan-budget", *model, "-b", "64", "-p", policy)[-1] == "0 ['pydantic']"
 
 

@@ -8,6 +8,7 @@ from kvtool.documents.verdict import Paired
 from kvtool.errors import UsageError
 from kvtool.evaluation.verdict import make_verdict
 from kvtool.planning.recommend import Place, recommend
+from kvtool.sizes import Budget, bytes_in_words
 from tests.planning.documents import F, profile, shape
 from tests.report.examples import cost, document, result
 
@@ -217,10 +218,10 @@ def test_nothing_fits_says_what_would():
     with pytest.raises(UsageError) as refused:
         choose(MEASURED, 1000)
     tenth = streaming_bytes((CONTEXT - NEW) // 10)
-    assert f"fits into 1000 B at a context of 32768: `streaming@64` holds {tenth} bytes" in str(
-        refused.value
-    )
-    assert refused.value.hint == f"--bytes {tenth}B"
+    said = f"`streaming@64` holds {bytes_in_words(tenth)}"
+    assert f"fits into 1000 B at a context of 32768: {said}" in str(refused.value)
+    size = Budget.parse(refused.value.hint.removeprefix("--bytes ")).bytes
+    assert tenth <= size < tenth + 2**20 / 10
     assert choose(MEASURED, tenth).evidence.variant.name == "streaming@64"
 
 

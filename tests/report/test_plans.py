@@ -31,7 +31,7 @@ def shown(plan, width=100):
 def test_every_layer_has_its_tokens_and_a_bar_in_proportion():
     lines = shown(d2o_plan()).splitlines()
     head = " ".join(" ".join(lines[:2]).split())
-    assert "d2o: 20% for prompts of 1000 tokens: 200.0 KiB, 20% of a full cache, stored" in head
+    assert "d2o: 20% for prompts of 1,000 tokens: 200.0 KiB, 20% of a full cache, stored" in head
     # 804 slots of 256 bytes and 2 positions: each of 4 layers has one to spare
     assert "with positions 207.3 KiB, and a token reads 201.0 KiB" in head
     rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
@@ -60,12 +60,34 @@ def test_equal_layers_share_a_line_and_a_bar():
     assert [patch.get_width() for patch in narrow] == pytest.approx([0.8, 0.8])
 
 
+def stages(policy, **target):
+    policy = None if policy is None else parse_policy(policy)
+    target = Target(context=1000, **target)
+    return make_plan(shape(), D2O(), target, profile=profile(), policy=policy).document
+
+
 def test_rocketkv_is_told_in_words():
-    text = " ".join(shown(d2o_plan(tokens=64)).split())
-    assert "rocketkv at 64 of 1000 tokens per step: stage 1 keeps" in text
+    text = " ".join(shown(stages("rocketkv", tokens=64)).split())
+    assert "rocketkv at 64 of 1,000 tokens per step: stage 1 keeps" in text
     assert "attends to 32" in text
-    dense = " ".join(shown(d2o_plan(tokens=1000)).split())
+    dense = " ".join(shown(stages("hsa", tokens=1000)).split())
     assert "everything fits, nothing is selected" in dense
+
+
+@pytest.mark.parametrize("policy", [None, "h2o", "snapkv+int8", "quest"])
+def test_rocketkv_is_told_of_under_its_own_policies_only(policy):
+    plan = stages(policy, tokens=64)
+    assert plan.rocketkv is not None
+    assert "rocketkv" not in shown(plan)
+
+
+@pytest.mark.parametrize("width", [62, 80, 120, 200])
+def test_every_width_has_whole_words_and_no_trailing_blanks(width):
+    lines = d2o_plan(bytes=10**6, context=101376).table(width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any(line.endswith(" ") or "…" in line for line in lines)
+    assert "976.6 KiB" in " ".join(lines)
+    assert "101,376" in " ".join(lines)
 
 
 def test_bars_are_of_what_the_policy_stores():
@@ -74,11 +96,11 @@ def test_bars_are_of_what_the_policy_stores():
         shape(), D2O(), Target(tokens=64, context=1000), profile=profile(), policy=policy
     ).document
     rows = [line.split() for line in shown(plan).splitlines() if line.strip()[:1].isdigit()]
-    stored = [int(row[1]) for row in rows]
+    stored = [int(row[1].replace(",", "")) for row in rows]
     assert sum(stored) == 4 * plan.rocketkv.stage1_tokens
     assert stored[0] > stored[3] > plan.layers.tokens[0]
     text = " ".join(shown(plan).split())
-    assert "rocketkv, d2o: 64 tokens per layer for prompts of 1000 tokens: holds" in text
+    assert "rocketkv, d2o: 64 tokens per layer for prompts of 1,000 tokens: holds" in text
     assert "of a full cache; a token reads" in text
 
 
@@ -87,14 +109,14 @@ def test_layers_that_are_not_planned_are_named():
     rows = [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
     assert rows[1][:3] == ["1", "63", "sliding"]
     assert rows[2][:3] == ["2", "0", "linear"]
-    assert "uniform: 976.6 KiB for prompts of 4000 tokens x 4 rows" in text
+    assert "uniform: 976.6 KiB for prompts of 4,000 tokens x 4 rows" in text
 
 
 def test_bars_are_drawn_in_eighths():
-    assert [bar(share) for share in (0.0, 1 / 256, 1 / 32, 9 / 256)] == ["", "▏", "█", "█▏"]
-    lengths = [len(bar(i / 256)) for i in range(257)]
+    assert [bar(share) for share in (0.0, 1 / 192, 1 / 24, 9 / 192)] == ["", "▏", "█", "█▏"]
+    lengths = [len(bar(i / 192)) for i in range(193)]
     assert lengths == sorted(lengths)
-    assert lengths[-1] == 32
+    assert lengths[-1] == 24
 
 
 def test_the_picture_has_a_bar_per_layer_and_the_mean_of_the_planned_ones():

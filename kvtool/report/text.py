@@ -1,0 +1,45 @@
+"""Show documents as text; the module that lays out a kind is imported once such one is shown."""
+
+from __future__ import annotations
+
+import io
+from importlib import import_module
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from kvtool.documents.generation import GenerationDocument
+
+_LAYOUTS = {
+    "plan": "kvtool.report.plans:plan_table",
+    "profile": "kvtool.report.profile_table:profile_table",
+    "results": "kvtool.report.results_layout:results_tables",
+    "generation": "kvtool.report.text:answer",
+}
+
+
+def layout(document: Any) -> RenderableType:
+    """Return what rich lays out on a terminal for a document."""
+    module, name = _LAYOUTS[document.kind].split(":")
+    laid_out: RenderableType = getattr(import_module(module), name)(document)
+    return laid_out
+
+
+def text(document: Any, width: int) -> str:
+    """Return what a terminal shows of a document, without colours and without trailing blanks.
+
+    Args:
+        width: letters of a line.
+    """
+    written = io.StringIO()
+    console = Console(
+        file=written, width=width, highlight=False, color_system=None, force_jupyter=False
+    )
+    console.print(layout(document))
+    return "".join(f"{line.rstrip()}\n" for line in written.getvalue().splitlines())
+
+
+def answer(document: GenerationDocument) -> RenderableType:
+    """Return an answer, and what it took."""
+    return Group(Text(document.text), Text(document.in_words()))
