@@ -11,6 +11,7 @@ _PACKAGES = {
     "plots": ("matplotlib",),
     "lm-eval": ("lm_eval",),
     "gguf": ("gguf", "accelerate"),
+    "bitsandbytes": ("bitsandbytes", "accelerate"),
 }
 
 
@@ -23,7 +24,7 @@ def require(extra: str, *, needed_by: str) -> None:
     """Check that an extra is there.
 
     Args:
-        extra: `eval`, `plots`, `lm-eval` or `gguf`.
+        extra: `eval`, `plots`, `lm-eval`, `gguf` or `bitsandbytes`.
         needed_by: what cannot be done without it, as it begins a sentence.
 
     Raises:

@@ -19,6 +19,7 @@ _VOLATILE = {
     "name_or_path",
     "output_attentions",
     "output_hidden_states",
+    "quantization_config",
     "return_dict",
     "torch_dtype",
     "transformers_version",
@@ -29,8 +30,8 @@ _VOLATILE = {
 def config_hash(config: Any) -> str:
     """Return the sha256 of a transformers configuration.
 
-    Where the model was loaded from, in which dtype, with which attention kernel and by which
-    version of transformers does not change it.
+    Where the model was loaded from, in which dtype or bits of its weights, with which attention
+    kernel and by which version of transformers does not change it.
 
     Args:
         config: a `PreTrainedConfig`, or the mapping its `to_dict` returns.

@@ -46,7 +46,15 @@ def estimate_run(
             source.config()
         return None
     spread = bool(settings.device_map or settings.tensor_parallel)
-    memory = device_memory(config, dtype, device, source.where, spread=spread)
+    memory = device_memory(
+        config,
+        dtype,
+        device,
+        source.where,
+        spread=spread,
+        bits=settings.quantize,
+        name=source.name,
+    )
     if turns is not None:
         prompt += new * (sum(turn.answer is None for turn in turns.turns) - 1)
     text = Text(prompt, new, 1, config.get_text_config(decoder=True).vocab_size)

@@ -107,13 +107,14 @@ def configuration(settings: PromptSettings, request: Request) -> dict[str, Any]:
     from kvtool.models.placement import resolve_device, resolve_dtype
 
     device = resolve_device(settings.device or "auto", settings.device_map)
-    spread = {} if settings.device_map is None else {"device_map": settings.device_map}
+    names = ("device_map", "quantize")
+    given = {name: getattr(settings, name) for name in names}
     return {
         "model": settings.model or REFERENCE,
         "revision": settings.revision,
         "dtype": resolve_dtype(settings.dtype or "auto", device),
         "device": device,
-        **spread,
+        **{name: value for name, value in given.items() if value is not None},
         "attn_implementation": settings.attn_implementation,
         "policy": str(request.policy),
         "budget": spell_budget(request.budget),

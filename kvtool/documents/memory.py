@@ -38,7 +38,8 @@ class DeviceMemory(Section):
     Attributes:
         free_bytes: None where the system does not say. Printed in words alone: the data that
             a dry run prints are the same at any time.
-        weights_bytes: of weights and buffers; None where they are quantised, and not known.
+        weights_bytes: of weights and buffers; None where they are quantised, and their files are
+            not here.
     """
 
     device: str

@@ -186,6 +186,14 @@ class ModelFields:
         Literal["auto", "eager", "sdpa", "flash_attention_2"],
         Flag("--attn-implementation", help="Attention kernel.  [default: auto]"),
     ] = "auto"
+    quantize: Annotated[
+        Literal["8bit", "4bit"] | None,
+        Flag(
+            "--quantize --weights",
+            help="Store the weights of linear layers in fewer bits, with bitsandbytes.",
+            later=True,
+        ),
+    ] = None
 
 
 MODEL_SETTINGS = tuple(each.name for each in fields(ModelFields))

@@ -66,6 +66,8 @@ class Prepared:
             resolve_device(choice.device, choice.device_map),
             self.model.where,
             spread=bool(choice.device_map or choice.tensor_parallel),
+            bits=choice.quantize,
+            name=choice.id,
         )
         return {
             **self.comparison.recipe.to_data(),

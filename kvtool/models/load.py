@@ -35,8 +35,10 @@ from kvtool.models.placement import (
     split_over_processes,
     torch_dtype,
 )
+from kvtool.models.quantised import check_plain, check_quantise, loading_options
 from kvtool.models.smollm2 import is_smollm2, unpack_once
 from kvtool.models.tensors import check_tensors
+from kvtool.planning.parameters import Bits
 
 CHECKPOINT = ("revision", "trust_remote_code")
 """Arguments of `load` that say which files of a checkpoint are read, and how."""
@@ -62,6 +64,7 @@ def load(
     device_map: str | None = None,
     tensor_parallel: bool = False,
     attn_implementation: str = "auto",
+    quantize: Bits | None = None,
     trust_remote_code: bool = False,
     progress: bool = False,
 ) -> Loaded:
@@ -76,6 +79,7 @@ def load(
         device_map: spread the layers, as in transformers (`auto`, `balanced` ...); replaces device.
         tensor_parallel: split every layer over the processes that torchrun has started.
         attn_implementation: `eager`, `sdpa` or `flash_attention_2`; `auto` leaves it to the model.
+        quantize: `8bit` or `4bit`: store linear weights so, with bitsandbytes.
         trust_remote_code: allow code that comes with the checkpoint to run.
         progress: show on stderr how far a download is.
 
@@ -97,6 +101,8 @@ def load(
     check_attention(attn_implementation, place)
     source = find_source(model)
     name, where = source.name, _where(revision, trust_remote_code)
+    if quantize is not None:
+        check_quantise(source, place, adapter=given != model, split=tensor_parallel)
     if source.gguf is not None and is_smollm2(name):
         source = _unpack_once(source, progress)
     if tensor_parallel and source.gguf is not None:
@@ -109,23 +115,27 @@ def load(
             source = _bring_here(source, where)
             config = _load_config(source, where)
             split = split_over_processes(config) if tensor_parallel else {}
+            if quantize is not None:
+                check_plain(source, config)
         with in_one_line("tokenizer", name, where):
             tokenizer = _load_tokenizer(source, tokenizer_folder(given), where)
         with (
             in_one_line("weights", name, where),
             named_if_quantised(name, config),
         ):
+            kind = torch_dtype(dtype, place, device_map)
+            fewer = loading_options(config, quantize, place, kind)
+            spread = {} if device_map is None else {"device_map": device_map}
             loaded = _load_weights(
                 source,
                 where,
                 progress,
                 config=config,
-                dtype=torch_dtype(dtype, place, device_map),
-                device_map=device_map,
+                dtype=kind,
                 attn_implementation=None if attn_implementation == "auto" else attn_implementation,
-                **split,
+                **fewer | spread | split,
             )
-            if device_map is None and not tensor_parallel:
+            if device_map is None and not tensor_parallel and not fewer:
                 loaded.to(place)
         adapter = None if given == model else find_adapter(given)
         if adapter is not None:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from kvtool.documents.memory import DeviceMemory
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.model_shape import layer_shapes, stored_dtype
-from kvtool.models.folder import in_one_line, library_output_on_stderr
+from kvtool.models.folder import find_source, in_one_line, library_output_on_stderr
+from kvtool.models.quantised import checkpoint_bytes, linear_layers
+from kvtool.planning.parameters import Bits, is_quantised
 from kvtool.processes import started
 
 if TYPE_CHECKING:
@@ -200,7 +202,12 @@ def _of_group(folder: Path, limit: str, used: str, cached: str) -> int | None:
 
 
 def weight_bytes(
-    config: Any, dtype: str, where: Mapping[str, Any] = MappingProxyType({})
+    config: Any,
+    dtype: str,
+    where: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    bits: Bits | None = None,
+    name: str | None = None,
 ) -> int | None:
     """Count the bytes of a model's weights and buffers from its configuration.
 
@@ -210,15 +217,17 @@ def weight_bytes(
         config: a transformers configuration.
         dtype: in which it runs, by name; `auto`: the checkpoint's own.
         where: how the checkpoint is asked for, in transformers' words.
+        bits: in which bitsandbytes stores linear layers; None: those of the dtype.
+        name: of the model, whose files say what quantised weights take.
 
     Returns:
-        None where the weights are quantised, which the configuration does not count.
+        None where the weights are quantised, and their files are not here.
 
     Raises:
         KvtoolError: no model can be built from the configuration.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        return None
+    if is_quantised(config):
+        return checkpoint_bytes(find_source(name)) if name is not None else None
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -231,7 +240,11 @@ def weight_bytes(
         more = {name: value for name, value in where.items() if name != "revision"}
         model = AutoModelForCausalLM.from_config(config, dtype=wanted, **more)
     tensors = {id(each): each for each in [*model.parameters(), *model.buffers()]}
-    return sum(each.numel() * each.element_size() for each in tensors.values())
+    whole = sum(each.numel() * each.element_size() for each in tensors.values())
+    if bits is None:
+        return whole
+    layers = linear_layers(model)
+    return whole + sum(each.bytes(bits) - each.numbers * wanted.itemsize for each in layers)
 
 
 def device_memory(
@@ -241,13 +254,16 @@ def device_memory(
     where: Mapping[str, Any] = MappingProxyType({}),
     *,
     spread: bool = False,
+    bits: Bits | None = None,
+    name: str | None = None,
 ) -> DeviceMemory:
     """Estimate what a model's weights will take of a device, and what is free there.
 
     Args:
         device: `cpu`, `cuda` or `cuda:1`.
         spread: whether the model is spread over all GPUs.
+        bits, name: as for `weight_bytes`.
     """
-    name, free = free_memory(device, spread=spread)
-    weights = weight_bytes(config, dtype, where)
-    return DeviceMemory(device=name, free_bytes=free, weights_bytes=weights)
+    place, free = free_memory(device, spread=spread)
+    weights = weight_bytes(config, dtype, where, bits=bits, name=name)
+    return DeviceMemory(device=place, free_bytes=free, weights_bytes=weights)

@@ -5,11 +5,9 @@ The machine need not be this one, and nothing is loaded: all follows from the co
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from kvtool.documents.memory import DeviceMemory
@@ -27,7 +25,6 @@ SHARE = 0.8
 """The share of a memory, less weights and peak, that a budget of `auto` takes."""
 
 _CODECS = ("int8", "int4")
-_MOST_HEADER = 100 * 2**20  # bytes of a header of safetensors, as its own reader allows
 
 
 @dataclass(frozen=True)
@@ -263,32 +260,6 @@ def _takes(policy: Policy, tokens: int) -> bool:
     except UsageError:
         return False
     return True
-
-
-def stored_bytes(folder: Path) -> int | None:
-    """Count the bytes of the tensors in a folder's safetensors files, None without such files.
-
-    Of checkpoints that are quantised this is what their weights take. Only headers are read.
-    """
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            shards = set(json.loads(index.read_bytes())["weight_map"].values())
-        else:
-            shards = {"model.safetensors"}
-        return sum(_tensor_bytes(folder / str(shard)) for shard in shards)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-def _tensor_bytes(file: Path) -> int:
-    """Return the bytes of a safetensors file behind its header."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        header = int.from_bytes(opened.read(8), "little")
-    if header > min(size - 8, _MOST_HEADER):
-        raise ValueError(f"`{file}` is no file of safetensors")
-    return size - 8 - header
 
 
 def table(needs: Needs) -> list[str]:

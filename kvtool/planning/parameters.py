@@ -8,8 +8,10 @@ biases, and experts, which transformers keep in one tensor a layer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from kvtool.model_shape import DTYPE_BYTES, stored_dtype
@@ -21,6 +23,7 @@ BITS: tuple[Bits, ...] = ("8bit", "4bit")
 
 _BLOCK = 64  # weights of 4 bits that share a scale (NF4, without double quantisation)
 _SCALE = 4  # bytes of a scale, and of the statistic of a row in 8 bits
+_MOST_HEADER = 100 * 2**20  # bytes of a header of safetensors, as its own reader allows
 _CODES = 16 * 4  # bytes of the 16 numbers that codes of 4 bits stand for
 
 
@@ -191,6 +194,32 @@ def weights_bytes(config: Any, dtype: str | None, bits: Bits | None = None) -> i
 def is_quantised(config: Any) -> bool:
     """Say whether a checkpoint's weights are in fewer bits already."""
     return getattr(config, "quantization_config", None) is not None
+
+
+def stored_bytes(folder: Path) -> int | None:
+    """Count the bytes of the tensors in a folder's safetensors files, None without such files.
+
+    Of checkpoints that are quantised this is what their weights take. Only headers are read.
+    """
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        else:
+            shards = {"model.safetensors"}
+        return sum(_tensor_bytes(folder / str(shard)) for shard in shards)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _tensor_bytes(file: Path) -> int:
+    """Return the bytes of a safetensors file behind its header."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        header = int.from_bytes(opened.read(8), "little")
+    if header > min(size - 8, _MOST_HEADER):
+        raise ValueError(f"`{file}` is no file of safetensors")
+    return size - 8 - header
 
 
 def _says(entries: Mapping[str, Any], bias: bool | str) -> bool:

@@ -18,10 +18,9 @@ from kvtool.planning.machine import (
     budget_that_fits,
     least_budget,
     remedies,
-    stored_bytes,
     table,
 )
-from kvtool.planning.parameters import BITS, weights_bytes
+from kvtool.planning.parameters import BITS, stored_bytes, weights_bytes
 from kvtool.policies.grammar import parse_policy
 from tests.evaluation.variants import make_variants
 from tests.models.published import LLAMA_3
