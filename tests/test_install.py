@@ -24,7 +24,7 @@ def clone(tmp_path_factory):
     place = tmp_path_factory.mktemp("place")
     folder = place / "kvtool"
     shutil.copytree(ROOT / "kvtool", folder / "kvtool", ignore=lambda *_: ["__pycache__"])
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     environment = tmp_path_factory.mktemp("environment")
     venv.create(environment, symlinks=os.name != "nt")

@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from kvtool.models.load import Loaded
 
 
+_KEYS_SINCE = "0.1.0"  # of kvtool; part of every record's key, so that a release keeps records
+
+
 @dataclass(frozen=True)
 class Resumed:
     """What a folder holds for a run.
@@ -355,11 +358,14 @@ class Run:
 
 
 def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
-    """Return what identifies these weights, this way of running them, and this kvtool."""
+    """Return what identifies these weights and this way of running them.
+
+    Which kvtool answered is in the fingerprint of a record.
+    """
     names = ("id", "revision", "config_hash", "dtype", "device", "attn_implementation")
     hashes = {"weights": weights_fingerprint(loaded.model), "text": text_hash(loaded)}
     known = {name: getattr(used, name) for name in names}
-    return known | hashes | {"kvtool": VERSION}
+    return known | hashes | {"kvtool": _KEYS_SINCE}
 
 
 def _now() -> str:
