@@ -22,8 +22,6 @@ RECIPES = Path(__file__).parent
 _TABLE = "full,streaming,tova,h2o,h2o+caote,roco,snapkv"
 _CAM = "streaming,streaming+cam,h2o,h2o+cam,d2o(merge=v)"
 
-_REFIT = ",".join(f"snapkv+refit(ridge={ridge})" for ridge in (0.01, 0.1, 1, 3))
-
 
 def _recipe(name: str, *more: str) -> tuple[str, ...]:
     return (str(RECIPES / f"{name}.yaml"), *more)
@@ -45,10 +43,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "turns-later": (*_TURNS, "--query-agnostic"),
     "turns-alone": (*_TURNS, "--query-agnostic", "--set", "eval.tasks.0.mode=scdq"),
     "d2o-plan": _recipe("d2o-plan"),
-    "refit": (
-        *("-t", "niah", "--lengths", "1K", "--depths", "5", "--samples", "3"),
-        *("-p", f"snapkv,{_REFIT}", "-b", "128", "--answers", "scored", "--shared-prefill"),
-    ),
     "roco-fidelity": _recipe("roco-fidelity"),
 }
 

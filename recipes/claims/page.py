@@ -24,7 +24,8 @@ HERE = Path(__file__).parent
 HEAD = """# Claims
 
 What papers and their peers say of policies, tested on the [bundled
-model](../../kvtool/models/README.md#the-bundled-model): a row for each claim and for each time at
+model](../../kvtool/models/README.md#the-bundled-model) or, where a claim is of reasoning or of real
+text, on the model that its section names: a row for each claim and for each time at
 which the question may come. *Known*: it is in the prompt that is compressed; *later, kept*: the
 context is compressed first, the question stays whole beside it.
 
@@ -39,10 +40,14 @@ such tasks is no 8B model: what fails here may hold there, so each command takes
 each row says what others have measured.
 
 Papers are linked from [the table of policies](../../kvtool/policies/README.md). The others are
-kvpress' [board](https://huggingface.co/spaces/nvidia/kvpress-leaderboard) and [pull request
-219](https://github.com/NVIDIA/kvpress/pull/219), the data that
-[SurrogateKV](https://github.com/kimjunewon/SurrogateKV) has published, and NVIDIA's TensorRT-LLM
-blog 17.
+kvpress' [board](https://huggingface.co/spaces/nvidia/kvpress-leaderboard), its threads
+[38](https://github.com/NVIDIA/kvpress/pull/38), [93](https://github.com/NVIDIA/kvpress/pull/93) and
+[219](https://github.com/NVIDIA/kvpress/pull/219) and its issue
+[222](https://github.com/NVIDIA/kvpress/issues/222), the data that
+[SurrogateKV](https://github.com/kimjunewon/SurrogateKV) has published, NVIDIA's TensorRT-LLM
+blog 17, vLLM's blog of 11 May 2026, [SGLang's
+page](https://docs.sglang.io/advanced_features/quantized_kv_cache.html), and the papers
+[2512.12008](https://arxiv.org/abs/2512.12008) and [2609.03430](https://arxiv.org/abs/2609.03430).
 
 In the tables of comparisons, `of` is the score of the policy compared with. *Each budget* has the
 difference at one budget after the other, with a star where it decides the comparison for that
