@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvtool.calls.check_policy import check_policy
     from kvtool.calls.compress import compress
     from kvtool.calls.evaluate import evaluate
+    from kvtool.calls.export import export
     from kvtool.calls.generate import generate
     from kvtool.calls.plan import plan
     from kvtool.calls.profile import profile
@@ -37,6 +38,7 @@ _HOMES = {
     "generate": "kvtool.calls.generate",
     "plan": "kvtool.calls.plan",
     "evaluate": "kvtool.calls.evaluate",
+    "export": "kvtool.calls.export",
     "profile": "kvtool.calls.profile",
     "KvtoolError": "kvtool.errors",
     "UsageError": "kvtool.errors",
@@ -56,6 +58,7 @@ __all__ = [
     "compressed",
     "detach",
     "evaluate",
+    "export",
     "generate",
     "load_cache",
     "parse_policy",

@@ -12,7 +12,7 @@ from kvtool.cache.files.load import load_cache as load_cache
 from kvtool.cache.files.save import save_cache as save_cache
 from kvtool.cache.hooks.attach import detach as detach
 from kvtool.calls.check_policy import check_policy as check_policy
-from kvtool.documents.generation import GenerationDocument
+from kvtool.documents.generation import ExportDocument, GenerationDocument
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.results import ResultsDocument
@@ -86,7 +86,18 @@ def compress(
     save: str | Path | None = None,
     show: str | Path | None = None,
     max_new_tokens: int | str | None = None,
+    export_vllm: str | Path | None = None,
 ) -> KVCache: ...
+def export(
+    cache: KVCache | str | Path,
+    save: str | Path,
+    *,
+    to: Literal["vllm"] = "vllm",
+    model: Any = None,
+    tokenizer: Any = None,
+    dtype: Any = None,
+    watcher: Watcher | None = None,
+) -> ExportDocument: ...
 def plan(
     source: Any = None,
     *,

@@ -35,6 +35,7 @@ ROOMS = (  # a subpackage imports itself and those before it
     "profiling",
     "evaluation",
     "report",
+    "engines",
     "calls",
     "cli",
     "__main__",

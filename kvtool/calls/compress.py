@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.calls.export import export_loaded
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
 from kvtool.calls.memory import estimate_run
@@ -56,6 +57,7 @@ def compress(
             bundled reference model.
         policy, budget: as for `kvtool.build_cache`.
         save: the file that the cache is written to as well.
+        export_vllm: a folder to which it is exported as well, under the name of that file.
         show: the page that says which tokens are kept; `cache.show()` returns it.
         max_new_tokens: that will follow the prompt, questions included; only a model whose RoPE
             depends on the length of the text needs to know.
@@ -102,10 +104,16 @@ class CompressionRun:
         watcher.note_any(source.note())
         shows = watcher.shows_progress
         with source.attached(note=watcher.note, progress=shows, keep=True) as loaded:
+            if settings.export_path is not None:
+                from kvtool.engines.vllm.export import refuse_model
+
+                refuse_model(loaded.model)
             cache = self.request.new_cache(loaded.model, record=settings.show is not None)
             result = self._feed(loaded, cache, watcher)
             if settings.save_path is not None:
                 _save(cache, settings.save_path, result, loaded)
+            if settings.export_path is not None:
+                _export(cache, settings.export_path, loaded, watcher)
         show_kept(settings, loaded, cache, watcher)
         return cache, result, loaded
 
@@ -148,6 +156,14 @@ def _save(cache: KVCache, path: Path, result: Compressed, loaded: Loaded) -> Non
     )
 
 
+def _export(cache: KVCache, path: Path, loaded: Loaded, watcher: Watcher) -> None:
+    exported = export_loaded(cache, loaded)
+    for line in exported.notes:
+        watcher.note(line)
+    exported.save(path)
+    watcher.note(f"exported {path}")
+
+
 def prepare_compression(settings: CompressionSettings, watcher: Watcher) -> CompressionRun:
     """Check everything that can be checked before the model is loaded.
 
@@ -172,5 +188,9 @@ def _resolve(
         raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
     prefill = read_prefill(settings.prefill)
     policy, budget = choose_policy(settings, plan, watcher)
+    if settings.export_path is not None:
+        from kvtool.engines.vllm.export import refuse_policy
+
+        refuse_policy(policy)
     request = Request(prompt, source, policy, budget, prefill, plan)
     return CompressionRun(settings, request, prompt)

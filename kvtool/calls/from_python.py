@@ -32,7 +32,7 @@ UNSAID = Unsaid.UNSAID
 Settings = TypeVar("Settings", bound=PromptSettings)
 Call = TypeVar("Call", bound=Callable[..., Any])
 
-_FILES = ("prompt_file", "save", "show")
+_FILES = ("prompt_file", "save", "show", "export_vllm")
 
 
 def takes(kind: type, leave_out: Sequence[str] = ()) -> Callable[[Call], Call]:
@@ -107,8 +107,9 @@ def from_python(
     values["policy"] = read_policy(values["policy"])
     values["budget"] = read_budget(values["budget"])
     for name in _FILES:
-        values[name] = _path(values.get(name), name)
-    if values["show"] == "-":
+        if name in values:
+            values[name] = _path(values[name], name)
+    if values.get("show") == "-":
         raise UsageError(
             "show='-' is for the command line", hint="print(cache.show()) of kvtool.compress"
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvtool.calls.base_settings import RecipeSettings
 from kvtool.documents.files import check_name, check_prompt, check_writable, expand
 from kvtool.documents.settings import Flag, Template
+from kvtool.engines.vllm.format import exported_path
 from kvtool.errors import UsageError, quote
 from kvtool.sizes import (
     DEFAULT_BLOCK,
@@ -160,6 +161,7 @@ class CompressionSettings(PromptSettings):
 
     Attributes:
         max_new_tokens: that will be generated from its cache, questions included.
+        export_vllm: a folder of exported caches, to which this one goes as well.
     """
 
     max_new_tokens: Annotated[
@@ -171,6 +173,21 @@ class CompressionSettings(PromptSettings):
             "models whose RoPE depends on the length (longrope, dynamic) differ.  [default: 0]",
         ),
     ] = None
+    export_vllm: Annotated[
+        str | None,
+        Flag(
+            "--export-vllm",
+            metavar="FOLDER",
+            help="Export the cache to this folder as well, for vLLM; see kvtool export.",
+        ),
+    ] = None
+
+    @property
+    def export_path(self) -> Path | None:
+        """The exported file to write, named after the cache file."""
+        if self.export_vllm is None or self.save_path is None:
+            return None
+        return exported_path(expand(self.export_vllm), self.save_path)
 
     @property
     def new_tokens(self) -> int:
@@ -181,6 +198,17 @@ class CompressionSettings(PromptSettings):
         super().check()
         if self.new_tokens < 0:
             raise UsageError(f"--max-new-tokens must be 0 or more, got {self.max_new_tokens}")
+        if self.export_vllm is not None and self.save is None:
+            raise UsageError(
+                "--export-vllm names its file after the cache", hint="--save book.kv.safetensors"
+            )
+
+    def check_paths(self) -> None:
+        super().check_paths()
+        if self.export_path is not None:
+            check_writable(self.export_path, "--export-vllm")
+            if self.save_path is not None and self.export_path == self.save_path:
+                raise UsageError(f"--save and --export-vllm both write `{self.save_path}`")
 
 
 @dataclass(frozen=True, kw_only=True)

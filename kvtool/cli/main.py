@@ -27,6 +27,7 @@ COMMANDS = {
     "plan-budget": "plan_budget:plan_budget",
     "eval": "eval:evaluate",
     "convert": "convert:convert",
+    "export": "export:export",
 }
 """Every command and its function, whose file is imported once it is run or its help is shown."""
 

@@ -262,3 +262,24 @@ class CompressionDocument(Document):
         planned = "" if self.plan is None else f"; {self.plan.in_words(self.cache)}"
         read = f"{self.prompt_tokens} tokens read in {self.timing.prefill_s:.2f} s"
         return f"{read}; {self.cache.in_words()}{planned}"
+
+
+class ExportDocument(Document):
+    """`kvtool export`: what the exported cache holds, and its ids in a prompt."""
+
+    kind: Literal["export"] = "export"
+    model: str
+    policy: str
+    saved: str
+    slots: PositiveInt
+    tokens_seen: PositiveInt
+    dtype: str
+    bytes: NonNegativeInt
+    virtual_ids: list[NonNegativeInt]
+
+    def in_words(self) -> str:
+        """Say what was exported."""
+        return (
+            f"{self.slots} slots for {self.tokens_seen} tokens, {bytes_in_words(self.bytes)} in "
+            f"{self.dtype}"
+        )

@@ -1,0 +1,1 @@
+"""Where kvtool meets other engines and servers."""

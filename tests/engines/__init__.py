@@ -1,0 +1,1 @@
+"""Engines and servers that kvtool meets."""

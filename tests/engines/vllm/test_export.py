@@ -1,0 +1,273 @@
+"""What `kvtool export` writes: transformers continues it as kvtool continues the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache
+
+import kvtool
+from kvtool.engines.vllm.export import export_cache
+from kvtool.engines.vllm.format import difference, facts_of, read_exported
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.generation import decode_step, prefill
+from tests.models_for_tests import family_model, peaky_model, random_ids
+
+BUDGET, TOKENS = 32, 70
+FAMILIES = ("llama", "gpt_neox", "gemma3", "qwen3", "phi")
+POLICIES = ("snapkv(window=8)", "keydiff", "h2o(positions=cache)", "h2o+int8")
+
+
+def model_of(family, **changes):
+    if family == "phi":
+        return peaky_model("phi", partial_rotary_factor=0.5, **changes)
+    return family_model(family)
+
+
+def compressed(model, policy, budget=BUDGET, tokens=TOKENS, **more):
+    cache = kvtool.build_cache(model, policy, budget=budget, **more)
+    prefill(model, cache, random_ids(tokens))
+    return cache
+
+
+def engine_cache(model, tensors):
+    """Transformers' own cache, filled with the slots of an exported file."""
+    cache = DynamicCache(config=model.config)
+    for i in range(model.config.num_hidden_layers):
+        cache.update(tensors[f"layer.{i}.keys"][None], tensors[f"layer.{i}.values"][None], i)
+    return cache
+
+
+@torch.no_grad()
+def continued(model, tensors, ids):
+    """Logits of tokens that an engine reads behind the slots, one block and then one by one."""
+    cache, slots = engine_cache(model, tensors), len(tensors["virtual_ids"])
+    found = []
+    for start, block in (
+        (0, ids[:, :5]),
+        *((5 + i, each[:, None]) for i, each in enumerate(ids.T[5:])),
+    ):
+        place = slots + start + torch.arange(block.shape[1])[None]
+        found.append(model(block, past_key_values=cache, position_ids=place).logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_continues_the_slots_as_kvtool_continues_the_cache(family, policy, tmp_path):
+    agrees(model_of(family), policy, tmp_path / "text.safetensors")
+
+
+@pytest.mark.parametrize("policy", ["recency+int4", "h2o(positions=cache)+int4"])
+def test_keys_that_were_rotated_to_be_rounded_are_rotated_back(policy, tmp_path):
+    agrees(peaky_model("llama", head_dim=32), policy, tmp_path / "text.safetensors")
+
+
+def agrees(model, policy, path):
+    cache = compressed(model, policy)
+    kvtool.export(cache, path)
+    question = random_ids(12, seed=5)[:, 1:]
+    with cache.budgets.raising(), torch.no_grad():
+        ours = model(question, past_key_values=cache).logits
+    kvtool.detach(model)
+    theirs = continued(model, load_file(path), question)
+    assert (ours - theirs).abs().max() < 1e-4
+    assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+
+@torch.no_grad()
+def key_of(model, token, place):
+    """The keys of a token in the first layer, as the model itself rotates them."""
+    cache = DynamicCache(config=model.config)
+    model(torch.tensor([[token]]), past_key_values=cache, position_ids=torch.tensor([[place]]))
+    return cache.layers[0].keys[0, :, 0]
+
+
+@pytest.mark.parametrize("policy", ["knorm", "recency(positions=cache)"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_of_the_first_layer_are_those_of_tokens_at_their_new_places(family, policy):
+    model = model_of(family)
+    cache = compressed(model, policy)
+    keys = export_cache(cache).tensors["layer.0.keys"]
+    text, kept = random_ids(TOKENS)[0], cache.kept_positions(0)[0]
+    kvtool.detach(model)
+    first = BUDGET - kept.shape[1]  # a layer with a window has empty slots before
+    assert not keys[:, :first].any()
+    for head, positions in enumerate(kept.tolist()):
+        for slot, position in enumerate(positions, first):
+            place = slot if "cache" in policy else position + BUDGET - TOKENS
+            expected = key_of(model, int(text[position]), place)[head]
+            assert torch.allclose(keys[head, slot], expected, atol=1e-4)
+
+
+def test_a_long_text_is_turned_back_without_losing_digits():
+    model = model_of("llama")
+    cache = compressed(model, "recency", tokens=1500)
+    exported = export_cache(cache)
+    question = random_ids(8, seed=5)[:, 1:]
+    with cache.budgets.raising(), torch.no_grad():
+        ours = model(question, past_key_values=cache).logits
+    kvtool.detach(model)
+    assert (ours - continued(model, exported.tensors, question)).abs().max() < 2e-4
+
+
+def test_an_answer_is_that_of_kvtool(tmp_path):
+    """Greedy tokens of a policy that cuts prompts only, over many steps."""
+    model = model_of("llama")
+    cache = compressed(model, "snapkv(window=8)")
+    tensors = export_cache(cache).tensors
+    question = random_ids(6, seed=9)[:, 1:]
+    with cache.budgets.raising(), torch.no_grad():
+        logits, ours = model(question, past_key_values=cache).logits[:, -1], []
+        for _ in range(12):
+            ours.append(logits.argmax(-1))
+            logits = decode_step(model, cache, ours[-1])
+    kvtool.detach(model)
+    whole = torch.cat([question[0], *ours])[None]
+    theirs = continued(model, tensors, whole)[0, question.shape[1] - 1 : -1].argmax(-1)
+    assert theirs.tolist() == torch.cat(ours).tolist()
+
+
+def test_codes_are_decoded():
+    model = model_of("llama")
+    plain, coded = (compressed(model, policy) for policy in ("recency", "recency+int8"))
+    exact, rounded = (export_cache(cache).tensors["layer.3.values"] for cache in (plain, coded))
+    assert exact.dtype == rounded.dtype == torch.float32
+    assert 0 < (exact - rounded).abs().max() < 0.02 * exact.abs().max()
+
+
+def test_merged_tokens_are_exported():
+    model = model_of("llama")
+    cache = compressed(model, "h2o+d2o-merge")
+    held = cache.slot_layers[1].sorted_slots().stored["values"][0]
+    assert torch.equal(export_cache(cache).tensors["layer.1.values"], held)
+
+
+def test_a_text_that_fits_is_exported_whole():
+    model = model_of("llama")
+    cache = compressed(model, "snapkv", budget=128, tokens=20)
+    exported = export_cache(cache)
+    held = cache.slot_layers[0].sorted_slots().stored
+    assert torch.equal(exported.tensors["layer.0.keys"], held["keys"][0])
+    assert exported.metadata["tokens_seen"] == exported.metadata["slots"] == "20"
+
+
+# ---- the file
+
+
+def test_the_file_says_what_it_holds(tmp_path):
+    model = model_of("gemma3")
+    document = kvtool.export(
+        compressed(model, "h2o"), tmp_path / "book.safetensors", dtype="bfloat16"
+    )
+    exported = read_exported(tmp_path / "book.safetensors")
+    wanted = {
+        "kind": "kvtool.virtual-prompt",
+        "schema_version": "1",
+        "slots": "32",
+        "tokens_seen": "70",
+        "policy": "h2o",
+        "layers": "4",
+        "kv_heads": "2",
+        "head_dim": "16",
+        "dtype": "bfloat16",
+        "kvtool": kvtool.__version__,
+    }
+    assert wanted.items() <= exported.metadata.items()
+    assert exported.name == "book"
+    assert list(exported.ids) == document.virtual_ids
+    tensors = load_file(tmp_path / "book.safetensors")
+    assert tensors["layer.2.keys"].shape == (2, 32, 16)
+    assert tensors["layer.2.keys"].dtype == torch.bfloat16
+    assert document.bytes == sum(t.nbytes for name, t in tensors.items() if name[0] == "l")
+    assert difference(exported.facts, facts_of(model.config)) is None
+
+
+def test_ids_follow_from_what_the_file_holds():
+    model = model_of("llama")
+    ids = {}
+    for policy in ("tova", "recency", "knorm"):
+        cache = compressed(model, policy)
+        first, again = export_cache(cache).ids, export_cache(cache, model_name="other").ids
+        assert first == again
+        ids[policy] = first
+        ids[f"{policy} bf16"] = export_cache(cache, dtype=torch.bfloat16).ids
+    heads = {tuple(each[:8]) for each in ids.values()}
+    assert len(heads) == len(ids)
+
+
+def test_special_tokens_are_no_ids():
+    model = model_of("llama")
+    model.config.eos_token_id = [3, 4, 5]
+    model.generation_config.pad_token_id = 6
+    found = set(export_cache(compressed(model, "recency", budget=1000, tokens=900)).ids)
+    assert not found & {0, 1, 3, 4, 5, 6}
+    assert len(found) > 60
+
+
+# ---- refusals
+
+
+REFUSED = {
+    "a reader": ("llama", "quest", "reads a part of the cache at each step"),
+    "two stages": ("llama", "rocketkv", "reads a part of the cache at each step"),
+    "CaliDrop": ("llama", "h2o+calidrop", "corrects each step by evicted tokens"),
+    "unequal heads": ("llama", "adakv(window=8)", "the heads of layer"),
+    "unequal layers": ("llama", "pyramidkv(window=8)", "the layers hold"),
+    "latents": ("deepseek_v3", "h2o", "stores latents in place of keys"),
+    "a recurrence": ("qwen3_next", "h2o", "has `linear_attention` layers"),
+    "attention beside it": ("falcon_h1", "h2o", "has `hybrid` layers"),
+    "shared layers": ("gemma3n", "h2o", "read the keys of another layer"),
+    "chunks": ("llama4", "h2o", "attend to chunks of the text"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    family, policy, told = REFUSED[case]
+    model = family_model(family)
+    cache = compressed(model, policy, budget=24 if "pyramid" in policy else 48)
+    with pytest.raises(UsageError, match=told):
+        export_cache(cache)
+
+
+def test_rope_by_length_is_refused():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = peaky_model("llama", rope_parameters=rope, max_position_embeddings=64)
+    with pytest.raises(KvtoolError, match=r"export to vLLM .* by the length of the text"):
+        export_cache(compressed(model, "h2o"))
+
+
+def test_a_plan_of_unequal_layers_is_refused(tmp_path):
+    model = model_of("llama")
+    plan = kvtool.plan(model, tokens=32, context=70, allocator="pyramid")
+    cache = kvtool.build_cache(model, "h2o", plan=plan)
+    prefill(model, cache, random_ids(TOKENS))
+    with pytest.raises(UsageError, match=r"the layers hold .* one length for all of them"):
+        export_cache(cache)
+
+
+def test_other_caches_are_refused():
+    model = model_of("llama")
+    with pytest.raises(KvtoolError, match="the cache is empty"):
+        export_cache(kvtool.build_cache(model, "h2o", budget=32))
+    batch = kvtool.build_cache(model, "h2o", budget=32)
+    prefill(model, batch, random_ids(TOKENS, batch=2))
+    with pytest.raises(UsageError, match="the cache holds 2 texts"):
+        export_cache(batch)
+    with pytest.raises(UsageError, match="cache holds 11 tokens"):
+        export_cache(compressed(model, "recency", budget=11))
+    gemma = model_of("gemma3")
+    small = compressed(gemma, "h2o", budget=16)
+    with pytest.raises(UsageError, match=r"sliding window hold 23 tokens, .* room for 16"):
+        export_cache(small)
+    with pytest.raises(UsageError, match="to must be one of vllm"):
+        kvtool.export(batch, "x.safetensors", to="sglang")
+
+
+def test_policies_that_evict_while_decoding_are_warned_of():
+    model = model_of("llama")
+    [note] = export_cache(compressed(model, "h2o")).notes
+    assert "`h2o` evicts while it decodes; vLLM keeps all that follows" in note
+    assert export_cache(compressed(model, "snapkv(window=8)")).notes == ()
