@@ -18,6 +18,7 @@ from kvtool.engines.vllm.ids import FEWEST
 KIND, SCHEMA = "kvtool.virtual-prompt", "1"
 SUFFIX = ".safetensors"
 IDS = "virtual_ids"
+_TEXTS = ("digest", "layers", "facts")
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 
@@ -28,21 +29,18 @@ class Exported:
     Attributes:
         ids: the virtual ids, one a slot.
         metadata: texts by name.
+        facts: what the model's configuration said; see `facts_of`.
     """
 
     path: Path
     ids: tuple[int, ...]
     metadata: Mapping[str, str]
+    facts: Mapping[str, Any]
 
     @property
     def name(self) -> str:
         """The name by which a request may ask for it: that of the file, without its suffix."""
         return self.path.name.removesuffix(SUFFIX)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the model's configuration said; see `facts_of`."""
-        return json.loads(self.metadata["facts"])
 
 
 def exported_path(folder: Path, cache: Path) -> Path:
@@ -73,12 +71,18 @@ def read_exported(path: Path) -> Exported:
                 raise ValueError(
                     f"`{path}` has schema version {schema}; this kvtool reads {SCHEMA}"
                 )
+            lacks = [name for name in _TEXTS if name not in metadata]
+            if lacks or IDS not in file.keys():  # noqa: SIM118
+                raise ValueError(f"`{path}` lacks {', '.join(lacks) or IDS}")
             ids = tuple(file.get_tensor(IDS).tolist())
     except SafetensorError as error:
         raise ValueError(f"`{path}` is not a whole safetensors file: {error}") from None
     if len(ids) < FEWEST:
         raise ValueError(f"`{path}` has {len(ids)} virtual ids, and {FEWEST} are the fewest")
-    return Exported(path, ids, metadata)
+    facts = json.loads(metadata["facts"])
+    if not isinstance(facts, dict):
+        raise ValueError(f"`{path}` has facts that are no mapping")
+    return Exported(path, ids, metadata, facts)
 
 
 def facts_of(config: Any) -> dict[str, Any]:
