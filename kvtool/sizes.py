@@ -15,6 +15,8 @@ DEFAULT_BLOCK = 128  # tokens of a prompt that are fed at a time, as in CAOTE se
 MOST_TOKENS = 2**31 - 1  # of a text: a cache stores positions in 32 bits
 MOST_BYTES = 2**63 - 1
 LARGEST_SEED = 2**63 - 1
+AUTO = "auto"  # a budget that a device's free memory gives
+DEFAULT_SHARE = Fraction(4, 5)  # of that memory
 WIDTH = 100  # characters of a line, of tables as of YAML
 
 LONG_PROMPT = 1024
@@ -92,6 +94,24 @@ def parse_count(text: str | int) -> int:
     return int(count)
 
 
+def parse_memory(text: str, name: str = "--memory") -> int:
+    """Read the memory of a device in bytes, such as `16GiB`.
+
+    >>> parse_memory("16GiB")
+    17179869184
+
+    Raises:
+        UsageError: no number of bytes above 0.
+    """
+    try:
+        size = Budget.parse(text).bytes
+    except UsageError:
+        size = None  # said below, as the memory that it is
+    if size is None:
+        raise UsageError(f"{name} is a number of bytes such as 16GiB, got {quote(text)}")
+    return size
+
+
 def parse_prefill(text: str, name: str = "prefill") -> int | None:
     """Read how a prompt is fed: `full` is None, `block` 128 and `block:M` M tokens per block.
 
@@ -139,18 +159,22 @@ def check_temperature(value: float, name: str = "temperature") -> float:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of the cache to hold: exactly one of `tokens`, `ratio` and `bytes`.
+    """How much of the cache to hold: exactly one of `tokens`, `ratio`, `bytes` and `share`.
 
     `tokens` counts what is stored per layer and KV head, `ratio` is the share of the prompt (above
-    0, at most 1, kept as an exact fraction), `bytes` is the size of the whole K/V cache.
+    0, at most 1, kept as an exact fraction), `bytes` is the size of the whole K/V cache. `share`
+    is that of the memory which weights and reading the prompt leave of a device: a command turns it
+    into bytes before it runs.
     """
 
     tokens: int | None = None
     ratio: Fraction | None = None
     bytes: int | None = None
+    share: Fraction | None = None
 
     def __post_init__(self) -> None:
-        given = [value for value in (self.tokens, self.ratio, self.bytes) if value is not None]
+        values = (self.tokens, self.ratio, self.bytes, self.share)
+        given = [value for value in values if value is not None]
         if len(given) != 1:
             raise UsageError(
                 f"a budget is one of tokens, ratio and bytes, got {len(given)} of them"
@@ -165,6 +189,8 @@ class Budget:
             raise UsageError(f"budget {quote(self.bytes)} is above {MOST_BYTES} bytes")
         if self.ratio is not None and self.ratio > 1:
             raise UsageError(f"budget ratio {_number(self.ratio)} is above 1 (100%)")
+        if self.share is not None and self.share > 1:
+            raise UsageError(f"budget {AUTO}:{_percent(self.share)} is above 100%")
 
     @classmethod
     def parse(cls, value: str | int | float | Budget) -> Budget:
@@ -190,6 +216,8 @@ class Budget:
                 hint="a decimal number is a share of the prompt; tokens are whole, such as 512",
             )
         text = _typed(value)
+        if text.lower().startswith(AUTO):
+            return cls(share=_share(text))
         number, unit = _split(text)
         if unit == "k":
             raise UsageError(f"lower-case `k` in `{text}` is ambiguous", hint=_upper_case_k(text))
@@ -217,6 +245,11 @@ class Budget:
         """Return the tokens this budget means for a prompt of `n` tokens (not for bytes)."""
         if self.tokens is not None:
             return self.tokens
+        if self.share is not None:
+            raise UsageError(
+                f"budget `{self}` is of a device's free memory, which only commands look at",
+                hint="give tokens, a share of the prompt or bytes",
+            )
         if self.ratio is None:
             raise UsageError("a budget in bytes needs a model to become tokens")
         return fraction_of(self.ratio, n)
@@ -226,8 +259,9 @@ class Budget:
         if self.tokens is not None:
             return str(self.tokens)
         if self.ratio is not None:
-            percent = _number(self.ratio * 100)
-            return _number(self.ratio) if "/" in percent else f"{percent}%"
+            return _percent(self.ratio)
+        if self.share is not None:
+            return AUTO if self.share == DEFAULT_SHARE else f"{AUTO}:{_percent(self.share)}"
         assert self.bytes is not None, "checked on construction"
         for unit in ("TiB", "GiB", "MiB", "KiB"):
             if self.bytes % _BYTE_UNITS[unit.upper()] == 0:
@@ -235,12 +269,30 @@ class Budget:
         return f"{self.bytes}B"
 
     def __repr__(self) -> str:
-        name = next(n for n in ("tokens", "ratio", "bytes") if getattr(self, n) is not None)
+        names = ("tokens", "ratio", "bytes", "share")
+        name = next(n for n in names if getattr(self, n) is not None)
         return f"Budget({name}={getattr(self, name)!r})"
 
 
 DEFAULT_BUDGET = Budget(tokens=DEFAULT_TOKENS)
 """What is stored, or read by a step where a policy's budget is that, if nothing is said."""
+
+
+def _share(text: str) -> Fraction:
+    """Read `auto` or `auto:60%`."""
+    kind, colon, share = text.lower().partition(":")
+    try:
+        number, unit = _split(share) if colon else (DEFAULT_SHARE * 100, "%")
+    except UsageError:
+        number, unit = Fraction(0), ""
+    if kind.strip() != AUTO or unit not in ("", "%"):
+        raise UsageError(f"budget `{text}` is not a size", hint=f"`{AUTO}` or `{AUTO}:60%`")
+    return number / 100 if unit else number
+
+
+def _percent(share: Fraction) -> str:
+    percent = _number(share * 100)
+    return _number(share) if "/" in percent else f"{percent}%"
 
 
 def _typed(value: str | int | float) -> str:

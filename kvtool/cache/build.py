@@ -107,6 +107,8 @@ def make_cache(
         request = None
     elif request is None:
         raise UsageError(f"policy `{policy.name}` needs a budget, such as 512, 20% or 64MiB")
+    elif request.share is not None:
+        request.for_prompt(1)  # refuses it
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
     block = parse_prefill(prefill)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvtool.calls.output_settings import OutputSettings
 from kvtool.documents.settings import MODEL_SETTINGS, Flag, ModelFields, as_flags
+from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
-from kvtool.sizes import LARGEST_SEED
+from kvtool.sizes import LARGEST_SEED, parse_memory
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
@@ -87,8 +88,53 @@ class ModelSettings(_ModelFlags, RunSettings):
         return ["--trust-remote-code"] if self.trust_remote_code else []
 
 
+MEMORY_HELP = (
+    "Memory, weights included, that --dry-run and -b auto count with (16GiB).  [default: what is "
+    "free]"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class RecipeSettings(_SplitFlag, ModelSettings):
+class DeviceSettings(ModelSettings):
+    """The memory of a device, which need not be one of this machine."""
+
+    device_memory: Annotated[
+        str | None,
+        Flag(
+            "--device-memory --memory",
+            metavar="SIZE",
+            help=MEMORY_HELP,
+            counts=False,
+        ),
+    ] = None
+
+    @property
+    def memory_there(self) -> int | None:
+        """The bytes of the device's memory; None: what is free on this machine."""
+        given = self.device_memory
+        return None if given is None else parse_memory(given, "--device-memory")
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a dry run is for a device that is not named, in place of one that is here."""
+        named = self.device not in (None, "auto") or self.device_map is not None
+        return self.dry_run and self.memory_there is not None and not named
+
+    def check_memory(self, *, used: bool) -> None:
+        """Refuse a memory that nothing is planned in.
+
+        Args:
+            used: whether something is, beside a dry run.
+
+        Raises:
+            UsageError: a memory that is no size in bytes, or that nothing counts with.
+        """
+        if self.memory_there is not None and not (used or self.dry_run):
+            raise UsageError("--device-memory goes with --dry-run or -b auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSettings(_SplitFlag, DeviceSettings):
     """A recipe or a plan, over which flags and then `--set` are laid.
 
     Attributes:

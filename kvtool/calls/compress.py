@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.calls.auto_budget import with_budget
 from kvtool.calls.export import export_loaded
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
@@ -193,4 +194,5 @@ def _resolve(
 
         refuse_policy(policy)
     request = Request(prompt, source, policy, budget, prefill, plan)
+    request = with_budget(settings, request, watcher, settings.new_tokens)
     return CompressionRun(settings, request, prompt)

@@ -147,7 +147,8 @@ class EvalSettings(_AskingFlags, _HowSettings):
         Flag(
             "--budget -b",
             metavar="SIZE,..",
-            help="Budgets: tokens (512, 4K), shares of the prompt (20%), bytes (64MiB).  "
+            help="Budgets: tokens (512, 4K), shares of the prompt (20%), bytes (64MiB), "
+            "auto: what is free.  "
             f"[default: {DEFAULT_TOKENS}]",
             python="budgets",
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.eval_settings import EvalSettings
 from kvtool.calls.from_python import check_keywords, keywords_of, takes
@@ -22,6 +22,9 @@ from kvtool.models.attached import ModelSource
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher
+
+if TYPE_CHECKING:
+    from kvtool.evaluation.prepare import PlannedDevice
 
 _TASK_SETTINGS = ("lengths", "depths", "samples", "prompts")
 
@@ -86,9 +89,20 @@ def evaluate(
         None if folder is None else str(folder),
         replace(asked.source(), loaded=where.loaded),
         watcher=watcher,
+        device=planned_device(asked, comparison),
+        overwrite=asked.overwrite,
     )
     overwrite, stop_on_error = asked.overwrite, not asked.continue_on_error
     return run_prepared(prepared, watcher, overwrite=overwrite, stop_on_error=stop_on_error)
+
+
+def planned_device(settings: EvalSettings, comparison: Comparison) -> PlannedDevice:
+    """Return the device that settings name, once it is known that something is planned in it."""
+    from kvtool.evaluation.auto_budget import asks_device
+    from kvtool.evaluation.prepare import PlannedDevice
+
+    settings.check_memory(used=asks_device(comparison))
+    return PlannedDevice(settings.memory_there, settings.elsewhere)
 
 
 def compare(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvtool.calls.auto_budget import with_budget
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
 from kvtool.calls.memory import estimate_run
@@ -192,7 +193,9 @@ def prepare_generation(settings: GenerationSettings, watcher: Watcher) -> Genera
     settings.check_paths()
     settings.source().check()
     turns = None if settings.turns is None else _read_turns(settings, settings.turns)
-    return GenerationRun(settings, _resolve(settings, plan, watcher), turns)
+    request = _resolve(settings, plan, watcher)
+    request = with_budget(settings, request, watcher, settings.new_tokens, turns)
+    return GenerationRun(settings, request, turns)
 
 
 def _read_turns(settings: GenerationSettings, given: str | Turns) -> Turns:

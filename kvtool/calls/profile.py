@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvtool.calls.base_settings import ModelSettings
+from kvtool.calls.base_settings import DeviceSettings, ModelSettings
 from kvtool.calls.from_python import check_keywords, keywords_of, takes
 from kvtool.documents.files import expand
 from kvtool.documents.settings import MODEL_SETTINGS, Flag
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileSettings(ModelSettings):
+class ProfileSettings(DeviceSettings):
     """What is measured, on which texts."""
 
     data: Annotated[
@@ -99,7 +99,10 @@ def request_of(
     return request
 
 
-@takes(ProfileSettings)
+_LEFT_OUT = ("device_memory",)  # of a dry run
+
+
+@takes(ProfileSettings, leave_out=_LEFT_OUT)
 def profile(
     model: Any = None,
     texts: Sequence[str] | None = None,
@@ -127,7 +130,8 @@ def profile(
         UsageError: settings that are wrong or do not go together, no text that is long enough.
         KvtoolError: data or weights that cannot be read.
     """
-    check_keywords("profile", settings, [*keywords_of(ProfileSettings), *MODEL_SETTINGS])
+    known = keywords_of(ProfileSettings, leave_out=_LEFT_OUT)
+    check_keywords("profile", settings, [*known, *MODEL_SETTINGS])
     from kvtool.evaluation.profile import run_profile
     from kvtool.models.attached import ModelSource
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvtool.calls.base_settings import DeviceSettings
 from kvtool.calls.settings import GenerationSettings, PromptSettings
 from kvtool.documents.files import check_prompt, read_prompt
 from kvtool.documents.turns import UserTurn
@@ -104,9 +105,9 @@ def read_prefill(text: str | None) -> str:
 
 def configuration(settings: PromptSettings, request: Request) -> dict[str, Any]:
     """Return what a dry run prints."""
-    from kvtool.models.placement import resolve_device, resolve_dtype
+    from kvtool.models.placement import resolve_dtype
 
-    device = resolve_device(settings.device or "auto", settings.device_map)
+    device = planned_device(settings)
     names = ("device_map", "quantize")
     given = {name: getattr(settings, name) for name in names}
     return {
@@ -123,6 +124,16 @@ def configuration(settings: PromptSettings, request: Request) -> dict[str, Any]:
         "prompt_characters": None if request.prompt is None else len(request.prompt),
         **settings.as_shown(),
     }
+
+
+def planned_device(settings: DeviceSettings) -> str:
+    """Return the device that a run is for: one of this machine, or a GPU elsewhere."""
+    if settings.loaded is not None:
+        return str(settings.loaded.model.device)
+    from kvtool.models.placement import resolve_device
+
+    given = settings.device or "auto", settings.device_map
+    return resolve_device(*given, elsewhere=settings.elsewhere)
 
 
 def spell_budget(budget: Budget | None) -> int | str | None:
@@ -229,9 +240,9 @@ def _run_dtype(settings: PromptSettings) -> str:
     """Return the dtype that the model will run in here."""
     if settings.loaded is not None:
         return str(settings.loaded.model.dtype).removeprefix("torch.")
-    from kvtool.models.placement import resolve_device, resolve_dtype
+    from kvtool.models.placement import resolve_dtype
 
-    device = resolve_device(settings.device or "auto", settings.device_map)
+    device = planned_device(settings)
     dtype = resolve_dtype(settings.dtype or "auto", device)
     if dtype != "auto":
         return dtype

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvtool.calls.base_settings import RecipeSettings
+from kvtool.calls.base_settings import MEMORY_HELP, RecipeSettings
 from kvtool.documents.files import check_name, check_prompt, check_writable, expand
 from kvtool.documents.settings import Flag, Template
 from kvtool.engines.vllm.format import exported_path
@@ -18,6 +18,7 @@ from kvtool.sizes import (
     Budget,
     check_temperature,
     parse_count,
+    parse_memory,
 )
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class PromptSettings(RecipeSettings):
         Flag(
             "--budget -b",
             metavar="SIZE",
-            help="Tokens per layer and KV head (512, 4K), share of the prompt (20%) or bytes "
-            f"(64MiB).  [default: {DEFAULT_TOKENS}]",
+            help="Tokens per layer and KV head (512, 4K), share of the prompt (20%), bytes "
+            f"(64MiB), or auto: what is free.  [default: {DEFAULT_TOKENS}]",
             key="budget",
         ),
     ] = None
@@ -129,6 +130,8 @@ class PromptSettings(RecipeSettings):
     def check(self) -> None:
         """Refuse settings that are wrong by themselves, without importing torch."""
         self._check_show()
+        size = None if self.budget is None else Budget.parse(self.budget)
+        self.check_memory(used=size is not None and size.share is not None)
         if self.system is None:
             return
         check_prompt(self.system, "--system")
@@ -252,6 +255,15 @@ class GenerationSettings(PromptSettings):
             python=None,
         ),
     ] = None
+    device_memory: Annotated[
+        str | None,
+        Flag(
+            "--device-memory",
+            metavar="SIZE",
+            help=f"{MEMORY_HELP[:-1]}; without --prompts also --memory]",
+            counts=False,
+        ),
+    ] = None
     skip_bad: Annotated[
         bool,
         Flag(
@@ -345,17 +357,7 @@ class GenerationSettings(PromptSettings):
     @property
     def memory_bytes(self) -> int | None:
         """The bytes of the rows in flight."""
-        if self.memory is None:
-            return None
-        try:
-            size = Budget.parse(self.memory).bytes
-        except UsageError:
-            size = None  # said below, as the memory that it is
-        if size is None:
-            raise UsageError(
-                f"--memory is a number of bytes such as 8GiB, got {quote(self.memory)}"
-            )
-        return size
+        return None if self.memory is None else parse_memory(self.memory)
 
     def drawing(self, turn: int = 0) -> dict[str, Any]:
         """Return how answers are drawn, each turn from a seed of its own."""
@@ -389,6 +391,11 @@ class GenerationSettings(PromptSettings):
 
     def _check_prompts(self) -> None:
         names = ("prompt", "prompt_file", "turns", "cache", "save", "show", "compare_full")
+        if self.budget is not None and Budget.parse(self.budget).share is not None:
+            raise UsageError(
+                f"-b {self.budget} goes with one prompt; --prompts share --memory",
+                hint="-b in tokens or a share of each prompt",
+            )
         for name in (*names, "compile", "tensor_parallel"):
             if getattr(self, name) not in (None, False):
                 raise UsageError(f"--prompts and --{name.replace('_', '-')} exclude each other")

@@ -244,9 +244,17 @@ def _read(options: EvalSettings) -> Comparison:
 
 
 def _prepare(comparison: Comparison, options: EvalSettings, watcher: Watcher) -> Prepared:
+    from kvtool.calls.evaluate import planned_device
     from kvtool.evaluation.prepare import prepare
 
-    return prepare(comparison, options.output, options.source(), watcher=watcher)
+    return prepare(
+        comparison,
+        options.output,
+        options.source(),
+        watcher=watcher,
+        device=planned_device(options, comparison),
+        overwrite=options.overwrite,
+    )
 
 
 def _run(prepared: Prepared, options: EvalSettings, watcher: Watcher) -> ResultsDocument:

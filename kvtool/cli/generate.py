@@ -6,6 +6,7 @@ It answers one prompt or conversation, the many prompts of a file, or one prompt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from typer import Exit
@@ -190,7 +191,8 @@ def generate(options: GenerationSettings, terminal: Terminal) -> None:
     if options.prompts is not None:
         answer_many(options, terminal)
         return
-    for name in ("memory", "skip_bad", "overwrite"):
+    options = _with_memory(options)
+    for name in ("skip_bad", "overwrite"):
         if getattr(options, name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} goes with --prompts", hint="--prompts FILE.jsonl")
@@ -199,6 +201,19 @@ def generate(options: GenerationSettings, terminal: Terminal) -> None:
         set_side_by_side(policies, options, terminal)
     else:
         _answer(options, terminal)
+
+
+def _with_memory(options: GenerationSettings) -> GenerationSettings:
+    """Return options in which `--memory` of one prompt is that of the device.
+
+    Raises:
+        UsageError: both are given.
+    """
+    if options.memory is None:
+        return options
+    if options.device_memory is not None:
+        raise UsageError("--memory and --device-memory are the same here; keep one")
+    return replace(options, device_memory=options.memory, memory=None)
 
 
 def _answer(options: GenerationSettings, terminal: Terminal) -> None:

@@ -69,6 +69,7 @@ def write_configuration(configuration: Any, options: OutputSettings, terminal: T
     for part in parts:
         memory = part.get("memory", False)
         if isinstance(memory, RunMemory):
-            terminal.note(memory.in_words())
+            for line in memory.plan or [memory.in_words()]:
+                terminal.note(line)
         elif memory is None:
             terminal.note("memory: unknown, the model's configuration or tokenizer cannot be read")

@@ -63,6 +63,7 @@ def _write(profiled: Profiled, options: ProfileSettings, terminal: Terminal) -> 
 def _check_paths(options: ProfileSettings, terminal: Terminal) -> None:
     """Refuse what could not be read or written, without importing torch."""
     metrics = parse_metrics(options.metrics)
+    options.check_memory(used=False)
     options.check_output()
     if options.heads_path is not None:
         check_writable(options.heads_path, "--output")
@@ -104,6 +105,10 @@ def _configuration(options: ProfileSettings, request: ProfileRequest) -> dict[st
             "decode": plan.steps,
             "seed": options.seed,
         }
+    if options.memory_there is not None:
+        from kvtool.calls.memory import estimate_text
+
+        settings["memory"] = estimate_text(options, request.tokens, plan.steps)
     if plan.budgets:
         settings["output_error"] = {"policy": str(plan.policy), "budgets": list(plan.budgets)}
     return settings

@@ -121,7 +121,13 @@ class CacheMemory(Section):
 
 
 class RunMemory(CacheMemory, DeviceMemory):
-    """A device, and what one run takes of it."""
+    """A device, and what one run takes of it.
+
+    Attributes:
+        plan: lines that split up the memory of a device that was named. Printed in words alone.
+    """
+
+    plan: Annotated[list[str], Field(exclude=True)] = Field(default_factory=list)
 
     @classmethod
     def of(cls, device: DeviceMemory, cache: CacheMemory) -> RunMemory:

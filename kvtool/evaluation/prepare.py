@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvtool.documents.memory import DeviceMemory
 from kvtool.documents.recipe import ModelChoice
 from kvtool.errors import UsageError
+from kvtool.evaluation.auto_budget import asks_device, with_budgets
 from kvtool.evaluation.bench.estimate import Estimate, largest_batch_of
 from kvtool.evaluation.comparison import Comparison, is_named, run_folder
 from kvtool.evaluation.run.runner import Job, draw_jobs
@@ -19,13 +21,55 @@ from kvtool.model_shape import stored_dtype, trained_length
 from kvtool.models.attached import ModelSource
 from kvtool.models.chat import make_frame
 from kvtool.models.notes import handful_note, length_note
-from kvtool.models.placement import check_attention, device_memory, resolve_device, resolve_dtype
+from kvtool.models.placement import (
+    check_attention,
+    device_memory,
+    free_memory,
+    resolve_device,
+    resolve_dtype,
+)
 from kvtool.planning.derived import check_derived
 from kvtool.planning.estimate import check_bytes
 from kvtool.planning.held import beyond_plan, check_run, use_plan
-from kvtool.sizes import DEFAULT_TOKENS
+from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """The device that a run is planned for.
+
+    Attributes:
+        memory: its bytes; None: what is free.
+        elsewhere: whether it is a GPU that need not be here.
+    """
+
+    memory: int | None = None
+    elsewhere: bool = False
+
+    def name(self, choice: ModelChoice) -> str:
+        """Name the device that a recipe's model runs on."""
+        return resolve_device(choice.device, choice.device_map, elsewhere=self.elsewhere)
+
+    def memory_for(
+        self, choice: ModelChoice, model: ModelSource, estimate: Estimate
+    ) -> DeviceMemory:
+        """Return its memory, and what the weights of a model take of it."""
+        if model.loaded is not None:  # whose weights are in what is not free
+            place, free = free_memory(str(model.loaded.model.device))
+            free = self.memory or free
+            return DeviceMemory(device=place, free_bytes=free, weights_bytes=0)
+        return device_memory(
+            estimate.config,
+            estimate.dtype,
+            self.name(choice),
+            model.where,
+            spread=bool(choice.device_map or choice.tensor_parallel),
+            bits=choice.quantize,
+            name=choice.id,
+            memory=self.memory,
+        )
 
 
 @dataclass(frozen=True)
@@ -39,6 +83,7 @@ class Prepared:
         model: where it comes from.
         named: whether the user has named the folder; else a new folder is made beside one that
             holds another run.
+        device: that is planned for.
     """
 
     comparison: Comparison
@@ -47,6 +92,7 @@ class Prepared:
     estimate: Estimate
     model: ModelSource
     named: bool = True
+    device: PlannedDevice = PlannedDevice()
 
     @property
     def measurements(self) -> int:
@@ -60,15 +106,7 @@ class Prepared:
             UsageError: a ratio of a prompt that the policy's protected tokens fill.
         """
         variants, choice = self.comparison.variants, self.comparison.recipe.model
-        memory = device_memory(
-            self.estimate.config,
-            self.estimate.dtype,
-            resolve_device(choice.device, choice.device_map),
-            self.model.where,
-            spread=bool(choice.device_map or choice.tensor_parallel),
-            bits=choice.quantize,
-            name=choice.id,
-        )
+        memory = self.device.memory_for(choice, self.model, self.estimate)
         return {
             **self.comparison.recipe.to_data(),
             "work": {
@@ -100,6 +138,9 @@ def memory_in_words(description: Json) -> list[str]:
         return []
     most = max(found, key=lambda name: found[name].peak_bytes or 0)
     lines = [f"memory: {most}: {found[most].needed()}; {work['memory'].there()}"]
+    missing = (found[most].peak_bytes or 0) - (work["memory"].free_bytes or 0)
+    if found[most].fits is False:
+        lines[0] += f"; {bytes_in_words(missing)} too much"
     others = (name for name, each in found.items() if each.fits is False and name != most)
     return lines + [f"memory: {name}: {found[name].needed()}" for name in others]
 
@@ -110,6 +151,8 @@ def prepare(
     source: ModelSource | None = None,
     *,
     watcher: Watcher,
+    device: PlannedDevice | None = None,
+    overwrite: bool = False,
 ) -> Prepared:
     """Check model, folder and budgets, and draw all samples, for which a tokenizer is enough.
 
@@ -118,6 +161,8 @@ def prepare(
         source: where the model comes from, and whether its code may run; the recipe names it and
             says how it is loaded.
         watcher: gets the notes that a person should read before it begins.
+        device: that is planned for; None: the one of the recipe.
+        overwrite: whether a budget of `auto` is chosen anew where the folder holds a run.
 
     Raises:
         UsageError, KvtoolError: the first of these that is wrong.
@@ -141,7 +186,8 @@ def prepare(
     source = ModelSource(None) if source is None else source
     settings = {**source.settings, **settings}
     model = replace(source, name=comparison.recipe.model.id, settings=settings)
-    dtype = _check_model(model, comparison.recipe.model)
+    device = device or PlannedDevice()
+    dtype = _check_model(model, comparison.recipe.model, device)
     watcher.note_any(model.note())
     tokenizer, config = model.tokenizer()
     make_frame(tokenizer, comparison.protocol.template, chat=True)
@@ -156,9 +202,14 @@ def prepare(
     for job in jobs:
         if job.task.knows_query(comparison.protocol):
             watcher.note_any(one_token_note(job.task.name, job.one_token))
+    if asks_device(comparison):
+        memory = device.memory_for(comparison.recipe.model, model, estimate)
+        lock = None if overwrite else place
+        comparison = with_budgets(comparison, jobs, estimate, memory, lock, watcher)
+        check_bytes(config, dtype, comparison.variants)
     _note_samples(comparison, jobs, estimate, watcher)
     named = is_named(comparison, folder)
-    return Prepared(comparison, place, jobs, estimate, model, named)
+    return Prepared(comparison, place, jobs, estimate, model, named, device)
 
 
 def note_answers(comparison: Comparison, watcher: Watcher) -> None:
@@ -201,12 +252,12 @@ def _note_key_bits(comparison: Comparison, watcher: Watcher) -> None:
         )
 
 
-def _check_model(model: ModelSource, choice: ModelChoice) -> str:
+def _check_model(model: ModelSource, choice: ModelChoice, planned: PlannedDevice) -> str:
     """Refuse a model that cannot run here; return its dtype."""
     if model.loaded is not None:
         return model.dtype
     model.check()
-    device = resolve_device(choice.device, choice.device_map)
+    device = planned.name(choice)
     check_attention(choice.attn_implementation, device)
     return resolve_dtype(choice.dtype, device)
 

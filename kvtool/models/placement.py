@@ -29,11 +29,16 @@ if TYPE_CHECKING:
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-def resolve_device(device: str, device_map: str | None = None) -> str:
+def resolve_device(device: str, device_map: str | None = None, *, elsewhere: bool = False) -> str:
     """Turn `auto` into a device of this machine, and refuse one that it does not have.
 
     Of several processes on a machine, each takes a GPU of its own for `auto`.
+
+    Args:
+        elsewhere: whether it is a GPU that need not be here, of which nothing is asked.
     """
+    if elsewhere:
+        return "cuda"
     import torch
 
     if device_map is not None and device != "auto":
@@ -256,6 +261,7 @@ def device_memory(
     spread: bool = False,
     bits: Bits | None = None,
     name: str | None = None,
+    memory: int | None = None,
 ) -> DeviceMemory:
     """Estimate what a model's weights will take of a device, and what is free there.
 
@@ -263,7 +269,8 @@ def device_memory(
         device: `cpu`, `cuda` or `cuda:1`.
         spread: whether the model is spread over all GPUs.
         bits, name: as for `weight_bytes`.
+        memory: of the device, in bytes; None: what is free there.
     """
-    place, free = free_memory(device, spread=spread)
+    place, free = (device, memory) if memory else free_memory(device, spread=spread)
     weights = weight_bytes(config, dtype, where, bits=bits, name=name)
     return DeviceMemory(device=place, free_bytes=free, weights_bytes=weights)

@@ -21,9 +21,6 @@ from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, bytes_in_words
 
-SHARE = 0.8
-"""The share of a memory, less weights and peak, that a budget of `auto` takes."""
-
 _CODECS = ("int8", "int4")
 
 
@@ -279,6 +276,6 @@ def _size(count: int | None) -> str:
 def advice(needs: Needs, found: Sequence[Remedy]) -> str:
     """Say that a run does not fit, by how much, and what would."""
     if not found:
-        return f"{needs.verdict()}; neither fewer bits nor a smaller budget fits"
+        return f"{needs.verdict()}; no flag makes it fit"
     ways = "; ".join(f"{each.flags} ({bytes_in_words(each.needs.total or 0)})" for each in found)
     return f"{needs.verdict()}; what would: {ways}"

@@ -182,7 +182,7 @@ def _error_settings(
         )
     budgets = set()
     for size in map(Budget.parse, filter(None, map(str.strip, given or SHARES))):
-        if size.bytes is not None:
+        if size.bytes is not None or size.share is not None:
             raise UsageError(
                 f"--budgets: {size} is a size of the whole cache", hint="use tokens or shares"
             )
