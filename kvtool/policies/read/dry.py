@@ -1,4 +1,7 @@
-"""What a reader's tables take and what its step reads, found by running it without content."""
+"""Count what a reader's tables take and what its step reads.
+
+Readers by pages count both themselves; others run on tensors without content.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.parts import Read
+from kvtool.policies.read.paged import Paged
 from kvtool.policies.read.view import ReadView, Stored
 
 if TYPE_CHECKING:
@@ -21,6 +25,13 @@ def table_bytes(reader: Read, layer: HeadSizes, tokens: int) -> int:
         reader: with all its sizes.
         tokens: how many there are to choose from, or can be.
     """
+    if isinstance(reader, Paged):
+        return reader.counted_table(layer, tokens)
+    return run_tables(reader, layer, tokens)
+
+
+def run_tables(reader: Read, layer: HeadSizes, tokens: int) -> int:
+    """Return the same, found by making the tables without content."""
     return sum(table.numel() * table.element_size() for table in _tables(reader, layer, tokens))
 
 
@@ -31,6 +42,13 @@ def step_bytes(reader: Read, layer: HeadSizes, tokens: int) -> int:
         reader: with all its sizes.
         tokens: how many there are to choose from.
     """
+    if isinstance(reader, Paged):
+        return reader.counted_step(layer, tokens)
+    return run_step(reader, layer, tokens)
+
+
+def run_step(reader: Read, layer: HeadSizes, tokens: int) -> int:
+    """Return the same, found by running the reader without content."""
     tables = reader.start(_stored(layer, tokens))
     view = ReadView(
         query=_empty(layer, layer.heads // layer.kv_heads, layer.key_dim),

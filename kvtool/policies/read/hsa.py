@@ -21,6 +21,7 @@ from kvtool.kernels.tables import row_product
 from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
 from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
+from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
 from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, drop_beyond, hide_beyond
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
@@ -71,6 +72,11 @@ class HSA(Paged):
             k1=min(self.k1 or plan.head_dims, step.head_dim),
             k=self.k or plan.top_k,
         )
+
+    def counted_step(self, layer: HeadSizes, tokens: int) -> int:
+        estimate = fixed(self.k1) * pages_of(tokens, self.page_size)
+        read = min(fixed(self.k), tokens) * (layer.key_dim + layer.value_dim)
+        return layer.kv_heads * (estimate + read) * layer.itemsize
 
     def choose(self, view: ReadView) -> Choice:
         pages, channels = pages_of(view.tokens, self.page_size), fixed(self.k1)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvtool.maths.pages import page_bounds, pages_of, widen_page, widen_pages
-from kvtool.policies.numbers import State
+from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.read.rows import PerRow, RowsRead
 from kvtool.policies.read.view import Stored, fixed
 
@@ -27,6 +27,15 @@ class Paged(RowsRead):
     def page_size(self) -> int:
         """Return the tokens per page, once they are fixed."""
         return fixed(self.page)
+
+    def counted_table(self, layer: HeadSizes, tokens: int) -> int:
+        """Count the bytes of the bounds of one sequence, without making them."""
+        bounds = 2 * layer.key_dim * pages_of(tokens, self.page_size)
+        return layer.kv_heads * bounds * layer.itemsize
+
+    def counted_step(self, layer: HeadSizes, tokens: int) -> int:
+        """Count what a step reads of one row in bytes, without running it."""
+        raise NotImplementedError
 
     def start(self, stored: Stored) -> State:
         return {"bounds": page_bounds(stored.keys, self.page_size)}

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from kvtool.kernels.tables import page_scores
 from kvtool.maths.pages import pages_of
 from kvtool.maths.selection import top_slots
+from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
 from kvtool.policies.read.rows import RowsChoice, RowsView, drop_beyond, hide_beyond
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
@@ -50,6 +51,15 @@ class Quest(Paged):
     def sized(self, step: StepBudget) -> Quest:
         page = self.page or max(1, -(-2 * step.tokens // step.pairs))
         return replace(self, page=page, k=self.k or step.pairs // self.divisor)
+
+    def counted_step(self, layer: HeadSizes, tokens: int) -> int:
+        page, pair = self.page_size, layer.key_dim + layer.value_dim
+        pages, estimate, read = pages_of(tokens, page), 0, tokens
+        chosen = max(_LEAST_PAGES, fixed(self.k) // page)
+        if chosen < pages:
+            estimate = 2 * layer.key_dim * pages
+            read = (chosen - 1) * page + tokens - (pages - 1) * page
+        return layer.kv_heads * (estimate + read * pair) * layer.itemsize
 
     def choose(self, view: ReadView) -> Choice:
         import torch

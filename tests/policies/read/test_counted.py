@@ -1,0 +1,22 @@
+"""Readers by pages count what they read; running them without content is the slow twin."""
+
+import pytest
+
+from kvtool.model_shape import LayerShape
+from kvtool.policies.read.dry import run_step, run_tables, step_bytes, table_bytes
+from kvtool.policies.read.hsa import HSA
+from kvtool.policies.read.quest import Quest
+
+TOKENS = (1, 2, 7, 16, 48, 49, 200, 1000)
+READERS = [
+    *(Quest(page=page, k=k) for page in (1, 4, 16) for k in (1, 32, 300)),
+    *(HSA(page=page, k1=k1, k=k) for page in (1, 4, 16) for k1 in (1, 8) for k in (1, 33, 2000)),
+]
+
+
+@pytest.mark.parametrize("reader", READERS, ids=str)
+def test_what_is_counted_is_what_a_run_would_read(reader):
+    layer = LayerShape(kv_heads=2, heads=6, key_dim=8, value_dim=12, itemsize=2)
+    for tokens in TOKENS:
+        assert table_bytes(reader, layer, tokens) == run_tables(reader, layer, tokens)
+        assert step_bytes(reader, layer, tokens) == run_step(reader, layer, tokens)
