@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +20,24 @@ from kvtool.calls.from_python import (
     spell_dtype,
     takes,
 )
-from kvtool.calls.plan_settings import PlanSettings, policy_to_plan, positive, read_target
+from kvtool.calls.plan_settings import PlanSettings, policy_to_plan, positive
 from kvtool.errors import UsageError, quote
 from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.planning.bytes import check_dims
 from kvtool.policies.allocate.table import parse_allocator, spell_allocator
-from kvtool.sizes import MOST_TOKENS, parse_count
+from kvtool.policies.allocate.uniform import Uniform
+from kvtool.sizes import MOST_TOKENS, Budget, parse_count
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
+    from kvtool.calls.ways import WaysRun
     from kvtool.documents.memory import ModelShape
     from kvtool.documents.plan import PlanDocument, Target
     from kvtool.documents.profile import ProfileDocument
     from kvtool.documents.results import ResultsDocument
+    from kvtool.documents.ways import Way
     from kvtool.model_shape import LayerShape
     from kvtool.planning.recommend import Recommendation
     from kvtool.policies.parts import Allocator
@@ -42,10 +46,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The model to plan for, and what each of its layers stores."""
+    """The model to plan for, and what each of its layers stores.
+
+    Attributes:
+        config: None where a profile alone describes the model.
+    """
 
     shape: ModelShape
     layers: list[LayerShape | None]
+    config: Any = None
 
 
 def find_model(
@@ -78,7 +87,7 @@ def find_model(
     if given.dtype in (None, "auto"):
         why = "in which it would run here" if given.model is None else "the checkpoint's own"
         watcher.note(f"dtype: {shape.dtype}, {why} (change: --dtype)")
-    return PlannedModel(shape, layer_shapes(config, shape.dtype))
+    return PlannedModel(shape, layer_shapes(config, shape.dtype), config)
 
 
 def _of_profile(given: PlanSettings, profile: ProfileDocument) -> PlannedModel:
@@ -160,8 +169,11 @@ def plan(
         )
     check_keywords("plan", settings, keywords_of(PlanSettings, leave_out=_LEFT_OUT))
     mean = None if tokens is None else parse_count(tokens)
-    given = {"budget": mean, "ratio": settings.get("ratio"), "bytes": settings.get("bytes")}
-    targets = {name: None if each is None else str(each) for name, each in given.items()}
+    names = ("ratio", "bytes", "memory")
+    given = {"budget": mean, **{name: settings.get(name) for name in names}}
+    targets: dict[str, Any] = {
+        name: None if each is None else str(each) for name, each in given.items()
+    }
     batch, policy = settings.get("batch", 1), settings.get("policy")
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise UsageError(f"batch must be 1 or more, got {quote(repr(batch))}")
@@ -169,9 +181,9 @@ def plan(
     check_choice("dtype", dtype)
     check_text("allocator", settings.get("allocator"))
     profile, named = _read_source(source)
-    read_target(**targets)
-    model = _read_model(named if model is None else model, dtype)
     policy = None if policy is None else read_policy(policy)
+    _ = PlanSettings(policy=policy, **targets).target
+    model = _read_model(named if model is None else model, dtype)
     asked = PlanSettings(**settings | targets | model | {"profile": profile, "policy": policy})
     watcher = Watcher() if watcher is None else watcher
     return prepare_plan(asked, watcher).make(watcher)
@@ -225,6 +237,8 @@ class PlanRun:
     Attributes:
         least: tokens of a layer.
         recommendation: that chose the policy, and has the plan; with the results it rests on.
+        ways: to run the model, which the plan lists.
+        listed: the same, where they have been made.
     """
 
     settings: PlanSettings
@@ -235,6 +249,8 @@ class PlanRun:
     policy: Policy | None
     least: int | None
     recommendation: tuple[Recommendation, ResultsDocument] | None = None
+    ways: WaysRun | None = None
+    listed: list[Way] | None = None
 
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
@@ -251,6 +267,12 @@ class PlanRun:
 
     def make(self, watcher: Watcher) -> PlanDocument:
         """Make the plan."""
+        made = self._plan(watcher)
+        if self.ways is None:
+            return made
+        return self.ways.listed(made, self.ways.ways() if self.listed is None else self.listed)
+
+    def _plan(self, watcher: Watcher) -> PlanDocument:
         if self.recommendation is not None:
             return self._recommended(*self.recommendation, watcher)
         from kvtool.planning.plan import make_plan
@@ -300,16 +322,84 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
         results = read_run(settings.recommend)
         settings = for_results(settings, results, watcher)
     profile = _read_profile(settings.profile)
-    allocator = parse_allocator(settings.allocator or ("uniform" if profile is None else "d2o"))
+    policy = policy_to_plan(settings)
+    splits = profile is not None and (policy is None or policy.takes_budget)
+    allocator = parse_allocator(settings.allocator or ("d2o" if splits else "uniform"))
     least = settings.min_tokens
     least = None if least is None else positive(least, "--min-tokens")
-    policy = policy_to_plan(settings.policy)
     check_transformers()
     model = find_model(settings, profile, watcher)
     check_dims(policy, model.layers)
-    target = _target(settings, model, profile, watcher)
-    run = PlanRun(settings, model, allocator, target, profile, policy, least)
+    lengths = _lengths(settings, model, profile, watcher)
+    run = _run(settings, model, lengths, policy, results)
+    run = replace(run, allocator=allocator, profile=profile, least=least)
     return run if results is None else _recommended(run, results)
+
+
+def _run(
+    settings: PlanSettings,
+    model: PlannedModel,
+    lengths: dict[str, int],
+    policy: Policy | None,
+    results: ResultsDocument | None,
+) -> PlanRun:
+    """Put together the target, the policy and the ways; in a memory alone the ways choose."""
+    budget, ways = settings.target, None
+    lists = policy is None and (budget is None or budget.bytes is not None)
+    if model.config is not None and (lists or settings.memory is not None):
+        ways = _ways(settings, model, lengths, results)
+    if settings.memory is not None and ways is None:
+        raise UsageError("--memory needs the model's configuration", hint="-m MODEL")
+    listed = None
+    if budget is None and ways is not None:
+        if policy is None:
+            listed = ways.ways()
+            policy, budget = ways.best(listed)
+        else:
+            budget = ways.budget(policy)
+    elif ways is not None and policy is not None and budget is not None:
+        _check_memory(ways, policy, budget, lengths)
+    budget = budget or Budget(ratio=Fraction(1))
+    return PlanRun(
+        settings,
+        model,
+        Uniform(),
+        _target(budget, lengths),
+        None,
+        policy,
+        None,
+        ways=ways if lists else None,
+        listed=listed,
+    )
+
+
+def _check_memory(ways: WaysRun, policy: Policy, budget: Budget, lengths: dict[str, int]) -> None:
+    """Refuse a budget in tokens or a share that does not fit on the device."""
+    if budget.bytes is None:
+        ways.check(policy, budget.for_prompt(lengths["context"] - lengths["max_new_tokens"]))
+
+
+def _ways(
+    settings: PlanSettings,
+    model: PlannedModel,
+    lengths: dict[str, int],
+    results: ResultsDocument | None,
+) -> WaysRun:
+    from kvtool.calls.ways import find_ways
+    from kvtool.planning.bytes import Text
+
+    new = lengths["max_new_tokens"]
+    vocabulary = model.shape.vocabulary
+    text = Text(lengths["context"] - new, new, lengths["batch"], vocabulary)
+    size = None if settings.target is None else settings.target.bytes
+    losses = None
+    if results is not None:
+        from kvtool.planning.recommend import measured_losses
+
+        losses = measured_losses(results)
+    return find_ways(
+        settings, model.shape, model.layers, model.config, text, size=size, losses=losses
+    )
 
 
 def _recommended(run: PlanRun, results: ResultsDocument) -> PlanRun:
@@ -337,13 +427,11 @@ def _read_profile(profile: str | ProfileDocument | None) -> ProfileDocument | No
     return source.validate(ProfileDocument)
 
 
-def _target(
+def _lengths(
     settings: PlanSettings, model: PlannedModel, profile: ProfileDocument | None, watcher: Watcher
-) -> Target:
-    """Put target and lengths together."""
-    from kvtool.documents.plan import Target
-
-    budget, new = settings.target, 0
+) -> dict[str, int]:
+    """Return the lengths to plan for, by their names in a target."""
+    new = 0
     if settings.context is not None:
         context = positive(settings.context, "--context")
     else:
@@ -352,11 +440,16 @@ def _target(
         new = parse_count(settings.max_new_tokens)
     if not 0 <= new < context:
         raise UsageError(f"--max-new-tokens {new} leaves no prompt in a context of {context}")
+    return {"context": context, "max_new_tokens": new, "batch": settings.batch}
+
+
+def _target(budget: Budget, lengths: dict[str, int]) -> Target:
+    """Put target and lengths together."""
+    from kvtool.documents.plan import Target
+
     return Target(
         ratio=None if budget.ratio is None else str(budget),
         tokens=budget.tokens,
         bytes=budget.bytes,
-        context=context,
-        max_new_tokens=new,
-        batch=settings.batch,
+        **lengths,
     )

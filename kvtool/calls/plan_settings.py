@@ -53,6 +53,15 @@ class PlanSettings(ModelSettings):
             help="Memory held in all layers and rows, the policy's own numbers included (64MiB).",
         ),
     ] = None
+    memory: Annotated[
+        str | None,
+        Flag(
+            "--memory",
+            metavar="SIZE",
+            help="Memory of a device, this one or another (24GiB): plan for what the weights, and "
+            "reading the prompt, leave of it.",
+        ),
+    ] = None
     dtype: Annotated[
         Dtype | None,
         Flag(
@@ -112,12 +121,48 @@ class PlanSettings(ModelSettings):
         return None if self.plot is None else expand(self.plot)
 
     @property
-    def target(self) -> Budget:
-        """The one target that is given."""
-        return read_target(self.budget, self.ratio, self.bytes)
+    def device_memory(self) -> int | None:
+        """Bytes of the device to plan for."""
+        return read_memory(self.memory)
+
+    @property
+    def target(self) -> Budget | None:
+        """The one target that is given; None: what the memory leaves.
+
+        A policy that keeps everything has the whole prompt without a target.
+
+        Raises:
+            UsageError: none or several.
+        """
+        policy = None if self.policy is None else parse_policy(self.policy)
+        given = (self.budget, self.ratio, self.bytes)
+        if self.memory is not None and given == (None, None, None):
+            return None
+        if policy is None or policy.takes_budget:
+            return read_target(self.budget, self.ratio, self.bytes)
+        return Budget(ratio=Fraction(1)) if self.bytes is None else read_target(bytes=self.bytes)
 
 
-def read_target(budget: str | None, ratio: str | None, bytes: str | None) -> Budget:
+_SPLITS = ("budget", "ratio", "allocator", "min_tokens")
+
+
+def read_memory(text: str | None) -> int | None:
+    """Read the memory of a device in bytes.
+
+    Raises:
+        UsageError: not a size in bytes.
+    """
+    if text is None:
+        return None
+    found = Budget.parse(text).bytes
+    if found is None:
+        raise UsageError(f"--memory must be a size, got `{text}`", hint="--memory 24GiB")
+    return found
+
+
+def read_target(
+    budget: str | None = None, ratio: str | None = None, bytes: str | None = None
+) -> Budget:
     """Return the one target that is given.
 
     Args:
@@ -144,13 +189,21 @@ def read_target(budget: str | None, ratio: str | None, bytes: str | None) -> Bud
     return target
 
 
-def policy_to_plan(policy: str | Policy | None) -> Policy | None:
-    """Return the policy to plan for."""
-    if policy is None:
+def policy_to_plan(settings: PlanSettings) -> Policy | None:
+    """Return the policy to plan for.
+
+    Raises:
+        UsageError: it keeps everything, and the settings say how to split a budget.
+    """
+    if settings.policy is None:
         return None
-    policy = parse_policy(policy)
-    if not policy.takes_budget:
-        raise UsageError(f"policy `{policy}` keeps everything, so there is no budget to plan")
+    policy = parse_policy(settings.policy)
+    splits = [f"--{name.replace('_', '-')}" for name in _SPLITS if getattr(settings, name)]
+    if splits and not policy.takes_budget:
+        raise UsageError(
+            f"policy `{policy}` keeps everything, so {splits[0]} has nothing to plan",
+            hint="leave it out; --bytes SIZE asks whether it fits",
+        )
     return policy
 
 

@@ -64,7 +64,7 @@ def for_results(settings: PlanSettings, results: ResultsDocument, watcher: Watch
     Raises:
         UsageError: a target that is no memory; something that the results are to choose.
     """
-    if settings.target.bytes is None:
+    if settings.target is None or settings.target.bytes is None:
         raise UsageError("--recommend chooses what fits into a memory", hint="--bytes 2GiB")
     chosen = ("policy", "allocator", "min_tokens")
     given = [f"--{name.replace('_', '-')}" for name in chosen if getattr(settings, name)]

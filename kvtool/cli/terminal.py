@@ -87,7 +87,7 @@ class Terminal:
         from kvtool.cli.tables import Trimmed, Visible
 
         console = Console(file=self.data, highlight=False)
-        console.print(Visible(table) if self.interactive else Trimmed(table))
+        console.print(Visible(table) if self.interactive else Trimmed(table), crop=False)
 
 
 @contextlib.contextmanager

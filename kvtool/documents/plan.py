@@ -25,6 +25,7 @@ from pydantic import (
 from kvtool.documents.document import PER_HEAD, Section, Share, ShownDocument, TokenCount, Unit
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.tree import Keys
+from kvtool.documents.ways import Device, Way
 from kvtool.errors import UsageError
 from kvtool.model_shape import FREE
 from kvtool.sizes import MOST_BYTES, MOST_TOKENS, Budget
@@ -206,6 +207,8 @@ class Totals(Section):
         share_of_full: bytes as a share of the keys and values of a full cache.
         storage: the same two.
         traffic: of the last planned token.
+        reading: bytes that the cache takes while a prompt is read, where a policy keeps all of it
+            until the cut.
 
     Where no policy is named, `bytes` and `share_of_full` are the keys and values of the tokens.
     `storage` and `traffic` are then those of a policy that stores these and keeps no numbers of its
@@ -217,6 +220,7 @@ class Totals(Section):
     share_of_full: NonNegativeFloat
     storage: Amount | None = None
     traffic: Amount | None = None
+    reading: NonNegativeInt | None = None
 
     @model_serializer(mode="wrap")
     def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -224,7 +228,14 @@ class Totals(Section):
 
 
 class PlanDocument(ShownDocument):
-    """`plan.yaml`; `rocketkv` is left out where RocketKV cannot work, `totals` where edited."""
+    """`plan.yaml`; `rocketkv` is left out where RocketKV cannot work, `totals` where edited.
+
+    Attributes:
+        device: the device that the plan was made for, where one was named.
+        ways: to run the model in the target's bytes or the device's memory, in the order of the
+            answers that they cost, and behind them those that do not fit. No run reads them.
+        ways_source: what the order rests on.
+    """
 
     kind: Literal["plan"] = "plan"
     model: ModelShape
@@ -233,6 +244,9 @@ class PlanDocument(ShownDocument):
     rocketkv: RocketKVSection | None = None
     totals: Totals | None = None
     policy: str | None = None
+    device: Device | None = None
+    ways: list[Way] | None = None
+    ways_source: str | None = None
 
     @property
     def free_layers(self) -> list[int]:

@@ -194,36 +194,57 @@ def forecast(
         budgets: of those without a window, in order.
     """
     free = [layer for layer in layers if layer is not None and layer.window is None]
-    storage, kv, traffic, full_traffic, place = 0, 0, 0, 0, 0
-    codec = None if policy is None else policy.codec
+    totals = [0, 0, 0, 0]
     if free and policy is not None and policy.score.layer_tokens == "same":
-        storage += _shared(policy, free[0], budgets[0], text)
-    known: dict[tuple[LayerShape, LayerBudget, int | None], tuple[int, int, int]] = {}
+        totals[0] += _shared(policy, free[0], budgets[0], text)
+    by_place = policy is not None and policy.head_split is not None
+    known: dict[tuple[LayerShape, LayerBudget | None, int | None], tuple[int, int, int, int]] = {}
+    last: tuple[LayerShape, LayerBudget | None, tuple[int, int, int, int]] | None = None
+    place = 0
     for index, layer in enumerate(layers):
         if layer is None:
             continue
-        if layer.window is None:
-            budget = _budget_of(policy, budgets[place], index)
-            by_place = policy is not None and policy.head_split is not None
+        budget = None if layer.window is not None else _budget_of(policy, budgets[place], index)
+        if last is None or layer is not last[0] or budget is not last[1] or by_place:
             same = layer, budget, place if by_place else None
             if same not in known:  # a reader is tried out for each, which takes long
-                known[same] = _free(policy, layer, budget, text, (place, len(free)))
-            slots, beside, read = known[same]
-            numbers = 0 if policy is None else len(policy.statistics)
-            full_traffic += text.last * layer.bytes
-            place += 1
-        else:
-            slots, beside = _slots(layer.window, text) * layer.kv_heads, 0
-            numbers = _rotated(policy)
-            pairs = min(layer.window + 1, text.last)
-            read = pairs * layer.kv_heads * stored_bytes(layer, codec)
-            full_traffic += pairs * layer.bytes
-        kv += slots * stored_bytes(layer, codec)
-        storage += slots * slot_bytes(layer, numbers, codec) + range_bytes(layer, codec) + beside
-        traffic += read
+                known[same] = _of_layer(policy, layer, budget, text, (place, len(free)))
+            last = layer, budget, known[same]
+        totals = [sum(pair) for pair in zip(totals, last[2], strict=True)]
+        place += budget is not None
+    storage, traffic, full_traffic, kv = totals
     full, sequences = kv_bytes(layers, tokens_held(layers, text.full)), text.sequences
     found = (storage, traffic, full, full_traffic, kv)
     return Forecast(*(count * sequences for count in found))
+
+
+def _of_layer(
+    policy: Policy | None,
+    layer: LayerShape,
+    budget: LayerBudget | None,
+    text: Text,
+    place: tuple[int, int],
+) -> tuple[int, int, int, int]:
+    """Count what one sequence holds and reads in a layer, what it reads in full, and its pairs.
+
+    Args:
+        budget: None where the layer keeps its window.
+        place: which it is of how many layers whose budget is free.
+    """
+    codec = None if policy is None else policy.codec
+    if budget is not None:
+        slots, beside, read = _free(policy, layer, budget, text, place)
+        numbers = 0 if policy is None else len(policy.statistics)
+        full = text.last * layer.bytes
+    else:
+        window = layer.window or 0
+        slots, beside = _slots(window, text) * layer.kv_heads, 0
+        numbers = _rotated(policy)
+        pairs = min(window + 1, text.last)
+        read = pairs * layer.kv_heads * stored_bytes(layer, codec)
+        full = pairs * layer.bytes
+    held = slots * slot_bytes(layer, numbers, codec) + range_bytes(layer, codec) + beside
+    return held, read, full, slots * stored_bytes(layer, codec)
 
 
 def _budget_of(policy: Policy | None, budget: LayerBudget, index: int) -> LayerBudget:

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES, LayerShape
-from kvtool.planning.bytes import Forecast, LayerBudget, Reading, Text, forecast
+from kvtool.planning.bytes import (
+    Forecast,
+    LayerBudget,
+    Reading,
+    Text,
+    forecast,
+    stored_bytes,
+)
 from kvtool.planning.rocketkv import (
     PlannedStages,
     goes_by_stages,
@@ -176,7 +183,7 @@ def tokens_for_bytes(
                 f"takes {needed(DEFAULT_TOKENS)} bytes"
             )
         return DEFAULT_TOKENS
-    least, most = 1, size
+    least, most = 1, max(1, 2 * size // _token_bytes(policy, layers))
     reader = policy.reader
     if reader is not None and policy.two_stages:
         most = max(text.full, reader.min_budget)
@@ -193,6 +200,12 @@ def tokens_for_bytes(
     except UsageError as error:
         raise UsageError(f"budget {Budget(bytes=size)} is {found} tokens: {error}") from None
     return found
+
+
+def _token_bytes(policy: Policy, layers: Sequence[LayerShape | None]) -> int:
+    """Return the bytes of a token in all layers whose budget is free, 1 where there are none."""
+    free = [layer for layer in layers if layer is not None and layer.window is None]
+    return sum(layer.kv_heads * stored_bytes(layer, policy.codec) for layer in free) or 1
 
 
 @dataclass(frozen=True)

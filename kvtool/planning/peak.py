@@ -10,6 +10,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kvtool.model_shape import LayerShape
@@ -71,6 +72,7 @@ def _slot_sizes(
     ]
 
 
+@lru_cache
 def _appended(slots: int, step: int, tokens: int) -> int:
     """Return the slots of a full buffer once `tokens` more were appended by `step`s."""
     used, most = slots, slots + tokens

@@ -21,12 +21,12 @@ from kvtool.documents.plan import (
     Target,
     Totals,
 )
-from kvtool.documents.profile import ProfileDocument
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import DTYPE_BYTES, FREE, LayerShape
 from kvtool.planning.bytes import Forecast, Text, check_dims, kv_bytes, tokens_held
 from kvtool.planning.held import forecast_plan, largest, least_allowed
+from kvtool.planning.peak import reading_bytes
 from kvtool.planning.rocketkv import (
     RocketKVPlan,
     goes_by_stages,
@@ -40,6 +40,7 @@ from kvtool.policies.parts import Allocator
 from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words, bytes_to_type
 
 if TYPE_CHECKING:
+    from kvtool.documents.profile import ProfileDocument
     from kvtool.policies.policy import Policy
 
 
@@ -251,6 +252,11 @@ def make_plan(
     totals = drafts.totals(draft.document)
     document = PlanDocument(**{**dict(draft.document), "totals": totals})
     notes = [*notes, *_notes(target, plannable, draft.split), *draft.refused]
+    if totals.reading is not None:
+        notes.append(
+            f"note: `{policy}` keeps the whole prompt until it is cut: while it is read the cache "
+            f"takes {bytes_in_words(totals.reading)}"
+        )
     if policy is None and target.bytes is not None:
         notes.append(
             "note: no policy is named (-p), so bytes are those of one that keeps no numbers of its "
@@ -345,7 +351,12 @@ def totals_of(
     held = [min(tokens, n) for tokens in plan.layers.tokens]
     storage, traffic = _amounts(forecast_plan(plan, policy, text_of(plan), layers))
     if policy is not None:
-        return Totals(tokens=sum(held), **storage.model_dump(), storage=storage, traffic=traffic)
+        whole = None
+        if policy.repetition is not None:
+            of_one = reading_bytes(policy, layers, held, n, n, waits=True)
+            whole = of_one * plan.target.batch
+        total = {"tokens": sum(held), **storage.model_dump(), "reading": whole}
+        return Totals(**total, storage=storage, traffic=traffic)
     used = kv_bytes(layers, held)
     return Totals(
         tokens=sum(held),
@@ -368,17 +379,18 @@ def _total(drafts: Drafts) -> tuple[int, list[str]]:
     count, size = len(layers.free), budget.bytes
     if size is None:
         return budget.for_prompt(drafts.target.prompt_tokens) * count, []
-    if policy is not None and policy.stores_all:
+    if policy is not None and (policy.stores_all or not policy.takes_budget):
         mean = min(DEFAULT_TOKENS, layers.prompt_tokens)
+        mean = mean if policy.takes_budget else layers.prompt_tokens
         needed = drafts.forecast(drafts.of(mean * count).document).storage
         if needed > size:
             raise UsageError(
                 f"{bytes_in_words(size)} is too small: `{policy}` stores everything, which takes "
                 f"{bytes_in_words(needed)}",
-                hint=f"--bytes {bytes_to_type(needed)}, or a policy that evicts",
+                hint=f"--bytes {bytes_to_type(needed)}; without -p the ways that fit are listed",
             )
         note = f"note: `{policy}` stores everything; a token reads {mean} pairs per KV head"
-        return mean * count, [note]
+        return mean * count, [note] if policy.takes_budget else []
 
     def fits(total: int) -> bool:
         return drafts.forecast(drafts.of(total).document).storage <= size

@@ -19,6 +19,7 @@ from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape
+from kvtool.planning.losses import Loss, Losses, of_points
 from kvtool.planning.plan import Planned, make_plan
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.policies.allocate.uniform import Uniform
@@ -157,6 +158,29 @@ def recommend(results: ResultsDocument, place: Place) -> Recommendation:
         raise _nothing_fits(place.target, too_large | {_FULL: needed}, left_out)
     planned = place.plan(best, share=best.policy.stores_all)
     return Recommendation(best, planned, left_out, list(too_large))
+
+
+def measured_losses(results: ResultsDocument) -> Losses:
+    """Return what results say that policies lose, in the mean over tasks.
+
+    Raises:
+        UsageError: results without a verdict or a measured policy.
+    """
+    points = []
+    for evidence in _measured(results)[0]:
+        gains: dict[bool, list[float]] = {True: [], False: []}
+        for each in evidence.tasks:
+            result = results.of(evidence.variant.name, each.task)
+            gains[result is None or result.query_aware].append(each.gain)
+        known, later = (_lost(gains[aware]) for aware in (True, False))
+        points.append((str(evidence.policy), float(evidence.share), Loss(known, later)))
+    source = f"measured in the results given, with `{results.model.id}`"
+    return of_points(source, points)
+
+
+def _lost(gains: Sequence[float]) -> float | None:
+    """Return the loss, as a share, of gains in percent; None of none."""
+    return max(0.0, -sum(gains) / len(gains) / 100) if gains else None
 
 
 def _measured(results: ResultsDocument) -> tuple[list[Evidence], list[str]]:

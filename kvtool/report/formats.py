@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from kvtool.documents.results import GateResult, TaskResult
 from kvtool.sizes import bytes_in_words
+
+if TYPE_CHECKING:
+    from kvtool.documents.results import GateResult, TaskResult
 
 MISSING = "–"
 size = bytes_in_words

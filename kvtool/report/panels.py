@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.files import write_with
-from kvtool.documents.results import ResultsDocument, TaskResult
 from kvtool.report.variants import FULL, families, wrap
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+
+    from kvtool.documents.results import ResultsDocument, TaskResult
 
 
 _NEAR = 0.005  # of the range of all lines: closer ones hide each other

@@ -17,6 +17,7 @@ from kvtool.report import formats
 from kvtool.report.panels import drawing, new_figure, save, whole_ticks
 from kvtool.report.table import Cell, Column, Row, Table
 from kvtool.report.terminal import rich_table
+from kvtool.report.ways import ways_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +44,8 @@ def plan_table(plan: PlanDocument) -> RenderableType:
     columns = [*map(Column, ("layers", "tokens", "of prompt")), Column("", words=True)]
     table = rich_table(Table(columns, rows))
     parts: list[RenderableType] = [Text(heading(plan), style="bold"), table]
+    if plan.ways is not None:
+        parts = [*ways_tables(plan, plan.ways), Text(), *parts]
     if plan.rocketkv is not None and _has_stages(plan):
         parts.append(Text(_rocketkv(plan.rocketkv)))
     return Group(*parts)
@@ -111,6 +114,7 @@ def heading(plan: PlanDocument) -> str:
     if totals.storage is None or totals.traffic is None:
         return f"{asked}: {size}, {share} of a full cache"
     storage, traffic = totals.storage, totals.traffic
+    reading = "" if totals.reading is None else f", {formats.size(totals.reading)} while it reads"
     if plan.policy is None:
         return (
             f"{asked}: {size}, {share} of a full cache, stored; with positions "
@@ -118,7 +122,7 @@ def heading(plan: PlanDocument) -> str:
         )
     return (
         f"{asked}: holds {formats.size(storage.bytes)}, "
-        f"{formats.share(storage.share_of_full)} of a full cache; a token reads "
+        f"{formats.share(storage.share_of_full)} of a full cache{reading}; a token reads "
         f"{formats.size(traffic.bytes)}, {formats.share(traffic.share_of_full)}"
     )
 

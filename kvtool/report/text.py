@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from kvtool.documents.generation import GenerationDocument
+if TYPE_CHECKING:
+    from kvtool.documents.generation import GenerationDocument
 
 _LAYOUTS = {
     "plan": "kvtool.report.plans:plan_table",
@@ -36,7 +37,7 @@ def text(document: Any, width: int) -> str:
     console = Console(
         file=written, width=width, highlight=False, color_system=None, force_jupyter=False
     )
-    console.print(layout(document))
+    console.print(layout(document), crop=False)  # a command stays on its line
     return "".join(f"{line.rstrip()}\n" for line in written.getvalue().splitlines())
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
 from kvtool.sizes import Budget
+
+if TYPE_CHECKING:
+    from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
 
 FULL = "full"
 
