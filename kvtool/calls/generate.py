@@ -191,7 +191,7 @@ def prepare_generation(settings: GenerationSettings, watcher: Watcher) -> Genera
     check_transformers()
     _check_processes(settings)
     settings.check_paths()
-    settings.source().check()
+    settings.source().check(config_only=settings.dry_run)
     turns = None if settings.turns is None else _read_turns(settings, settings.turns)
     request = _resolve(settings, plan, watcher)
     request = with_budget(settings, request, watcher, settings.new_tokens, turns)

@@ -13,7 +13,7 @@ from kvtool.errors import UsageError
 from kvtool.planning.bytes import Text
 from kvtool.planning.losses import Losses, packaged
 from kvtool.planning.machine import advice, remedies
-from kvtool.planning.parameters import BITS, weights_bytes
+from kvtool.planning.parameters import BITS, Bits, weights_bytes
 from kvtool.planning.ways import Room, list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
@@ -134,13 +134,27 @@ def find_ways(
         UsageError: a memory is given, and the model's weights cannot be counted.
     """
     memory, dtype = settings.device_memory, model.dtype or "auto"
-    bits = getattr(settings, "quantize", None)
-    weights = {each: weights_bytes(config, dtype, each) for each in (None, *BITS)}
-    known = {each: count for each, count in weights.items() if count is not None}
-    if memory is not None and bits not in known:
-        raise UsageError(
-            f"--memory: the weights of `{model.id}` cannot be counted from its configuration",
-            hint="--bytes SIZE plans for the cache alone",
-        )
+    bits = settings.quantize
+    known: dict[Bits | None, int] = {}
+    if memory is not None:
+        known = _weights(settings, config, dtype)
+        if bits not in known:
+            raise UsageError(
+                f"--memory: the weights of `{model.id}` cannot be counted from its configuration",
+                hint="--bytes SIZE plans for the cache alone",
+            )
     room = Room(config, dtype, layers, text, size, memory, known, bits)
     return WaysRun(settings, room, losses or packaged())
+
+
+def _weights(settings: PlanSettings, config: Any, dtype: str) -> dict[Bits | None, int]:
+    """Return the bytes of the weights by how they are stored, as far as they can be counted."""
+    found = {each: weights_bytes(config, dtype, each) for each in (None, *BITS)}
+    if all(count is None for count in found.values()):  # no family that is known by its sizes
+        from kvtool.models.placement import weight_bytes
+
+        where = settings.checkpoint() if settings.model is not None else {}
+        for each in (None, *BITS):
+            name = settings.model
+            found[each] = weight_bytes(config, dtype, where, bits=each, name=name)
+    return {each: count for each, count in found.items() if count is not None}

@@ -8,7 +8,6 @@ each policy.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from kvtool.models.load import load
 from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.table import BASES
-from kvtool.sizes import Budget
+from kvtool.sizes import DEFAULT_TOKENS, Budget
 from tests.models.bundled import shipped
 from tests.models_for_tests import any_cache, cutting
 
@@ -33,8 +32,12 @@ PROMPT, NEW = 600, 16
 POLICIES = [cutting(name) for name in BASES if name != "full"]
 CODED = ("h2o+int8", "snapkv+fp8", "h2o+int4", "h2o+k8v4")
 SMALLER = ("128KiB", "256KiB", "768KiB")
+WHOLE = ("full", "full+int8", "full+fp8", "full+k8v4", "full+int4")
+BOTH = ("keydiff+int8", "roco+int8", "expected+k8v4", "kvzip+int4")
 CASES = [(name, target) for name in POLICIES for target in TARGETS]
 CASES += [(name, target) for name in CODED for target in SMALLER]
+CASES += [(name, "6MiB") for name in WHOLE] + [("full+int8", "256KiB")]
+CASES += [(name, "256KiB") for name in BOTH]
 _BEGIN, _END = "<!-- table -->\n", "<!-- end of the table -->\n"
 
 
@@ -83,14 +86,15 @@ def measure(model, name: str, target: str) -> Measured:
     policy, size = kvtool.parse_policy(name), Budget.parse(target).bytes
     try:
         plan = plan_for(model, policy, bytes=size)
-    except UsageError as error:
-        return Measured(name, target, None, int(re.search(r"(\d+) bytes", str(error))[1]))
+    except UsageError:
+        whole = {"tokens": DEFAULT_TOKENS} if policy.takes_budget else {"ratio": 1}
+        return Measured(name, target, None, plan_for(model, policy, **whole).totals.bytes)
     held = held_by(model, policy, plan)
     budget = sum(plan.layers.tokens) // len(plan.layers.tokens)
     if policy.two_stages and plan.rocketkv is not None:
         budget = plan.rocketkv.token_budget
     above = None
-    if not policy.stores_all and budget < PROMPT:
+    if policy.takes_budget and not policy.stores_all and budget < PROMPT:
         above = held_by(model, policy, plan_for(model, policy, tokens=budget + 1))
     return Measured(name, target, budget, plan.totals.storage.bytes, held, above)
 
