@@ -14,6 +14,7 @@ from kvtool.planning.bytes import Text
 from kvtool.planning.losses import Losses, packaged
 from kvtool.planning.machine import advice, remedies
 from kvtool.planning.parameters import BITS, Bits, weights_bytes
+from kvtool.planning.plan import PlannableLayers
 from kvtool.planning.ways import Room, list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
@@ -55,7 +56,7 @@ class WaysRun:
             UsageError: none fits.
         """
         if not ways or not ways[0].fits:
-            raise self.refusal(parse_policy("keydiff+int4"))
+            raise self.refusal(parse_policy("keydiff"))
         first = ways[0]
         policy = parse_policy(first.policy, imports=False)
         if not policy.takes_budget:
@@ -131,8 +132,10 @@ def find_ways(
         losses: what their order rests on; None: the package's own.
 
     Raises:
-        UsageError: a memory is given, and the model's weights cannot be counted.
+        UsageError: a memory is given, and the model's weights cannot be counted; a model without a
+            layer whose budget is free.
     """
+    PlannableLayers.of(model, text.prompt, layers)  # refuses a model without free layers
     memory, dtype = settings.device_memory, model.dtype or "auto"
     bits = settings.quantize
     known: dict[Bits | None, int] = {}

@@ -258,7 +258,11 @@ REFUSED = {  # arguments, what the error says, what the hint says
     "no share": (["--ratio", "512"], "--ratio must be a share of the prompt, got `512`", "20%"),
     "above all": (["--ratio", "1.5"], "budget ratio 1.5 is above 1", None),
     "no bytes": (["--bytes", "20%"], "--bytes must be a number of bytes, got `20%`", "64MiB"),
-    "few bytes": (["--bytes", "100"], "100B is too small: 1 token in every layer", "--bytes 2112B"),
+    "few bytes": (
+        ["--bytes", "100"],
+        "100 B is too small: 1 token in every layer",
+        "--bytes 2.1KiB",
+    ),
     "no context": (["-b", "9", "--context", "0"], "--context must be 1 or more, got 0", None),
     "no prompt": (["-b", "9", "-n", "1K"], "1024 leaves no prompt in a context of 1000", None),
     "unknown allocator": (["-b", "9", "--allocator", "d20"], "no allocator named `d20`", "`d2o`"),
@@ -269,7 +273,11 @@ REFUSED = {  # arguments, what the error says, what the hint says
         "kvtool profile --metrics output_error",
     ),
     "unknown policy": (["-b", "9", "-p", "snapvk"], "no policy named `snapvk`", "`snapkv`"),
-    "nothing to plan": (["-b", "9", "-p", "full"], "policy `full` keeps everything", None),
+    "nothing to plan": (
+        ["-b", "9", "-p", "full"],
+        "policy `full` keeps everything",
+        "leave it out",
+    ),
     "no room": (["-b", "32", "-p", "snapkv"], "fewer than the 33 of policy `snapkv`", None),
     "little room": (
         ["-b", "64", "-p", "snapkv", "--min-tokens", "9"],

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cli.test_startup import ended
 from tests.models.published import LLAMA_3 as LLAMA
+from tests.models_for_tests import FAMILIES
 
 SMALL = LLAMA | {
     "hidden_size": 128,
@@ -105,3 +106,20 @@ def test_a_profile_alone_has_no_ways_and_no_memory(kvtool):
     done = kvtool("plan-budget", "profile.json", "--memory", "200KiB")
     assert done.code == 2
     assert "--memory needs the model's configuration" in done.err
+
+
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next", "llama4", "phi3"])
+def test_models_of_all_shapes_have_ways(kvtool, family):
+    from transformers import AutoConfig
+
+    kind, changes = FAMILIES[family]
+    config = AutoConfig.for_model(kind, **({"num_hidden_layers": 4, "hidden_size": 64} | changes))
+    config.save_pretrained("odd")
+    model = ["-m", "odd", "--context", "1000", "-f", "json"]
+    plan = json.loads(planned(kvtool, *model, "--bytes", "200KiB"))
+    fitting = [way for way in plan["ways"] if way["fits"]]
+    assert all(way["bytes"] <= 200 * 1024 for way in fitting)
+    assert {"full", "full+int8", "keydiff"} <= {way["policy"] for way in plan["ways"]}
+    done = kvtool("plan-budget", *model, "--memory", "1MiB")
+    assert done.code == 2
+    assert "error: the weights take" in done.err.splitlines()[-1]

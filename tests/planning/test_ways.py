@@ -18,9 +18,9 @@ from kvtool.planning.ways import Room, largest_within, list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
 from tests.models.bundled import shipped
+from tests.models.published import LLAMA_3 as LLAMA
 from tests.planning.bytes_table import NEW, PROMPT, held_by, plan_for
 from tests.planning.documents import shape
-from tests.models.published import LLAMA_3 as LLAMA
 from tests.planning.test_recommend import arm, measured, run_of
 
 GIB = 2**30
