@@ -159,6 +159,14 @@ class RecipeSettings(_SplitFlag, DeviceSettings):
             key="allocator",
         ),
     ] = None
+    strict: Annotated[
+        bool,
+        Flag(
+            "--strict",
+            help="Refuse a plan for more memory than is free, in place of a warning.",
+            counts=False,
+        ),
+    ] = False
     set: Annotated[
         list[str],
         Flag(

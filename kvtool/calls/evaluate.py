@@ -102,7 +102,7 @@ def planned_device(settings: EvalSettings, comparison: Comparison) -> PlannedDev
     from kvtool.evaluation.prepare import PlannedDevice
 
     settings.check_memory(used=asks_device(comparison))
-    return PlannedDevice(settings.memory_there, settings.elsewhere)
+    return PlannedDevice(settings.memory_there, settings.elsewhere, settings.strict)
 
 
 def compare(

@@ -210,6 +210,7 @@ def _take_plan(
     from kvtool.planning.held import check_run
 
     check_derived(plan, settings.source().config())
+    _note_free(settings, plan, watcher)
     budget = plan.target.budget
     if not policy.budget_is_traffic:
         policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
@@ -220,6 +221,20 @@ def _take_plan(
         watcher.note(f"budget: as planned, {budget}, which is what a token reads")
     for line in check_run(plan, policy, _run_dtype(settings)):
         watcher.note(line)
+
+
+def _note_free(settings: PromptSettings, plan: PlanDocument, watcher: Watcher) -> None:
+    """Warn of a plan for more memory than is free; with `--strict` refuse it."""
+    from kvtool.models.placement import free_memory
+    from kvtool.planning.free import check_free
+
+    if getattr(plan, "device", None) is None or settings.loaded is not None:
+        return
+    spread = bool(settings.device_map or settings.tensor_parallel)
+    place, free = planned_device(settings), settings.memory_there
+    if free is None:
+        place, free = free_memory(place, spread=spread)
+    watcher.note_any(check_free(plan, place, free, strict=settings.strict))
 
 
 def _stages(section: RocketKVSection, target: Target, policy: Policy) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.documents.memory import DeviceMemory
+from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import ModelChoice
 from kvtool.errors import UsageError
 from kvtool.evaluation.auto_budget import asks_device, with_budgets
@@ -30,6 +31,7 @@ from kvtool.models.placement import (
 )
 from kvtool.planning.derived import check_derived
 from kvtool.planning.estimate import check_bytes
+from kvtool.planning.free import check_free
 from kvtool.planning.held import beyond_plan, check_run, use_plan
 from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words
 from kvtool.transformers_versions import check_transformers
@@ -43,10 +45,24 @@ class PlannedDevice:
     Attributes:
         memory: its bytes; None: what is free.
         elsewhere: whether it is a GPU that need not be here.
+        strict: whether to refuse a plan for more memory than is free.
     """
 
     memory: int | None = None
     elsewhere: bool = False
+    strict: bool = False
+
+    def check_plan(self, plan: PlanDocument, choice: ModelChoice) -> str | None:
+        """Return a warning of a plan for more memory than is free, None where there is none.
+
+        Raises:
+            UsageError: that is so, and it was asked for to refuse it.
+        """
+        spread = bool(choice.device_map or choice.tensor_parallel)
+        place, free = self.name(choice), self.memory
+        if free is None:
+            place, free = free_memory(place, spread=spread)
+        return check_free(plan, place, free, strict=self.strict)
 
     def name(self, choice: ModelChoice) -> str:
         """Name the device that a recipe's model runs on."""
@@ -195,6 +211,9 @@ def prepare(
     for name in hub_data(comparison.tasks):
         watcher.note(f"data: {name} (no such folder here, asking the hub)")
     check_bytes(config, dtype, comparison.variants)
+    plan = comparison.variants[-1].plan if comparison.variants else None
+    if plan is not None and model.loaded is None:
+        watcher.note_any(device.check_plan(plan, comparison.recipe.model))
     _note_budgets(comparison, config, dtype, watcher)
     counter = token_counter(tokenizer, trained_length(config))
     jobs = draw_jobs(comparison.tasks, counter, comparison.recipe.eval.limit)
