@@ -228,7 +228,7 @@ def _note_free(settings: PromptSettings, plan: PlanDocument, watcher: Watcher) -
     from kvtool.models.placement import free_memory
     from kvtool.planning.free import check_free
 
-    if getattr(plan, "device", None) is None or settings.loaded is not None:
+    if plan.device is None or settings.loaded is not None:
         return
     spread = bool(settings.device_map or settings.tensor_parallel)
     place, free = planned_device(settings), settings.memory_there

@@ -22,7 +22,7 @@ def check_free(plan: PlanDocument, place: str, free: int | None, *, strict: bool
     Raises:
         UsageError: that is so, and `strict`.
     """
-    device = getattr(plan, "device", None)
+    device = plan.device
     if device is None or free is None or free >= device.memory * (1 - _ALWAYS_TAKEN):
         return None
     told = (
