@@ -13,7 +13,7 @@ from kvtool.documents.settings import Dtype, Flag
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.policies.grammar import parse_policy
-from kvtool.sizes import Budget, parse_count
+from kvtool.sizes import Budget, parse_count, parse_memory
 
 if TYPE_CHECKING:
     from kvtool.documents.profile import ProfileDocument
@@ -123,7 +123,7 @@ class PlanSettings(ModelSettings):
     @property
     def device_memory(self) -> int | None:
         """Bytes of the device to plan for."""
-        return read_memory(self.memory)
+        return None if self.memory is None else parse_memory(self.memory)
 
     @property
     def target(self) -> Budget | None:
@@ -144,20 +144,6 @@ class PlanSettings(ModelSettings):
 
 
 _SPLITS = ("budget", "ratio", "allocator", "min_tokens")
-
-
-def read_memory(text: str | None) -> int | None:
-    """Read the memory of a device in bytes.
-
-    Raises:
-        UsageError: not a size in bytes.
-    """
-    if text is None:
-        return None
-    found = Budget.parse(text).bytes
-    if found is None:
-        raise UsageError(f"--memory must be a size, got `{text}`", hint="--memory 24GiB")
-    return found
 
 
 def read_target(

@@ -40,8 +40,8 @@ def commands(folder: Path) -> dict[str, tuple[tuple[str, ...], str, float]]:
             "B",
             0.5,
         ),
-        "plan-budget as text": (
-            (*KVTOOL, "plan-budget", "-m", model, "-b", "64", "--context", "1K", "-f", "text"),
+        "ways in a memory as text": (
+            (*KVTOOL, "plan-budget", "-m", model, "--memory", "8MiB", "-f", "text"),
             "B",
             0.5,
         ),
