@@ -43,7 +43,7 @@ def test_every_claim_has_a_row_with_its_command(results, tmp_path):
     for recipe in recipes:
         assert f"`kvtool eval recipes/claims/{recipe.name} -o runs/claims/{recipe.stem}`" in text
     assert text.count("| not run |") == len(recipes) - 1
-    assert text.count("| later, kept | not run |") == 9
+    assert text.count("| later, kept | not run |") == 11
     assert "| `roco` | `h2o` | fidelity | 50% |" in text
     assert "\nMeasured with reference, 4 layers (`config.json` " in text
 
