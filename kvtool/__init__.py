@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvtool.calls.evaluate import evaluate
     from kvtool.calls.export import export
     from kvtool.calls.generate import generate
+    from kvtool.calls.load_results import load_results
     from kvtool.calls.plan import plan
     from kvtool.calls.profile import profile
     from kvtool.errors import KvtoolError, PolicyError, UsageError
@@ -36,6 +37,7 @@ _HOMES = {
     "check_policy": "kvtool.calls.check_policy",
     "compress": "kvtool.calls.compress",
     "generate": "kvtool.calls.generate",
+    "load_results": "kvtool.calls.load_results",
     "plan": "kvtool.calls.plan",
     "evaluate": "kvtool.calls.evaluate",
     "export": "kvtool.calls.export",
@@ -61,6 +63,7 @@ __all__ = [
     "export",
     "generate",
     "load_cache",
+    "load_results",
     "parse_policy",
     "plan",
     "profile",

@@ -13,6 +13,8 @@ from kvtool.cache.files.save import save_cache as save_cache
 from kvtool.cache.hooks.attach import detach as detach
 from kvtool.calls.check_policy import check_policy as check_policy
 from kvtool.documents.generation import ExportDocument, GenerationDocument
+from kvtool.calls.load_results import load_results as load_results
+from kvtool.documents.generation import GenerationDocument
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.results import ResultsDocument
@@ -156,6 +158,7 @@ def evaluate(
     tokenizer: Any = None,
     data: Mapping[str, str] | None = None,
     fail_under: Mapping[str, float] | None = None,
+    compare: str | Sequence[str] = (),
     watcher: Watcher | None = None,
     trust_remote_code: bool = False,
     seed: int | None = None,

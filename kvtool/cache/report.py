@@ -34,6 +34,7 @@ class CacheReport:
             unit; the mean over the layers without a sliding window.
         recompute_frequency: of each layer, the share of decoded tokens and query heads that
             attended to those in host memory anew, None before the first; None without CaliDrop.
+        evicted: whether any layer stores fewer tokens in any KV head than a full cache would.
     """
 
     tokens_seen: int
@@ -47,6 +48,7 @@ class CacheReport:
     traffic_bytes: int = 0
     traffic_pairs: float = 0
     recompute_frequency: list[float | None] | None = None
+    evicted: bool = False
 
 
 _SIZES = (
@@ -81,12 +83,14 @@ def make_report(
     """
     slots = [layer for layer in layers if isinstance(layer, SlotLayer)]
     kept = [_kept(layer) if isinstance(layer, SlotLayer) else 0 for layer in layers]
+    kept.append(any(_lacks_tokens(layer, seen) for layer in slots))
     aside = [Calibration.of(each) if isinstance(each, SlotLayer) else None for each in layers]
     sizes = _sizes(slots, seen, peak=peak, extra=extra)
     if shards is not None and shards.processes > 1:
         device = slots[0].slots.device
         sizes = shards.total(torch.tensor(sizes, device=device)).tolist()
         kept = shards.most(torch.tensor(kept, device=device)).tolist()
+    *kept, evicted = kept
     frequency = [None if part is None else part.recompute_frequency for part in aside]
     return CacheReport(
         tokens_seen=max(seen),
@@ -94,6 +98,7 @@ def make_report(
         **dict(zip(_SIZES, sizes, strict=True)),
         traffic_pairs=_pairs_read(slots),
         recompute_frequency=frequency if any(aside) else None,
+        evicted=bool(evicted),
     )
 
 
@@ -133,6 +138,14 @@ def _filled_bytes(layer: SlotLayer) -> int:
     return int((layer.stored_positions() >= 0).sum()) * layer.slots.token_bytes
 
 
+def _lacks_tokens(layer: SlotLayer, seen: list[int]) -> bool:
+    """Whether fewer slots are filled than nothing evicted would fill."""
+    if not layer.is_initialized:
+        return False
+    filled = int((layer.stored_positions() >= 0).sum())
+    return filled < _full_tokens(layer, seen) * layer.slots.kv_heads
+
+
 def _state_bytes(layer: SlotLayer) -> int:
     """Bytes beside keys and values: positions, the policy's numbers, what features keep."""
     if not layer.is_initialized:
@@ -153,5 +166,9 @@ def _full_bytes(layer: SlotLayer, seen: list[int]) -> int:
     """Bytes that a layer would hold of sequences so long, if nothing were evicted."""
     if not layer.is_initialized:
         return 0
-    tokens = sum(n if layer.window is None else min(n, layer.window - 1) for n in seen)
-    return tokens * layer.slots.kv_heads * layer.slots.full_token_bytes
+    return _full_tokens(layer, seen) * layer.slots.kv_heads * layer.slots.full_token_bytes
+
+
+def _full_tokens(layer: SlotLayer, seen: list[int]) -> int:
+    """Tokens that a layer would hold of all sequences, if nothing were evicted."""
+    return sum(n if layer.window is None else min(n, layer.window - 1) for n in seen)

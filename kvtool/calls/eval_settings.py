@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
     _AskingFlags = as_flags(Asking, under="eval")
 
-EvalFormat = Literal["text", "json", "yaml", "csv"]
+EvalFormat = Literal["text", "json", "yaml", "csv", "latex", "markdown", "board"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,16 @@ class _HowSettings(RecipeSettings):
             key="eval.within",
         ),
     ] = None
+    compare: Annotated[
+        list[str],
+        Flag(
+            "--compare",
+            metavar="A,B",
+            help="Compare two policies, or variants (h2o@64); repeat it. p-values are corrected "
+            "for the number of comparisons.",
+            key="eval.compare",
+        ),
+    ] = field(default_factory=list)
     continue_on_error: Annotated[
         bool,
         Flag(
@@ -98,12 +108,13 @@ class _HowSettings(RecipeSettings):
         ),
     ] = None
 
-    # other commands have no scores for a csv
+    # other commands have no scores for a table
     format: Annotated[
         EvalFormat | None,
         Flag(
             "--format -f",
-            help="Form of the data; csv: RULER's scores in the layout of kvpress' leaderboard.  "
+            help="Form of the data; csv: a row for each variant and task; latex, markdown: the "
+            "table; board: RULER's scores in the layout of kvpress' leaderboard.  "
             "[default: text on a terminal, else json]",
             python=None,
         ),

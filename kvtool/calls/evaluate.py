@@ -41,6 +41,7 @@ def evaluate(
     tokenizer: Any = None,
     data: Mapping[str, str] | None = None,
     fail_under: Mapping[str, float] | None = None,
+    compare: str | Sequence[str] = (),
     watcher: Watcher | None = None,
     **settings: Any,
 ) -> ResultsDocument:
@@ -52,6 +53,7 @@ def evaluate(
         model: in place of that of the recipe or plan.
         folder: of the run; None: that of the recipe, or one under `runs/`.
         tasks, policies, budgets: as `kvtool eval` takes them, in place of the recipe's.
+        compare: pairs of policies, `mine,h2o`, whose p-values are corrected for their number.
         watcher: takes notes and progress; None: no caller does.
 
     `settings` are those of `EvalSettings`; each is what the option of `kvtool eval` with its name
@@ -69,8 +71,8 @@ def evaluate(
     if source is not None or model is not None:
         named = model
     where = ModelSource.of(named, tokenizer)
-    asked = EvalSettings(model=where.name, **settings)
-    comparison = compare(
+    asked = EvalSettings(model=where.name, compare=_listed(compare), **settings)
+    comparison = compared(
         asked,
         source,
         tasks=_listed(tasks),
@@ -105,7 +107,7 @@ def planned_device(settings: EvalSettings, comparison: Comparison) -> PlannedDev
     return PlannedDevice(settings.memory_there, settings.elsewhere, settings.strict)
 
 
-def compare(
+def compared(
     settings: EvalSettings,
     source: Source | PlanDocument | None,
     *,

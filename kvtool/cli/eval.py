@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _GATE_FAILED, _SAMPLES_FAILED = 3, 4
 _FOR_RESCORE = frozenset(
-    {"rescore", "policy", "fail_under", "max_drop", "within"}
+    {"rescore", "policy", "fail_under", "max_drop", "within", "compare"}
     | {"plots", "format", "quiet", "progress", "debug"}
 )
 
@@ -69,19 +69,22 @@ class EvalWatcher(TerminalWatcher):
             draw(results, folder / "plots", formats=pictures)
         write_page(results, folder / "report.html", wrong_answers(folder, results))
         form = options.choose_format("text" if terminal.interactive else "json")
-        if options.format == "csv":
+        if options.format == "board":
             from kvtool.report.leaderboard import board_csv
 
             terminal.write(board_csv(results))
+        elif options.format in ("csv", "latex", "markdown"):
+            terminal.write(results.table(form=options.format))
         elif form == "text":
             from kvtool.report.results_layout import results_tables
 
             terminal.print(results_tables(results))
         else:
             terminal.write(results.to_json() if form == "json" else results.to_yaml())
+            from kvtool.report.labels import labelled
             from kvtool.report.words import verdict_lines
 
-            for line in verdict_lines(results):
+            for line in verdict_lines(labelled(results)):
                 terminal.note(line)
         terminal.note(f"wrote {folder}/results.json and {folder}/report.html")
         _tell_failures(results, folder, terminal)
@@ -138,7 +141,7 @@ def rescore_run(
     from kvtool.evaluation.measure import rescore
 
     watcher = EvalWatcher(options, terminal, check_pictures(options, None))
-    exit_with(rescore(folder, gates, watcher, within=options.within))
+    exit_with(rescore(folder, gates, watcher, within=options.within, pairs=options.compare or None))
 
 
 def _import_policies(policies: Sequence[str]) -> None:
@@ -192,7 +195,7 @@ def evaluate(options: EvalSettings, terminal: Terminal) -> None:
         rescore_run(options, split_policies(options.policy), gates_of(options), terminal)
         return
     comparison = _read(options)
-    if options.format == "csv":
+    if options.format == "board":
         from kvtool.report.leaderboard import check_board
 
         check_board(task.name for task in comparison.tasks)
@@ -226,12 +229,12 @@ def _describe(
 
 def _read(options: EvalSettings) -> Comparison:
     """Return what is compared, by the recipe and the flags over it."""
-    from kvtool.calls.evaluate import compare
+    from kvtool.calls.evaluate import compared
     from kvtool.documents.source import read_source
     from kvtool.evaluation.tasks.selection import parse_data
 
     path = options.recipe
-    return compare(
+    return compared(
         options,
         read_source(path, option="recipe or plan") if isinstance(path, str) else path,
         tasks=_given("--tasks", options.tasks, _split),

@@ -237,12 +237,14 @@ class _Measured:
     ] = Field(default_factory=list)
     baseline: bool = True
     limit: PositiveInt | None = None
+    compare: Annotated[list[Name], Field(max_length=MOST), Listed] = Field(default_factory=list)
 
 
 class Evaluation(RecipeSection, Asking, _Measured):  # type: ignore[misc]
     """What is measured, and how prompts are made; `query_aware: null` is the task's own.
 
-    `within` is the bound of the verdict, in percent of the full cache's score.
+    `within` is the bound of the verdict, in percent of the full cache's score, and `compare` names
+    pairs of policies to compare (`mine,h2o`).
     """
 
     refused_keys: ClassVar[dict[str, str]] = {

@@ -5,16 +5,22 @@ Results can be made anew from the records, which are checked against these schem
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from kvtool.documents.claim import Claim, ClaimVerdict
-from kvtool.documents.document import Document, Section, ShownDocument, TokenCount
+from kvtool.documents.document import Document, Section, ShownDocument, TokenCount, view
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.settings import Protocol, as_entry
 from kvtool.documents.verdict import Difference, Paired, SampleScores, Verdict
-from kvtool.sizes import LARGEST_SEED
+from kvtool.sizes import LARGEST_SEED, WIDTH
+
+COMPARISON = "kvtool.evaluation.corrected"
+"""The module that compares variants: a name, since `evaluation` imports the documents."""
+
+Form = Literal["text", "csv", "latex", "markdown"]
 
 
 class ModelUsed(Section):
@@ -41,7 +47,8 @@ class VariantEntry(Section):
 
     `planned` says that a plan splits the budget over the layers, `reads` that the budget is what a
     decoded token reads and not what is stored. `codec` is the policy's name of the format that keys
-    and values are stored in, None for the model's own.
+    and values are stored in, None for the model's own. `label` is what tables call a policy of
+    another module, None where that is `policy`.
     """
 
     name: str
@@ -51,6 +58,12 @@ class VariantEntry(Section):
     planned: bool = False
     reads: bool = False
     codec: str | None = None
+    label: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """Return the name with the policy's label in it."""
+        return self.name if self.label is None else self.name.replace(self.policy, self.label, 1)
 
 
 class MetricEntry(Section):
@@ -91,7 +104,8 @@ class Cost(Section):
     most key and value bytes at a time, `peak_memory_bytes` the growth of the process's (or the
     GPU's) memory, both the largest over samples. The growth is None where the system does not
     report it or variants read a prompt together; `prefill_s` is then the time of all of them.
-    Earlier runs lack `allocated_bytes` and `kept_per_layer`.
+    `evicted_share` is the share of samples in which anything was evicted. Earlier runs lack
+    `allocated_bytes`, `kept_per_layer` and `evicted_share`.
     """
 
     prompt_tokens: NonNegativeFloat
@@ -110,6 +124,7 @@ class Cost(Section):
     decode_tokens_per_s: NonNegativeFloat | None
     allocated_bytes: NonNegativeFloat | None = None
     kept_per_layer: list[NonNegativeFloat] = Field(default_factory=list)
+    evicted_share: Annotated[float, Field(ge=0, le=1)] | None = None
 
     @property
     def held_bytes(self) -> float:
@@ -219,7 +234,8 @@ class ResultsDocument(ShownDocument):
     """`results.json` of a run; `complete` is false while samples are missing.
 
     `samples` are the names of each task's, `differences` compare variants with each other, where
-    they share samples. Earlier runs lack both. `claim` is what the recipe says the run shows.
+    they share samples; those that were asked for, as `pairs`, come first. Earlier runs lack these.
+    `claim` is what the recipe says the run shows.
     """
 
     kind: Literal["results"] = "results"
@@ -240,12 +256,37 @@ class ResultsDocument(ShownDocument):
     verdict: Verdict | None = None
     samples: dict[str, list[str]] = Field(default_factory=dict)
     differences: list[Difference] = Field(default_factory=list)
+    pairs: list[str] = Field(default_factory=list)
     claim: Claim | None = None
     claim_verdict: ClaimVerdict | None = None
 
     def of(self, arm: str, task: str) -> TaskResult | None:
         """Return the result of one variant on one task."""
         return next((r for r in self.results if (r.arm, r.task) == (arm, task)), None)
+
+    def compare(self, a: str, b: str) -> list[Difference]:
+        """Subtract the scores of one policy from another's, sample by sample.
+
+        Args:
+            a, b: policies, compared at each budget that both have, or variants such as `h2o@64`.
+
+        Returns:
+            a less b on every task and budget, with p-values corrected for their number (Holm).
+
+        Raises:
+            UsageError: the run has no such policy.
+        """
+        found: list[Difference] = import_module(COMPARISON).compare(self, [f"{a},{b}"])
+        return found
+
+    def table(self, width: int = WIDTH, form: Form = "text") -> str:
+        """Return the table that a terminal shows, or one in another form, ending in a newline.
+
+        Args:
+            width: characters of a line, of `text`.
+            form: `text`, `csv`, `latex` or `markdown`.
+        """
+        return super().table(width) if form == "text" else view().exported(self, form)
 
 
 Number = Annotated[float, Field(ge=-1e100, le=1e100)]
@@ -295,7 +336,7 @@ class SamplesDocument(Document):
     tasks: list[TaskSamples]
 
 
-_LATER = ("allocated_bytes", "kept_per_layer")
+_LATER = ("allocated_bytes", "kept_per_layer", "evicted")
 
 
 class SampleCost(BaseModel):
@@ -321,6 +362,7 @@ class SampleCost(BaseModel):
     peak_memory_bytes: NonNegativeInt | None
     allocated_bytes: Amount | None = None
     kept_per_layer: list[Amount] | None = None
+    evicted: bool | None = None
 
     @model_validator(mode="after")
     def _all_bytes_or_none(self) -> SampleCost:

@@ -12,6 +12,10 @@ WITHIN = 5.0
 """Percent of the full cache's score that a variant may lack, by default."""
 
 
+CHANCE = 0.05
+"""The largest corrected p-value at which a difference counts."""
+
+
 class Interval(Section):
     """A number and the ends of its 95 % interval."""
 
@@ -124,7 +128,8 @@ class Difference(Section):
     samples, None where they are too few for one. `deciding` is about how many samples would show a
     difference of this size in four of five runs. It is None where this many have shown it, where
     there is none to show, and where there is no interval. `because` says why these two are
-    compared.
+    compared. `p` is the smallest level at which the interval leaves out 0, and `p_holm` the one
+    corrected for the number of `comparisons` that were asked for.
     """
 
     task: str
@@ -137,12 +142,21 @@ class Difference(Section):
     high: FiniteFloat | None
     lower_is_better: bool
     deciding: PositiveInt | None
+    p: FiniteFloat | None = None
+    p_holm: FiniteFloat | None = None
+    comparisons: PositiveInt | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Return whether the user asked for the comparison, and it is corrected."""
+        return self.p_holm is not None
 
     @property
     def standing(self) -> Literal["better", "worse", "within the noise", "no interval"]:
-        """Return what the interval allows to say of the variant."""
+        """Return what the interval, or the corrected p-value, allows to say of the variant."""
         if self.low is None or self.high is None:
             return "no interval"
-        if self.low <= 0 <= self.high:
+        luck = self.low <= 0 <= self.high if self.p_holm is None else self.p_holm > CHANCE
+        if luck:
             return "within the noise"
-        return "better" if (self.low > 0) != self.lower_is_better else "worse"
+        return "better" if (self.difference > 0) != self.lower_is_better else "worse"

@@ -22,6 +22,7 @@ from kvtool.documents.settings import Asking, Protocol
 from kvtool.documents.source import Source
 from kvtool.documents.tree import Problem
 from kvtool.errors import UsageError
+from kvtool.evaluation.pairs import asked_pairs, variant_entry
 from kvtool.evaluation.run.gates import Gate, check_gates
 from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
 from kvtool.evaluation.tasks.task import Task
@@ -103,6 +104,7 @@ def read_comparison(
     ]
     check_gates(all_gates, [(task.name, task.best, task.lower_is_better) for task in chosen])
     claim = _claim(recipe, [str(variant.policy) for variant in variants], budgets)
+    asked_pairs(recipe.eval.compare, list(map(variant_entry, variants)))
     if any(gate.max_drop is not None for gate in all_gates) and not _has_baseline(variants):
         raise UsageError(
             "a largest drop is one from the full cache, which this run leaves out",

@@ -80,12 +80,17 @@ def finish(run: Run, watcher: Watcher) -> ResultsDocument:
 
 
 def rescore(
-    folder: Path, gates: Sequence[Gate], watcher: Watcher, *, within: float | None = None
+    folder: Path,
+    gates: Sequence[Gate],
+    watcher: Watcher,
+    *,
+    within: float | None = None,
+    pairs: Sequence[str] | None = None,
 ) -> ResultsDocument:
     """Score the stored answers of a run anew.
 
     Args:
-        gates, within: in place of those of the run, if they are given.
+        gates, within, pairs: in place of those of the run, if they are given.
 
     Raises:
         UsageError: the folder holds no run; a bound of the verdict that is none.
@@ -96,7 +101,7 @@ def rescore(
     def score() -> ResultsDocument:
         store = Store(folder)
         with store.locked():
-            return finish(Run.open(store, gates or None, within), watcher)
+            return finish(Run.open(store, gates or None, within, pairs), watcher)
 
     with joined() as processes:
         return processes.lead(score)
@@ -174,6 +179,7 @@ def _plan(prepared: Prepared, store: Store, loaded: Loaded, argv: Sequence[str])
         protocol=comparison.protocol,
         gates=comparison.gates,
         within=comparison.recipe.eval.within,
+        pairs=comparison.recipe.eval.compare,
         claim=comparison.recipe.claim,
     )
 

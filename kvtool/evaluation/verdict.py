@@ -48,13 +48,15 @@ _POWER = 2.8  # standard errors of a difference that four of five runs show: 1.9
 class Estimate:
     """A number over pairs of samples, and the ends of its interval; None: there is none.
 
-    `spread` is its standard error, the standard deviation over resamples.
+    `spread` is its standard error, the standard deviation over resamples. `p` is the smallest level
+    at which such an interval leaves out 0.
     """
 
     value: float
     low: float | None
     high: float | None
     spread: float | None = None
+    p: float | None = None
 
     def deciding(self, n: int) -> int | None:
         """Return about how many samples show such a difference in four of five runs.
@@ -150,7 +152,9 @@ def _estimate(of: Callable[..., list[float]], *samples: Sequence[Part]) -> Estim
         return Estimate(value, None, None)
     tail, over = (1 - LEVEL) / 2, torch.tensor(found, dtype=torch.float64)
     low, high = over.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
-    return Estimate(value, low, high, over.std().item())
+    sides = (over <= 0).sum().item(), (over >= 0).sum().item()
+    p = min(1.0, 2 * (min(sides) + 1) / (len(found) + 1))
+    return Estimate(value, low, high, over.std().item(), p)
 
 
 def _resampled_means(*samples: Sequence[Part]) -> list[list[float]]:
@@ -418,6 +422,7 @@ def between(ours: TaskResult, theirs: TaskResult, because: Because = "asked") ->
         high=found.high,
         lower_is_better=ours.lower_is_better,
         deciding=found.deciding(len(pairs)),
+        p=found.p,
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtool.documents.results import Cost, ResultsDocument, TaskResult
+from kvtool.documents.results import Cost, ResultsDocument, TaskResult, VariantEntry
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Spent:
         prefill_rate: prompt tokens per second, all tokens over all seconds; None if not measured.
         decode_rate: generated tokens per second, likewise.
         kept: tokens of each layer's fullest KV head; empty if a run did not record them.
+        written: tokens that the model wrote.
+        evicted: share of samples in which anything was evicted; None if a run did not record it.
     """
 
     tasks: tuple[str, ...]
@@ -34,6 +36,8 @@ class Spent:
     prefill_rate: float | None
     decode_rate: float | None
     kept: tuple[float, ...] = ()
+    written: float = 0.0
+    evicted: float | None = None
 
     @property
     def kv_share(self) -> float:
@@ -80,7 +84,28 @@ def spent_on(results: list[TaskResult]) -> Spent | None:
         prefill_rate=rate("prefill_s", "prefill_tokens_per_s"),
         decode_rate=rate("decode_s", "decode_tokens_per_s"),
         kept=_kept([(n, cost.kept_per_layer) for _, n, cost in costs]),
+        written=mean(lambda cost: cost.new_tokens),
+        evicted=None
+        if any(cost.evicted_share is None for *_, cost in costs)
+        else mean(lambda cost: cost.evicted_share or 0.0),
     )
+
+
+UNTESTED = "°"
+"""The mark of a score that is no test of compression."""
+
+LEAST_EVICTED = 0.2
+"""The share of samples that must lose a token for a score to be a test of compression."""
+
+
+def is_tested(result: TaskResult, variant: VariantEntry) -> bool:
+    """Return whether enough samples lost tokens for the score to say something of the policy.
+
+    A policy without a budget, a reader and a codec are tested in another way: all of them do.
+    """
+    share = None if result.cost is None else result.cost.evicted_share
+    evicts = variant.budget is not None and not variant.reads and variant.codec is None
+    return share is None or not evicts or share >= LEAST_EVICTED
 
 
 def _kept(layers: list[tuple[int, list[float]]]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""RULER's scores of a run as CSV, in the layout of kvpress' leaderboard.
+"""Write RULER's scores of a run as CSV, in the layout of kvpress' leaderboard.
 
 https://huggingface.co/spaces/nvidia/kvpress-leaderboard: a row for each method and compression
 ratio, with the dataset, its length (`data_dir`), the model, RULER's tasks under their own names in
@@ -42,8 +42,9 @@ def check_board(tasks: Iterable[str]) -> None:
     names = list(tasks)
     if not any(name.startswith(_SUITE) for name in names):
         raise UsageError(
-            f"-f csv has RULER's scores in its columns, and this run has {', '.join(names)} alone",
-            hint="-f json has every score",
+            "-f board has RULER's scores in its columns, and this run has "
+            f"{', '.join(names)} alone",
+            hint="-f csv has every score",
         )
 
 

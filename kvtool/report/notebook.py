@@ -13,6 +13,7 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.results import ResultsDocument
 from kvtool.report import formats, results
+from kvtool.report.labels import labelled
 from kvtool.report.plans import heading, layer_table
 from kvtool.report.profile_table import measured, measurements, note, sizes
 from kvtool.report.table import Cell, Column, Row, Table
@@ -54,6 +55,7 @@ def _shown(document: Any) -> tuple[str, list[Table], str]:
 
 @_shown.register
 def _of_results(document: ResultsDocument) -> tuple[str, list[Table], str]:
+    document = labelled(document)
     costs = results.costs(document)
     gates = [results.gates(document)] if document.gates else []
     tables = [results.summary(document), *([] if costs is None else [costs]), *gates]

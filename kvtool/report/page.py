@@ -10,6 +10,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from kvtool.extras import installed
 from kvtool.package_data import data_file
 from kvtool.report import results as tables
 from kvtool.report import words
+from kvtool.report.labels import labelled, labels
 from kvtool.report.panels import FRONT, GRID, drawing, svg
 from kvtool.report.pictures import pictures
 from kvtool.report.variants import results_of, task_names
@@ -72,6 +74,14 @@ def write_page(document: ResultsDocument, path: Path, wrong: WrongByTask | None 
 
 def page(document: ResultsDocument, wrong: WrongByTask | None = None) -> str:
     """Return the page as text."""
+    named = labels(document)
+    document, wrong = (
+        labelled(document),
+        {
+            task: [replace(each, arm=named.get(each.arm, each.arm)) for each in answers]
+            for task, answers in (wrong or {}).items()
+        },
+    )
     loader = FileSystemLoader(data_file("report/page.html").parent)
     templates = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     return templates.get_template("page.html").render(
@@ -85,7 +95,7 @@ def page(document: ResultsDocument, wrong: WrongByTask | None = None) -> str:
         costs=tables.costs(document),
         differences=words.differences_table(document) if document.differences else None,
         gates=tables.gates(document) if document.gates else None,
-        tasks=[_task(document, task, (wrong or {}).get(task)) for task in task_names(document)],
+        tasks=[_task(document, task, wrong.get(task)) for task in task_names(document)],
         drawn=installed("plots"),
         pictures=_pictures(document),
         notes=words.notes(document),

@@ -18,6 +18,7 @@ from kvtool.report.costs import spent_by_variant
 from kvtool.report.curves import curve_figure, curves, y_label
 from kvtool.report.heatmap import kept_by_layer, layers_figure, needle_figure
 from kvtool.report.held import held_figure, held_tasks
+from kvtool.report.labels import labelled
 from kvtool.report.needles import needle_tasks
 from kvtool.report.panels import drawing, save
 
@@ -100,7 +101,7 @@ def draw(
         raise KvtoolError(f"cannot make folder `{folder}`: {error.strerror or error}") from error
     written = []
     with drawing():
-        for picture in pictures(document):
+        for picture in pictures(labelled(document)):
             figure = picture.draw()
             for form in formats:
                 path = folder / f"{picture.name}.{form}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvtool.documents.results import CellEntry, ResultsDocument, TaskResult, VariantEntry
 from kvtool.evaluation.run.wrong import WrongAnswer
 from kvtool.report import formats
-from kvtool.report.costs import Spent, relative, spent_by_variant, spent_on
+from kvtool.report.costs import UNTESTED, Spent, is_tested, relative, spent_by_variant, spent_on
 from kvtool.report.metrics import headline, meaning, title
 from kvtool.report.needles import is_needle, needle_grids, scale
 from kvtool.report.table import Cell, Column, Note, Row, Table
@@ -34,6 +34,8 @@ _COST = [
     Column("prefill", "s"),
     Column("decode", "tokens/s"),
     Column("× full"),
+    Column("written", "tokens"),
+    Column("evicted in", "of samples"),
 ]
 _SHORT_COST = [
     Column(title, below, folds=True, group="cost of all tasks")
@@ -42,6 +44,8 @@ _SHORT_COST = [
         ("held", "smaller"),
         ("prefill", "s"),
         ("decode", "tokens/s"),
+        ("written", "tokens"),
+        ("evicted", "in"),
     )
 ]
 
@@ -231,6 +235,8 @@ def _score(result: TaskResult | None, variant: VariantEntry) -> Cell:
         notes.append(Note(delta, formats.tone(result), kind="difference"))
     if pair is not None:
         notes.append(Note(formats.interval(pair.low, pair.high, result.best), kind="interval"))
+    if not is_tested(result, variant):
+        notes.append(Note(UNTESTED, "dim", kind="mark"))
     if result.failed:
         notes.append(Note(f"!{result.failed}", "failed", kind="failed"))
     written = tuple(note for note in notes if note.text)
@@ -281,6 +287,7 @@ def _cost(variant: str, spent: dict[str, Spent], document: ResultsDocument) -> l
         formats.plain(cost.prefill_s),
         decoded,
         ratio or formats.MISSING,
+        *_written(cost),
     )
     return list(map(Cell, said))
 
@@ -295,7 +302,14 @@ def _short_cost(variant: str, spent: dict[str, Spent], document: ResultsDocument
         Cell(formats.size(cost.held_bytes), (Note(smaller, width=6),)),
         Cell(formats.plain(cost.prefill_s)),
         Cell(decoded, (Note(ratio, width=5),)),
+        *map(Cell, _written(cost)),
     ]
+
+
+def _written(cost: Spent) -> tuple[str, str]:
+    """Return the tokens that were written, and in which share of samples any was evicted."""
+    evicted = formats.MISSING if cost.evicted is None else f"{cost.evicted:.0%}"
+    return f"{cost.written:.1f}", evicted
 
 
 def _against_full(

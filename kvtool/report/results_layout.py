@@ -7,11 +7,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvtool.documents.results import ResultsDocument
+from kvtool.report.labels import labelled
 from kvtool.report.needles import needle_tasks
 from kvtool.report.results import gates, needles, summary_with_costs
 from kvtool.report.table import Cell, Column, Row, Table
 from kvtool.report.terminal import FittingTables, rich_table
 from kvtool.report.words import (
+    asked_in_words,
+    asked_title,
     choices_in_words,
     claim_lines,
     differences_in_words,
@@ -34,6 +37,7 @@ def summary_table(document: ResultsDocument) -> RenderableType:
 
 def results_tables(document: ResultsDocument) -> RenderableType:
     """Return the summary and the verdict, below heat maps of needles if the variants are few."""
+    document = labelled(document)
     summary = summary_table(document)
     few = len(document.arms) <= _MOST_HEAT_MAPS
     parts = [*([needle_tables(document)] if few else []), summary]
@@ -43,11 +47,16 @@ def results_tables(document: ResultsDocument) -> RenderableType:
 
 def _differences(document: ResultsDocument) -> list[RenderableType]:
     """Return variants compared with each other, in words; only the first of many."""
-    found = differences_in_words(document)
-    rows = [Row(f"  {task}", [Cell(pair), Cell(said)]) for task, pair, said in found[:_MOST_PAIRS]]
-    left = len(found) - _MOST_PAIRS
+    asked, others = asked_in_words(document), differences_in_words(document)
+    first = _pairs(f"{asked_title(document)}:", asked, len(asked)) if asked else []
+    return [*first, *_pairs("differences on the same samples:", others, _MOST_PAIRS)]
+
+
+def _pairs(title: str, found: list[tuple[str, str, str]], most: int) -> list[RenderableType]:
+    rows = [Row(f"  {task}", [Cell(pair), Cell(said)]) for task, pair, said in found[:most]]
+    left = len(found) - most
     more = [Text(f"  and {left} more: see report.html")] if left > 0 else []
-    return [Text("differences on the same samples:"), _list(rows), *more] if found else []
+    return [Text(title), _list(rows), *more] if found else []
 
 
 def _verdict(document: ResultsDocument) -> list[RenderableType]:

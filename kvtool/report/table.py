@@ -28,7 +28,7 @@ class Note:
 
     text: str
     look: Look = ""
-    kind: Literal["", "error", "difference", "interval", "failed"] = ""
+    kind: Literal["", "error", "difference", "interval", "failed", "mark"] = ""
     width: int = 0
 
 

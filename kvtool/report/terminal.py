@@ -15,7 +15,7 @@ from kvtool.report.table import Cell, Column, Note, Table
 from kvtool.report.variants import wrap
 
 _STYLES = {"better": "green", "worse": "red", "failed": "bold red", "dim": "dim", "": ""}
-_LINED_UP = ("difference", "interval", "failed")  # in this order
+_LINED_UP = ("mark", "difference", "interval", "failed")  # in this order
 
 
 def rich_table(table: Table, *, edge: bool = True) -> rich.Table:

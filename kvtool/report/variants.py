@@ -90,7 +90,9 @@ def task_names(document: ResultsDocument) -> list[str]:
 
 
 def wrap(name: str, width: int) -> str:
-    """Break the name of a policy or a variant where its parts begin, lines at most `width` long.
+    """Break the name of a policy or a variant where its parts begin, at about `width` letters.
+
+    A part, such as the name of a score, is never broken.
 
     >>> print(wrap("snapkv(window=16,kernel=5)+caote@64", 18))
     snapkv(window=16,
@@ -101,7 +103,7 @@ def wrap(name: str, width: int) -> str:
         if lines[-1] and len(lines[-1] + part) > width:
             lines.append("")
         lines[-1] += part
-    return "\n".join(line[i : i + width] for line in lines for i in range(0, len(line), width))
+    return "\n".join(lines)
 
 
 def suite(task: str) -> str:

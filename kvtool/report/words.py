@@ -6,6 +6,7 @@ The verdict, the claim and the differences are tables of the page as well.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from kvtool.documents.claim import ClaimRow, ClaimVerdict
 from kvtool.documents.results import ResultsDocument
@@ -13,7 +14,7 @@ from kvtool.documents.verdict import Choice, Difference, Standing, Verdict
 from kvtool.evaluation.samples.questions import one_token_note
 from kvtool.evaluation.verdict import LEAST_PAIRS, unseen
 from kvtool.report import formats
-from kvtool.report.costs import spent_by_variant
+from kvtool.report.costs import LEAST_EVICTED, UNTESTED, is_tested, spent_by_variant
 from kvtool.report.metrics import meaning, title
 from kvtool.report.table import Cell, Column, Look, Note, Row, Table
 from kvtool.report.variants import full_variant, results_of, task_names, variants_in_order
@@ -223,9 +224,25 @@ _DIFFERENCE_LOOKS: dict[str, Look] = {"better": "better", "worse": "worse"}
 
 def differences_in_words(document: ResultsDocument) -> list[tuple[str, str, str]]:
     """Return for each pair its task, its two variants, and the words that its interval allows."""
+    return _in_words(document, [each for each in document.differences if not each.asked])
+
+
+def asked_in_words(document: ResultsDocument) -> list[tuple[str, str, str]]:
+    """Return the same for the pairs that were asked for, with their corrected p-values."""
+    return _in_words(document, [each for each in document.differences if each.asked])
+
+
+def asked_title(document: ResultsDocument) -> str:
+    """Say how many comparisons were asked for, and how they are corrected."""
+    found = [each.comparisons for each in document.differences if each.asked]
+    number = f"{found[0]} comparison{'s' * (found[0] != 1)}"
+    return f"compared as asked, p-values corrected for {number} (Holm)"
+
+
+def _in_words(document: ResultsDocument, found: Sequence[Difference]) -> list[tuple[str, str, str]]:
     return [
         (each.task, f"{each.arm} - {each.against}", said(each, _best(document, each)))
-        for each in document.differences
+        for each in found
     ]
 
 
@@ -244,6 +261,8 @@ def said(found: Difference, best: float | None) -> str:
 
 def standing_in_words(found: Difference) -> str:
     """Say what an interval allows to say, and how many samples would decide the rest."""
+    if found.p_holm is not None:
+        return f"{found.standing}, p = {p_value(found.p_holm)}"
     if found.low == found.high == 0:
         return f"no sample differs, up to {formats.share(unseen(found.n))} could, unseen"
     if found.deciding is None:
@@ -251,9 +270,25 @@ def standing_in_words(found: Difference) -> str:
     return f"{found.standing}, about {found.deciding} samples would decide"
 
 
-def differences_table(document: ResultsDocument) -> Table:
-    """Return a row for each pair: the difference, its interval, what that says."""
-    rows = [_difference_row(each, _best(document, each)) for each in document.differences]
+def p_value(value: float) -> str:
+    """Write a corrected p-value with three decimals.
+
+    >>> p_value(0.0123), p_value(0.0004), p_value(1.0)
+    ('0.012', '<0.001', '1')
+    """
+    if value < 0.001:
+        return "<0.001"
+    return "1" if value >= 0.9995 else f"{value:.3f}"
+
+
+def differences_table(document: ResultsDocument, *, asked: bool | None = None) -> Table:
+    """Return a row for each pair: the difference, its interval, what that says.
+
+    Args:
+        asked: only the pairs that were asked for, or only the others; None: all.
+    """
+    chosen = [each for each in document.differences if asked in (None, each.asked)]
+    rows = [_difference_row(each, _best(document, each)) for each in chosen]
     return Table(_DIFFERENCE_COLUMNS, rows)
 
 
@@ -291,6 +326,7 @@ def notes(document: ResultsDocument) -> list[str]:
         *_chunks(document),
         *_one_token(document),
     ]
+    lines += _untested(document)
     failed = sum(result.failed for result in document.results)
     if failed:
         lines.append(f"!k: k samples failed and are not in the score ({failed} in all)")
@@ -300,9 +336,23 @@ def notes(document: ResultsDocument) -> list[str]:
         lines.append(
             "K/V: keys and values at the end of a sample, and their share of a full cache; held:"
             " their buffers and the policy's own numbers, 4.00x = a quarter of the full cache's;"
+            " written: tokens of an answer; evicted in: the samples that lost any token;"
             " cost is the mean over the samples of all tasks, 1.05x = 1.05 times as fast"
         )
     return lines
+
+
+def _untested(document: ResultsDocument) -> list[str]:
+    """Explain the mark of scores whose samples lost nothing, where there are any."""
+    variants = {each.name: each for each in document.arms}
+    if all(
+        is_tested(each, variants[each.arm]) for each in document.results if each.arm in variants
+    ):
+        return []
+    return [
+        f"{UNTESTED} not a test of compression: the policy evicted a token in fewer than"
+        f" {LEAST_EVICTED:.0%} of the samples"
+    ]
 
 
 def _one_token(document: ResultsDocument) -> list[str]:

@@ -281,12 +281,12 @@ def test_problems_are_answered_several_times_and_scored_anew(kvtool):
 
 def test_a_run_is_exported_as_rows_of_the_leaderboard(kvtool):
     run = ("-t", "ruler/niah_single_1", "--lengths", "256", "--samples", "1", "--no-plots")
-    done = kvtool("eval", *run, "-p", "streaming", "-b", "32", "-o", "run", "-f", "csv")
+    done = kvtool("eval", *run, "-p", "streaming", "-b", "32", "-o", "run", "-f", "board")
     head, full, streaming = done.out.splitlines()
     assert head.startswith("dataset,data_dir,model,method,compression_ratio,query_aware,question,")
     assert full.startswith("ruler,256,reference,full,0.0,True,known,")
     assert streaming.startswith("ruler,256,reference,streaming,0.75,")
-    again = kvtool("eval", "--rescore", "run", "-f", "csv", "--no-plots", "-q")
+    again = kvtool("eval", "--rescore", "run", "-f", "board", "--no-plots", "-q")
     assert (again.code, again.out, again.err) == (0, done.out, "")
 
 
@@ -460,7 +460,7 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
         (["-t", "niah", "-m", "./nowhere"], "`./nowhere` does not exist"),
         (["-t", "niah", "-s", "eval.tasks.0.lenths=3"], "did you mean `lengths`?"),
         (["-t", "niah,niah"], "given twice"),
-        (["-t", "niah", "-f", "csv"], "-f csv has RULER's scores in its columns"),
+        (["-t", "niah", "-f", "board"], "-f board has RULER's scores in its columns"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

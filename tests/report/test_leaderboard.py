@@ -71,7 +71,7 @@ def test_scores_that_are_missing_are_empty_and_no_part_of_the_mean():
 
 
 def test_a_run_without_ruler_is_refused():
-    told = "-f csv has RULER's scores in its columns, and this run has niah, ppl alone"
+    told = "-f board has RULER's scores in its columns, and this run has niah, ppl alone"
     with pytest.raises(UsageError, match=told):
         check_board(["niah", "ppl"])
     with pytest.raises(UsageError, match="this run has niah alone"):

@@ -164,6 +164,7 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
         prefill_tokens_per_s=rate("prompt_tokens", "prefill_s"),
         decode_tokens_per_s=rate("decoded_tokens", "decode_s"),
         allocated_bytes=if_all("allocated_bytes"),
+        evicted_share=if_all("evicted"),
         kept_per_layer=_mean_per_layer([cost.get("kept_per_layer") or [] for cost in costs]),
     )
 

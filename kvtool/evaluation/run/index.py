@@ -42,7 +42,6 @@ from kvtool.evaluation.verdict import Estimate, between, mean_of, ratio, shared
 from kvtool.extras import require
 from kvtool.planning.variants import Variant, make_variants
 from kvtool.policies.grammar import parse_policy
-from kvtool.policies.spelling import part_name, spell_settings
 from kvtool.sizes import Budget, spell_prefill
 
 RECIPE, RESULTS, SAMPLES = "recipe.lock.yaml", "results.json", "samples.json"
@@ -94,22 +93,6 @@ def _read(path: Path, document: type[Kind], kind: str) -> Kind:
         return document.model_validate(data)
     except ValidationError as error:
         raise KvtoolError(f"`{path}` is damaged: {reason(error)}") from None
-
-
-def variant_entry(variant: Variant) -> VariantEntry:
-    """Describe a variant in a document."""
-    size = variant.budget
-    budget = None if size is None else size.tokens if size.tokens is not None else str(size)
-    codec = variant.policy.codec
-    return VariantEntry(
-        name=variant.name,
-        policy=str(variant.policy),
-        budget=budget,
-        prefill=variant.prefill,
-        planned=variant.plan is not None,
-        reads=variant.budget is not None and variant.policy.budget_is_traffic,
-        codec=None if codec is None else part_name(codec) + spell_settings(codec),
-    )
 
 
 def read_variant(entry: VariantEntry, plan: PlanDocument | None) -> Variant:
@@ -212,6 +195,7 @@ class Head:
     Attributes:
         started: when the run first began, in UTC.
         claim: what the recipe says that the run shows.
+        pairs: of variants that are compared because the user asks for it.
     """
 
     name: str
@@ -222,6 +206,7 @@ class Head:
     seed: int
     git_commit: str | None
     claim: Claim | None = None
+    pairs: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, results: ResultsDocument) -> Head:
@@ -235,6 +220,7 @@ class Head:
             seed=results.seed,
             git_commit=results.git_commit,
             claim=results.claim,
+            pairs=tuple(results.pairs),
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from kvtool.documents.settings import Protocol
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError
 from kvtool.evaluation.claims import judge_claim
+from kvtool.evaluation.corrected import compare
+from kvtool.evaluation.pairs import variant_entry
 from kvtool.evaluation.run.collect import Measured, averages
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
 from kvtool.evaluation.run.fingerprint import WAYS_OUT, difference, model_digest
@@ -43,7 +45,6 @@ from kvtool.evaluation.run.index import (
     sample_names,
     task_entry,
     unfinished,
-    variant_entry,
     within_of,
 )
 from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_measurements, sample_key
@@ -164,6 +165,7 @@ class Run:
         gates: Sequence[Gate],
         within: float = WITHIN,
         claim: Claim | None = None,
+        pairs: Sequence[str] = (),
     ) -> Run:
         """Return what will be measured; nothing is written yet."""
         used = model_used(loaded)
@@ -185,6 +187,7 @@ class Run:
             seed=protocol.seed,
             git_commit=git_commit(),
             claim=claim,
+            pairs=tuple(pairs),
         )
         tasks = [job.task for job in jobs]
         return cls(
@@ -210,12 +213,16 @@ class Run:
 
     @classmethod
     def open(
-        cls, store: Store, gates: Sequence[Gate] | None = None, within: float | None = None
+        cls,
+        store: Store,
+        gates: Sequence[Gate] | None = None,
+        within: float | None = None,
+        pairs: Sequence[str] | None = None,
     ) -> Run:
         """Read a run back, to make its results anew; no model is needed.
 
         Args:
-            gates, within: in place of those of the run.
+            gates, within, pairs: in place of those of the run.
 
         Raises:
             UsageError: the folder holds no run, or one of another schema version; a task's scores
@@ -224,12 +231,12 @@ class Run:
         results = read_results(store)
         if results is None:
             raise UsageError(f"`{store.folder}` holds no run (no {RESULTS})")
-        index = read_samples(store)
+        index, head = read_samples(store), Head.of(results)
         tasks = [read_task(entry, store) for entry in index.tasks]
         return cls(
             store,
             index,
-            Head.of(results),
+            head if pairs is None else replace(head, pairs=tuple(pairs)),
             gates=gates or gates_of(results),
             within=within_of(results) if within is None else within,
             variants=[read_variant(entry, index.plan) for entry in index.arms],
@@ -325,7 +332,11 @@ class Run:
             verdict=make_verdict(results, self.index.arms, self.within),
             samples=sample_names(measured),
             differences=differences(results, self.index.arms),
+            pairs=list(self.head.pairs),
         )
+        if self.head.pairs:
+            asked = compare(document, self.head.pairs)
+            document = document.model_copy(update={"differences": [*asked, *document.differences]})
         if (claim := self.head.claim) is None:
             return document
         judged = {"claim": claim, "claim_verdict": judge_claim(claim, document)}

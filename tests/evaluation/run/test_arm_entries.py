@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvtool.evaluation.run.index import read_variant, variant_entry
+from kvtool.evaluation.pairs import variant_entry
+from kvtool.evaluation.run.index import read_variant
 from kvtool.planning.variants import make_variants
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
