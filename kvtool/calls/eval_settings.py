@@ -141,7 +141,8 @@ class EvalSettings(_AskingFlags, _HowSettings):
         Flag(
             "--tasks -t",
             metavar="TASK,..",
-            help="Tasks, suites or globs: niah, ruler, 'ruler/niah_*', longbench/qasper ..",
+            help="Tasks, suites or globs: niah, ruler, 'ruler/niah_*', longbench/qasper ..; "
+            "qa: questions of your own; MODULE:CLASS: a task of your own.",
         ),
     ] = field(default_factory=list)
     policy: Annotated[
@@ -209,8 +210,8 @@ class EvalSettings(_AskingFlags, _HowSettings):
         Flag(
             "--data",
             metavar="TASK=FILE|HUB_ID",
-            help="Data of a task, a suite or a glob; repeat it. haystack=FILE: the text around "
-            "needles.",
+            help="Data of a task, a suite or a glob; repeat it. A FILE alone is for one task. "
+            "haystack=FILE: the text around needles.",
         ),
     ] = field(default_factory=list)
     prompts: Annotated[

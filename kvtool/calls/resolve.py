@@ -12,7 +12,7 @@ from kvtool.documents.resolve import flags_of, resolve
 from kvtool.documents.settings import settings_of
 from kvtool.documents.source import read_source
 from kvtool.errors import UsageError
-from kvtool.policies.outside import check_imported
+from kvtool.policies.grammar import check_imported
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument

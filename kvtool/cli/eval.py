@@ -23,6 +23,7 @@ from kvtool.documents.files import expand
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.extras import installed, require
 from kvtool.policies.grammar import parse_policy
+from kvtool.policies.installed import placed
 from kvtool.policies.outside import module_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 _GATE_FAILED, _SAMPLES_FAILED = 3, 4
 _FOR_RESCORE = frozenset(
-    {"rescore", "policy", "fail_under", "max_drop", "within", "compare"}
+    {"rescore", "policy", "tasks", "fail_under", "max_drop", "within", "compare"}
     | {"plots", "format", "quiet", "progress", "debug"}
 )
 
@@ -138,6 +139,7 @@ def rescore_run(
         raise UsageError(f"--rescore: no folder `{options.rescore}`")
     _refuse_others(options)
     _import_policies(policies)
+    _import_tasks(_split(options.tasks))
     from kvtool.evaluation.measure import rescore
 
     watcher = EvalWatcher(options, terminal, check_pictures(options, None))
@@ -151,9 +153,19 @@ def _import_policies(policies: Sequence[str]) -> None:
         UsageError: one that is in the package, which needs no naming.
     """
     for text in policies:
-        if module_of(text) is None:
+        if module_of(placed(text)) is None:
             raise UsageError("--rescore takes a run as it is; leave out --policy")
         parse_policy(text)
+
+
+def _import_tasks(tasks: Sequence[str]) -> None:
+    """Import the tasks from outside the package that `-t` names, as `_import_policies` does."""
+    from kvtool.evaluation.tasks.table import task_class
+
+    for name in tasks:
+        if ":" not in name:
+            raise UsageError("--rescore takes a run as it is; leave out --tasks")
+        task_class(name, imports=True)
 
 
 def _refuse_others(options: EvalSettings) -> None:

@@ -11,7 +11,8 @@ from kvtool.cli.output import write_data
 from kvtool.cli.terminal import Terminal
 from kvtool.documents.settings import Flag
 from kvtool.errors import PolicyError, UsageError
-from kvtool.policies.table import about, describe
+from kvtool.policies.installed import about, describe_installed
+from kvtool.policies.table import describe
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -52,7 +53,10 @@ def policies(options: PoliciesSettings, terminal: Terminal) -> None:
 def _list(options: PoliciesSettings, terminal: Terminal) -> None:
     from kvtool.cli.policy_tables import AllPolicies
 
-    entries = describe()
+    added, warnings = describe_installed()
+    entries = [*describe(), *added]
+    for line in warnings:
+        terminal.note(f"warning: {line}")
     _write([asdict(entry) for entry in entries], AllPolicies(entries), options, terminal)
     if terminal.interactive and options.choose_format("text") == "text":
         terminal.note(_OWN)

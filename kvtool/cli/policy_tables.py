@@ -66,8 +66,8 @@ class AllPolicies:
     def _bases(self) -> dict[str, list[Entry]]:
         """Return the bases by what their budget is."""
         bases = [entry for entry in self.entries if entry.kind == "base"]
-        kinds = dict.fromkeys(entry.budget_kind for entry in bases)
-        return {kind: [entry for entry in bases if entry.budget_kind == kind] for kind in kinds}
+        kinds = dict.fromkeys(map(_kind, bases))
+        return {kind: [entry for entry in bases if _kind(entry) == kind] for kind in kinds}
 
     def _modifiers(self) -> list[Entry]:
         return [entry for entry in self.entries if entry.kind == "modifier"]
@@ -80,6 +80,11 @@ class AllPolicies:
             if _KEEPS_ALL not in each.goes_on  # codecs, which need no eviction
         )
         return max(plain, key=len)
+
+
+def _kind(base: Entry) -> str:
+    """Say what a base's budget is, and which package it comes from where that is not kvtool."""
+    return base.budget_kind + ("" if base.origin == "kvtool" else f"; from {base.origin}")
 
 
 def one_policy(about: About) -> RenderableType:
@@ -105,6 +110,8 @@ def one_policy(about: About) -> RenderableType:
             taken = [f"+{name}" for name, base in about.takes.items() if base == spelled]
             facts.add_row(f"{spelled} takes", " ".join(taken) or "no modifier")
     facts.add_row("paper", entry.paper)
+    if entry.origin != "kvtool":
+        facts.add_row("from", entry.origin)
     parts += [Text(), facts]
     for paragraph in about.text.split("\n\n"):
         parts += [Text(), Text(" ".join(paragraph.split()))]

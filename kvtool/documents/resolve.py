@@ -195,6 +195,13 @@ def _check_code(source: Source, check_named: CheckNamed) -> None:
                 check_named([named.data], named.mark.name, "a recipe")
     evaluation = source.node.child("eval")
     for i, task in enumerate(_items(evaluation.child("tasks") if evaluation else None)):
+        named = task.child("task") or task
+        if named.mark.index is not None and ":" in str(named.data):
+            raise UsageError(
+                f"`{named.mark.name}` names task {quote(named.data)}, which may run code, and no "
+                "file may name code",
+                hint=f"--tasks '{named.data}'",
+            )
         folder = task.child("include_path")
         if folder is not None and folder.value is not None and folder.mark.index is not None:
             raise UsageError(

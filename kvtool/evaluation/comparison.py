@@ -28,8 +28,7 @@ from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
 from kvtool.evaluation.tasks.task import Task
 from kvtool.models.folder import REFERENCE
 from kvtool.planning.variants import BASELINE, Variant, make_variants
-from kvtool.policies.grammar import parse_policy, with_allocator
-from kvtool.policies.outside import check_imported
+from kvtool.policies.grammar import check_imported, parse_policy, with_allocator
 from kvtool.sizes import DEFAULT_BUDGET, Budget
 
 if TYPE_CHECKING:

@@ -8,13 +8,15 @@ base of one's own is named by its module, `my_package.my_module:MyScore(recent=8
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.policies import outside
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.table import parse_allocator
+from kvtool.policies.installed import installed_base, placed
 from kvtool.policies.outside import build_outside, is_outside
 from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy, compose
@@ -83,7 +85,20 @@ def _build_base(text: str, imports: bool) -> Any:
     name, arguments = read_part(text)
     if is_outside(name):
         return build_outside(name, arguments, imports=imports)
+    if (added := installed_base(name)) is not None:
+        return added.build(arguments, imports=imports)
     return _build(text, BASES, "policy")
+
+
+def check_imported(choices: Sequence[Any], where: str, what: str = "a run or a plan") -> None:
+    """Refuse scores from outside the package that are not imported; arguments as in `outside`.
+
+    Raises:
+        UsageError: the first such score, by its module or by the name that a package adds.
+    """
+    names = [choice.get("name") if isinstance(choice, dict) else choice for choice in choices]
+    known = [placed(name) if isinstance(name, str) else name for name in names]
+    outside.check_imported(known, where, what)
 
 
 def _build_modifier(text: str, base: str) -> Any:

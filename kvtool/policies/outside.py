@@ -7,6 +7,7 @@ imported already.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,6 +72,40 @@ def build_outside(name: str, arguments: str, *, imports: bool) -> Score:
         raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"`{name}` cannot be made: {in_one_line(error)}") from None
+
+
+def own_class(name: str, base: type, *, what: str, option: str, imports: bool) -> Any:
+    """Return a class of the user's own that is not a score, such as a task.
+
+    Args:
+        name: case-sensitive, `my_package.my_module:MyClass`.
+        base: what it is under.
+        what: it is called, for errors.
+        option: the flag that imports it.
+
+    Raises:
+        UsageError: no such module or class, one of another kind, an error while it is imported.
+    """
+    match = _NAME.fullmatch(name)
+    if not match:
+        raise UsageError(
+            f"cannot read {quote(name)} as a {what}",
+            hint=f"a {what} of your own is named my_package.my_module:MyClass",
+        )
+    module = sys.modules.get(match[1])
+    if module is None and not imports:
+        raise UsageError(
+            f"{what} `{name}` is from a module that is not imported, and a file does not import it",
+            hint=f"{option} '{name}' imports it, as `import {match[1]}` does in Python",
+        )
+    found = vars(module).get(match[2]) if module and not imports else None
+    found = found or _named(module or _import(match[1]), match[2])
+    if not isinstance(found, type) or not issubclass(found, base) or inspect.isabstract(found):
+        why = "is not there" if found is None else f"is no class under {base.__name__}"
+        if isinstance(found, type) and inspect.isabstract(found):
+            why = f"lacks {', '.join(sorted(found.__abstractmethods__))}"
+        raise UsageError(f"{what} `{name}`: `{match[2]}` {why}")
+    return found
 
 
 def _find(name: str, imports: bool) -> Any:

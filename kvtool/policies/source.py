@@ -37,7 +37,16 @@ def source_hash(policy: Policy) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
+def class_sources(cls: type) -> list[str]:
+    """Return lines with hashes of the code of a class from outside the package; else none."""
+    if is_inside(cls):
+        return []
+    own = [each for each in cls.__mro__ if each.__module__.partition(".")[0] not in _LIBRARIES]
+    return sorted({line for each in own for line in _sources_of(each)})
+
+
 _STANDARD = frozenset({"builtins", "abc", "typing"})
+_LIBRARIES = _STANDARD | {"kvtool", "pydantic"}
 
 
 def _files_of(part: Any) -> Iterator[str]:

@@ -102,6 +102,7 @@ class Entry:
         parameters: defaults by name; a computed one is shown as what it is computed from.
         goes_on: bases that take the modifier, with the setting under which they do; empty for a
             base.
+        origin: the package that it comes from, with its version where that is not kvtool.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Entry:
     paper: str
     budget_kind: str
     goes_on: tuple[str, ...] = ()
+    origin: str = "kvtool"
 
 
 Base = type[Score] | type[Read]

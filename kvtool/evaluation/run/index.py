@@ -42,6 +42,7 @@ from kvtool.evaluation.verdict import Estimate, between, mean_of, ratio, shared
 from kvtool.extras import require
 from kvtool.planning.variants import Variant, make_variants
 from kvtool.policies.grammar import parse_policy
+from kvtool.policies.outside import is_outside
 from kvtool.sizes import Budget, spell_prefill
 
 RECIPE, RESULTS, SAMPLES = "recipe.lock.yaml", "results.json", "samples.json"
@@ -137,12 +138,15 @@ def read_task(entry: TaskSamples, store: Store) -> Task:
 
     Raises:
         KvtoolError: there is no such task, or its settings are not the task's.
-        UsageError: its scores need a package that is not installed.
+        UsageError: its scores need a package that is not installed; it is of a module that is not
+            imported.
     """
     path = store.folder / SAMPLES
     try:
         kind = task_class(entry.task)
     except UsageError as error:
+        if is_outside(entry.task):
+            raise
         raise KvtoolError(f"`{path}` is damaged: {error}") from None
     try:
         task = kind.model_validate({**entry.settings, "name": entry.task})

@@ -19,6 +19,7 @@ from kvtool.evaluation.samples.questions import one_token_share
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.task import Task
 from kvtool.planning.variants import Variant
+from kvtool.policies.source import class_sources
 
 if TYPE_CHECKING:
     from kvtool.models.load import Loaded
@@ -79,7 +80,9 @@ class Place:
 
     def shared_fingerprint(self, variant: Variant, task: Task) -> Fingerprint:
         """Return the fingerprint of a task's records under a variant, but for their prompts."""
-        settings = digest(self._settings(variant, task))
+        known: Any = self._settings(variant, task)
+        own = class_sources(type(task))  # of a task of the user's own
+        settings = digest([known, own] if own else known)
         return {"settings": settings, "model": self.model_digest} | code_digests(variant.policy)
 
     def fingerprint(self, shared: Fingerprint, content: str) -> Fingerprint:

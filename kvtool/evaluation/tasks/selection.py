@@ -56,7 +56,11 @@ def read_tasks(flags: TaskFlags, recipe: Recipe, source: Source) -> tuple[list[T
             problems.append(source.problem((*at, "task"), str(error)))
             continue
         for name in names:
-            kind = task_class(name)
+            try:
+                kind = task_class(name, imports=True)
+            except UsageError as error:
+                problems.append(source.problem((*at, "task"), str(error)))
+                continue
             given = {"name": name} | settings.of(kind, name)
             if "seed" not in entry.settings:
                 given["seed"] = recipe.seed
@@ -99,10 +103,11 @@ class _Settings:
         given = {key: value for key, value in self._flags.items() if key in fields}
         self._used |= given.keys()
         for pattern, place in self._data.items():
+            pattern = pattern or name  # a file alone is for every task that reads one
             field = _HAYSTACK if pattern == _HAYSTACK else "data"
             if field in fields and (field == _HAYSTACK or covers(pattern, name)):
                 given[field] = place
-                self._used.add(f"data {pattern}")
+                self._used |= {f"data {pattern}", "data "}
         return given
 
     def check_used(self) -> None:
@@ -112,13 +117,12 @@ class _Settings:
                 raise UsageError(f"none of these tasks takes --{key}")
         for pattern in self._data:
             if f"data {pattern}" not in self._used:
-                raise UsageError(
-                    f"--data {pattern}=..: no such task in this run, or it takes no data"
-                )
+                named = f"{pattern}=.." if pattern else "FILE"
+                raise UsageError(f"--data {named}: no such task in this run, or it takes no data")
 
 
 def parse_data(texts: Sequence[str]) -> dict[str, str]:
-    """Read `TASK=FILE|HUB_ID` flags.
+    """Read `TASK=FILE|HUB_ID` flags; a file that is there needs no task, whose name is empty then.
 
     Raises:
         UsageError: one of another form.
@@ -126,6 +130,9 @@ def parse_data(texts: Sequence[str]) -> dict[str, str]:
     found = {}
     for text in texts:
         task, equals, place = text.partition("=")
+        if not equals and Path(text).expanduser().is_file():
+            found[""] = text
+            continue
         if not equals or not task or not place:
             raise UsageError(
                 f"--data must be TASK=FILE or TASK=HUB_ID, got `{text}`",

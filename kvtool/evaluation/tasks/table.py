@@ -7,6 +7,7 @@ from importlib import import_module
 
 from kvtool.errors import UsageError, did_you_mean
 from kvtool.evaluation.tasks.task import Task
+from kvtool.policies.outside import is_outside, own_class
 
 _NEEDLES = [
     "niah_single_1",
@@ -79,6 +80,7 @@ TASKS: dict[str, str] = {
     **{f"longbench/{name}": "longbench:LongBench" for name in sorted(_LONGBENCH)},
     **{f"longbench_e/{name}": "longbench:LongBench" for name in sorted(_LONGBENCH_E)},
     **{f"helmet/{name}": "helmet:Helmet" for name in _HELMET_RECALL},
+    "qa": "qa:Questions",
     "longmemeval": "longmemeval:LongMemEval",
     "nolima": "nolima:NoLiMa",
     "mrcr": "mrcr:Mrcr",
@@ -107,7 +109,7 @@ def expand(pattern: str) -> list[str]:
     """
     name = pattern.strip()
     name = ALIASES.get(name, name)
-    if name in TASKS or (name.partition("/")[0] in OPEN and "/" in name):
+    if is_outside(name) or name in TASKS or (name.partition("/")[0] in OPEN and "/" in name):
         return [name]
     if name.strip("/") in OPEN:
         raise UsageError(f"`{name}` is not one task", hint=f"name one: {name.strip('/')}/gsm8k")
@@ -122,12 +124,18 @@ def expand(pattern: str) -> list[str]:
     return found
 
 
-def task_class(name: str) -> type[Task]:
+def task_class(name: str, *, imports: bool = False) -> type[Task]:
     """Return the class of a task, importing its file only now.
+
+    Args:
+        imports: whether a module of the user's, `my_module:MyTask`, is imported; else it must be
+            imported already.
 
     Raises:
         UsageError: there is no such task.
     """
+    if is_outside(name):
+        return own_class(name, Task, what="task", option="--tasks", imports=imports)
     place = TASKS.get(name) or OPEN.get(name.partition("/")[0])
     if place is None:
         raise UsageError(f"no task `{name}`", hint=did_you_mean(name, TASKS))
