@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -43,3 +44,33 @@ def test_policies_are_compared_on_a_text_of_the_readers(tmp_path):
 
 def test_there_are_two_examples():
     assert {path.stem for path in EXAMPLES.glob("*.py")} >= {"compress_a_book", "compare_policies"}
+
+
+def notebook_cells() -> list[dict]:
+    notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["metadata"]["language_info"]["name"]) == (4, "python")
+    return notebook["cells"]
+
+
+@pytest.mark.exhaustive
+def test_the_notebook_prints_what_it_shows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {"__name__": "__main__"}
+    for cell in notebook_cells():
+        if cell["cell_type"] != "code":
+            continue
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+        shown = "".join(line for output in cell["outputs"] for line in output["text"])
+        assert capsys.readouterr().out == shown
+
+
+def test_the_notebook_is_one_that_readers_open():
+    """Its cells have the keys of nbformat 4.5, and its links lead somewhere."""
+    cells = notebook_cells()
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    for cell in cells:
+        keys = {"cell_type", "id", "metadata", "source"}
+        more = {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
+        assert cell.keys() == keys | more
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", "".join(cell["source"])):
+            assert (EXAMPLES / target).exists(), target
