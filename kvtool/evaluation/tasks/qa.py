@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from kvtool.evaluation.metrics.text import answer_words, best, contains, first_line, qa_f1, said
+from kvtool.evaluation.metrics.text import answer_words, best, first_line, qa_f1, said
 from kvtool.evaluation.samples.questions import require, texts_of
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import ShortAnswer
@@ -61,9 +61,15 @@ class Questions(ShortAnswer):
         return {
             **super().score(record),
             "exact_match": 100 * best(_same, first_line(answer), references),
-            "string_match_part": 100 * best(contains, answer, references),
+            "string_match_part": 100 * best(_holds, answer, references),
         }
 
 
 def _same(prediction: str, reference: str) -> float:
     return float(answer_words(prediction) == answer_words(reference))
+
+
+def _holds(prediction: str, reference: str) -> float:
+    """Return 1 if the words of the reference are in the answer, one after the other."""
+    said, wanted = (" ".join(answer_words(text)) for text in (prediction, reference))
+    return float(bool(wanted) and f" {wanted} " in f" {said} ")

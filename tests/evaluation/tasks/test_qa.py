@@ -43,6 +43,7 @@ def test_a_row_is_a_context_and_a_question(tmp_path):
         (" red boat", 200 * (1 / 2 * 1) / (3 / 2), 0, 100),
         (" a car\nor a boat", 0, 0, 100),
         (" a car", 0, 0, 0),
+        (" a boatman", 0, 0, 0),
         ("<think>a boat</think>\nboat", 100, 100, 100),
     ],
 )
