@@ -103,7 +103,7 @@ def own_class(name: str, base: type, *, what: str, option: str, imports: bool) -
     if not isinstance(found, type) or not issubclass(found, base) or inspect.isabstract(found):
         why = "is not there" if found is None else f"is no class under {base.__name__}"
         if isinstance(found, type) and inspect.isabstract(found):
-            why = f"lacks {', '.join(sorted(found.__abstractmethods__))}"
+            why = f"lacks {', '.join(sorted(getattr(found, '__abstractmethods__', ())))}"
         raise UsageError(f"{what} `{name}`: `{match[2]}` {why}")
     return found
 
