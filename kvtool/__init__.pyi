@@ -12,9 +12,8 @@ from kvtool.cache.files.load import load_cache as load_cache
 from kvtool.cache.files.save import save_cache as save_cache
 from kvtool.cache.hooks.attach import detach as detach
 from kvtool.calls.check_policy import check_policy as check_policy
-from kvtool.documents.generation import ExportDocument, GenerationDocument
 from kvtool.calls.load_results import load_results as load_results
-from kvtool.documents.generation import GenerationDocument
+from kvtool.documents.generation import ExportDocument, GenerationDocument
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.results import ResultsDocument
