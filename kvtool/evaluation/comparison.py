@@ -103,7 +103,8 @@ def read_comparison(
     ]
     check_gates(all_gates, [(task.name, task.best, task.lower_is_better) for task in chosen])
     claim = _claim(recipe, [str(variant.policy) for variant in variants], budgets)
-    asked_pairs(recipe.eval.compare, list(map(variant_entry, variants)))
+    if recipe.eval.compare:
+        asked_pairs(recipe.eval.compare, list(map(variant_entry, variants)))
     if any(gate.max_drop is not None for gate in all_gates) and not _has_baseline(variants):
         raise UsageError(
             "a largest drop is one from the full cache, which this run leaves out",
