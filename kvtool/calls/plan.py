@@ -237,7 +237,8 @@ class PlanRun:
     Attributes:
         least: tokens of a layer.
         recommendation: that chose the policy, and has the plan; with the results it rests on.
-        ways: to run the model, which the plan lists.
+        ways: to run the model, with the device that is planned for.
+        lists: the plan lists them.
         listed: the same, where they have been made.
     """
 
@@ -250,6 +251,7 @@ class PlanRun:
     least: int | None
     recommendation: tuple[Recommendation, ResultsDocument] | None = None
     ways: WaysRun | None = None
+    lists: bool = False
     listed: list[Way] | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -270,6 +272,8 @@ class PlanRun:
         made = self._plan(watcher)
         if self.ways is None:
             return made
+        if not self.lists:
+            return self.ways.placed(made)
         return self.ways.listed(made, self.ways.ways() if self.listed is None else self.listed)
 
     def _plan(self, watcher: Watcher) -> PlanDocument:
@@ -368,7 +372,8 @@ def _run(
         None,
         policy,
         None,
-        ways=ways if lists else None,
+        ways=ways,
+        lists=lists,
         listed=listed,
     )
 

@@ -44,10 +44,14 @@ class WaysRun:
             return None
         return Device(memory=room.memory, weights=room.weights_bytes)
 
+    def placed(self, plan: PlanDocument) -> PlanDocument:
+        """Return a plan with its device in it."""
+        return plan.model_copy(update={"device": self.device()})
+
     def listed(self, plan: PlanDocument, ways: list[Way]) -> PlanDocument:
-        """Return a plan with the ways in it."""
-        more = {"device": self.device(), "ways": ways, "ways_source": self.losses.source}
-        return plan.model_copy(update=more)
+        """Return a plan with its device and the ways in it."""
+        more = {"ways": ways, "ways_source": self.losses.source}
+        return self.placed(plan).model_copy(update=more)
 
     def best(self, ways: list[Way]) -> tuple[Policy, Budget | None]:
         """Return the policy and budget of the first way; None: it keeps everything.

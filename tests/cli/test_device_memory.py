@@ -133,3 +133,19 @@ def test_python_takes_both(free):
     assert str(done.budget).endswith("KiB")
     with pytest.raises(UsageError, match="goes with --dry-run or -b auto"):
         package.generate(None, PROMPT, "h2o", 64, device_memory="12MiB")
+
+
+def test_a_plan_for_more_memory_than_is_free_is_told_and_with_strict_refused(kvtool, free):
+    """A plan of one policy knows its device as one of ways does."""
+    free(30 * 2**20)
+    made = kvtool(
+        "plan-budget", "-p", "h2o", "--memory", "300MiB", "--context", "1K", "-o", "p.yaml"
+    )
+    assert made.code == 0, made.err
+    run = ["generate", "p.yaml", "--prompt", "The secret code", "-n", "2", "--no-progress"]
+    done = kvtool(*run, "--strict")
+    assert done.code == 2
+    assert "the plan is for a memory of 300.0 MiB, and 30.0 MiB are free on cpu" in done.err
+    told = kvtool(*run)
+    assert told.code == 0, told.err
+    assert "the plan is for a memory of 300.0 MiB, and 30.0 MiB are free on cpu" in told.err
