@@ -81,6 +81,23 @@ def keep_entries(cache: KVCache, entries: Tensor, coming: int = 0) -> None:
         layer.expect(coming)
 
 
+@torch.no_grad()
+def take_entry(cache: KVCache, entry: int) -> KVCache:
+    """Return one sequence of a batch in a cache of its own, which does not know its text.
+
+    The batch stays as it is. No tensor is copied whole, but the entry's part of each.
+    """
+    cache.ungroup()
+    whole = [tensor for layer in cache.slot_layers for tensor in _tensors(layer)]
+    taken = cache.copy_but(whole)
+    taken.remember(None)
+    keep_entries(taken, torch.tensor([entry]))
+    for layer in taken.slot_layers:
+        if layer.lengths is not None:
+            layer.count_from(int(layer.lengths[0]), layer.lengths)
+    return taken
+
+
 def _join(layer: SlotLayer, others: Sequence[SlotLayer], coming: int) -> None:
     layers = (layer, *others)
     budgets = [(each.budget, each.batch_size) for each in layers]

@@ -411,7 +411,7 @@ class CacheState(Cache):
 
     def copy(self) -> Self:
         """Return a cache with the same content that goes its own way from here; see `rollback`."""
-        return self._copy_but([])
+        return self.copy_but([])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         new = type(self).__new__(type(self))
@@ -445,7 +445,7 @@ class CacheState(Cache):
         nested.
         """
         stores = [store.slots for layer in self.slot_layers for store in layer.stores_in_use]
-        before = self._copy_but([tensor for each in stores for tensor in each.stored.values()])
+        before = self.copy_but([tensor for each in stores for tensor in each.stored.values()])
         for each in stores:
             each.share()
         try:
@@ -453,8 +453,8 @@ class CacheState(Cache):
         finally:
             self.become(before)
 
-    def _copy_but(self, shared: list[Tensor]) -> Self:
-        """Copy everything deeply except for some tensors, and for what never changes."""
+    def copy_but(self, shared: list[Tensor]) -> Self:
+        """Return a copy that shares some tensors, and what never changes, with this cache."""
         self.ungroup()
         with torch.inference_mode(False):  # what is made inside it could not be written outside
             return copy.deepcopy(self, {id(tensor): tensor for tensor in shared})

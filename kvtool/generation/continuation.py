@@ -87,7 +87,7 @@ def compress(
         UsageError: the prompt is empty; no tokenizer where one is needed.
         BrokenNumbers: the logits are not finite.
     """
-    ids, logits, seconds = _run_prompt(
+    ids, logits, seconds = feed_prompt(
         model, cache, prompt_ids, attention_mask, new_tokens, tokenizer
     )
     ids, logits = ids.cpu(), logits.cpu()
@@ -144,7 +144,7 @@ def generate(
         raise UsageError("the comparison with the full cache needs rows of equal length")
     settings = drawing_settings(model, max_new_tokens, temperature, min_new_tokens)
     check_drawing(model, tokenizer, settings)
-    ids, logits, prefill_s = _run_prompt(
+    ids, logits, prefill_s = feed_prompt(
         model, cache, prompt_ids, attention_mask, max_new_tokens, tokenizer
     )
     kept: list[Tensor] | None = [] if compare_full else None
@@ -202,7 +202,7 @@ def _decode_steps(
     return decode_step
 
 
-def _run_prompt(
+def feed_prompt(
     model: PreTrainedModel,
     cache: KVCache,
     prompt_ids: Tensor | None,
@@ -210,7 +210,19 @@ def _run_prompt(
     new_tokens: int,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> tuple[Tensor, Tensor, float]:
-    """Feed what has not been fed; all ids so far, the next logits and the seconds it took."""
+    """Feed a prompt, and before it what the cache knows and has not been fed.
+
+    Args:
+        prompt_ids, attention_mask, new_tokens, tokenizer: as for `compress`; None for the prompt
+            goes on where the cache ends.
+
+    Returns:
+        All ids so far, the next logits and the seconds it took.
+
+    Raises:
+        UsageError: there is nothing to feed.
+        BrokenNumbers: the logits are not finite.
+    """
     known = cache.input_ids
     if prompt_ids is not None and prompt_ids.shape[1] == 0:
         raise UsageError("the prompt is empty")

@@ -8,6 +8,7 @@ The policy cuts after every turn as it does after a prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,25 @@ from kvtool.models.chat import (
 
 _SOME_ANSWER = Answer("Yes.")
 _LINES = Frame(next="\n")  # without a template a line end parts what is said
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is fed before an answer is generated.
+
+    Attributes:
+        ids: (1, n) int64.
+        messages: all that are known to have been said with it; None: they are not known.
+        begun: tokens of the answer that it holds.
+        goes_on: whether it goes on with the text as it is, in no message.
+        outside: whether it is a text outside of the conversation.
+    """
+
+    ids: Tensor
+    messages: list[Message] | None
+    begun: int = 0
+    goes_on: bool = False
+    outside: bool = False
 
 
 class Conversation:
@@ -155,22 +175,39 @@ class Conversation:
         Args:
             drawing: as for `kvtool.generation.generate`.
         """
+        asked = self.ask(turn)
+        said = generate(self.model, self.tokenizer, self.cache, asked.ids, **drawing)
+        self.take(asked, len(said.token_ids[0]))
+        return said
+
+    def ask(self, turn: UserTurn) -> Asked:
+        """Return what a turn feeds; `take` notes the answer once the cache has both."""
         ids = self.turn_ids(turn)
         if not turn.verbatim:
             ending = self._frame.closing + turn.begun
             instruct_chat(self.cache, self.tokenizer, self._frame, ids, ending)
         begun = ids.shape[1] - self._ids(self._piece(turn)).shape[1] if turn.begun else 0
         outside = turn.verbatim and self._frame.closing and self._behind in ("nothing", "text")
-        said = generate(self.model, self.tokenizer, self.cache, ids, **drawing)
-        new = len(said.token_ids[0])
-        if not turn.verbatim:
-            self._note(self._with_turn(turn), begun + new)
-        elif outside:
-            self._note([])
+        if turn.verbatim:
+            messages = [] if outside else None
         else:
-            self._go_on(ids.shape[1] + new)
-        self._stand("text" if outside else "answer")
-        return said
+            messages = self._with_turn(turn)  # now: an answer before it ends what the cache knows
+        return Asked(ids, messages, begun, turn.verbatim and not outside, bool(outside))
+
+    def ask_all(self, messages: Sequence[Message]) -> Asked:
+        """Return what a whole conversation feeds to an empty cache, as `ask` does for a turn."""
+        ids = self.prompt_ids(messages)
+        instruct_chat(self.cache, self.tokenizer, self._frame, ids, self._frame.closing)
+        said = self._messages
+        return Asked(ids, None if said is None else [*said, *messages])
+
+    def take(self, asked: Asked, new: int) -> None:
+        """Note that the cache has read what was asked, and an answer of `new` tokens."""
+        if asked.goes_on:
+            self._go_on(asked.ids.shape[1] + new)
+        else:
+            self._note(asked.messages, 0 if asked.outside else asked.begun + new)
+        self._stand("text" if asked.outside else "answer")
 
     def answer(self, **drawing: Any) -> Generation:
         """Close the open message and answer it; behind anything else, go on.

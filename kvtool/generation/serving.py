@@ -88,15 +88,21 @@ class Served:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn, and what ends an answer beside its length and the end of the text."""
+    """How tokens are drawn, and what ends an answer beside its length and the end of the text.
+
+    Attributes:
+        top_p: where tokens are drawn at random, from the likeliest of this share; None: the model's
+            own.
+    """
 
     temperature: float = 0.0
     seed: int = 0
     stop: Sequence[str] = ()
+    top_p: float | None = None
 
 
 @dataclass
-class _Sequence:
+class Running:
     """A prompt in flight.
 
     Attributes:
@@ -167,7 +173,7 @@ def serve(
         BrokenNumbers: logits are not finite.
     """
     drawing, served = drawing or Drawing(), served or Served()
-    room = _Room(memory, most_sequences)
+    room = Room(memory, most_sequences)
     for prompt in prompts:
         room.check(prompt)
     settings = drawing_settings(model, 1, drawing.temperature, 0)
@@ -180,13 +186,13 @@ def serve(
             begun = time.perf_counter()
             caches, firsts = _read(model, tokenizer, new_cache, coming)
             served.read(time.perf_counter() - begun)
-            sequences = [_begin(model, tokenizer, prompt, drawing) for prompt in coming]
-            batch = _join(batch, sequences, caches, firsts)
+            sequences = [begin(model, tokenizer, prompt, drawing) for prompt in coming]
+            batch = join(batch, sequences, caches, firsts)
         if batch is None:
             raise RuntimeError("there is room for a prompt where none runs")
         if stop_when is not None and stop_when():
             return
-        ended = _step(model, batch.sequences, batch.logits)
+        ended = step_all(model, batch.sequences, batch.logits)
         served.count(len(ended), time.perf_counter() - start)
         yield from (
             sequence.answer() for sequence, ends in zip(batch.sequences, ended, strict=True) if ends
@@ -200,7 +206,7 @@ def serve(
 
 
 @dataclass
-class _Batch:
+class Batch:
     """The sequences in flight, over one cache.
 
     Attributes:
@@ -209,7 +215,7 @@ class _Batch:
 
     cache: KVCache
     logits: Tensor
-    sequences: list[_Sequence]
+    sequences: list[Running]
 
     @property
     def prompts(self) -> list[Waiting]:
@@ -217,7 +223,7 @@ class _Batch:
         return [sequence.prompt for sequence in self.sequences]
 
     def add(
-        self, sequences: Sequence[_Sequence], caches: Sequence[KVCache], logits: Sequence[Tensor]
+        self, sequences: Sequence[Running], caches: Sequence[KVCache], logits: Sequence[Tensor]
     ) -> None:
         """Let sequences join, each with its cache and its (1, vocab) logits."""
         self.sequences += sequences
@@ -242,18 +248,18 @@ class _Batch:
         )
 
 
-def _join(
-    batch: _Batch | None, sequences: list[_Sequence], caches: list[KVCache], logits: list[Tensor]
-) -> _Batch:
+def join(
+    batch: Batch | None, sequences: list[Running], caches: list[KVCache], logits: list[Tensor]
+) -> Batch:
     """Let sequences join a batch; the first of them begins it where there is none."""
     if batch is None:
-        batch = _Batch(caches.pop(0), logits.pop(0), [sequences.pop(0)])
+        batch = Batch(caches.pop(0), logits.pop(0), [sequences.pop(0)])
     batch.add(sequences, caches, logits)
     return batch
 
 
 @dataclass(frozen=True)
-class _Room:
+class Room:
     """How many sequences may be in flight."""
 
     memory: int | None
@@ -301,20 +307,22 @@ def _read(
     return caches, logits
 
 
-def _begin(
+def begin(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Waiting, drawing: Drawing
-) -> _Sequence:
+) -> Running:
     """Take a sequence's settings from transformers' own generate, which runs nothing here."""
     ids = prompt.ids.to(model.device)
     stops = [StopsAt(tokenizer, drawing.stop, ids.shape[1])] if drawing.stop else []
     settings = drawing_settings(model, prompt.max_new_tokens, drawing.temperature, 0)
+    if drawing.top_p is not None and settings.do_sample:
+        settings.top_p = drawing.top_p
     made = prepare(model, tokenizer, ids, settings, stops)
     text = longer(prompt.ids.cpu(), ids.shape[1] + prompt.max_new_tokens)
     generator = torch.Generator(model.device).manual_seed(drawing.seed + prompt.index)
-    return _Sequence(prompt, made, generator, text)
+    return Running(prompt, made, generator, text)
 
 
-def _step(model: PreTrainedModel, sequences: Sequence[_Sequence], logits: Tensor) -> list[bool]:
+def step_all(model: PreTrainedModel, sequences: Sequence[Running], logits: Tensor) -> list[bool]:
     """Draw a token for each sequence; which sequences it ends. The host waits for a step once."""
     broken = broken_entries(logits)
     if any(sequence.made.processors or sequence.made.settings.do_sample for sequence in sequences):

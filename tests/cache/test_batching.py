@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.batching import append_entries
+from kvtool.cache.batching import append_entries, take_entry
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.table import describe
@@ -259,3 +259,40 @@ def test_rows_in_bfloat16_hold_what_they_hold_alone(policy):
     for row, own in enumerate(alone):
         ours = decode_step(model, own, tokens[row : row + 1])[0]
         torch.testing.assert_close(both[row], ours, atol=0.05 * float(ours.abs().max()), rtol=0)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("policy", JOINED)
+def test_an_entry_that_leaves_a_batch_goes_on_as_it_does_alone(policy):
+    """With what is generated, and with a further turn; the batch does not notice."""
+    if policy.startswith("lagkv"):  # whose ranks tie, and of ties the order of the slots decides
+        policy = "lagkv(sinks=1,lag=2,rank=false)"
+    model = kvtool.attach(
+        peaky_model("llama", head_dim=32 if re.search("int4|k8v4|keys=4", policy) else 16)
+    )
+    alone, shown, codes = run_alone(model, policy, BUDGETS[0], 37, seed=2, steps=4)
+    other, _, _ = run_alone(model, policy, BUDGETS[0], 52, seed=1, steps=0)
+    joining, logits = read(model, policy, BUDGETS[0], 37, seed=2)
+    append_entries(other, [joining])
+    first = torch.tensor([5])
+    for _ in range(4):
+        token = torch.cat([first, logits.argmax(-1)])
+        logits = decode_step(model, other, token)[1:]
+    same_logits(logits, shown[-1:], other, 1, codes[-1])
+    kept = [other.kept_positions(layer) for layer in range(2)]
+    taken = take_entry(other, 1)
+    assert taken.tokens_seen() == alone.tokens_seen()
+    assert taken.get_seq_length() == alone.get_seq_length()
+    for layer, positions in enumerate(kept):
+        assert torch.equal(other.kept_positions(layer), positions)
+    same_row(taken, alone, 0)
+    token, turn = logits.argmax(-1), random_ids(9, seed=5)
+    for feed in (
+        lambda cache: decode_step(model, cache, token),
+        lambda cache: prefill(model, cache, turn, new_tokens=2),
+    ):
+        expected = feed(alone)
+        same_logits(feed(taken), expected, taken, 0, codes_of(alone, 0) if codes[-1] else [])
+        same_row(taken, alone, 0)
+    assert taken.report().allocated_bytes <= 2 * alone.report().allocated_bytes
+    decode_step(model, other, torch.tensor([1, 2]))

@@ -333,3 +333,13 @@ def test_turns_that_a_template_cannot_put_behind_each_other_are_known_before(con
         assert conversation.cache.get_seq_length() == 0
     for template in WHOLE.values():
         talk(template).foresee([*GIVEN, *turns, GIVEN[0], turns[0]], context)
+
+
+def test_each_answer_is_recorded_as_it_was_said():
+    conversation = talk(CHATML)
+    for asked, new_tokens in (("One?", 1), ("Two of them?", 2), ("Three?", 2)):
+        conversation.say(UserTurn(asked), max_new_tokens=new_tokens)
+    history = conversation.cache.text.history
+    said = [each.content for each in history.messages]
+    assert said == ["One?", "S", "Two of them?", "So", "Three?"]
+    assert history.answer_tokens == 2
