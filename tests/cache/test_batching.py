@@ -266,7 +266,7 @@ def test_rows_in_bfloat16_hold_what_they_hold_alone(policy):
 def test_an_entry_that_leaves_a_batch_goes_on_as_it_does_alone(policy):
     """With what is generated, and with a further turn; the batch does not notice."""
     if policy.startswith("lagkv"):  # whose ranks tie, and of ties the order of the slots decides
-        policy = "lagkv(sinks=1,lag=2,rank=false)"
+        policy = "lagkv(sinks=1,lag=4,rank=false)"
     model = kvtool.attach(
         peaky_model("llama", head_dim=32 if re.search("int4|k8v4|keys=4", policy) else 16)
     )
