@@ -12,6 +12,7 @@ _PACKAGES = {
     "lm-eval": ("lm_eval",),
     "gguf": ("gguf", "accelerate"),
     "bitsandbytes": ("bitsandbytes", "accelerate"),
+    "serve": ("fastapi", "uvicorn", "openai"),
 }
 
 
@@ -24,7 +25,7 @@ def require(extra: str, *, needed_by: str) -> None:
     """Check that an extra is there.
 
     Args:
-        extra: `eval`, `plots`, `lm-eval`, `gguf` or `bitsandbytes`.
+        extra: `eval`, `plots`, `lm-eval`, `gguf`, `serve` or `bitsandbytes`.
         needed_by: what cannot be done without it, as it begins a sentence.
 
     Raises:

@@ -51,13 +51,20 @@ _FREE_SHARE = 2  # of the free memory, rows take one part; what reads prompts ne
 _MOST_ROWS = 64  # where no caller has said how much memory: answers should not all come at the end
 
 
-def room_for_rows(settings: GenerationSettings, model: Any) -> tuple[int | None, int | None]:
-    """Return how many bytes rows in flight may take, and how many they may be; None: no bound."""
+def room_for_rows(
+    memory: int | None, device_map: str | None, model: Any
+) -> tuple[int | None, int | None]:
+    """Return how many bytes rows in flight may take, and how many they may be; None: no bound.
+
+    Args:
+        memory: what is said of the bytes; None: nothing.
+        device_map: over which devices the model is spread; None: it is on one.
+    """
     from kvtool.models.placement import free_memory
 
-    if settings.memory is not None:
-        return settings.memory_bytes, None
-    _, free = free_memory(str(model.device), spread=settings.device_map is not None)
+    if memory is not None:
+        return memory, None
+    _, free = free_memory(str(model.device), spread=device_map is not None)
     return None if free is None else free // _FREE_SHARE, _MOST_ROWS
 
 
@@ -123,7 +130,7 @@ def line_up(
         if (tokens, new) not in sizes:
             try:
                 request.check_length(tokens, Watcher())
-                sizes[tokens, new] = _row_bytes(request, loaded, tokens, new)
+                sizes[tokens, new] = row_bytes(request, loaded, tokens, new)
             except UsageError as error:
                 skip(index, error)
                 continue
@@ -177,7 +184,7 @@ def _check_answer(
         raise UsageError(message, hint=WAYS_OUT)
 
 
-def _row_bytes(request: Request, loaded: Loaded, tokens: int, new: int) -> int:
+def row_bytes(request: Request, loaded: Loaded, tokens: int, new: int) -> int:
     """Forecast what the cache holds of a prompt and its answer, policy state included."""
     from kvtool.planning.bytes import Text
     from kvtool.planning.estimate import estimate_memory
@@ -249,7 +256,9 @@ class PromptsRun:
                 why = "the model has recurrent layers"
             if why is not None:
                 watcher.note(f"prompts are answered one by one: {why}")
-            memory, most_sequences = room_for_rows(settings, model)
+            memory, most_sequences = room_for_rows(
+                settings.memory_bytes, settings.device_map, model
+            )
             shared = shared_fingerprint(settings, self.request, loaded)
             waiting, bad = line_up(
                 settings, self.request, loaded, self.prompts, answered, watcher, memory, shared

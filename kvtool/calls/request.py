@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.base_settings import DeviceSettings
-from kvtool.calls.settings import GenerationSettings, PromptSettings
+from kvtool.calls.settings import CachedSettings, GenerationSettings, PromptSettings
 from kvtool.documents.files import check_prompt, read_prompt
 from kvtool.documents.turns import UserTurn
 from kvtool.errors import UsageError
@@ -143,7 +143,7 @@ def spell_budget(budget: Budget | None) -> int | str | None:
     return str(budget) if budget.tokens is None else budget.tokens
 
 
-def given_policy(settings: PromptSettings) -> Policy | None:
+def given_policy(settings: CachedSettings) -> Policy | None:
     """Read the policy that is asked for, with its allocator; None if there is none."""
     if settings.policy is None:
         return None
@@ -154,7 +154,7 @@ def given_policy(settings: PromptSettings) -> Policy | None:
 
 
 def choose_policy(
-    settings: PromptSettings, plan: PlanDocument | None, watcher: Watcher
+    settings: CachedSettings, plan: PlanDocument | None, watcher: Watcher
 ) -> tuple[Policy, Budget | None]:
     """Read policy and budget, and fill in what was not given.
 
@@ -193,7 +193,7 @@ def choose_policy(
     return chosen, size
 
 
-def _check_heads(settings: PromptSettings, policy: Policy) -> None:
+def _check_heads(settings: CachedSettings, policy: Policy) -> None:
     """Refuse a codec that cannot store the model's heads. Only the heads' sizes are read."""
     if policy.codec is None:
         return
@@ -203,7 +203,7 @@ def _check_heads(settings: PromptSettings, policy: Policy) -> None:
 
 
 def _take_plan(
-    settings: PromptSettings, plan: PlanDocument, policy: Policy, watcher: Watcher
+    settings: CachedSettings, plan: PlanDocument, policy: Policy, watcher: Watcher
 ) -> None:
     """Say what is taken from a plan, and refuse one that does not fit the run."""
     from kvtool.planning.derived import check_derived
@@ -251,7 +251,7 @@ def _stages(section: RocketKVSection, target: Target, policy: Policy) -> str:
     )
 
 
-def _run_dtype(settings: PromptSettings) -> str:
+def _run_dtype(settings: CachedSettings) -> str:
     """Return the dtype that the model will run in here."""
     if settings.loaded is not None:
         return str(settings.loaded.model.dtype).removeprefix("torch.")
@@ -265,9 +265,10 @@ def _run_dtype(settings: PromptSettings) -> str:
     return stored_dtype(config, dtype)
 
 
-def check_stdin(settings: PromptSettings) -> None:
+def check_stdin(settings: CachedSettings) -> None:
     """Refuse to read stdin for two things."""
-    files = {"the recipe": settings.recipe, "--prompt-file": settings.prompt_file}
+    files: dict[str, object] = {"the recipe": settings.recipe}
+    files["--prompt-file"] = getattr(settings, "prompt_file", None)
     files["--turns"] = getattr(settings, "turns", None)
     files["--prompts"] = getattr(settings, "prompts", None)
     readers = [name for name, path in files.items() if path == "-"]

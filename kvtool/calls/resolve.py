@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.calls.request import check_stdin
-from kvtool.calls.settings import PromptSettings
+from kvtool.calls.settings import CachedSettings
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.resolve import flags_of, resolve
 from kvtool.documents.settings import settings_of
@@ -17,7 +17,7 @@ from kvtool.policies.grammar import check_imported
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
 
-Prompted = TypeVar("Prompted", bound="PromptSettings")
+Prompted = TypeVar("Prompted", bound="CachedSettings")
 
 
 def resolve_settings(settings: Prompted, command: str) -> tuple[Prompted, PlanDocument | None]:
@@ -56,7 +56,7 @@ def resolve_settings(settings: Prompted, command: str) -> tuple[Prompted, PlanDo
     return settings, resolved.plan
 
 
-def _values(recipe: Recipe, settings: PromptSettings) -> dict[str, Any]:
+def _values(recipe: Recipe, settings: CachedSettings) -> dict[str, Any]:
     """Return the settings that a recipe sets, each from its place there."""
     only = {
         "policy": _only(recipe.policies(), "policies", "--policy"),
@@ -69,7 +69,7 @@ def _values(recipe: Recipe, settings: PromptSettings) -> dict[str, Any]:
     }
 
 
-def _check_allocator(settings: PromptSettings) -> None:
+def _check_allocator(settings: CachedSettings) -> None:
     allocator = settings.allocator
     if allocator is not None and settings.policy is None:
         raise UsageError("--allocator needs a policy", hint=f"--policy h2o --allocator {allocator}")

@@ -33,7 +33,45 @@ _NEEDLE_ANSWER_TOKENS = 8  # at most seven digits and a full stop
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSettings(RecipeSettings):
+class CachedSettings(RecipeSettings):
+    """The policy and budget of caches, and how prompts are read into them."""
+
+    policy: Annotated[
+        str | Policy | None,
+        Flag(
+            "--policy -p",
+            metavar="POLICY",
+            help="What to keep, e.g. h2o+caote; see `kvtool policies`. A score of your own: "
+            "my_package.my_module:MyScore.",
+            key="policy",
+            after="chat_template",
+        ),
+    ] = None
+    budget: Annotated[
+        str | None,
+        Flag(
+            "--budget -b",
+            metavar="SIZE",
+            help="Tokens per layer and KV head (512, 4K), share of the prompt (20%), bytes "
+            f"(64MiB), or auto: what is free.  [default: {DEFAULT_TOKENS}]",
+            key="budget",
+            after="policy",
+        ),
+    ] = None
+    prefill: Annotated[
+        str | None,
+        Flag(
+            "--prefill",
+            metavar="full|block[:M]",
+            help=f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}).",
+            key="prefill",
+            after="budget",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSettings(CachedSettings):
     """A prompt, and the policy and budget of the cache it fills."""
 
     prompt: Annotated[str | None, Flag("--prompt", metavar="TEXT", help="The prompt.")] = None
@@ -53,35 +91,6 @@ class PromptSettings(RecipeSettings):
             counts=False,
         ),
     ] = "auto"
-    policy: Annotated[
-        str | Policy | None,
-        Flag(
-            "--policy -p",
-            metavar="POLICY",
-            help="What to keep, e.g. h2o+caote; see `kvtool policies`. A score of your own: "
-            "my_package.my_module:MyScore.",
-            key="policy",
-        ),
-    ] = None
-    budget: Annotated[
-        str | None,
-        Flag(
-            "--budget -b",
-            metavar="SIZE",
-            help="Tokens per layer and KV head (512, 4K), share of the prompt (20%), bytes "
-            f"(64MiB), or auto: what is free.  [default: {DEFAULT_TOKENS}]",
-            key="budget",
-        ),
-    ] = None
-    prefill: Annotated[
-        str | None,
-        Flag(
-            "--prefill",
-            metavar="full|block[:M]",
-            help=f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}).",
-            key="prefill",
-        ),
-    ] = None
     save: Annotated[
         str | None,
         Flag("--save", metavar="CACHE.safetensors", help="Save the compressed cache here."),

@@ -26,6 +26,7 @@ COMMANDS = {
     "profile": "profile:profile",
     "plan-budget": "plan_budget:plan_budget",
     "eval": "eval:evaluate",
+    "serve": "serve:serve",
     "convert": "convert:convert",
     "export": "export:export",
 }

@@ -188,6 +188,7 @@ class Conversation:
             instruct_chat(self.cache, self.tokenizer, self._frame, ids, ending)
         begun = ids.shape[1] - self._ids(self._piece(turn)).shape[1] if turn.begun else 0
         outside = turn.verbatim and self._frame.closing and self._behind in ("nothing", "text")
+        messages: list[Message] | None
         if turn.verbatim:
             messages = [] if outside else None
         else:
@@ -200,6 +201,10 @@ class Conversation:
         instruct_chat(self.cache, self.tokenizer, self._frame, ids, self._frame.closing)
         said = self._messages
         return Asked(ids, None if said is None else [*said, *messages])
+
+    def move_to(self, cache: KVCache) -> None:
+        """Go on in another cache, which holds the same text."""
+        self.cache = cache
 
     def take(self, asked: Asked, new: int) -> None:
         """Note that the cache has read what was asked, and an answer of `new` tokens."""

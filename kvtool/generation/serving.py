@@ -231,11 +231,16 @@ class Batch:
             append_entries(self.cache, caches, self._coming())
         self.logits = torch.cat([self.logits, *logits])
 
-    def go_on(self, model: PreTrainedModel, going: Sequence[int]) -> None:
-        """Drop all sequences but these, and read the newest token of each."""
+    def keep(self, going: Sequence[int]) -> None:
+        """Drop all sequences but these."""
         if len(going) < len(self.sequences):
             self.sequences = [self.sequences[place] for place in going]
+            self.logits = self.logits[torch.tensor(going, device=self.logits.device)]
             keep_entries(self.cache, torch.tensor(going), self._coming())
+
+    def go_on(self, model: PreTrainedModel, going: Sequence[int]) -> None:
+        """Drop all sequences but these, and read the newest token of each."""
+        self.keep(going)
         tokens = torch.tensor(
             [sequence.new[-1] for sequence in self.sequences], device=model.device
         )

@@ -1,0 +1,145 @@
+"""The settings of `kvtool serve`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from kvtool.calls.settings import CachedSettings
+from kvtool.documents.files import check_name, expand
+from kvtool.documents.settings import Flag
+from kvtool.errors import UsageError
+from kvtool.sizes import DEFAULT_NEW_TOKENS, Budget, parse_count, parse_memory
+
+API_KEY = "KVTOOL_API_KEY"
+"""The environment's variable that holds a key, so that no list of processes shows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(CachedSettings):
+    """A server's address, its limits, and the texts that conversations start from."""
+
+    device_memory: str | None = None  # has no flag: --memory bounds the caches
+
+    host: Annotated[
+        str,
+        Flag("--host", metavar="ADDRESS", help="Listen here; 0.0.0.0 is every network."),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Flag("--port", min=0, max=65535, metavar="N", help="Listen here; 0: any that is free.")
+    ] = 8000
+    cache: Annotated[
+        list[str],
+        Flag(
+            "--cache",
+            metavar="CACHE.safetensors",
+            help="Start conversations from this saved cache; several have names of their own.",
+        ),
+    ] = field(default_factory=list)
+    memory: Annotated[
+        str | None,
+        Flag(
+            "--memory",
+            metavar="BYTES",
+            help="Hold caches of this size, running and waiting for their next turn (8GiB).  "
+            "[default: half of what is free, up to 64 running]",
+        ),
+    ] = None
+    allow_policies: Annotated[
+        str | None,
+        Flag(
+            "--allow-policies",
+            metavar="POLICIES",
+            help="Policies that a request may choose, such as h2o,snapkv.  [default: none]",
+        ),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        Flag("--api-key", metavar="KEY", help=f"Answer requests with this key only.  [{API_KEY}]"),
+    ] = None
+    max_new_tokens: Annotated[
+        str | int | None,
+        Flag(
+            "--max-new-tokens -n",
+            metavar="N",
+            help="Tokens of an answer where the request does not say.  "
+            f"[default: {DEFAULT_NEW_TOKENS}]",
+            key="generation.max_new_tokens",
+        ),
+    ] = None
+    longest_prompt: Annotated[
+        str | None,
+        Flag(
+            "--longest-prompt",
+            metavar="N",
+            help="Refuse longer prompts.  [default: what the model was trained for]",
+        ),
+    ] = None
+    drain: Annotated[
+        int,
+        Flag(
+            "--drain",
+            min=0,
+            metavar="SECONDS",
+            help="Let running answers end for so long once the server is told to stop.",
+        ),
+    ] = 30
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of an answer at most, where a request does not say."""
+        if self.max_new_tokens is None:
+            return DEFAULT_NEW_TOKENS
+        return parse_count(self.max_new_tokens)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The bytes of all caches."""
+        return None if self.memory is None else parse_memory(self.memory)
+
+    @property
+    def longest(self) -> int | None:
+        """The tokens of a prompt at most, where that is said."""
+        return None if self.longest_prompt is None else parse_count(self.longest_prompt)
+
+    @property
+    def key(self) -> str | None:
+        """The key that requests must give."""
+        return self.api_key or os.environ.get(API_KEY) or None
+
+    @property
+    def cache_paths(self) -> list[Path]:
+        """The files of the texts that conversations start from."""
+        return [expand(path) for path in self.cache]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the address."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def check(self) -> None:
+        """Refuse settings that are wrong by themselves, without importing torch."""
+        if self.new_tokens < 1:
+            raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
+        if self.longest is not None and self.longest < 1:
+            raise UsageError(f"--longest-prompt must be 1 or more, got {self.longest_prompt}")
+        if self.memory_bytes == 0:
+            raise UsageError("--memory must hold something, got 0")
+        if self.budget is not None and Budget.parse(self.budget).share is not None:
+            raise UsageError(
+                f"-b {self.budget} goes with one prompt; a server takes tokens or bytes"
+            )
+        if self.tensor_parallel:
+            raise UsageError("--tensor-parallel is not for serve, which is one process")
+        if not (self.key or "x").isascii() or any(c.isspace() for c in self.key or ""):
+            raise UsageError("an API key is ASCII without spaces")
+        for path in self.cache_paths:
+            check_name(path, "--cache")
+            if not path.is_file():
+                raise UsageError(f"cache file `{path}` does not exist")

@@ -1,0 +1,197 @@
+"""`kvtool serve` at length: policies, many requests, broken bodies, signals and the page."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import kvtool
+from kvtool.models.load import load
+from tests.engines.serving import Server, needs_serve, serving
+
+pytestmark = [needs_serve, pytest.mark.exhaustive]
+
+ROOT = Path(__file__).parents[2]
+TEXT = "The secret code for falcon: 7429103. The old lamp was near the school. "
+QUESTION = TEXT * 4 + "\nThe secret code for falcon:"
+POLICIES = ["h2o+caote", "full", "snapkv", "tova", "streaming", "keydiff", "h2o+int8", "quest"]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    model = load()
+    kvtool.attach(model.model)
+    return model
+
+
+def said(client, text, **settings):
+    given = {"model": "reference", "temperature": 0, "max_tokens": NEW} | settings
+    return client.chat.completions.create(messages=[{"role": "user", "content": text}], **given)
+
+
+def generated(loaded, text, policy, budget=48):
+    settings = {"tokenizer": loaded.tokenizer, "max_new_tokens": NEW}
+    return kvtool.generate(loaded.model, text, policy, budget, **settings).text
+
+
+def test_answers_of_eight_policies_are_those_of_generate(loaded):
+    with serving(loaded=loaded, budget=None, allow_policies=",".join(POLICIES)) as server:
+        client = server.client()
+        for policy in POLICIES:
+            body = {"kvtool": {"policy": policy, "budget": 48}}
+            expected = generated(loaded, QUESTION, policy)
+            answer = said(client, QUESTION, extra_body=body)
+            assert answer.choices[0].message.content == expected, policy
+            events = said(client, QUESTION, extra_body=body, stream=True)
+            streamed = "".join(event.choices[0].delta.content or "" for event in events)
+            assert streamed == expected, policy
+
+
+def test_32_requests_at_once_get_their_answers(loaded):
+    texts = [f"{TEXT * (1 + i % 4)} Number {i}. The secret code for falcon:" for i in range(32)]
+    expected = [generated(loaded, text, "h2o") for text in texts]
+    with serving(loaded=loaded, policy="h2o", budget="48") as server:
+        client = server.client()
+        with ThreadPoolExecutor(32) as threads:
+            answers = list(threads.map(lambda text: said(client, text), texts))
+        assert server.ask("/health")[1] | {"held": 0} == {
+            "status": "ok",
+            "running": 0,
+            "waiting": 0,
+            "held": 0,
+        }
+    found = [answer.choices[0].message.content for answer in answers]
+    same = sum(one == other for one, other in zip(found, expected, strict=True))
+    assert same >= 31  # float32 sums of a batch may decide a tie otherwise
+    assert {answer.usage.kvtool["kept_tokens"] for answer in answers} == {48}
+
+
+_VALUES = [
+    *(None, True, False, 0, -1, 1, 2**70, 0.5, -1e300, "", "x", "\ud800", "\x00", [], [[]], {}),
+    *([None], [1], ["a"], {"a": 1}, [{"role": "user"}], [{"role": "user", "content": [{}]}]),
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc"}}]}],
+]
+_KEYS = [
+    *("messages", "prompt", "input", "model", "stream", "max_tokens", "temperature", "top_p"),
+    *("seed", "stop", "n", "kvtool", "tools", "generation_config", "instructions", "logprobs"),
+]
+
+
+def test_hundreds_of_malformed_bodies_get_one_line_each(loaded):
+    """And those that are right by chance an answer; the server goes on."""
+    draw = random.Random(0)
+    good = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+        "/v1/completions": {"prompt": "Hi"},
+        "/v1/responses": {"input": "Hi"},
+    }
+    statuses: dict[int, int] = {}
+    with serving(loaded=loaded, max_new_tokens="1", longest_prompt="500") as server:
+        for _ in range(400):
+            path = draw.choice(list(good))
+            body = dict(good[path])
+            for _ in range(draw.randint(1, 3)):
+                body[draw.choice(_KEYS)] = draw.choice(_VALUES)
+            if body.get("stream") is True:
+                body["stream"] = 1
+            text = json.dumps(body).encode()
+            if draw.random() < 0.4:
+                place = draw.randrange(len(text))
+                text = draw.choice(
+                    [text[:place], text[:place] + b"\xfe" + text[place:], text + b"}", b""]
+                )
+            status, found = server.ask(path, text)
+            statuses[status] = statuses.get(status, 0) + 1
+            assert status in (200, 400, 404), found
+            assert (status == 200) != ("error" in found)
+        assert statuses[400] > 200
+        assert server.ask("/health")[0] == 200
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[tuple[subprocess.Popen, Server]]:
+    """Serve in a process of its own."""
+    command = [sys.executable, "-m", "kvtool", "serve", "--no-progress", *arguments]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        for line in started.stderr:
+            if line.startswith("listening on "):
+                break
+        threading.Thread(target=started.stderr.read, daemon=True).start()
+        yield started, Server(line.split()[-1])
+    finally:
+        started.kill()
+        started.wait()
+
+
+def test_sigterm_lets_answers_end_and_a_killed_server_starts_again():
+    with process("-p", "h2o", "-b", "48", "--port", "0") as (server, found):
+        port = found.address.rsplit(":", 1)[1].split("/")[0]
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(said, found.client(), QUESTION, max_tokens=200)
+            while not found.ask("/health")[1]["running"]:
+                pass
+            server.send_signal(signal.SIGTERM)
+            assert answer.result().usage.completion_tokens > 1
+        assert server.wait(60) == 0
+    for _ in range(2):  # the first one is killed, and the port is free at once
+        with process("-p", "h2o", "-b", "48", "--port", port) as (server, found):
+            assert said(found.client(), "Hi").usage.kvtool["policy"] == "h2o"
+            server.send_signal(signal.SIGKILL)
+            server.wait()
+
+
+def test_a_drain_that_is_over_ends_answers():
+    with process("--port", "0", "--drain", "0") as (server, found):
+        with ThreadPoolExecutor(1) as thread:
+            answer = thread.submit(said, found.client(), QUESTION, max_tokens=100_000)
+            while not found.ask("/health")[1]["running"]:
+                pass
+            server.send_signal(signal.SIGTERM)
+            assert answer.exception() is not None
+        assert server.wait(60) == 0
+
+
+def test_a_port_that_is_taken_is_said_at_once(loaded):
+    with serving(loaded=loaded) as server:
+        port = server.address.rsplit(":", 1)[1].split("/")[0]
+        run = subprocess.run(
+            [sys.executable, "-m", "kvtool", "serve", "--port", port],
+            capture_output=True,
+            text=True,
+        )
+    assert run.returncode == 1
+    assert f"127.0.0.1:{port} cannot be listened to" in run.stderr
+
+
+def test_the_page_does_what_it_says(capsys):
+    """The server, curl and openai's client."""
+    page = (ROOT / "kvtool/engines/README.md").read_text()
+    section = page.split("## Serve a policy", 1)[1].split("\n## ", 1)[0]
+    start, curl = re.findall(r"```shell\n\$ (.*?)\n(.*?)```", section, re.DOTALL)
+    (code,) = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
+    command = start[0].removeprefix("kvtool serve ").replace("--port 8000", "--port 0").split()
+    with process(*command) as (_, server):
+        here = server.address.removesuffix("/v1")
+        run = subprocess.run(
+            ["bash", "-c", curl[0].replace("http://127.0.0.1:8000", here)],
+            capture_output=True,
+            text=True,
+        )
+        (choice,) = json.loads(run.stdout)["choices"]
+        assert "7429103" in choice["text"]
+        exec(code.replace("http://127.0.0.1:8000", here), {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert (first.split()[-1], second.split()[-1]) == ("False", "True")
