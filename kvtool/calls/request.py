@@ -223,7 +223,7 @@ def _take_plan(
         watcher.note(line)
 
 
-def _note_free(settings: PromptSettings, plan: PlanDocument, watcher: Watcher) -> None:
+def _note_free(settings: CachedSettings, plan: PlanDocument, watcher: Watcher) -> None:
     """Warn of a plan for more memory than is free; with `--strict` refuse it."""
     from kvtool.models.placement import free_memory
     from kvtool.planning.free import check_free
