@@ -120,6 +120,7 @@ def plan(
     batch: int = 1,
     policy: Policy | str | None = None,
     allocator: str | None = None,
+    curves: str | None = None,
     min_tokens: int | str | None = None,
     recommend: Any = None,
 ) -> PlanDocument: ...

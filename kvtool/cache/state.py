@@ -224,6 +224,12 @@ class CacheState(Cache):
             return self.first_layer
         raise KvtoolError(f"layer {index} has no attention, so it holds no keys")
 
+    def replace_layer(self, layer: SlotLayer) -> None:
+        """Put an attention layer that has read the same text in the place of this cache's own."""
+        self.ungroup()
+        self.slot_layers[self.slot_layers.index(self.slot_layer(layer.index))] = layer
+        self.layers[layer.index] = layer
+
     def check_whole(self) -> None:
         """Refuse to go on from a forward that broke off inside.
 

@@ -21,10 +21,12 @@ from kvtool.calls.from_python import (
     takes,
 )
 from kvtool.calls.plan_settings import PlanSettings, policy_to_plan, positive
+from kvtool.documents.budget_curves import BudgetCurves, read_curves
 from kvtool.errors import UsageError, quote
 from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.planning.bytes import check_dims
+from kvtool.policies.allocate.curves import Curves
 from kvtool.policies.allocate.table import parse_allocator, spell_allocator
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.sizes import MOST_TOKENS, Budget, parse_count
@@ -249,6 +251,7 @@ class PlanRun:
     profile: ProfileDocument | None
     policy: Policy | None
     least: int | None
+    curves: BudgetCurves | None = None
     recommendation: tuple[Recommendation, ResultsDocument] | None = None
     ways: WaysRun | None = None
     lists: bool = False
@@ -289,6 +292,7 @@ class PlanRun:
             policy=self.policy,
             min_tokens=self.least,
             layers=self.model.layers,
+            curves=self.curves,
         )
         for line in planned.notes:
             watcher.note(line)
@@ -328,7 +332,7 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
     profile = _read_profile(settings.profile)
     policy = policy_to_plan(settings)
     splits = profile is not None and (policy is None or policy.takes_budget)
-    allocator = parse_allocator(settings.allocator or ("d2o" if splits else "uniform"))
+    allocator = _allocator(settings, profile if splits else None)
     least = settings.min_tokens
     least = None if least is None else positive(least, "--min-tokens")
     check_transformers()
@@ -336,7 +340,8 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
     check_dims(policy, model.layers)
     lengths = _lengths(settings, model, profile, watcher)
     run = _run(settings, model, lengths, policy, results)
-    run = replace(run, allocator=allocator, profile=profile, least=least)
+    curves = _read_curves(settings, model, watcher)
+    run = replace(run, allocator=allocator, profile=profile, least=least, curves=curves)
     return run if results is None else _recommended(run, results)
 
 
@@ -405,6 +410,38 @@ def _ways(
     return find_ways(
         settings, model.shape, model.layers, model.config, text, size=size, losses=losses
     )
+
+
+def _allocator(settings: PlanSettings, profile: ProfileDocument | None) -> Allocator:
+    """Return the allocator that is asked for, else the one that what is given calls for."""
+    if settings.curves is None:
+        return parse_allocator(settings.allocator or _usual_allocator(profile))
+    if settings.allocator not in (None, Curves.name):
+        raise UsageError(
+            f"--curves splits the budget, and so does --allocator {settings.allocator}",
+            hint="leave out one of them",
+        )
+    if settings.recommend is not None:
+        raise UsageError("--curves and --recommend exclude each other; keep one")
+    return Curves()
+
+
+def _usual_allocator(profile: ProfileDocument | None) -> str:
+    """Name what splits a budget best of what a profile allows."""
+    if profile is None:
+        return "uniform"
+    return "d2o" if profile.metrics.answer_loss is None else "optimal"
+
+
+def _read_curves(
+    settings: PlanSettings, model: PlannedModel, watcher: Watcher
+) -> BudgetCurves | None:
+    if settings.curves is None:
+        return None
+    found = read_curves(settings.curves, model.shape.layers, model.shape.kv_heads)
+    if found.by_head:
+        watcher.note("note: a plan holds budgets of layers; each gets the mean of its heads")
+    return found
 
 
 def _recommended(run: PlanRun, results: ResultsDocument) -> PlanRun:

@@ -93,7 +93,16 @@ class PlanSettings(ModelSettings):
         Flag(
             "--allocator",
             metavar="NAME",
-            help=f"{', '.join(ALLOCATORS)}.  [default: d2o with a profile, else uniform]",
+            help=f"{', '.join(ALLOCATORS)}.  [default: with a profile optimal if "
+            "it has answer_loss, else d2o; without one uniform]",
+        ),
+    ] = None
+    curves: Annotated[
+        str | None,
+        Flag(
+            "--curves",
+            metavar="FILE.json",
+            help="Split by published budget curves: a share of the prompt per layer, by ratio.",
         ),
     ] = None
     min_tokens: Annotated[

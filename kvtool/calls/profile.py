@@ -11,12 +11,23 @@ from kvtool.calls.base_settings import DeviceSettings, ModelSettings
 from kvtool.calls.from_python import check_keywords, keywords_of, takes
 from kvtool.documents.files import expand
 from kvtool.documents.settings import MODEL_SETTINGS, Flag
-from kvtool.profiling.request import DEFAULT, METRICS, POLICY, SHARES, ProfileRequest, read_request
+from kvtool.profiling.request import (
+    DEFAULT,
+    METRICS,
+    OF_POLICY,
+    POLICY,
+    SHARES,
+    ProfileRequest,
+    read_request,
+)
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.documents.profile import ProfileDocument
+
+
+WHOSE = " and ".join(OF_POLICY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +36,11 @@ class ProfileSettings(DeviceSettings):
 
     data: Annotated[
         str,
-        Flag("--data", metavar="FILE|HUB_ID|builtin", help="The texts that are read."),
+        Flag(
+            "--data",
+            metavar="FILE|HUB_ID|TASK|builtin",
+            help="The texts that are read; for answer_loss also a task, such as niah.",
+        ),
     ] = "builtin"
     samples: Annotated[int, Flag("--samples", min=1, metavar="N", help="How many texts.")] = 8
     tokens: Annotated[str, Flag("--tokens", metavar="N", help="Tokens of each text (512, 4K).")] = (
@@ -33,7 +48,11 @@ class ProfileSettings(DeviceSettings):
     )
     decode: Annotated[
         str,
-        Flag("--decode", metavar="N", help="Tokens generated after each text where needed."),
+        Flag(
+            "--decode",
+            metavar="N",
+            help="Tokens generated after each text where needed, or read on (answer_loss).",
+        ),
     ] = "128"
     metrics: Annotated[
         str,
@@ -45,14 +64,14 @@ class ProfileSettings(DeviceSettings):
     ] = ",".join(DEFAULT)
     policy: Annotated[
         str | None,
-        Flag("--policy -p", metavar="POLICY", help=f"Of output_error.  [default: {POLICY}]"),
+        Flag("--policy -p", metavar="POLICY", help=f"Of {WHOSE}.  [default: {POLICY}]"),
     ] = None
     budgets: Annotated[
         str | None,
         Flag(
             "--budgets",
             metavar="SIZE,..",
-            help=f"Of output_error, tokens or shares.  [default: {','.join(SHARES)}]",
+            help=f"Of {WHOSE}, tokens or shares.  [default: {','.join(SHARES)}]",
         ),
     ] = None
     plot: Annotated[
@@ -93,9 +112,9 @@ def request_of(
         seed=settings.seed or 0,
     )
     if not request.memory_alone:
-        from kvtool.evaluation.samples.profile_texts import check_source
+        from kvtool.evaluation.asked_texts import check_source
 
-        check_source(settings.data)
+        check_source(settings.data, request.plan.metrics)
     return request
 
 

@@ -13,7 +13,7 @@ from kvtool.errors import UsageError
 from kvtool.extras import require
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.processes import check_alone
-from kvtool.profiling.request import ProfileRequest, parse_metrics
+from kvtool.profiling.request import OF_POLICY, ProfileRequest, parse_metrics
 from kvtool.transformers_versions import check_transformers
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ def _configuration(options: ProfileSettings, request: ProfileRequest) -> dict[st
         from kvtool.calls.memory import estimate_text
 
         settings["memory"] = estimate_text(options, request.tokens, plan.steps)
-    if plan.budgets:
-        settings["output_error"] = {"policy": str(plan.policy), "budgets": list(plan.budgets)}
+    for name in OF_POLICY:
+        if name in plan.metrics:
+            settings[name] = {"policy": str(plan.policy), "budgets": list(plan.budgets)}
     return settings

@@ -227,6 +227,22 @@ class Totals(Section):
         return {name: value for name, value in serialize(self).items() if value is not None}
 
 
+class PredictedLoss(Section):
+    """What the answer is expected to lose, by a profile's `answer_loss`, in nats per token.
+
+    A note: the plan does not hold the profile, so a run neither compares nor uses it.
+
+    Attributes:
+        equal: with equal budgets.
+        planned: with those of this plan.
+        standard_error: of the difference, over the samples of the profile.
+    """
+
+    equal: NonNegativeFloat
+    planned: NonNegativeFloat
+    standard_error: NonNegativeFloat
+
+
 class PlanDocument(ShownDocument):
     """`plan.yaml`; `rocketkv` is left out where RocketKV cannot work, `totals` where edited.
 
@@ -247,6 +263,7 @@ class PlanDocument(ShownDocument):
     device: Device | None = None
     ways: list[Way] | None = None
     ways_source: str | None = None
+    predicted_loss: PredictedLoss | None = None
 
     @property
     def free_layers(self) -> list[int]:

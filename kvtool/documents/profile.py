@@ -82,6 +82,25 @@ class OutputErrors(Section):
     errors: Annotated[LayerCurves, Unit("a list per layer, a number per budget")]
 
 
+class AnswerLosses(Section):
+    """What the answer loses where one layer alone is cut, in nats per token: layers x budgets.
+
+    `budgets` are tokens per KV head of that layer, of prompts of `data.tokens`. `losses` are means
+    over the samples of `by_sample`, from which plans are made.
+    """
+
+    policy: str
+    budgets: Annotated[list[TokenCount], Unit("tokens per KV head of the layer that is cut")]
+    losses: Annotated[LayerCurves, Unit("nats per token: a list per layer, a number per budget")]
+    standard_errors: Annotated[
+        LayerCurves, Unit("nats per token: a list per layer, a number per budget")
+    ]
+    by_sample: Annotated[
+        list[LayerCurves],
+        Unit("nats per token: for each sample a list per layer, a number per budget"),
+    ]
+
+
 class MemoryTable(Section):
     """What a full cache takes, from the configuration alone.
 
@@ -134,6 +153,7 @@ class Metrics(_Sparse):
     jaccard: Jaccard | None = None
     robustness: Annotated[Layers | None, Unit("of the tokens, per layer")] = None
     output_error: OutputErrors | None = None
+    answer_loss: AnswerLosses | None = None
     key_basis: Annotated[Layers | None, Unit("of the variance, per layer")] = None
     query_centres: Annotated[Layers | None, Unit("of the mean length, per layer")] = None
     memory: MemoryTable | None = None
@@ -231,6 +251,9 @@ class ProfileDocument(ShownDocument):
         if metrics.output_error:
             error = metrics.output_error
             found.append(("metrics.output_error.errors", error.errors, len(error.budgets)))
+        if metrics.answer_loss:
+            points = len(metrics.answer_loss.budgets)
+            found += [(name, rows, points) for name, rows in self._losses()]
         if metrics.jaccard:
             points = len(metrics.jaccard.rates)
             for score in ("aas", "aqas", "ltas", "mas"):
@@ -243,6 +266,15 @@ class ProfileDocument(ShownDocument):
                 found.append((f"curves.{name}.values", curve.values, len(axis)))
         return found
 
+    def _losses(self) -> list[tuple[str, LayerCurves]]:
+        """Return every list of layers in `answer_loss`."""
+        found = self.metrics.answer_loss
+        if found is None:
+            return []
+        name = "metrics.answer_loss"
+        own = [(f"{name}.losses", found.losses), (f"{name}.standard_errors", found.standard_errors)]
+        return own + [(f"{name}.by_sample.{i}", rows) for i, rows in enumerate(found.by_sample)]
+
     def _over_layers(self) -> list[tuple[str, list[Any]]]:
         metrics = self.metrics
         found: dict[str, Any] = {"model.layer_types": self.model.layer_types}
@@ -253,6 +285,7 @@ class ProfileDocument(ShownDocument):
             found[f"metrics.jaccard.{score}"] = getattr(metrics.jaccard, score)
         if metrics.output_error:
             found["metrics.output_error.errors"] = metrics.output_error.errors
+        found.update(self._losses())
         if metrics.memory:
             found["metrics.memory.layer_bytes_per_token"] = metrics.memory.layer_bytes_per_token
         return [(name, values) for name, values in found.items() if values is not None]

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvtool.cache.files.heads import heads_metadata
 from kvtool.cache.files.tensor_file import digest_of_file, write_tensors
 from kvtool.documents.memory import ModelShape
-from kvtool.documents.profile import HeadsFile, Metrics, ProfileDocument
+from kvtool.documents.profile import HeadsFile, Metrics, ProfileData, ProfileDocument
 from kvtool.errors import UsageError
+from kvtool.evaluation.asked_texts import draw_asked, is_task
 from kvtool.evaluation.run.environment import without_home
 from kvtool.evaluation.samples.profile_texts import draw_texts
 from kvtool.model_shape import trained_length
 from kvtool.models.attached import ModelSource
 from kvtool.models.folder import REFERENCE
+from kvtool.profiling.answer_loss import AskedText, answer_loss
 from kvtool.profiling.measure import measure
 from kvtool.profiling.memory import memory_table
-from kvtool.profiling.request import ProfileRequest
+from kvtool.profiling.request import Plan, ProfileRequest
 from kvtool.profiling.summary import summarise
 from kvtool.watcher import Watcher
 
@@ -47,30 +52,37 @@ def run_profile(
     plan = request.plan
     tokenizer, config = source.tokenizer()
     _check_length(config, request.tokens, plan.steps)
-    texts, data = draw_texts(
-        tokenizer,
-        source=request.data,
-        samples=request.samples,
-        tokens=request.tokens,
-        seed=request.seed,
-        given=request.texts,
-    )
+    lost = "answer_loss" in plan.metrics
+    texts, data = _draw(request, tokenizer)
+    if lost and len(texts) < 2:
+        raise UsageError(
+            f"answer_loss needs 2 texts or more, to say how sure it is; {data.source} has one of "
+            f"{request.tokens + plan.steps} tokens",
+            hint=f"--tokens {request.tokens // 2}",
+        )
     if len(texts) < request.samples:
         watcher.note(f"note: {data.source} has only {len(texts)} texts of {request.tokens} tokens")
     watcher.note_any(source.note())
     with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
-        with watcher.progress(len(texts)) as advance:
-            found = measure(loaded.model, texts, plan, lambda done: advance(f"text {done}"))
+        found, losses = dict[str, Tensor](), None
+        if plan.metrics != ("answer_loss",):
+            prompts = [text.prompt for text in texts]
+            with watcher.progress(len(texts)) as advance:
+                found = measure(loaded.model, prompts, plan, lambda done: advance(f"text {done}"))
+        if lost:
+            losses = _losses(loaded.model, texts, plan, watcher)
+            found["answer_loss"] = losses.mean(0)[:, None]
         dtype = str(loaded.model.dtype).removeprefix("torch.")
         memory = memory_table(loaded.model.config, dtype) if plan.memory else None
-        metrics, curves = summarise(found, plan, memory)
+        metrics, curves = summarise(found, plan, memory, losses)
         shape = ModelShape.of(
             loaded.model.config,
             name=without_home(loaded.name),
             revision=loaded.revision,
             dtype=dtype,
         )
-    where = {"source": without_home(data.source), "decode": plan.steps or None}
+    decoded = None if is_task(request.data) and request.texts is None else plan.steps
+    where = {"source": without_home(data.source), "decode": decoded or None}
     document = ProfileDocument(
         model=shape,
         data=data.model_copy(update=where),
@@ -79,6 +91,38 @@ def run_profile(
         heads_file=_save_heads(heads_path, found),
     )
     return Profiled(document, found)
+
+
+def _draw(request: ProfileRequest, tokenizer: Any) -> tuple[list[AskedText], ProfileData]:
+    """Return the texts, each with how it goes on where that is read."""
+    plan, source, seed = request.plan, request.data, request.seed
+    if request.texts is None and is_task(source):
+        size = {"samples": request.samples, "tokens": request.tokens}
+        return draw_asked(tokenizer, task=source, seed=seed, **size)
+    steps = plan.steps if "answer_loss" in plan.metrics else 0
+    texts, data = draw_texts(
+        tokenizer,
+        source=source,
+        samples=request.samples,
+        tokens=request.tokens + steps,
+        seed=seed,
+        given=request.texts,
+    )
+    cut = [AskedText(text[:, : request.tokens], text[:, request.tokens :]) for text in texts]
+    return cut, data.model_copy(update={"tokens": request.tokens})
+
+
+def _losses(
+    model: PreTrainedModel, texts: Sequence[AskedText], plan: Plan, watcher: Watcher
+) -> Tensor:
+    """Measure `answer_loss`: (samples, layers, budgets)."""
+    assert plan.policy is not None, "answer_loss is measured of a policy"
+    found = []
+    with watcher.progress(len(texts)) as advance:
+        for text in texts:
+            found.append(answer_loss(model, plan.policy, plan.budgets, text))
+            advance(f"text {len(found)}")
+    return torch.stack(found)
 
 
 def _memory_alone(source: ModelSource, watcher: Watcher) -> ProfileDocument:

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kvtool.documents.budget_curves import BudgetCurves
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import (
     Amount,
     Cost,
     LayerPlan,
     PlanDocument,
+    PredictedLoss,
     RocketKVSection,
     Target,
     Totals,
@@ -25,6 +27,7 @@ from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import DTYPE_BYTES, FREE, LayerShape
 from kvtool.planning.bytes import Forecast, Text, check_dims, kv_bytes, tokens_held
+from kvtool.planning.evidence import evidence, length_scale, loss_note
 from kvtool.planning.held import forecast_plan, largest, least_allowed
 from kvtool.planning.peak import reading_bytes
 from kvtool.planning.rocketkv import (
@@ -34,7 +37,8 @@ from kvtool.planning.rocketkv import (
     plan_rocketkv,
     split_of,
 )
-from kvtool.policies.allocate.problem import AllocationProblem, ErrorCurves
+from kvtool.policies.allocate.optimal import LossForecast, forecast_losses
+from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.table import spell_allocator
 from kvtool.policies.parts import Allocator
 from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words, bytes_to_type
@@ -42,63 +46,6 @@ from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words, bytes_to_type
 if TYPE_CHECKING:
     from kvtool.documents.profile import ProfileDocument
     from kvtool.policies.policy import Policy
-
-
-def evidence(
-    allocator: Allocator, profile: ProfileDocument | None, free: Sequence[int], scale: Fraction
-) -> dict[str, Any]:
-    """Return the fields of an `AllocationProblem` that an allocator needs from a profile.
-
-    Args:
-        free: the layers to split over.
-        scale: length of the prompts to plan for over that of the prompts profiled; measured budgets
-            grow with it.
-
-    Raises:
-        UsageError: no profile, or one that lacks the measurement for some layer.
-    """
-    metric = allocator.metric
-    if metric is None:
-        return {}
-    make = f"kvtool profile --metrics {metric}"
-    if profile is None:
-        raise UsageError(
-            f"allocator `{allocator.name}` needs a profile with `{metric}`",
-            hint=f"{make} | kvtool plan-budget - ..",
-        )
-    measured = getattr(profile.metrics, metric)
-    if measured is None or profile.data is None:
-        raise UsageError(
-            f"allocator `{allocator.name}` needs `{metric}`, which the profile lacks",
-            hint=f"{make}, or --allocator uniform",
-        )
-    if metric == "output_error":
-        return {"curves": _curves(measured.budgets, _of(measured.errors, free, metric), scale)}
-    variance = _of(measured, free, metric)
-    return {"variance": variance, "largest": [profile.data.tokens - 1] * len(variance)}
-
-
-def _of(values: Sequence[Any], free: Sequence[int], metric: str) -> list[Any]:
-    missing = [layer for layer in free if values[layer] is None]
-    if missing:
-        raise UsageError(f"the profile has no `{metric}` for layer {missing[0]}")
-    return [values[layer] for layer in free]
-
-
-def _curves(
-    budgets: Sequence[int], errors: Sequence[Sequence[float]], scale: Fraction
-) -> ErrorCurves:
-    """Order the points by budget; of two that scale to the same, the first stays."""
-    places = {max(1, int(budget * scale)): i for i, budget in reversed(list(enumerate(budgets)))}
-    order = sorted(places)
-    return ErrorCurves(order, [[curve[places[budget]] for budget in order] for curve in errors])
-
-
-def length_scale(profile: ProfileDocument | None, prompt_tokens: int) -> Fraction:
-    """Return how much longer the prompts to plan for are than those of the profile."""
-    if profile is None or profile.data is None:
-        return Fraction(1)
-    return Fraction(prompt_tokens, profile.data.tokens)
 
 
 @dataclass(frozen=True)
@@ -229,6 +176,7 @@ def make_plan(
     policy: Policy | None = None,
     min_tokens: int | None = None,
     layers: Sequence[LayerShape | None] | None = None,
+    curves: BudgetCurves | None = None,
 ) -> Planned:
     """Plan budgets for a model.
 
@@ -238,6 +186,7 @@ def make_plan(
         policy: what will run; None for no policy in particular.
         min_tokens: least of every layer; None leaves it to the policy and `LEAST`.
         layers: what each layer stores; None shares `kv_bytes_per_token` out evenly.
+        curves: published budgets, for the allocator `curves`.
 
     Raises:
         UsageError: a target too small for the policy or the limits, a measurement that is missing,
@@ -246,7 +195,8 @@ def make_plan(
     shapes = model.layer_shapes() if layers is None else list(layers)
     check_dims(policy, shapes)
     plannable = PlannableLayers.of(model, target.prompt_tokens, shapes)
-    drafts = Drafts(model, allocator, target, profile, policy, min_tokens, plannable)
+    given = (model, allocator, target, profile, policy, min_tokens, plannable)
+    drafts = Drafts(*given, curves)
     total, notes = _total(drafts)
     draft = drafts.of(total)
     totals = drafts.totals(draft.document)
@@ -257,6 +207,8 @@ def make_plan(
             f"note: `{policy}` keeps the whole prompt until it is cut: while it is read the cache "
             f"takes {bytes_in_words(totals.reading)}"
         )
+    if draft.losses is not None:
+        notes.append(loss_note(draft.losses, allocator))
     if policy is None and target.bytes is not None:
         notes.append(
             "note: no policy is named (-p), so bytes are those of one that keeps no numbers of its "
@@ -270,11 +222,15 @@ class Draft:
     """A plan without its totals, how it was split, and why it has no section for RocketKV.
 
     The plan's sections are validated, and whether they agree is not.
+
+    Attributes:
+        losses: what the answer is expected to lose; None: not measured.
     """
 
     document: PlanDocument
     split: Allocation
     refused: list[str]
+    losses: LossForecast | None = None
 
 
 @dataclass(frozen=True)
@@ -288,6 +244,7 @@ class Drafts:
     policy: Policy | None
     min_tokens: int | None
     layers: PlannableLayers
+    curves: BudgetCurves | None = None
 
     @property
     def least(self) -> int:
@@ -308,9 +265,12 @@ class Drafts:
             min_budgets=[min(least, layers.prompt_tokens)] * len(layers.free),
             max_budgets=[layers.prompt_tokens] * len(layers.free),
             window=None if policy is None else policy.voting_window,
-            **evidence(self.allocator, self.profile, layers.free, scale),
+            **evidence(
+                self.allocator, self.profile, layers.free, scale, self._shares(total), policy
+            ),
         )
         split = self.allocator.split(problem)
+        losses = forecast_losses(problem, split.tokens) if problem.curves.budgets else None
         mean = total // len(layers.free)
         rocketkv, refused = make_section(self.model, layers.free_shapes, target, policy, mean)
         document = PlanDocument.model_construct(
@@ -319,8 +279,17 @@ class Drafts:
             layers=layers.plan(spell_allocator(self.allocator), problem.min_budgets[0], split),
             rocketkv=rocketkv,
             policy=None if policy is None else str(policy),
+            predicted_loss=None if losses is None else PredictedLoss(**asdict(losses)),
         )
-        return Draft(document, split, refused)
+        return Draft(document, split, refused, losses)
+
+    def _shares(self, total: int) -> list[float] | None:
+        """Return the published shares of the free layers for a total, None without curves."""
+        if self.curves is None:
+            return None
+        ratio = total / (len(self.layers.free) * self.layers.prompt_tokens)
+        shares = self.curves.at(ratio)
+        return [shares[i] for i in self.layers.free]
 
     def forecast(self, document: PlanDocument) -> Forecast:
         """Forecast what a run of the policy holds."""

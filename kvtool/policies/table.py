@@ -79,6 +79,7 @@ CODECS: dict[str, str] = {
 ALLOCATORS: dict[str, str] = {  # modifiers that split the budget; `d2o` itself is a base
     "d2o-alloc" if name == "d2o" else name: f"allocate.{place}"
     for name, place in allocators.ALLOCATORS.items()
+    if name != "curves"  # whose shares are in a file that only plans are made from
 }
 MODIFIERS |= ALLOCATORS | CODECS
 REFUSED: dict[str, str] = {

@@ -23,6 +23,7 @@ METRICS = (
     "jaccard",
     "robustness",
     "output_error",
+    "answer_loss",
     "key_basis",
     "query_centres",
     "memory",
@@ -31,8 +32,11 @@ DEFAULT = ("f_variance", "entropy", "query_cosine", "topk_union")
 ON_PROMPTS = {"f_variance", "entropy", "key_basis", "query_centres"}
 """What reads prompts alone, without anything generated."""
 
+OF_POLICY = ("output_error", "answer_loss")
+"""What is measured of a policy, by budget."""
+
 POLICY = "h2o"
-"""Whose output error is measured, unless another is named."""
+"""Of which they are measured, unless another is named."""
 
 SHARES = ("1/16", "1/8", "1/4", "1/2")
 """Its budgets, unless others are named."""
@@ -67,7 +71,7 @@ class Plan:
     Attributes:
         metrics: names, without `memory`.
         decode: tokens generated after each text, greedily, with the full cache.
-        policy: the policy of `output_error`, None where that is not measured.
+        policy: that of `output_error` and `answer_loss`, None where neither is measured.
         budgets: its budgets, in tokens, ascending.
         memory: whether the table of memory is wanted, which reads no text.
     """
@@ -130,13 +134,19 @@ def read_request(
     chosen: Policy | None = None
     sizes: tuple[int, ...] = ()
     typed = metrics if isinstance(metrics, str) else ",".join(metrics)
-    if "output_error" in names:
-        chosen, sizes = _error_settings(policy, budgets, length)
+    if "answer_loss" in names and samples < 2:
+        raise UsageError(
+            f"answer_loss needs 2 samples or more, to say how sure it is, got {samples}",
+            hint="--samples 8",
+        )
+    asked = [name for name in OF_POLICY if name in names]
+    if asked:
+        chosen, sizes = _policy_settings(policy, budgets, length, asked)
     else:
         for flag, value in (("--policy", policy), ("--budgets", budgets)):
             if value is not None:
                 raise UsageError(
-                    f"{flag} is that of output_error, which is not measured",
+                    f"{flag} is that of {' and '.join(OF_POLICY)}, which are not measured",
                     hint=f"--metrics {typed},output_error",
                 )
     measured = tuple(name for name in names if name != "memory")
@@ -151,34 +161,45 @@ def _count(text: int | str, flag: str) -> int:
     return count
 
 
-def _error_settings(
-    name: str | None, given: Sequence[str] | None, tokens: int
+def _policy_settings(
+    name: str | None, given: Sequence[str] | None, tokens: int, asked: Sequence[str]
 ) -> tuple[Policy, tuple[int, ...]]:
-    """Return the policy of `output_error` and its budgets in tokens, ascending."""
+    """Return the policy of metrics that have one, and its budgets in tokens, ascending."""
     policy = parse_policy(name or POLICY)
+    what = " and ".join(asked)
     if not policy.takes_budget and policy.codec is not None:
         raise UsageError(
-            f"policy `{policy}` keeps everything, and a profile measures output errors by budget",
+            f"policy `{policy}` keeps everything, and a profile measures {what} by budget",
             hint=f"kvtool eval -t output-error -p {shlex.quote(str(policy))}",
         )
     if not policy.takes_budget:
-        raise UsageError(f"policy `{policy}` keeps everything, so it has no output error")
+        raise UsageError(f"policy `{policy}` keeps everything, so it has no {what}")
     if policy.score.layer_tokens == "same":
         raise UsageError(
-            f"policy `{policy}` goes by the model's logits, "
-            "and output errors are measured layer by layer"
+            f"policy `{policy}` goes by the model's logits, and {what} is measured layer by layer"
         )
     if policy.repetition is not None:
         raise UsageError(
             f"the layers of `{policy}` are cut together, by what all of them need to repeat a "
-            "prompt, and output errors are measured layer by layer"
+            f"prompt, and {what} is measured layer by layer"
         )
     if policy.allocator is not None:
         base = "snapkv" if policy.allocate is None else replace(policy, allocate=None)
         raise UsageError(
             f"policy `{policy}` splits a budget over the layers; "
-            "output errors are measured with the same in each",
+            f"{what} is measured with the same in each",
             hint=f"--policy {base}",
+        )
+    if "answer_loss" in asked and policy.reader is not None:
+        raise UsageError(
+            f"policy `{policy}` reads part of what it stores, token by token; answer_loss reads "
+            "an answer in one block",
+            hint="--metrics output_error",
+        )
+    if "answer_loss" in asked and policy.score.positions == "cache":
+        raise UsageError(
+            f"policy `{policy}` numbers tokens anew, so its layers cannot be cut one by one",
+            hint=f"--policy {POLICY}",
         )
     budgets = set()
     for size in map(Budget.parse, filter(None, map(str.strip, given or SHARES))):

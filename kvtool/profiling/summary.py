@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kvtool.documents.profile import (
+    AnswerLosses,
     CosineCurve,
     Curves,
     Jaccard,
@@ -29,13 +30,17 @@ _DIGITS = 6  # significant ones; float32 has 7
 
 
 def summarise(
-    found: dict[str, Tensor], plan: Plan, memory: MemoryTable | None = None
+    found: dict[str, Tensor],
+    plan: Plan,
+    memory: MemoryTable | None = None,
+    losses: Tensor | None = None,
 ) -> tuple[Metrics, Curves | None]:
     """Return the metrics and curves of a document.
 
     Args:
         found: as `measure` returns it.
         memory: goes in as it is.
+        losses: (samples, layers, budgets) of `answer_loss`; None: not measured.
     """
     wanted = set(plan.metrics)
     metrics: dict[str, Any] = {"memory": memory}
@@ -74,7 +79,22 @@ def summarise(
         metrics["output_error"] = OutputErrors(
             policy=str(plan.policy), budgets=list(plan.budgets), errors=_rows(found["output_error"])
         )
+    if losses is not None:
+        metrics["answer_loss"] = _losses(losses, plan)
     return Metrics(**metrics), Curves(**curves) if curves else None
+
+
+def _losses(losses: Tensor, plan: Plan) -> AnswerLosses:
+    """Return means and standard errors over samples, and the samples."""
+    samples = losses[:, :, None]  # the heads of a layer are cut together
+    errors = samples.std(0) / len(samples) ** 0.5
+    return AnswerLosses(
+        policy=str(plan.policy),
+        budgets=list(plan.budgets),
+        losses=_rows(samples.mean(0)),
+        standard_errors=_rows(errors),
+        by_sample=[_rows(sample) for sample in samples],
+    )
 
 
 def _grid(shares: Tensor, plan: Plan) -> RecomputeGrid:

@@ -57,6 +57,10 @@ def measured(metrics: Metrics) -> list[tuple[str, list[float | None]]]:
         errors = metrics.output_error
         for i, budget in enumerate(errors.budgets):
             lines.append((f"output error, {errors.policy} {budget}", _column(errors.errors, i)))
+    if metrics.answer_loss is not None:
+        lost = metrics.answer_loss
+        for i, budget in enumerate(lost.budgets):
+            lines.append((f"answer loss, {lost.policy} {budget}", _column(lost.losses, i)))
     return lines
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.documents.profile import OutputErrors, ProfileDocument
+from kvtool.documents.profile import ProfileDocument
 from kvtool.report import formats
 from kvtool.report.colour_scale import CIVIDIS
 from kvtool.report.panels import add_legend, drawing, log_y, new_panels, save, whole_ticks
@@ -85,7 +85,13 @@ def _curve_panels(document: ProfileDocument) -> list[Callable[[Axes], None]]:
             x, rows = getattr(curve, axis), curve.values
             found.append(partial(_lines, x=x, rows=rows, title=title, label=label))
     if document.metrics.output_error is not None:
-        found.append(partial(_errors, errors=document.metrics.output_error))
+        error = document.metrics.output_error
+        title = f"output error, {error.policy}"
+        found.append(partial(_errors, x=error.budgets, rows=error.errors, title=title))
+    if document.metrics.answer_loss is not None:
+        lost = document.metrics.answer_loss
+        title = f"answer loss in nats, {lost.policy}"
+        found.append(partial(_errors, x=lost.budgets, rows=lost.losses, title=title))
     if document.metrics.jaccard is not None:
         overlap = document.metrics.jaccard
         for score in _SCORES:
@@ -145,9 +151,11 @@ def _lines(
     panel.grid(axis="y")
 
 
-def _errors(panel: Axes, errors: OutputErrors) -> None:
-    _lines(panel, errors.budgets, errors.errors, f"output error, {errors.policy}", "budget")
-    known = [value for row in errors.errors if row is not None for value in row]
+def _errors(
+    panel: Axes, x: Sequence[int], rows: Sequence[Sequence[float] | None], title: str
+) -> None:
+    _lines(panel, x, rows, title, "budget")
+    known = [value for row in rows if row is not None for value in row]
     if known and min(known) > 0:
         log_y(panel)
 

@@ -25,7 +25,7 @@ ERRORS = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.2], [0.1, 0.05, 0.01], [0.9, 0.8, 0.1]]
 def files(kvtool, tmp_path):
     """A profile, and a model without weights and tokenizer."""
     Path("profile.yaml").write_text(PROFILE)
-    Path("both.yaml").write_text(profile(errors=ERRORS, f_variance=F).to_yaml())
+    Path("both.yaml").write_text(profile(losses=ERRORS, f_variance=F).to_yaml())
     Path("model").mkdir()
     shutil.copy(Path(reference.path()) / "config.json", "model/config.json")
 
@@ -139,6 +139,95 @@ def test_allocators(kvtool, allocator, tokens):
     plan = planned(kvtool, "both.yaml", "--ratio", "20%", "--allocator", allocator)
     assert plan["layers"]["tokens"] == tokens
     assert plan["layers"]["allocator"] == allocator.lower()
+
+
+def test_published_curves_split_a_budget(kvtool):
+    Path("curves.json").write_text('{"0.1": [0.1, 0.1, 0.1, 0.1], "0.3": [0.5, 0.1, 0.3, 0.3]}')
+    plan = planned(kvtool, "-m", "model", "--ratio", "20%", "--curves", "curves.json")
+    weights = [0.3, 0.1, 0.2, 0.2]  # in the middle
+    assert plan["layers"]["allocator"] == "curves"
+    total, n = sum(plan["layers"]["tokens"]), plan["target"]["context"]
+    assert total == n // 5 * 4
+    assert plan["layers"]["tokens"] == pytest.approx([w * total / 0.8 for w in weights], abs=1)
+    Path("plan.json").write_text(json.dumps(plan))
+    read = read_source("plan.json", option="plan").validate(PlanDocument)
+    assert read.layers.tokens == plan["layers"]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--curves", "short.json"], "`short.json` has 3 layers at 0.2, and the model 4"),
+        (["--curves", "heads.json"], "has 3 KV heads, and the model 2"),
+        (["--curves", "short.json", "--allocator", "pyramid"], "so does --allocator pyramid"),
+        (["--allocator", "curves"], "allocator `curves` needs --curves FILE"),
+    ],
+)
+def test_curves_that_do_not_fit_are_refused(kvtool, arguments, told):
+    Path("short.json").write_text('{"0.2": [0.1, 0.1, 0.4]}')
+    Path("heads.json").write_text('{"0.2": [[0.1, 0.1, 0.4], 0.2, 0.2, 0.2]}')
+    done = kvtool("plan-budget", "-m", "model", "-b", "64", *arguments)
+    assert done.code == 2
+    assert told in done.err
+
+
+def lossy(**changes):
+    """A profile of four layers, the third of which is the one that matters."""
+    losses = [[0.02, 0.01], [0.01, 0.0], [3.0, 2.0], [0.01, 0.0]]
+    return profile(losses=losses, budgets=(64, 256), f_variance=F, **changes)
+
+
+def test_the_loss_of_a_plan_is_told_and_written(kvtool):
+    Path("lossy.yaml").write_text(lossy().to_yaml())
+    asked = ("plan-budget", "lossy.yaml", "-b", "200", "-p", "h2o", "--allocator", "optimal")
+    done = kvtool(*asked)
+    assert done.code == 0
+    plan = yaml.safe_load(done.out)
+    assert plan["layers"]["tokens"] == [64, 64, 608, 64]
+    equal = (0.02 - 0.01 * 136 / 192) + 2 * 0.01 * (1 - 136 / 192) + 3.0 - 136 / 192
+    planned = 0.04 + 2.0 * (1 - (608 - 256) / (1000 - 256))
+    assert plan["predicted_loss"] == {
+        "equal": pytest.approx(equal),
+        "planned": pytest.approx(planned),
+        "standard_error": 0.0,
+    }
+    assert f"predicted loss: {planned:.3g} nats per token, {equal:.3g} with equal" in done.err
+    even = yaml.safe_load(kvtool(*asked[:-1], "uniform").out)
+    assert even["predicted_loss"]["planned"] == pytest.approx(equal)
+
+
+def of_samples(*samples):
+    """A profile with losses of these samples."""
+    used = lossy()
+    losses = used.metrics.answer_loss.model_copy(update={"by_sample": list(samples)})
+    metrics = used.metrics.model_copy(update={"answer_loss": losses})
+    return used.model_copy(update={"metrics": metrics}).to_yaml()
+
+
+def test_budgets_stay_equal_within_the_noise_and_that_is_said(kvtool):
+    one = [[0.0, 0.0], [0.0, 0.0], [4.0, 2.0], [0.0, 0.0]]  # would gain 0.58
+    other = [[1.0, 0.1], [1.0, 0.1], [0.0, 0.0], [1.0, 0.1]]  # would lose 0.26
+    Path("noisy.yaml").write_text(of_samples(one, other))
+    done = kvtool("plan-budget", "noisy.yaml", "-b", "200", "-p", "h2o", "--allocator", "optimal")
+    assert yaml.safe_load(done.out)["layers"]["tokens"] == [200] * 4
+    assert "with equal budgets: no other split gains beyond noise" in done.err
+
+
+def test_losses_of_one_sample_are_refused(kvtool):
+    Path("one.yaml").write_text(of_samples([[1.0, 0.1]] * 4))
+    done = kvtool("plan-budget", "one.yaml", "-b", "200", "--allocator", "optimal")
+    assert done.code == 2
+    assert "is of 1 sample, and how sure it is takes 2 or more" in done.err
+
+
+def test_losses_of_another_policy_are_refused(kvtool):
+    Path("lossy.yaml").write_text(lossy().to_yaml())
+    asked = ("plan-budget", "lossy.yaml", "-b", "200", "-p", "tova", "--allocator")
+    done = kvtool(*asked, "optimal")
+    assert done.code == 2
+    assert "is of policy `h2o`, and the plan for `tova`" in done.err
+    assert "kvtool profile --metrics answer_loss -p tova" in done.err
+    assert "predicted_loss" not in kvtool(*asked, "d2o").out
 
 
 def test_bytes_for_several_rows(kvtool):
@@ -269,8 +358,8 @@ REFUSED = {  # arguments, what the error says, what the hint says
     "unknown setting": (["-b", "9", "--allocator", "d2o(nrm=raw)"], "no parameter `nrm`", "`norm`"),
     "no measurement": (
         ["-b", "9", "--allocator", "optimal"],
-        "`optimal` needs `output_error`, which the profile lacks",
-        "kvtool profile --metrics output_error",
+        "`optimal` needs `answer_loss`, which the profile lacks",
+        "kvtool profile --metrics answer_loss",
     ),
     "unknown policy": (["-b", "9", "-p", "snapvk"], "no policy named `snapvk`", "`snapkv`"),
     "nothing to plan": (

@@ -63,6 +63,13 @@ PROFILE = {  # what a profile of the defaults lacks
     "metrics": {
         "jaccard": {"rates": [0.5], "aas": [[1.0]] * 4},
         "output_error": {"policy": "h2o", "budgets": [8], "errors": [[0.5]] * 4},
+        "answer_loss": {
+            "policy": "h2o",
+            "budgets": [8],
+            "losses": [[0.5]] * 4,
+            "standard_errors": [[0.0]] * 4,
+            "by_sample": [[[0.5]] * 4] * 2,
+        },
         "memory": {
             "dtype": "float32",
             "layer_bytes_per_token": [256] * 4,
@@ -105,6 +112,8 @@ def examples() -> Iterator[BaseModel]:
     yield PlanDocument.model_validate(
         data_of(DATA / "plan.yaml") | {"totals": None, "rocketkv": None, "policy": "h2o"}
     )
+    loss = {"equal": 1.5, "planned": 0.5, "standard_error": 0.1}
+    yield PlanDocument.model_validate(data_of(DATA / "plan.yaml") | {"predicted_loss": loss})
     yield ProfileDocument.model_validate(PROFILE)
     yield ResultsDocument.model_validate_json((DATA / "run/results.json").read_text())
     claims = sorted((ROOT / "recipes/claims/results").glob("*.json"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtool.documents.profile import Metrics, ModelShape, OutputErrors, ProfileData, ProfileDocument
+from kvtool.documents.profile import AnswerLosses, Metrics, ModelShape, ProfileData, ProfileDocument
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 F = [2.0, 5.0, 300.0, 600.0]
@@ -28,10 +28,16 @@ def shape(*kinds: str, **changes) -> ModelShape:
     return ModelShape(**(values | changes))
 
 
-def profile(tokens: int = 1000, *, errors=None, budgets=(64, 128, 256), **metrics):
+def profile(tokens: int = 1000, *, losses=None, budgets=(64, 128, 256), **metrics):
     """A profile of `shape()`, with F unless other metrics are given."""
-    if errors is not None:
-        metrics["output_error"] = OutputErrors(policy="h2o", budgets=list(budgets), errors=errors)
+    if losses is not None:
+        metrics["answer_loss"] = AnswerLosses(
+            policy="h2o",
+            budgets=list(budgets),
+            losses=losses,
+            standard_errors=[[0.0] * len(budgets)] * len(losses),
+            by_sample=[losses] * 2,
+        )
     return ProfileDocument(
         model=shape(),
         data=ProfileData(source="builtin", samples=1, tokens=tokens, seed=0, fingerprint="0"),

@@ -140,8 +140,8 @@ def test_pyramid_takes_the_window_that_the_policy_keeps():
     assert made.layers.tokens[-1] == 8 + round((128 - 8) / 20)
 
 
-def test_error_optimal_budgets_of_a_ratio_grow_with_the_prompt():
-    used = profile(errors=[[0.5, 0.2, 0.1], [0.4, 0.3, 0.2], [0.1, 0.05, 0.01], [0.9, 0.8, 0.1]])
+def test_loss_optimal_budgets_of_a_ratio_grow_with_the_prompt():
+    used = profile(losses=[[0.5, 0.2, 0.1], [0.4, 0.3, 0.2], [0.1, 0.05, 0.01], [0.9, 0.8, 0.1]])
     options = {"profile": used}
     assert plan(Optimal(), ratio=0.2, options=options).layers.tokens == [256, 160, 128, 256]
     longer = plan(Optimal(), ratio=0.2, context=3000, options=options)
@@ -151,8 +151,8 @@ def test_error_optimal_budgets_of_a_ratio_grow_with_the_prompt():
 
 
 def test_unordered_budgets_of_a_profile_are_put_in_order():
-    errors = [[0.2, 0.5, 0.1], [0.3, 0.4, 0.2], [0.05, 0.1, 0.01], [0.8, 0.9, 0.1]]
-    used = profile(errors=errors, budgets=(128, 64, 256))
+    losses = [[0.2, 0.5, 0.1], [0.3, 0.4, 0.2], [0.05, 0.1, 0.01], [0.8, 0.9, 0.1]]
+    used = profile(losses=losses, budgets=(128, 64, 256))
     made = plan(Optimal(), ratio=0.2, options={"profile": used})
     assert made.layers.tokens == [256, 160, 128, 256]
 
@@ -169,7 +169,7 @@ REFUSED = {  # allocator, model, options, target: what is said
         None,
         {"profile": profile()},
         {"tokens": 100},
-        "`optimal` needs `output_error`, which the profile lacks",
+        "`optimal` needs `answer_loss`, which the profile lacks",
     ),
     "a layer without": (
         D2O(),
@@ -181,7 +181,7 @@ REFUSED = {  # allocator, model, options, target: what is said
     "unmeasured": (
         Optimal(),
         None,
-        {"profile": profile(errors=[[0.5, 0.2, 0.1]] * 4)},
+        {"profile": profile(losses=[[0.5, 0.2, 0.1]] * 4)},
         {"tokens": 20},
         "20 tokens per layer are fewer than 64",
     ),

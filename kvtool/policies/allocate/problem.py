@@ -5,6 +5,7 @@ Only layers whose budget is free are here: not those with a sliding window or wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,19 +19,24 @@ UNLIMITED = 2**30  # tokens of a head that keeps everything, whatever comes
 
 
 @dataclass(frozen=True)
-class ErrorCurves:
-    """How far each layer's attention output moves under each of a few budgets.
+class LossCurves:
+    """What is lost of an answer where one layer alone is cut to each of a few budgets, in nats.
 
     Attributes:
         budgets: tokens per layer and KV head, ascending.
-        errors: layers x budgets, 0 or more.
+        by_sample: samples x layers x budgets, 0 or more.
     """
 
     budgets: Sequence[int]
-    errors: Sequence[Sequence[float]]
+    by_sample: Sequence[Sequence[Sequence[float]]]
+
+    def mean(self, layer: int) -> list[float]:
+        """Return the mean loss of a layer over the samples, for each budget."""
+        rows = [sample[layer] for sample in self.by_sample]
+        return [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
-NOT_MEASURED = ErrorCurves((), ())
+NOT_MEASURED = LossCurves((), ())
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class AllocationProblem:
         window: newest tokens that every layer keeps, where the policy has such a window.
         variance: F of each layer (see `kvtool.policies.allocate.d2o`), nothing if not measured.
         largest: the largest F that each layer could have had, n - 1 over a prompt of n tokens.
-        curves: output error against budget, empty if not measured.
+        curves: loss of the answer against budget, empty if not measured.
+        shares: share of the prompt for each layer, from published curves; nothing without them.
     """
 
     total: int
@@ -53,7 +60,8 @@ class AllocationProblem:
     window: int | None = None
     variance: Sequence[float] = ()
     largest: Sequence[float] = ()
-    curves: ErrorCurves = NOT_MEASURED
+    curves: LossCurves = NOT_MEASURED
+    shares: Sequence[float] = ()
 
     @property
     def layers(self) -> int:

