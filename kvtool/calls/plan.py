@@ -415,7 +415,7 @@ def _ways(
 def _allocator(settings: PlanSettings, profile: ProfileDocument | None) -> Allocator:
     """Return the allocator that is asked for, else the one that what is given calls for."""
     if settings.curves is None:
-        return parse_allocator(settings.allocator or _usual_allocator(profile))
+        return parse_allocator(settings.allocator or ("uniform" if profile is None else "d2o"))
     if settings.allocator not in (None, Curves.name):
         raise UsageError(
             f"--curves splits the budget, and so does --allocator {settings.allocator}",
@@ -424,13 +424,6 @@ def _allocator(settings: PlanSettings, profile: ProfileDocument | None) -> Alloc
     if settings.recommend is not None:
         raise UsageError("--curves and --recommend exclude each other; keep one")
     return Curves()
-
-
-def _usual_allocator(profile: ProfileDocument | None) -> str:
-    """Name what splits a budget best of what a profile allows."""
-    if profile is None:
-        return "uniform"
-    return "d2o" if profile.metrics.answer_loss is None else "optimal"
 
 
 def _read_curves(

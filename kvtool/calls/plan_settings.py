@@ -93,8 +93,7 @@ class PlanSettings(ModelSettings):
         Flag(
             "--allocator",
             metavar="NAME",
-            help=f"{', '.join(ALLOCATORS)}.  [default: with a profile optimal if "
-            "it has answer_loss, else d2o; without one uniform]",
+            help=f"{', '.join(ALLOCATORS)}.  [default: d2o with a profile, else uniform]",
         ),
     ] = None
     curves: Annotated[

@@ -118,7 +118,10 @@ def loss_note(losses: LossForecast, allocator: Allocator) -> str:
     if losses.planned == losses.equal and losses.standard_error == 0:
         kept = "" if allocator.metric != "answer_loss" else ": no other split gains beyond noise"
         return f"predicted loss: {losses.equal:.3g} nats per token with equal budgets{kept}"
-    return (
+    text = (
         f"predicted loss: {losses.planned:.3g} nats per token, {losses.equal:.3g} with equal "
         f"budgets (standard error of the difference: {losses.standard_error:.2g})"
     )
+    if allocator.metric != "answer_loss":
+        return text
+    return f"{text}; it adds up layers cut one by one, so compare the plan with equal budgets"
