@@ -115,6 +115,7 @@ def plan(
     quantize: Literal["8bit", "4bit"] | None = None,
     ratio: float | str | None = None,
     bytes: int | str | None = None,
+    memory: int | str | None = None,
     context: int | str | None = None,
     max_new_tokens: int | str | None = None,
     batch: int = 1,

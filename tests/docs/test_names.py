@@ -16,7 +16,8 @@ PAGES = [
         page for part in ("kvtool", "recipes", "tests") for page in (ROOT / part).rglob("*.md")
     ),
 ]
-OURS = {"peak.py", "test_peak.py", "my_peak.py"}  # what the reader of "Add a policy" writes
+# What readers of "Add a policy" write:
+OURS = {"peak.py", "test_peak.py", "my_peak.py", "my_scores.py"}
 FILE = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.pyi?|(?:[\w.-]+/)+)`")
 MODULE = re.compile(r"\b(?:kvtool|tests)(?:\.[A-Za-z_]\w*)+")
 BESIDE = {"plots/", "parts/"}  # folders of a run

@@ -18,6 +18,7 @@ from kvtool.documents.generation import (
     CompileSection,
     CompressionDocument,
     CompressionTiming,
+    ExportDocument,
     Fidelity,
     PlanSection,
     StagesSection,
@@ -37,6 +38,7 @@ from kvtool.documents.results import (
     SamplesDocument,
 )
 from kvtool.documents.source import read_file
+from kvtool.documents.ways import Device, Peaks, Way, WayLoss
 from tests.documents.test_generation_document import CACHE, document
 from tests.old_files.make import DATA
 from tests.planning.documents import shape
@@ -114,6 +116,25 @@ def examples() -> Iterator[BaseModel]:
     )
     loss = {"equal": 1.5, "planned": 0.5, "standard_error": 0.1}
     yield PlanDocument.model_validate(data_of(DATA / "plan.yaml") | {"predicted_loss": loss})
+    for reads, known in ((None, 0.5), (4, None)):
+        yield Way(
+            policy="quest",
+            kind="reading",
+            tokens=9,
+            share=1.0,
+            key_bits=16,
+            value_bits=16,
+            reads=reads,
+            bytes=9,
+            share_of_full=1.0,
+            traffic=4,
+            peak=Peaks(block=9, full=10),
+            prefill="block",
+            loss=WayLoss(known=known),
+            fits=True,
+            command="kvtool generate",
+        )
+    yield Device(memory=9, weights=5)
     yield ProfileDocument.model_validate(PROFILE)
     yield ResultsDocument.model_validate_json((DATA / "run/results.json").read_text())
     claims = sorted((ROOT / "recipes/claims/results").glob("*.json"))
@@ -142,6 +163,16 @@ def examples() -> Iterator[BaseModel]:
         cache=CACHE,
         plan=PLANNED.model_copy(update={"rocketkv": None}),
         timing=CompressionTiming(prefill_s=0.1),
+    )
+    yield ExportDocument(
+        model="reference",
+        policy="h2o",
+        saved="a.st",
+        slots=5,
+        tokens_seen=9,
+        dtype="float32",
+        bytes=9,
+        virtual_ids=[1, 2],
     )
     for reads in (None, [3]):
         yield RunMemory(
