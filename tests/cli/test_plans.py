@@ -284,6 +284,7 @@ def test_the_flag_is_the_modifier(kvtool, allocator):
         (["-p", "streaming", "--allocator", "ada"], "compete by their scores"),
         (["-p", "h2o+ada", "--allocator", "duo"], "has the allocator `ada` already"),
         (["-p", "h2o", "--allocator", "optimal"], "which a plan holds"),
+        (["-p", "h2o", "--allocator", "curves"], "a file, which a plan is made from"),
         (["-p", "h2o", "--allocator", "piramid"], "did you mean `pyramid`?"),
         (["--allocator", "pyramid"], "--allocator needs a policy"),
         (["-p", "full", "--allocator", "pyramid"], "keeps everything"),

@@ -63,6 +63,11 @@ class AllocatedSplit:
 
     def __post_init__(self) -> None:
         allocator = self.allocator
+        if allocator.metric == "curves":
+            raise UsageError(
+                "published curves are in a file, which a plan is made from",
+                hint="kvtool plan-budget --curves FILE.json ..",
+            )
         if allocator.metric not in (None, "f_variance"):
             raise UsageError(
                 f"`{allocator.modifier}` needs measurements of the model, which a plan holds",
