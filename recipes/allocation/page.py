@@ -35,7 +35,7 @@ keydiff`). The runs were broken off, so cells have few texts.
 ```bash
 kvtool profile --metrics answer_loss --data niah -p h2o \\
   --budgets 32,64,128,256,512 -o profile.yaml
-kvtool plan-budget profile.yaml -b 128 -p h2o -o plan.yaml
+kvtool plan-budget profile.yaml -b 128 -p h2o --allocator optimal -o plan.yaml
 ```
 
 | model | layers | layers that get more than the mean |
