@@ -108,7 +108,7 @@ def parse_memory(text: str, name: str = "--memory") -> int:
     except UsageError:
         size = None  # said below, as the memory that it is
     if size is None:
-        raise UsageError(f"{name} is a number of bytes such as 16GiB, got {quote(text)}")
+        raise UsageError(f"{name} is a number of bytes such as 8GiB, got {quote(text)}")
     return size
 
 

@@ -159,12 +159,10 @@ def _import_policies(policies: Sequence[str]) -> None:
 
 
 def _import_tasks(tasks: Sequence[str]) -> None:
-    """Import the tasks from outside the package that `-t` names, as `_import_policies` does."""
+    """Import the tasks from outside the package that `-t` names: a run's folder never does."""
     from kvtool.evaluation.tasks.table import task_class
 
     for name in tasks:
-        if ":" not in name:
-            raise UsageError("--rescore takes a run as it is; leave out --tasks")
         task_class(name, imports=True)
 
 
@@ -172,7 +170,9 @@ def _refuse_others(options: EvalSettings) -> None:
     """Refuse flags that a run's own files answer already."""
     plain = type(options)(rescore=options.rescore)
     shared = {each.name for each in fields(RecipeSettings)}
-    names = [each.name for each in in_order(type(options)) if each.name not in _FOR_RESCORE]
+    inside = any(":" not in each for each in _split(options.tasks))
+    own = _FOR_RESCORE - ({"tasks"} if inside else set())
+    names = [each.name for each in in_order(type(options)) if each.name not in own]
     given = [
         "the recipe" if name == "recipe" else f"--{name.replace('_', '-')}"
         for name in sorted(names, key=lambda name: name not in shared)
