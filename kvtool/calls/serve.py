@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.calls.prompts import room_for_rows, row_bytes
 from kvtool.calls.request import Request, choose_policy, read_prefill, spell_budget
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.serve_settings import ServeSettings
 from kvtool.errors import KvtoolError, UsageError, quote
 from kvtool.extras import require
+from kvtool.model_shape import trained_length
 from kvtool.policies.grammar import listed_policies, parse_policy
 from kvtool.processes import check_alone
 from kvtool.sizes import Budget
@@ -87,12 +89,10 @@ class ServeRun:
                     served.answers.stop()
 
     def _serve(self, loaded: Loaded) -> Served:
-        from kvtool.calls.prompts import room_for_rows
         from kvtool.engines.offers import Opener
         from kvtool.engines.server import Served
         from kvtool.generation.live import LiveAnswers
         from kvtool.generation.model_settings import check_drawing, drawing_settings
-        from kvtool.model_shape import trained_length
 
         settings, model = self.settings, loaded.model
         check_drawing(model, loaded.tokenizer, drawing_settings(model, 1, 0.0, 0))
@@ -196,7 +196,6 @@ def make_offer(loaded: Loaded, request: Request, name: str, base: KVCache | None
     Args:
         base: the text before.
     """
-    from kvtool.calls.prompts import row_bytes
     from kvtool.engines.offers import Offer
 
     budget = request.budget

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -456,8 +457,6 @@ class _Text(Callback):
         self.decode_kwargs["skip_special_tokens"] = not whole
 
     def put_token(self, token: int) -> None:
-        import torch
-
         self.put(torch.tensor([token]))
 
 

@@ -33,8 +33,7 @@ of seven. Its profile has the shares 1/16, 1/8, 1/4 and 1/2 (`-m smollm2 --dtype
 keydiff`). The runs were broken off, so cells have few texts.
 
 ```bash
-kvtool profile --metrics answer_loss --data niah -p h2o \\
-  --budgets 32,64,128,256,512 -o profile.yaml
+kvtool profile --metrics answer_loss --data niah -p h2o --budgets 32,64,128,256,512 -o profile.yaml
 kvtool plan-budget profile.yaml -b 128 -p h2o --allocator optimal -o plan.yaml
 ```
 

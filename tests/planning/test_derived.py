@@ -103,7 +103,7 @@ def run(model, policy, data):
     return found
 
 
-LISTED = ("device", "ways", "ways_source")  # a list for the reader, which no run reads
+LISTED = ("device", "ways", "ways_source", "predicted_loss")  # for the reader; no run reads them
 WAYS = [way for way in ways(PlanDocument) if way[0] not in LISTED]
 
 
