@@ -118,7 +118,7 @@ class Call:
         spans: (batch, q_len, 2) int64 positions of the first and the last new token that a query
             sees, beside those before it: images are seen from both sides; None: none.
         scale, softcap, sinks: as for `attention_weights`; the sinks of a whole layer as (heads,).
-        context: what the forward is like.
+        context: what the forward is like; no default, which torch 2.11 cannot compile.
         mask: what a caller wants queries to see, in place of all tokens before them: bool, or float
             to be added, (batch or 1, heads or 1, q_len or 1, keys), keys as they came. None: the
             caller has no wish.
@@ -136,10 +136,10 @@ class Call:
     raw_value: Tensor
     positions: Tensor | None
     scale: float
+    context: StepContext
     softcap: float | None = None
     sinks: Tensor | None = None
     spans: Tensor | None = None
-    context: StepContext = StepContext()
     mask: Tensor | None = None
     attended: Tensor | None = None
     columns: KnownColumns | None = None
